@@ -11,8 +11,9 @@ import torch
 from conftest import REAL, interrupted_after, make_study, model, refused, same, write_features
 from scipy.stats import chisquare, kstest
 
-from wsi_fl.federation import shared
+from wsi_fl.federation import exchange, shared
 from wsi_fl.federation.comm import LocalComm
+from wsi_fl.federation.message import Message
 from wsi_fl.models.shared_head import PATIENT, SharedHead
 from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
@@ -238,8 +239,8 @@ def test_rows_of_one_patient_tell_as_little_as_they_differ():
         x = likeness**0.5 * own[patient] + (1 - likeness) ** 0.5 * rest + labels[:, None] * np.eye(D)[0]
         return x.astype(np.float32)
 
-    def known(x, whose):
-        head = SharedHead(2, D)
+    def known(x, whose, **how):
+        head = SharedHead(2, D, **how)
         who = None if whose is None else torch.from_numpy(whose)
         head.know(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels), who)
         return head
@@ -250,7 +251,8 @@ def test_rows_of_one_patient_tell_as_little_as_they_differ():
         v = torch.stack([head.scatter.trace() for head in heads]).mean() / 598
         measured = float(300 * means.var(0).sum(1).mean() / v)
         assert float(torch.stack([head.alike for head in heads]).mean()) == pytest.approx(measured, rel=0.25)
-        assert float(heads[0].size) == 30
+        assert float(heads[0].size) == 1  # of rows that are units
+    assert float(known(drawn(0.5), patient, patients=True).size) == 30
     x = drawn(0.5)
     apart = known(x, np.arange(600))  # a row each
     assert float(apart.alike) == pytest.approx(1) and float(apart.size) == 1
@@ -335,6 +337,32 @@ def test_a_killed_run_sends_the_same_sums_once_more(study):
     after = [json.loads(line) for line in ledger.read_text().splitlines()]
     assert [one for one in after if "mechanism" in one] == [one for one in before if "mechanism" in one]
     assert summary["sites"][0]["epsilon"] == pytest.approx(epsilon([Mechanism(2.0, 1.0, 1.0, 1)], 1e-5))
+
+
+def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
+    real = exchange._no_sums
+    monkeypatch.setattr(
+        exchange,
+        "_no_sums",
+        lambda message, **how: "spoilt" if message.sender == 1 else real(message, **how),
+    )
+    run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
+    heads = {name: SharedHead(2, D) for name in ("S0", "S2")}
+    for name, head in heads.items():
+        head.load_state_dict(model(run, name, "proxy"))
+    others = {"S0": heads["S2"].released, "S2": heads["S0"].released}
+    for name, head in heads.items():
+        torch.testing.assert_close(head.others(), others[name], rtol=1e-4, atol=1e-4)
+    assert "site 1: spoilt" in (run / "sites/S0/log.txt").read_text()
+
+
+@pytest.mark.parametrize(("variance", "noisy"), [(-1.0, False), (-1.0, True), (0.0, True)])
+def test_a_letter_must_say_what_noise_it_has(variance, noisy):
+    vector = np.array([3.0, 1.0, variance], np.float32)
+    message = Message(1, 0, 1, "sums", vector, 1.0)
+    assert f"variance of {variance:.3g}" in exchange._no_sums(message, noisy=noisy)
+    vector[-1] = 4
+    assert exchange._no_sums(message, noisy=noisy) == ""
 
 
 def test_patients_are_units_where_that_is_asked(study):

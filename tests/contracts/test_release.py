@@ -6,6 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from wsi_fl.privacy import sums
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.ledger_file import digest
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.sums import read_sums
@@ -463,6 +465,37 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
     assert by_files["communication"]["messages"] == 0
     told = [evaluate(study, run["run"])["merged"]["accuracy"]["mean"] for run in (over_network, by_files)]
     assert told[0] == pytest.approx(told[1], abs=0.02)
+
+
+@pytest.mark.parametrize("factor", [1, 1000, -3])
+def test_a_letter_that_does_harm_is_not_believed(study, factor):
+    """S2 knows both classes, and notices on rows that its own model has not seen."""
+    release(study, site=None, overrides=[*HEADS, "privacy.sigma=0.5"])
+    for name in ("S0", "S1"):
+        letter = sums_at(study.release(name))
+        vector = letter.vector * np.float32(factor)
+        vector[-1] = letter.vector[-1]
+        facts = letter.facts.model_copy(update={"digest": digest(vector)})
+        stage.write_sums(study.release(name), stage.ReleasedSums(facts, vector))
+        shutil.rmtree(study.store(name).parent)  # it takes part by its letter alone
+    run = joined(study)
+    chosen = json.loads((study.root / run["run"] / "sites/S2/choice.json").read_text())
+    assert (chosen["stack"]["weight"] > 0) is (factor == 1)
+
+
+def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeypatch):
+    monkeypatch.setattr(conftest, "CLASSES", ("a", "b", "c"))
+    rng = np.random.default_rng(0)
+    for name, n_classes in (("S0", 3), ("S1", 3), ("S2", 2)):
+        labels = np.concatenate([np.arange(60) % n_classes, np.arange(60) % 3])
+        x = (rng.normal(size=(120, D)) + 4 * np.eye(D)[labels]).astype(np.float32)
+        patients = [f"p{k}" for k in range(120)]
+        write_features(study, name, x, labels, patients, ["train"] * 60 + ["test"] * 60)
+    release(study, site=None, overrides=[*HEADS, "privacy.sigma=0.5"])
+    run = joined(study)["run"]
+    document = evaluate(study, run)
+    (lacking,) = (row for row in document["sites"] if row["site"] == "S2")
+    assert lacking["accuracy"] > 0.85  # two of three, had it never said the third
 
 
 def test_heads_of_files_spend_nothing_and_leave_no_line(study):

@@ -67,7 +67,7 @@ def _mix_in(
 ) -> PushSum:
     """Return a site's state after a hop, and log what it rejects.
 
-    A rejected message counts as if its sender had sent the receiver's own state.
+    A rejected message counts as if its sender had sent the receiver's own state, and a rejected letter as an empty one.
     """
     learner = site.traveller(method)
     own = learner.vector()
@@ -77,10 +77,16 @@ def _mix_in(
         stranger = site.index in back or message.sender in back
         heard = () if stranger else site.heard
         problem = _problem(message, agreed, n_sites) or (
-            _no_sums(message) if method.once else _too_far(message, own, heard)
+            _no_sums(message, noisy=bool(site.plan and site.plan.sigma))
+            if method.once
+            else _too_far(message, own, heard)
         )
         if problem:
-            share += float(matrix[site.index, message.sender])
+            missing = float(matrix[site.index, message.sender])
+            if method.once:
+                accepted.append(PushSum(np.zeros_like(own), missing))
+            else:
+                share += missing
             site.rejected.append(f"site {message.sender}: {problem}")
             site.folder.log(
                 f"round {message.round}: rejected the model from site {message.sender}: {problem}"
@@ -105,9 +111,11 @@ def _problem(message: Message, agreed: str, n_sites: int) -> str:
     return ""
 
 
-def _no_sums(message: Message) -> str:
-    """Return why numbers cannot be sums of rows of norm at most 1, or "" where they can."""
-    largest = float(np.abs(message.vector).max(initial=0))
+def _no_sums(message: Message, *, noisy: bool) -> str:
+    """Return why numbers cannot be sums of rows of norm at most 1, and the variance of their noise, or "" for none."""
+    largest, variance = float(np.abs(message.vector).max(initial=0)), float(message.vector[-1])
+    if variance < 0 or (noisy and variance == 0):
+        return f"it says that its noise has a variance of {variance:.3g}"
     return f"it holds {largest:.3g}, which is no sum of rows" if largest > _MOST_ROWS else ""
 
 

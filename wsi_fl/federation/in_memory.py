@@ -18,7 +18,7 @@ from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT, METHODS, Method, Weights
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples, joined, tensor_of
-from wsi_fl.learning.local import DPSettings, Learner
+from wsi_fl.learning.local import DPSettings, Learner, know_rows
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
 from wsi_fl.models.directions import N_RANDOM, Directions
 from wsi_fl.models.shared_head import SharedHead
@@ -147,6 +147,9 @@ def federate(
                 units=units,
                 n_classes=_n_classes(sites),
             )
+            for one in made.learners.values():
+                if isinstance(one.model, SharedHead):
+                    know_rows(one.model, train, _CPU)
             acting.append(made)
         run(acting, row, schedule, LocalComm(len(acting)), report)
         return {

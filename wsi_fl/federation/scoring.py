@@ -26,7 +26,7 @@ from wsi_fl.learning.counts import N_BINS, Counts, count, n_bytes
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
-from wsi_fl.learning.stacking import Stack, gated_stack, own_alone, shared_alone, stack_by_rows
+from wsi_fl.learning.stacking import Stack, gated_stack, harms, own_alone, shared_alone, stack_by_rows
 from wsi_fl.learning.tasks import scored
 from wsi_fl.learning.validation import LONE, STACK, answered, best_answer, reached, roles
 from wsi_fl.models.shared_head import SharedHead
@@ -91,26 +91,29 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
 def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
     """Return a site's mixture, as its run keeps it.
 
-    A site of one class asks what it has by joining. Any other keeps to its lone model, unless rows that neither has
-    learned by heart speak for more.
+    A site of one class asks what it has by joining, and so does one that lacks a class which a shared head knows. Any
+    other keeps to its lone model, unless rows that neither has learned by heart speak for more; it also does where a
+    shared head does harm on them.
 
     Args:
         validated: what its models say of its validation split, by role; empty where it has none.
     """
     lone = LONE if LONE in site.learners else "private"
     joined = "proxy" if "proxy" in site.learners else "private"
-    if len(np.unique(site.train.label)) < 2:
+    head = site.learners[joined].model
+    if len(np.unique(site.train.label)) < (site.n_classes if isinstance(head, SharedHead) else 2):
         stack, seen = shared_alone(site.n_classes), None
     else:
         if site.validation is not None and lone == LONE:
             candidates = {role: one for role, one in validated.items() if role != LONE}
             joined = best_answer(candidates, site.validation.label)
         seen = _unseen(site, lone, joined, validated, alive)
-        head = site.learners["proxy"].model if joined == "proxy" else None
         if isinstance(head, SharedHead):
             said = {} if seen else _predictions(site, (lone, joined), site.train, alive)
             rows, own, theirs = seen or (site.train, said[lone], said[joined])
             stack = stack_by_rows(own, theirs, rows.label, *head.worth())
+            if seen and harms(stack, own, theirs, rows.label):
+                stack = own_alone(site.n_classes)
         elif seen is None:
             stack = own_alone(site.n_classes)
         else:

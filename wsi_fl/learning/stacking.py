@@ -105,6 +105,23 @@ _LEAST_OWN, _ALONE = 0.5, 4.0
 """Part of the own model beside 1 of the shared one: at least, and from where on it answers alone."""
 
 
+def harms(stack: Stack, own: Probabilities, shared: Probabilities, labels: Labels) -> bool:
+    """Return whether a stack does worse than the own model on these rows, all classes counting alike.
+
+    A letter that was spoilt, or is of tissue that looks otherwise, is noticed so.
+
+    Args:
+        own, shared: float64[n, classes], of rows whose patients the own model had not seen.
+        labels: int64[n].
+    """
+
+    def loss(said: Probabilities) -> float:
+        losses = _losses(said, labels)
+        return float(np.mean([losses[labels == one].mean() for one in np.unique(labels)]))
+
+    return loss(stack(own, shared)) > loss(own)
+
+
 def _spread(logits: NDArray[np.float64], labels: Labels) -> float:
     """Return the standard deviation of logits float64[n, classes] where all classes that occur count alike; 1 for 0."""
     counts = np.bincount(labels)

@@ -52,8 +52,8 @@ class SharedHead(nn.Module):
         released, exact: float64[k + 1], the site's own letter with noise and without.
         own: float64[classes, d + 1], sums and numbers of the site's own rows, and `scatter` float64[d, d], how these
             vary about the means of their classes.
-        alike: how many times wider the means of own rows vary than those of as many unlike rows; 1 where units are
-            rows.
+        alike: how many times wider the means of own rows vary than those of as many unlike rows; 1 where every row is
+            of another patient.
         size: how many rows a unit is the mean of: 1, or of own patients the mean number.
         length: what a unit's z was divided by before it was summed: 1, or `PATIENT` where units are patients.
         n_sites: how many sites `sums` is the mean of; 0 before the exchange.
@@ -147,8 +147,8 @@ class SharedHead(nn.Module):
         """Keep what the site alone may know of its rows z[n, d] with labels int64[n]: exact sums and their scatter.
 
         Args:
-            patient: int64[n], whose each row is, where units are patients. Rows of one patient are alike, and tell less
-                than as many of different patients.
+            patient: int64[n], whose each row is. Rows of one patient are alike, and tell less than as many of different
+                patients. None where every row is of another one.
 
         Reference:
             Liang and Zeger, "Longitudinal data analysis using generalized linear models", Biometrika 1986, for the
@@ -163,8 +163,8 @@ class SharedHead(nn.Module):
             return
         _, of = torch.unique(patient * n_classes + y, return_inverse=True)
         n, units, seen = len(z), int(of.max()) + 1, int((self.own[:, -1] > 0).sum())
-        self.size.fill_(n / units)
-        self.alike.copy_(self.size)  # as where nobody knows how patients differ
+        self.alike.fill_(n / units)  # as where nobody knows how patients differ
+        self.size.copy_(torch.where(self.length < 1, self.alike, 1.0))
         if units > seen:
             together = z.new_zeros(units, z.shape[1]).index_add_(0, of, apart).square().sum() / (
                 1 - seen / units

@@ -51,14 +51,13 @@ class NoisySums:
     def fill(
         self, head: SharedHead, x: Tensor, y: Tensor, stream: CipherStream, patient: Tensor | None = None
     ) -> None:
-        """Give a head the sums of these rows: exact for its own use, and with noise for others.
+        """Give a head the letter of these rows, as it may leave the site, with noise.
 
         Args:
             x, y: all rows of the site, float32[n, d] or bags float32[n, m, d + 1], and their labels int64[n].
             patient: int64[n], whose each row is, where the unit is a patient.
         """
         z = head.embedded(x)
-        head.know(z, y, patient)
         exact = self.clipped(head, z, y, patient)
         noisy = self.noisy(exact, stream) if self.sigma else exact
         head.hold(exact, noisy.float().double(), (self.sigma * self.clip) ** 2)

@@ -16,6 +16,7 @@ from wsi_fl.federation.methods import Method
 from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import losses_of
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.audit import (
     ADJACENCY,
     alarming,
@@ -172,6 +173,8 @@ def _attacked(party: RunContext, index: int) -> list[_Attacked]:
         common = method.travels == "private"
         network = build_model(site, party.pipeline, data, role, index, common=common)
         network.load_state_dict(tensors)  # all of its initial weights
+        if isinstance(network, SharedHead) and name != kept:
+            network.forget()  # what left is the letter alone
         return _Attacked(name, _with_dp(party, role), network.to(device_of_rank()).eval())
 
     def sent(role: str) -> dict[str, torch.Tensor]:

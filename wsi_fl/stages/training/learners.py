@@ -235,7 +235,10 @@ def bring_released(party: RunContext, site: Site) -> None:
     mean, n = _mean(party.releases.values()), len(party.releases)
     if party.by_files:
         learner = learners["proxy"]
-        _hold_own(site, party.releases.get(name))
+        if own := party.releases.get(name):
+            assert isinstance(learner.model, SharedHead)
+            letter = torch.from_numpy(own.vector).double()
+            learner.model.hold(letter[:-1], letter[:-1], float(letter[-1]))
         learner.load_vector(mean, n_sites=n)
         return
     assert party.method.travels is not None
@@ -254,16 +257,3 @@ def _mean(releases: Iterable[ReleasedSums]) -> NDArray[np.float32]:
     """Return float32[k + 1], the mean of what sites have released."""
     mean = np.mean([sums.vector.astype(np.float64) for sums in releases], axis=0)
     return np.asarray(mean, np.float32)
-
-
-def _hold_own(site: Site, own: ReleasedSums | None) -> None:
-    """Give a shared head what its site knows of its own rows, and the letter by which the others know them."""
-    head = site.learners["proxy"].model
-    assert isinstance(head, SharedHead)
-    rows = iter([np.arange(len(site.train))])
-    for x, y, *_ in batches(site.train, rows, augment=None, device=site.device) if len(site.train) else ():
-        alike = site.units.kind == "patient"
-        head.know(head.embedded(x), y, torch.from_numpy(site.units.of_row).to(y) if alike else None)
-    if own is not None:
-        letter = torch.from_numpy(own.vector).double()
-        head.hold(letter[:-1], letter[:-1], float(letter[-1]))
