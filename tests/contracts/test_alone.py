@@ -41,7 +41,12 @@ def studies(tmp_path_factory):
         more, theirs = rows_of(60, 10 + k, d=40)
         patients, splits = [f"p{i}" for i in range(120)], ["train"] * 60 + ["test"] * 60
         write_features(
-            found["heads"], f"S{k}", np.concatenate([x, more]), np.concatenate([labels, theirs]), patients, splits
+            found["heads"],
+            f"S{k}",
+            np.concatenate([x, more]),
+            np.concatenate([labels, theirs]),
+            patients,
+            splits,
         )
     return found
 
