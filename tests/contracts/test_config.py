@@ -303,7 +303,7 @@ def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
     assert SiteFile(name="a", slides="x").allowed == ()
 
 
-@pytest.mark.parametrize("answer", ["auto", "private", "proxy", "mean"])
+@pytest.mark.parametrize("answer", ["auto", "private", "proxy", "mean", "alone"])
 def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
     pipeline = study.pipeline("p", [f"predict.with={answer}"])
     assert pipeline.predict.with_ == answer
@@ -313,7 +313,7 @@ def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
     refused(
         lambda: study.pipeline("p", ["predict.with=both"]),
         "predict.with",
-        "'proxy', 'mean' or 'stack'",
+        "'mean', 'alone' or 'stack'",
     )
     refused(lambda: study.pipeline("p", ["predict.wiht=mean"]), "did you mean 'with'?")
 

@@ -350,6 +350,18 @@ def test_a_number_is_learned(study):
     assert "Each dot is a test" in report(study, run).read_text()
 
 
+def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_is_among_it(study):
+    short = [*NUMBER, OPEN, "train.rounds=2"]
+    for more, n in ((["train.val_fraction=0.3"], 1), ([], 0)):
+        run = train(study, method="proxyfl", overrides=[*short, *more], backend="local")["run"]
+        for row in evaluate(study, run)["sites"]:
+            choice = json.loads((study.root / run / f"sites/{row['site']}/choice.json").read_text())
+            reached = choice.get("r2", {"alone": 0.0})
+            assert set(reached) == ({"alone", "private", "proxy", "mean"} if n else {"alone"})
+            assert reached[choice["with"]] == max(reached.values()) and (choice["n"] > 0) == bool(n)
+            assert row["with"] == choice["with"] and "alone" in row["models"] and "stack" not in row["models"]
+
+
 def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
     dp = ["privacy.unit=patient", "privacy.insecure_seed=1", "train.rounds=1"]
     spent = {}

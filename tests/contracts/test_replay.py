@@ -168,7 +168,7 @@ def seen_by(study, variant, monkeypatch):
         return drawn(examples, iter(chosen), **settings)
 
     monkeypatch.setattr(loop, "batches", spy)
-    path = run(study, variant)
+    path = run(study, variant, "train.alone=false")
     origin = {}
     for site in SITES:
         store = open_store(study, site)

@@ -296,6 +296,11 @@ def evaluation_lines(document: dict[str, Any]) -> Lines:
         reached = {name: part[first] for name, part in document["parts"].items()}
         spread = ", ".join(f"{name} {number(m['mean'])} ± {number(m['sd'])}" for name, m in reached.items())
         yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {spread}")
+    if all(row["with"] == LONE for row in document["sites"]):
+        yield Line(
+            "each site answers as it would alone: no rows show that joining adds to it; "
+            "networks need validation rows for that (train.val_fraction)"
+        )
     if document["between"]:
         yield from between_lines(document["between"])
     yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
