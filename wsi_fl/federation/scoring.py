@@ -137,8 +137,8 @@ def _unseen(
 ) -> _Told | None:
     """Return rows that neither model has learned by heart, with their answers; None where there are none.
 
-    A proxy under noise has memorised no training rows, and a head made of sums answers without the site's own. What the
-    lone model would say of them is known by cross-validation.
+    A proxy under noise has memorised no training rows, and a head along few directions very little. What the lone model
+    would say of them is known by cross-validation.
     """
     epsilon = site.ledger.epsilon()
     noisy = epsilon is not None and epsilon <= _NOT_BY_HEART

@@ -62,8 +62,9 @@ class Train(Section):
     patients. Linear heads are fitted at once; others choose `balance`, `weight_decay` and `lr`. `compare` always
     tunes the hospital alone."""
     alone: bool = True
-    """Whether each site also learns the model that it would have alone, which never leaves, so that joining costs
-    nothing: see `predict.with`. A linear head is fitted at once; other models take one more step for every batch."""
+    """Whether each site also learns the model that it would have alone, which never leaves, so that joining
+    need not cost anything: see `predict.with`. A linear head is fitted at once; other models take one more step for
+    every batch."""
     alpha: float = Field(0.3, ge=0, le=1)
     """How far the private model learns from its proxy (α) instead of from the labels: 0 not at all, 1 from the proxy
     alone."""
