@@ -87,6 +87,12 @@ def planned(n, batch_size, epochs=1, **terms):
     return plan_of_round(n=n, batch_size=batch_size, epochs=epochs, **given)
 
 
+def nightly(*cases):
+    """Cases of a parametrised test that `make test-nightly` alone asks for: one of their kind is asked always."""
+    as_tuples = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*one, marks=pytest.mark.slow) for one in as_tuples]
+
+
 def refused(action, *words: str, error=UsageError) -> None:
     """The action fails with this error, in one line that holds the words."""
     with pytest.raises(error) as caught:
@@ -298,6 +304,12 @@ def archive(tmp_path_factory):
 @pytest.fixture
 def study(tmp_path):
     return make_study(tmp_path / "study")
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A study of two sites, for what needs no more: it is half as long."""
+    return make_study(tmp_path / "study", n_sites=2)
 
 
 @pytest.fixture
