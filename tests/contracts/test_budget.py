@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_study, planned, refused
+from conftest import make_study, nightly, planned, refused
 
 from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
@@ -75,7 +75,7 @@ def cut(monkeypatch, module, name, nth):
 # finding 1: δ is part of the budget
 
 
-@pytest.mark.parametrize("delta", [0.3, 0.01])
+@pytest.mark.parametrize("delta", [*nightly(0.3), 0.01])
 def test_a_larger_delta_does_not_make_what_was_spent_cheaper(hospital, delta):
     spent = row(run(hospital))["lifetime_epsilon"]
     again = row(run(hospital, f"privacy.delta={delta}"))
@@ -288,7 +288,7 @@ def test_a_ledger_that_is_not_the_newest_is_refused(hospital, how):
     refused(lambda: run(hospital), "ledgers/S0.jsonl", "it is the site's budget", error=WsiFlError)
 
 
-@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("how", ["shortened", "deleted", *nightly(*DAMAGE.keys() - {"shortened", "deleted"})])
 def test_heads_alone_notice_it_too_once_the_runs_are_gone(hospital, how):
     run(hospital)
     shutil.rmtree(hospital.runs)
@@ -333,7 +333,7 @@ def test_a_real_hospital_does_not_become_a_simulated_one(hospital):
 PER_PATIENT = ("privacy.unit='patient'", "privacy.target_epsilon=1.5")
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_a_simulated_pilot_binds_no_hospital_to_its_unit(hospital):
     rewrite(hospital, "real = true", "real = false")
     per_row = row(run(hospital))["epsilon"]
@@ -382,7 +382,7 @@ def test_lines_that_say_nonsense_are_no_entries(tmp_path, before, after):
     refused(lambda: ledger_at(path), "line 1", error=WsiFlError)
 
 
-@pytest.mark.parametrize("method", ["regular", "proxyfl"])
+@pytest.mark.parametrize("method", [*nightly("regular"), "proxyfl"])
 def test_a_renamed_run_stays_the_same_run(hospital, monkeypatch, method):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         cut(patch, loop, "_log_round", 2)

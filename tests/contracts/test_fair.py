@@ -107,6 +107,7 @@ def test_what_was_held_out_is_not_what_was_learned():
     assert ((x @ found.weight.T + found.bias).argmax(1) == labels).mean() > 0.8
 
 
+@pytest.mark.slow
 def test_balance_makes_rare_classes_count_as_much(skewed):
     settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.01"]
 

@@ -177,7 +177,10 @@ def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path)
     (path / "summary.json").unlink()
     before = [pair.ledger(site).read_text() for site in pair.site_names()]
     kept = shutil.copytree(path / "sites", tmp_path / "kept")
-    later, gone = "ledger knows later rounds than its checkpoints; start a new run", "no checkpoint of round 1"
+    later, gone = (
+        "ledger knows later rounds than its checkpoints; start a new run",
+        "no checkpoint of round 1",
+    )
     for lost, words in (
         ("S*/state/*", later),
         ("S*/state/round_00003.safetensors", later),

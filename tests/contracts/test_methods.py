@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import REAL, make_study
+from conftest import REAL, make_study, nightly
 from safetensors.numpy import load_file
 
 from wsi_fl.federation.methods import METHODS
@@ -80,7 +80,7 @@ def test_pooling_is_refused_where_one_hospital_keeps_its_patches(study):
         run(study, "joint")
 
 
-@pytest.mark.parametrize("method", ["fedavg", "avgpush", "cwt"])
+@pytest.mark.parametrize("method", [*nightly("fedavg", "avgpush"), "cwt"])
 def test_methods_that_share_one_model_start_alike_whatever_a_site_prefers(tmp_path, method):
     study = make_study(tmp_path / "study", n_sites=2, site_extra='real = false\nprivate_model = "lenet5"')
     summary = run(study, method)

@@ -352,6 +352,7 @@ def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path, 
     assert privacy(**plans)["group"] is None
 
 
+@pytest.mark.slow
 def test_huge_groups_are_answered_at_once(monkeypatch):
     asked = []
     original = groups._divergences

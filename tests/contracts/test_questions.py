@@ -343,7 +343,7 @@ def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survive
 
 
 def test_a_number_is_learned(study):
-    run = train(study, method="proxyfl", overrides=[*NUMBER, OPEN, "train.rounds=12"], backend="local")["run"]
+    run = train(study, method="proxyfl", overrides=[*NUMBER, OPEN, "train.rounds=8"], backend="local")["run"]
     document = evaluate(study, run)
     assert document["merged"]["r2"]["mean"] > 0.5
     assert document["merged"]["mae"]["mean"] < 0.2

@@ -689,6 +689,7 @@ def test_a_click_on_a_layer_changes_the_picture_and_the_page_asks_nobody_else(pa
         assert page.said == []
 
 
+@pytest.mark.slow
 @looked_at
 def test_keys_move_through_slides_and_zoom_and_the_patch_under_the_cursor_is_read(page, predicted, tmp_path):
     study, run = predicted
