@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study, metrics, model
+from conftest import REAL, make_study, metrics, model, nightly
 from safetensors.torch import load_file
 
 from wsi_fl.federation import loop
@@ -55,12 +55,15 @@ def push_of(path, site, round_):
 # --- leaving with the budget spent ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "method", [name for name, row in METHODS.items() if not (row.without_dp or row.once)]
-)
+ACCOUNTED = {
+    name
+    for name, row in METHODS.items()
+    if not (row.without_dp or row.once or row.learns_from == "everybody")
+}
+
+
+@pytest.mark.parametrize("method", ["proxyfl", *nightly(*sorted(ACCOUNTED - {"proxyfl"}))])
 def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
-    if METHODS[method].learns_from == "everybody":
-        pytest.skip("pooled data has one account")
     limit(study, "S1", 2)
     summary = local(study, method, "train.rounds=4")
     rows = {row["site"]: row for row in summary["sites"]}
@@ -124,17 +127,10 @@ def test_a_dry_run_says_how_far_a_budget_goes(study, capsys):
 
 def test_leaving_survives_a_restart(study, monkeypatch):
     limit(study, "S1", 1)
-    whole = local(study, "proxyfl", SEEDED, "train.rounds=4")["run"]
-    real = loop.checkpoint
-
-    def cut(site, round_):
-        if (site.name, round_) == ("S2", 3):
-            raise KeyboardInterrupt
-        real(site, round_)
-
-    monkeypatch.setattr(loop, "checkpoint", cut)
-    with pytest.raises(KeyboardInterrupt):
-        local(study, "proxyfl", SEEDED, "train.rounds=4")
+    whole = local(study, "proxyfl", SEEDED)["run"]
+    cut_at(monkeypatch, "S2", 2)
+    with pytest.raises(Cut):
+        local(study, "proxyfl", SEEDED)
     monkeypatch.undo()
     again = resume(study, "2", backend="local")
     for site in study.site_names():
@@ -172,7 +168,7 @@ class Liar(LocalComm):
         ),
     ],
 )
-@pytest.mark.parametrize("method", ["proxyfl", "fedavg"])
+@pytest.mark.parametrize("method", ["proxyfl", *nightly("fedavg")])
 def test_a_broken_model_is_rejected_and_training_goes_on(study, monkeypatch, method, change, words):
     monkeypatch.setattr(stage, "LocalComm", lambda n, running: Liar(n, change))
     summary = local(study, method)
@@ -270,20 +266,13 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
 
 
 def test_a_run_goes_on_without_a_site_that_is_left_out(study, monkeypatch):
-    real = loop.checkpoint
-
-    def cut(site, round_):
-        if (site.name, round_) == ("S3", 2):
-            raise KeyboardInterrupt
-        real(site, round_)
-
-    monkeypatch.setattr(loop, "checkpoint", cut)
-    with pytest.raises(KeyboardInterrupt):
-        local(study, "proxyfl", "train.rounds=5")
+    cut_at(monkeypatch, "S3", 2)
+    with pytest.raises(Cut):
+        local(study)
     monkeypatch.undo()
     summary = resume(study, "1", without=["S1"], backend="local")
     assert summary["lost"] == ["S1"]
-    assert [row["rounds"] for row in summary["sites"]] == [5, 5, 5]
+    assert [row["rounds"] for row in summary["sites"]] == [3, 3, 3]
     with pytest.raises(UsageError, match="unknown site 'S9'; the run has S0"):
         resume(study, "1", without=["S9"], backend="local")
     with pytest.raises(UsageError, match="leaves no site"):
@@ -293,21 +282,11 @@ def test_a_run_goes_on_without_a_site_that_is_left_out(study, monkeypatch):
 
 
 def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study, monkeypatch):
-    real = loop.checkpoint
-
-    def cut(site, round_):
-        if (site.name, round_) == ("S3", 6):
-            raise KeyboardInterrupt
-        real(site, round_)
-
-    rounds = "train.rounds=8"
-    monkeypatch.setattr(
-        loop, "checkpoint", lambda site, r: cut(site, 6 if (site.name, r) == ("S3", 2) else r)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        local(study, "proxyfl", rounds)
-    monkeypatch.setattr(loop, "checkpoint", cut)
-    with pytest.raises(KeyboardInterrupt):
+    cut_at(monkeypatch, "S3", 2)
+    with pytest.raises(Cut):
+        local(study, "proxyfl", "train.rounds=8")
+    cut_at(monkeypatch, "S3", 6)
+    with pytest.raises(Cut):
         resume(study, "1", without=["S1"], backend="local")
     monkeypatch.undo()
     summary = resume(study, "1", backend="local")
@@ -419,7 +398,9 @@ def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study, monkeypa
     assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("rounds", [3, 5], ids=["at once", "after rounds that its ledger does not know"])
+@pytest.mark.parametrize(
+    "rounds", [*nightly(3), 5]
+)  # at once, and after rounds that its ledger does not know
 def test_an_interrupted_return_can_be_resumed(study, monkeypatch, rounds):
     cut_at(monkeypatch, "S3", 2)
     with pytest.raises(Cut):
@@ -447,7 +428,7 @@ def test_a_raised_budget_counts_from_the_next_round_on(study, monkeypatch):
     assert [row["rounds"] for row in rows] == [3, 1, 3, 3]
 
 
-@pytest.mark.parametrize("method", ["regular", "joint"])
+@pytest.mark.parametrize("method", ["regular", *nightly("joint")])
 def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, monkeypatch, method):
     cut_at(monkeypatch, "S2", 2)
     with pytest.raises(Cut):

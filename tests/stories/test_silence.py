@@ -11,7 +11,7 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study, refused, write_store
+from conftest import REAL, make_study, nightly, refused, write_store
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.preflight import Brought
@@ -152,6 +152,7 @@ def test_what_a_hospital_notes_at_home_has_the_accuracy(finished):
     assert "UserWarning: S_slide_0 under /secret is odd" in (folders[2] / "runs" / "S2.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_failure_names_the_hospital_and_its_log_and_no_slide(finished, tmp_path):
     folders, _ = finished
     for folder in folders:
@@ -361,12 +362,7 @@ def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta
 
 @pytest.mark.parametrize(
     "other",
-    [
-        ['model.private="lenet5"'],
-        ["train.alpha=0.9"],
-        ["train.beta=0.5"],
-        ["predict.with=proxy"],
-    ],
+    ['model.private="lenet5"', *nightly("train.alpha=0.9", "train.beta=0.5", "predict.with=proxy")],
 )
 def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other):
     def released(*overrides):
@@ -385,7 +381,7 @@ def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other
             if line["run"].startswith(Path(run).name) and line.get("released")
         ]
 
-    assert released() == released(*other)
-    assert len(released()) == 4
-    if "private" in other[0]:
-        assert released("privacy.mode=paper") != released("privacy.mode=paper", *other)
+    first = released()
+    assert first == released(other) and len(first) == 4
+    if "private" in other:
+        assert released("privacy.mode=paper") != released("privacy.mode=paper", other)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tifffile
-from conftest import refused
+from conftest import nightly, refused
 
 from wsi_fl.demo import phantom
 from wsi_fl.slides.patching.patches import PlanParams
@@ -333,9 +333,9 @@ def spoil(path, xy, how):
 @pytest.mark.parametrize(
     ("how", "content"),
     [
-        ("garbage", "raw"),
+        *nightly(("garbage", "raw")),
         ("cut", "native"),
-        ("cut", "none"),
+        *nightly(("cut", "none")),
     ],
 )
 def test_a_corrupt_tile_sets_its_patches_aside_and_all_others_are_right(aligned, tmp_path, content, how):
