@@ -340,6 +340,7 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
             assert document[which][metric]["sd"] == pytest.approx(np.std(values))
 
 
+@pytest.mark.slow
 def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
     study = make_bag_study(tmp_path / "study", n_sites=2, only=3)
     write_mosaic(study, "S1", seed=1)

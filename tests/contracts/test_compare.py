@@ -377,6 +377,7 @@ def test_a_baseline_left_out_is_null_and_its_command_is_named(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_without_its_pipeline_the_baseline_is_trained_from_the_run(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     name = run(study, "proxyfl", "train.seed=4")
@@ -384,6 +385,7 @@ def test_without_its_pipeline_the_baseline_is_trained_from_the_run(tmp_path):
     assert row_of(compare(study, [name]), "regular")["seeds"] == [4]
 
 
+@pytest.mark.slow
 def test_a_store_made_anew_is_no_place_for_the_baseline(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     name = run(study, "proxyfl")

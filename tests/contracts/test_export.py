@@ -204,6 +204,7 @@ def test_patches_are_reduced_as_in_training(tmp_path):
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path):
     from safetensors.torch import save_file
     from timm import create_model
@@ -266,6 +267,7 @@ def test_a_shared_head_leaves_without_any_sites_sums(tmp_path):
         assert torch.equal(head.as_released()(x), public(x)) and not torch.allclose(head(x), public(x))
 
 
+@pytest.mark.slow
 def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     model = build("transmil", n_classes=3, shape=Bags(6), seed=0).eval()

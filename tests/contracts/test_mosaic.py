@@ -197,6 +197,7 @@ def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive
     assert "no tissue" in reasons[empty.stem]
 
 
+@pytest.mark.slow
 def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
     slide = Slide.read
     bad = []
@@ -253,6 +254,7 @@ def diagnosed(records):
     ]
 
 
+@pytest.mark.slow
 def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
     import torchvision
 

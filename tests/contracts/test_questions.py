@@ -320,6 +320,7 @@ def test_survival_is_learned_measured_and_drawn(survived):
     assert "Concordance" in page and "Log-rank p" in page and "accuracy" not in page.split("<pre")[0].lower()
 
 
+@pytest.mark.slow
 def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
     study, runs = survived
     document = compare(study, list(runs.values()))

@@ -532,7 +532,7 @@ def test_any_number_may_be_missing(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["own", "confusion", *nightly("parts", "intervals", "calibration", "slides")]
+    "part", ["own", *nightly("parts", "intervals", "confusion", "calibration", "slides")]
 )
 def test_any_part_of_an_evaluation_may_be_missing(part: str) -> None:
     page = make_page(n_sites=2, rounds=3, n_overviews=0)
@@ -560,6 +560,7 @@ def test_a_single_site_has_nobody_to_learn_with() -> None:
     assert "Federation" not in text
 
 
+@pytest.mark.slow
 def test_sixty_sites_stay_readable_and_quick() -> None:
     page = make_page(n_sites=60, rounds=6, n_overviews=0)
     start = time.perf_counter()

@@ -361,6 +361,7 @@ def flat(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_slide_without_a_pyramid_is_read_once_for_all_coarse_tiles(flat, monkeypatch):
     read = []
     monkeypatch.setattr("wsi_fl.viewer.tiles._COARSE_PX", 2048)

@@ -221,7 +221,9 @@ def test_pale_tissue_is_kept(tissue, change):
     assert kept_of(tissue, change) >= 0.95
 
 
-@pytest.mark.parametrize(("ink", "colour"), [(artefacts.inked, "black"), (artefacts.translucent, "blue")])
+@pytest.mark.parametrize(
+    ("ink", "colour"), [(artefacts.inked, "black"), *nightly((artefacts.translucent, "blue"))]
+)
 def test_ink_on_an_ordinary_slide_is_no_more_tissue_than_by_saturation(tissue, ink, colour):
     for picture in tissue:
         where = artefacts.stroke(picture.shape[:2], MPP, np.random.default_rng(3), 220)
@@ -334,6 +336,7 @@ def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
         assert 0 < len(file["aside_reason"]) < some
 
 
+@pytest.mark.slow
 def test_damage_of_what_was_set_aside_is_noticed_and_mended(hurt):
     study, slide = hurt
     tile(study, site="C1", overrides=QC)
@@ -353,6 +356,7 @@ def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt, monkeypatc
     )
 
 
+@pytest.mark.slow
 def test_the_counts_of_a_slide_of_faults_alone_are_kept_and_the_viewer_tells_them(hurt):
     study, slide = hurt
     path = next((study.root.parent / "archive").rglob(f"{slide}.tif"))

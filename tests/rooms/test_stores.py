@@ -203,6 +203,7 @@ def open_files() -> list[str]:
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.slow
 def test_a_hundred_slides_are_read_where_the_system_allows_64_open_files(tmp_path):
     path, pixels = make_store(tmp_path, {f"s{k}": 1 for k in range(100)})
     rows = np.random.default_rng(0).permutation(100)
@@ -279,7 +280,7 @@ def writer(path: Path, pixels: str, before: str = "") -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("limit_bytes", [500, 6_000])
+@pytest.mark.parametrize("limit_bytes", [pytest.param(500, marks=pytest.mark.slow), 6_000])
 def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_bytes):
     shard = add_shard(tmp_path, "a", 3)
     before = shard.read_bytes()

@@ -17,7 +17,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import make_study, refused, write_store
+from conftest import make_study, nightly, refused, write_store
 from test_oneshot import HEADS, rows_of
 from test_relayed import NAMES, Federation, rounds_of, together
 
@@ -373,7 +373,7 @@ def meddling(share, do, stop):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("what", ["alters", "deletes", "replays", "forges", "cuts"])
+@pytest.mark.parametrize("what", ["alters", "deletes", "replays", "forges", *nightly("cuts")])
 def test_the_owner_of_the_share_is_caught(identities, ledgers, share, line_of, what):
     """Whatever is done to files: all have the right values, or a site is named that was not heard."""
     kept, stop = {}, threading.Event()
