@@ -267,7 +267,6 @@ def test_a_shared_head_leaves_without_any_sites_sums(tmp_path):
         assert torch.equal(head.as_released()(x), public(x)) and not torch.allclose(head(x), public(x))
 
 
-@pytest.mark.slow
 def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     model = build("transmil", n_classes=3, shape=Bags(6), seed=0).eval()

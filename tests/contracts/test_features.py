@@ -34,15 +34,6 @@ HEADS = ["train.data=features", "model.private=mlp_head", "model.proxy=linear_he
 
 
 @pytest.fixture(scope="session")
-def tiny_weights(tmp_path_factory):
-    """Random weights of a tiny architecture."""
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    torch.manual_seed(0)
-    save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), path)
-    return path
-
-
-@pytest.fixture(scope="session")
 def settings(tiny_weights):
     return ["features.encoder=test_efficientnet", f"features.weights={tiny_weights}"]
 

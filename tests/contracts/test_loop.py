@@ -194,14 +194,6 @@ def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path)
         shutil.copytree(kept, path / "sites", dirs_exist_ok=True)
 
 
-def test_a_real_site_without_its_ledger_is_refused(tmp_path):
-    study = real_study(tmp_path, n_sites=1)
-    run(study)
-    study.ledger("S0").unlink()
-    with pytest.raises(WsiFlError, match=r"ledgers/S0\.jsonl is missing"):
-        run(study)
-
-
 def test_real_hospitals_are_never_trained_in_one_process(tmp_path):
     with pytest.raises(WsiFlError, match="real hospital"):
         run(real_study(tmp_path))

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import REAL, make_study, nightly
+from conftest import REAL, interrupted_after, make_study, nightly
 from safetensors.numpy import load_file
 
 from wsi_fl.federation.methods import METHODS
@@ -50,22 +50,10 @@ def test_every_method_trains_accounts_and_is_evaluated(pair, method):
     "method",
     [one if one == "cwt" else pytest.param(one, marks=pytest.mark.slow) for one in ACCOUNTED],
 )
-def test_every_method_goes_on_to_the_same_models_after_a_kill(pair, method, monkeypatch):
+def test_every_method_goes_on_to_the_same_models_after_a_kill(pair, method):
     whole = run(pair, method, SEEDED)
-    from wsi_fl.federation import loop
-
-    finish, calls = loop._log_round, []
-
-    def die_in_round_two(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return finish(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "_log_round", die_in_round_two)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_after(4):
         run(pair, method, SEEDED)
-    monkeypatch.undo()
     broken = sorted(path.name for path in pair.runs.glob("0*"))[-1]
     resumed = resume(pair, broken, backend="local")
     for site in pair.site_names():

@@ -45,12 +45,8 @@ def archive(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def weights(tmp_path_factory):
-    """Random weights of a tiny architecture."""
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    torch.manual_seed(0)
-    save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), path)
-    return path
+def weights(tiny_weights):
+    return tiny_weights
 
 
 @pytest.fixture(scope="session")

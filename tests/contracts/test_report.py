@@ -523,14 +523,6 @@ def test_numbers_that_could_not_be_computed_are_dashes(nothing: float | None) ->
     assert document.table("Model of", "ECE")["C1"] == ["–"] * 9
 
 
-@pytest.mark.parametrize("seed", [0, *nightly(1)])
-def test_any_number_may_be_missing(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    page = without_confusion(make_page(n_sites=2, rounds=3, n_overviews=0))
-    document = Document(render(changed(page, lambda value: None if rng.random() < 0.4 else value)))
-    assert not re.search(r"\b(None|nan|Undefined)\b", document.text)
-
-
 @pytest.mark.parametrize(
     "part", ["own", *nightly("parts", "intervals", "confusion", "calibration", "slides")]
 )

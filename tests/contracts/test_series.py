@@ -4,9 +4,8 @@ import json
 import re
 
 import pytest
-from conftest import make_study
+from conftest import interrupted_after, make_study
 
-from wsi_fl.federation import loop
 from wsi_fl.stages.training import series
 from wsi_fl.stages.training.series import resume_series, train_series
 from wsi_fl.study.folder import load_pipeline
@@ -29,19 +28,9 @@ def test_a_series_is_one_run_per_seed(study):
     assert [run["run"] for run in document["runs"]] == [f"runs/0000{k}-regular-small" for k in (1, 2, 3)]
 
 
-def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(study, monkeypatch):
-    real, calls = loop.checkpoint, []
-
-    def cut(site, round_):
-        calls.append(1)
-        if len(calls) == 5:  # in the second run
-            raise KeyboardInterrupt
-        real(site, round_)
-
-    monkeypatch.setattr(loop, "checkpoint", cut)
-    with pytest.raises(KeyboardInterrupt):
+def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(study):
+    with interrupted_after(5):  # in the second run
         train_series(study, seeds=3, method="regular", overrides=["train.rounds=2"], backend="local")
-    monkeypatch.undo()
     assert seeds_of(study) == [0, 1]
     document = resume_series(study, "1", backend="local")
     assert document["seeds"] == [0, 1, 2] == seeds_of(study)

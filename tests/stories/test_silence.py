@@ -11,7 +11,7 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study, nightly, refused, write_store
+from conftest import REAL, Told, interrupted_after, make_study, nightly, refused, write_store
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.preflight import Brought
@@ -266,19 +266,6 @@ def test_a_model_whose_answers_are_no_numbers_says_that_all_classes_are_equally_
 # one run
 
 
-class Told:
-    """A communicator whose other site says what a test lets it say."""
-
-    sites, running, n_sites = (1,), (0, 1), 2
-
-    def __init__(self, *answers):
-        self.answers = list(answers)
-
-    def gather(self, documents, kind, *, patient=False):
-        answer = self.answers.pop(0)
-        return [answer() if callable(answer) else answer, *documents]
-
-
 @pytest.mark.parametrize(
     "name", ["../../PWNED/00001-x", "/tmp/x", "proxyfl-..\\x", "proxyfl-a/b", "", "PROXYFL-\x07"]
 )
@@ -335,17 +322,9 @@ def test_what_a_hospital_has_withdrawn_since_stays_withdrawn(study):
     assert (site.real, site.allow, site.max_epsilon) == (True, [], 50.0)
 
 
-def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta(tmp_path, monkeypatch):
+def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta(tmp_path):
     study = make_study(tmp_path / "real", n_sites=1, site_extra=REAL)
-
-    class Cut(BaseException):
-        pass
-
-    def cut(*_, **__):
-        raise Cut
-
-    with monkeypatch.context() as patch, pytest.raises(Cut):
-        patch.setattr(loop, "_log_round", cut)
+    with interrupted_after(1):
         train(study, method="proxyfl", overrides=["train.rounds=3", "privacy.sigma=4"], backend="local")
     once = epsilon([Mechanism(4.0, 0.7, 0.2, 5)], 1e-5) + 1e-9
     file = study.root / "sites" / "S0.toml"
