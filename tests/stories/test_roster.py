@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,13 +117,11 @@ def test_a_dry_run_says_how_far_a_budget_goes(study, capsys):
     assert re.search(r"sites/S1\.toml: max_epsilon = .* is enough for 2 of 3 rounds; then it leaves", said)
 
 
-def test_leaving_survives_a_restart(study, monkeypatch):
+def test_leaving_survives_a_restart(study):
     limit(study, "S1", 1)
     whole = local(study, "proxyfl", SEEDED)["run"]
-    cut_at(monkeypatch, "S2", 2)
-    with pytest.raises(Cut):
+    with cut_at("S2", 2):
         local(study, "proxyfl", SEEDED)
-    monkeypatch.undo()
     again = resume(study, "2", backend="local")
     for site in study.site_names():
         for role in ("private", "proxy"):
@@ -256,11 +254,9 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
     assert evaluate(study, back["run"])["sites"][2]["site"] == "S2"
 
 
-def test_a_run_goes_on_without_a_site_that_is_left_out(study, monkeypatch):
-    cut_at(monkeypatch, "S3", 2)
-    with pytest.raises(Cut):
+def test_a_run_goes_on_without_a_site_that_is_left_out(study):
+    with cut_at("S3", 2):
         local(study)
-    monkeypatch.undo()
     summary = resume(study, "1", without=["S1"], backend="local")
     assert summary["lost"] == ["S1"]
     assert [row["rounds"] for row in summary["sites"]] == [3, 3, 3]
@@ -272,14 +268,11 @@ def test_a_run_goes_on_without_a_site_that_is_left_out(study, monkeypatch):
     assert again == summary  # finished; S1 stays away
 
 
-def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study, monkeypatch):
-    cut_at(monkeypatch, "S3", 2)
-    with pytest.raises(Cut):
+def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study):
+    with cut_at("S3", 2):
         local(study, "proxyfl", "train.rounds=8")
-    cut_at(monkeypatch, "S3", 6)
-    with pytest.raises(Cut):
+    with cut_at("S3", 6):
         resume(study, "1", without=["S1"], backend="local")
-    monkeypatch.undo()
     summary = resume(study, "1", backend="local")
     path = study.root / summary["run"]
     took_part = {line["round"]: line["takes_part"] for line in metrics(path, "S1")}
@@ -330,17 +323,19 @@ class Cut(BaseException):
     pass
 
 
-def cut_at(monkeypatch, name, number):
-    """Training is interrupted before a site's checkpoint of a round."""
-    real = getattr(loop.checkpoint, "real", loop.checkpoint)
+@contextmanager
+def cut_at(name, number):
+    """Within it training is interrupted before a site's checkpoint of a round."""
+    real = loop.checkpoint
 
     def cut(site, round_):
         if (site.name, round_) == (name, number):
             raise Cut
         real(site, round_)
 
-    cut.real = real
-    monkeypatch.setattr(loop, "checkpoint", cut)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
+        patch.setattr(loop, "checkpoint", cut)
+        yield
 
 
 def test_a_round_that_was_sent_is_never_recorded_again(tmp_path):
@@ -355,22 +350,17 @@ def test_a_round_that_was_sent_is_never_recorded_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path, monkeypatch):
+def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path):
     study = make_study(tmp_path / "two", n_sites=2)
     rounds = "train.rounds=12"
-    cut_at(monkeypatch, "S1", 3)
-    with pytest.raises(Cut):
+    with cut_at("S1", 3):
         local(study, "proxyfl", rounds)
-    cut_at(monkeypatch, "S0", 5)
-    with pytest.raises(Cut):
+    with cut_at("S0", 5):
         resume(study, "1", without=["S1"], backend="local")
-    cut_at(monkeypatch, "S1", 9)
-    with pytest.raises(Cut):
+    with cut_at("S1", 9):
         resume(study, "1", backend="local")
-    cut_at(monkeypatch, "S1", 11)
-    with pytest.raises(Cut):
+    with cut_at("S1", 11):
         resume(study, "1", without=["S0"], backend="local")
-    monkeypatch.undo()
     summary = resume(study, "1", backend="local")
     assert summary["lost"] == []
     for site in study.site_names():
@@ -380,42 +370,33 @@ def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study, monkeypatch):
-    cut_at(monkeypatch, "S0", 1)
-    with pytest.raises(Cut):
+def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study):
+    with cut_at("S0", 1):
         local(study)
-    cut_at(monkeypatch, "S2", 1)
-    with pytest.raises(Cut):
+    with cut_at("S2", 1):
         resume(study, "1", without=["S1"], backend="local")
-    monkeypatch.undo()
     assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
     "rounds", [3, *nightly(5)]
 )  # at once, and after rounds that its ledger does not know
-def test_an_interrupted_return_can_be_resumed(study, monkeypatch, rounds):
-    cut_at(monkeypatch, "S3", 2)
-    with pytest.raises(Cut):
+def test_an_interrupted_return_can_be_resumed(study, rounds):
+    with cut_at("S3", 2):
         local(study, "proxyfl", f"train.rounds={rounds}")
-    monkeypatch.undo()
     assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
-    cut_at(monkeypatch, "S1", rounds)
-    with pytest.raises(Cut):
+    with cut_at("S1", rounds):
         resume(study, "1", backend="local")
-    monkeypatch.undo()
     back = resume(study, "1", backend="local")
     assert [row["site"] for row in back["sites"]] == study.site_names()
     assert back["lost"] == []
 
 
 @pytest.mark.slow
-def test_a_raised_budget_counts_from_the_next_round_on(study, monkeypatch):
+def test_a_raised_budget_counts_from_the_next_round_on(study):
     limit(study, "S1", 1)
-    cut_at(monkeypatch, "S3", 2)
-    with pytest.raises(Cut):
+    with cut_at("S3", 2):
         local(study)
-    monkeypatch.undo()
     file = study.root / "sites" / "S1.toml"
     file.write_text(re.sub("max_epsilon.*", "max_epsilon = 100.0", file.read_text()))
     rows = resume(study, "1", backend="local")["sites"]
@@ -423,11 +404,9 @@ def test_a_raised_budget_counts_from_the_next_round_on(study, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["regular", *nightly("joint")])
-def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, monkeypatch, method):
-    cut_at(monkeypatch, "S2", 2)
-    with pytest.raises(Cut):
+def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, method):
+    with cut_at("S2", 2):
         local(study, method)
-    monkeypatch.undo()
     assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
     assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
 
@@ -440,25 +419,20 @@ def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, monkeypatch, me
         ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5")),
     ],
 )
-def test_who_was_away_for_long_is_no_stranger(study, monkeypatch, method, overrides):
-    cut_at(monkeypatch, "S3", 7)
-    with pytest.raises(Cut):
+def test_who_was_away_for_long_is_no_stranger(study, method, overrides):
+    with cut_at("S3", 7):
         local(study, method, "train.rounds=40", *overrides)
-    cut_at(monkeypatch, "S3", 30)
-    with pytest.raises(Cut):
+    with cut_at("S3", 30):
         resume(study, "1", without=["S1"], backend="local")
-    monkeypatch.undo()
     rows = resume(study, "1", backend="local")["sites"]
     assert [row["rejected"] for row in rows] == [0, 0, 0, 0]
     assert rows[1]["rounds"] > 10
 
 
-def test_a_real_site_whose_ledger_vanished_half_way_is_refused(tmp_path, monkeypatch):
+def test_a_real_site_whose_ledger_vanished_half_way_is_refused(tmp_path):
     study = make_study(tmp_path / "real", n_sites=1, site_extra=REAL)
-    cut_at(monkeypatch, "S0", 3)
-    with pytest.raises(Cut):
+    with cut_at("S0", 3):
         local(study)
-    monkeypatch.undo()
     study.ledger("S0").unlink()
     with pytest.raises(WsiFlError, match=r"ledgers/S0\.jsonl is missing"):
         local(study)
