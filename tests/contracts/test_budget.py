@@ -328,6 +328,13 @@ def test_a_real_hospital_does_not_become_a_simulated_one(hospital):
     refused(lambda: run(hospital), "belongs to a real hospital's ledger", "real = true", error=WsiFlError)
 
 
+def test_a_ledger_counts_for_one_unit(tmp_path):
+    given = {"lifetime": True, "max_epsilon": 9.0}
+    ledger_at(tmp_path / "C1.jsonl", unit="patient", **given).record(1, ROUND)
+    words = "counts ε per patient, this run per row"
+    refused(lambda: ledger_at(tmp_path / "C1.jsonl", run="two", **given), words, error=WsiFlError)
+
+
 PER_PATIENT = ("privacy.unit='patient'", "privacy.target_epsilon=1.5")
 
 

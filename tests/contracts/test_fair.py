@@ -118,6 +118,9 @@ def test_balance_makes_rare_classes_count_as_much(skewed):
 
     gains = [reached(seed, "true") - reached(seed, "false") for seed in range(2)]
     assert min(gains) > 0 and np.mean(gains) > 0.02
+
+
+def test_every_class_weighs_as_much_as_another():
     weights = np.array(class_weights(np.repeat([0, 1], [90, 10]), 2))
     np.testing.assert_allclose(weights * [90, 10], [50, 50])
 

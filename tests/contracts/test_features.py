@@ -173,7 +173,6 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     )
 
 
-@pytest.mark.slow
 def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study):
     run = study.root / train(study, method="proxyfl", overrides=HEADS, backend="local")["run"]
     write_store(study, "S1", n_per_slide=14, size_px=32)

@@ -226,7 +226,6 @@ def test_ranks_share_the_slides_and_give_the_same_store(study, calm, weights, as
             assert np.array_equal(one.bag(k).xy_l0, other.bag(k).xy_l0)
 
 
-@pytest.mark.slow
 def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, weights, monkeypatch):
     names = {"kidney": ["KIRP", "KIRC"], "lung": ["LUAD"]}
     monkeypatch.setattr(sources, "read_site", lambda *given: (diagnosed(read_site(*given)[0]), []))

@@ -203,7 +203,6 @@ def open_files() -> list[str]:
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
-@pytest.mark.slow
 def test_a_hundred_slides_are_read_where_the_system_allows_64_open_files(tmp_path):
     path, pixels = make_store(tmp_path, {f"s{k}": 1 for k in range(100)})
     rows = np.random.default_rng(0).permutation(100)
