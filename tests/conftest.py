@@ -87,6 +87,12 @@ def planned(n, batch_size, epochs=1, **terms):
     return plan_of_round(n=n, batch_size=batch_size, epochs=epochs, **given)
 
 
+def nightly(*cases):
+    """Cases of a parametrised test that `make test-nightly` alone asks for: one of their kind is asked always."""
+    as_tuples = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*one, marks=pytest.mark.slow) for one in as_tuples]
+
+
 def refused(action, *words: str, error=UsageError) -> None:
     """The action fails with this error, in one line that holds the words."""
     with pytest.raises(error) as caught:
@@ -262,6 +268,19 @@ def same(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+class Told:
+    """A communicator whose other site says what a test lets it say."""
+
+    sites, running, n_sites = (1,), (0, 1), 2
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def gather(self, documents, kind, *, patient=False):
+        answer = self.answers.pop(0)
+        return [answer() if callable(answer) else answer, *documents]
+
+
 @contextmanager
 def interrupted_after(n: int):
     """Within it a run ends as by Ctrl-C, where a site is about to log a round for the n-th time."""
@@ -295,9 +314,28 @@ def archive(tmp_path_factory):
     return paint_archive(folder, n_sites=2, patients_per_site=2, size_px=1024)
 
 
+@pytest.fixture(scope="session")
+def tiny_weights(tmp_path_factory):
+    """Random weights of a tiny architecture."""
+    import timm
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), path)
+    return path
+
+
 @pytest.fixture
 def study(tmp_path):
     return make_study(tmp_path / "study")
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A study of two sites, for what needs no more: it is half as long."""
+    return make_study(tmp_path / "study", n_sites=2)
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_a_full_disk_in_a_run_names_the_command_that_goes_on(small, monkeypatch)
     _resumes(small, str(told.value))
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_ctrl_c_in_the_command_itself(small):
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "wsi_fl", "train", "--backend", "local", "--set", "train.rounds=100000"]

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, refused
+from conftest import REAL, nightly, refused
 from PIL import Image
 from torch.nn import functional
 
@@ -141,7 +141,7 @@ def test_the_order_of_patches_and_the_company_of_other_bags_do_not_matter(name):
         assert (model(as_tensor([bag]))[0] - whole[k]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("garbage", [7.5, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("garbage", [7.5, float("nan"), *nightly(float("inf"), -float("inf"))])
 @pytest.mark.parametrize("name", BAG_BUILDERS)
 def test_what_stands_under_the_mask_changes_nothing(name, garbage):
     model, x = model_of(name), as_tensor(unequal())
@@ -255,7 +255,7 @@ def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
 # training
 
 
-@pytest.mark.parametrize("method", ["joint", "oneshot", "proxyfl"])
+@pytest.mark.parametrize("method", [*nightly("joint"), "oneshot", "proxyfl"])
 def test_methods_train_on_slides(bags, method):
     summary = run(bags, method)
     n = 3 * 8 if METHODS[method].learns_from == "everybody" else 8
@@ -267,7 +267,7 @@ def test_methods_train_on_slides(bags, method):
     assert [row["n"] for row in document["sites"]] == [12, 12, 12]
 
 
-@pytest.mark.parametrize("private", ["deepset_attention", "transmil"])
+@pytest.mark.parametrize("private", ["deepset_attention", *nightly("transmil")])
 def test_what_can_be_learned_is_learned(tmp_path, private):
     study = make_bag_study(tmp_path / "study", n_sites=2)
     summary = run(study, "proxyfl", "train.rounds=15", OPEN, f"model.private={private}")
@@ -340,6 +340,7 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
             assert document[which][metric]["sd"] == pytest.approx(np.std(values))
 
 
+@pytest.mark.slow
 def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
     study = make_bag_study(tmp_path / "study", n_sites=2, only=3)
     write_mosaic(study, "S1", seed=1)

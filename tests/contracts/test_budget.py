@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_study, planned, refused
+from conftest import interrupted_after, make_study, nightly, planned, refused
 
 from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
@@ -75,7 +75,7 @@ def cut(monkeypatch, module, name, nth):
 # finding 1: δ is part of the budget
 
 
-@pytest.mark.parametrize("delta", [0.3, 0.01])
+@pytest.mark.parametrize("delta", [*nightly(0.3), 0.01])
 def test_a_larger_delta_does_not_make_what_was_spent_cheaper(hospital, delta):
     spent = row(run(hospital))["lifetime_epsilon"]
     again = row(run(hospital, f"privacy.delta={delta}"))
@@ -135,8 +135,7 @@ def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_pat
     path = next(study.runs.glob("0*"))
     kept = path / "sites" / "S0" / "state"
     shutil.copytree(kept, tmp_path / "backup")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut(patch, loop, "_log_round", 3)  # round 2 has been sent again
+    with interrupted_after(3):  # round 2 has been sent again
         resume(study, path.name, backend="local")
     shutil.rmtree(kept)
     shutil.copytree(tmp_path / "backup", kept)
@@ -147,9 +146,8 @@ def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_pat
 # finding 6: what is trained is what is accounted for
 
 
-def test_settings_of_a_run_that_were_edited_are_refused(hospital, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut(patch, loop, "_log_round", 2)
+def test_settings_of_a_run_that_were_edited_are_refused(hospital):
+    with interrupted_after(2):
         run(hospital, "privacy.target_epsilon=2", "train.rounds=4")
     path = next(hospital.runs.glob("0*"))
     config = path / "config.toml"
@@ -288,7 +286,9 @@ def test_a_ledger_that_is_not_the_newest_is_refused(hospital, how):
     refused(lambda: run(hospital), "ledgers/S0.jsonl", "it is the site's budget", error=WsiFlError)
 
 
-@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize(
+    "how", ["shortened", "deleted", *nightly(*sorted(DAMAGE.keys() - {"shortened", "deleted"}))]
+)
 def test_heads_alone_notice_it_too_once_the_runs_are_gone(hospital, how):
     run(hospital)
     shutil.rmtree(hospital.runs)
@@ -330,10 +330,17 @@ def test_a_real_hospital_does_not_become_a_simulated_one(hospital):
     refused(lambda: run(hospital), "belongs to a real hospital's ledger", "real = true", error=WsiFlError)
 
 
+def test_a_ledger_counts_for_one_unit(tmp_path):
+    given = {"lifetime": True, "max_epsilon": 9.0}
+    ledger_at(tmp_path / "C1.jsonl", unit="patient", **given).record(1, ROUND)
+    words = "counts ε per patient, this run per row"
+    refused(lambda: ledger_at(tmp_path / "C1.jsonl", run="two", **given), words, error=WsiFlError)
+
+
 PER_PATIENT = ("privacy.unit='patient'", "privacy.target_epsilon=1.5")
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_a_simulated_pilot_binds_no_hospital_to_its_unit(hospital):
     rewrite(hospital, "real = true", "real = false")
     per_row = row(run(hospital))["epsilon"]
@@ -382,10 +389,9 @@ def test_lines_that_say_nonsense_are_no_entries(tmp_path, before, after):
     refused(lambda: ledger_at(path), "line 1", error=WsiFlError)
 
 
-@pytest.mark.parametrize("method", ["regular", "proxyfl"])
-def test_a_renamed_run_stays_the_same_run(hospital, monkeypatch, method):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut(patch, loop, "_log_round", 2)
+@pytest.mark.parametrize("method", [*nightly("regular"), "proxyfl"])
+def test_a_renamed_run_stays_the_same_run(hospital, method):
+    with interrupted_after(2):
         run(hospital, "train.rounds=3", method=method)
     path = next(hospital.runs.glob("0*"))
     renamed = path.rename(path.with_name("00009-my-best-run"))
@@ -436,9 +442,8 @@ def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
     assert [isclose(r["epsilon"], epsilon(both[:1], 1e-5)) for r in rows] == [True, True]
 
 
-def test_a_model_that_stays_at_home_is_not_trained_anew_for_nothing_either(hospital, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut(patch, loop, "_log_round", 2)
+def test_a_model_that_stays_at_home_is_not_trained_anew_for_nothing_either(hospital):
+    with interrupted_after(2):
         run(hospital, "train.rounds=3", method="regular")
     path = next(hospital.runs.glob("0*"))
     (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
@@ -449,8 +454,7 @@ def test_a_model_that_stays_at_home_is_not_trained_anew_for_nothing_either(hospi
 
 def test_of_two_models_that_stay_at_home_one_is_kept(hospital, monkeypatch, tmp_path):
     """A copy of the run, from before the last checkpoint, was finished meanwhile."""
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut(patch, loop, "_log_round", 1)
+    with interrupted_after(1):
         run(hospital, method="regular")
     path = next(hospital.runs.glob("0*"))
     copy = path.with_name("00002-copy")
@@ -480,9 +484,8 @@ def test_a_round_killed_before_it_was_final_is_final_once_the_run_goes_on(hospit
 
 
 @pytest.mark.parametrize("file", ["plan.json", "site.toml", "no plan.json"])
-def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital, monkeypatch, file):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut(patch, loop, "_log_round", 2)
+def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital, file):
+    with interrupted_after(2):
         run(hospital, "privacy.target_epsilon=2", "train.rounds=4")
     path = next(hospital.runs.glob("0*"))
     kept = path / "sites" / "S0" / file.removeprefix("no ")

@@ -11,7 +11,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import REAL, make_study, refused, write_store
+from conftest import REAL, make_study, nightly, refused, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -259,6 +259,7 @@ def test_the_clustered_interval_is_that_of_drawing_runs_and_patients_anew():
     assert clustered_interval(values, np.full(40, "a")) is None
 
 
+@pytest.mark.slow
 def test_where_a_run_has_no_merged_test_set_all_are_measured_on_their_own_part(series, tmp_path):
     study, document = series
     shutil.copytree(study.root, tmp_path / "study")
@@ -300,6 +301,7 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, tmp_path):
     assert test["difference"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, tmp_path):
     study, document = series
     shutil.copytree(study.root, tmp_path / "study")
@@ -359,6 +361,7 @@ def test_only_settings_that_matter_to_a_method_count():
         assert not {"sites", "train.seed", "tile.size_px", "evaluate.bootstrap"} & found.keys()
 
 
+@pytest.mark.slow
 def test_a_baseline_left_out_is_null_and_its_command_is_named(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     name = run(study, "proxyfl", "train.seed=4")
@@ -379,6 +382,7 @@ def test_a_baseline_left_out_is_null_and_its_command_is_named(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_without_its_pipeline_the_baseline_is_trained_from_the_run(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     name = run(study, "proxyfl", "train.seed=4")
@@ -386,6 +390,7 @@ def test_without_its_pipeline_the_baseline_is_trained_from_the_run(tmp_path):
     assert row_of(compare(study, [name]), "regular")["seeds"] == [4]
 
 
+@pytest.mark.slow
 def test_a_store_made_anew_is_no_place_for_the_baseline(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     name = run(study, "proxyfl")
@@ -576,7 +581,7 @@ def worth_of(n_sites, *, pooled=True):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("n_sites, pooled", [(1, True), (3, False), (8, True)])
+@pytest.mark.parametrize("n_sites, pooled", [(1, True), (3, False), *nightly((8, True))])
 def test_the_figure_of_what_joining_brings_says_it_in_words(n_sites, pooled):
     found = worth_of(n_sites, pooled=pooled)
     drawn = worth.chart(found)

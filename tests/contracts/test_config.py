@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 from conftest import refused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wsi_fl.federation.methods import METHODS
@@ -238,6 +238,7 @@ PIPELINES = st.builds(
 )
 
 
+@settings(max_examples=20)
 @given(pipeline=PIPELINES)
 def test_dumped_pipeline_loads_back(tmp_path_factory, pipeline):
     path = tmp_path_factory.mktemp("dump") / "config.toml"

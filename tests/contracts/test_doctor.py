@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import nightly
 
 from wsi_fl.stages import doctor as stage
 from wsi_fl.types import WsiFlError
@@ -43,7 +44,12 @@ def test_what_fails_is_one_line_and_the_rest_is_checked(monkeypatch, problem):
             "stages.training.train stages.training.series stages.prepare.tile",
             "torch opacus scipy skimage sklearn tifffile",
         ),
-        ("stages.training.ranks stages.answers.evaluate", "opacus torchvision timm scipy skimage matplotlib"),
+        *nightly(
+            (
+                "stages.training.ranks stages.answers.evaluate",
+                "opacus torchvision timm scipy skimage matplotlib",
+            )
+        ),
     ],
 )
 def test_imports_wait_until_they_are_needed(modules, left_out):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study, refused, write_features
+from conftest import REAL, make_study, nightly, refused, write_features
 
 from wsi_fl.learning.examples import packed
 from wsi_fl.models import build
@@ -119,6 +119,7 @@ def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
     assert ours.std(0).max() > 1e-3  # answers differ, so that agreeing says something
 
 
+@pytest.mark.slow
 def test_onnxruntime_says_the_same(done):
     study, run = done
     document = export_model(study, run, called="private", form="onnx", site="S1", private=True)
@@ -203,6 +204,7 @@ def test_patches_are_reduced_as_in_training(tmp_path):
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path):
     from safetensors.torch import save_file
     from timm import create_model
@@ -273,7 +275,7 @@ def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["abmil", "deepset_attention"])
+@pytest.mark.parametrize("name", [*nightly("abmil"), "deepset_attention"])
 def test_bags_leave_as_onnx_for_any_number_of_patches(name, tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     model = build(name, n_classes=3, shape=Bags(6), seed=0).eval()

@@ -15,7 +15,6 @@ from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone
 from wsi_fl.learning.tuning import HyperParameters, balanced_loss, fitted_head, held_out_folds, tuned
 from wsi_fl.learning.validation import roles
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.learners import class_weights
 from wsi_fl.stages.training.train import train
 
 ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]
@@ -108,6 +107,7 @@ def test_what_was_held_out_is_not_what_was_learned():
     assert ((x @ found.weight.T + found.bias).argmax(1) == labels).mean() > 0.8
 
 
+@pytest.mark.slow
 def test_balance_makes_rare_classes_count_as_much(skewed):
     settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.01"]
 
@@ -118,8 +118,6 @@ def test_balance_makes_rare_classes_count_as_much(skewed):
 
     gains = [reached(seed, "true") - reached(seed, "false") for seed in range(2)]
     assert min(gains) > 0 and np.mean(gains) > 0.02
-    weights = np.array(class_weights(np.repeat([0, 1], [90, 10]), 2))
-    np.testing.assert_allclose(weights * [90, 10], [50, 50])
 
 
 def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):

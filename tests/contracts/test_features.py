@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import make_study, refused, write_features, write_store
+from conftest import make_study, nightly, refused, write_features, write_store
 from safetensors.torch import save_file
 from test_mosaic import plain_features
 from torch.nn import functional
@@ -33,15 +33,6 @@ from wsi_fl.study.folder import Study
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 HEADS = ["train.data=features", "model.private=mlp_head", "model.proxy=linear_head", "train.rounds=2"]
-
-
-@pytest.fixture(scope="session")
-def tiny_weights(tmp_path_factory):
-    """Random weights of a tiny architecture."""
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    torch.manual_seed(0)
-    save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), path)
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +132,7 @@ def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "proxyfl"])
+@pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
 def test_methods_train_on_features(study, method):
     overrides = [*HEADS, "train.val_fraction=0.3"]
     summary = train(study, method=method, overrides=overrides, backend="local")
@@ -173,7 +164,7 @@ def test_models_of_other_inputs_are_refused_in_one_line(study):
     )
 
 
-@pytest.mark.parametrize("pixels", ["native", "none"])
+@pytest.mark.parametrize("pixels", ["native", *nightly("none")])
 def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, settings, tiny_weights, tmp_path):
     archive = phantom.paint_archive(tmp_path / "archive", n_sites=1, patients_per_site=2, size_px=512)
     init(tmp_path / "study", archive=archive)

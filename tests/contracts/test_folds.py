@@ -23,7 +23,7 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import load_pipeline
 from wsi_fl.types import WsiFlError
 
-OPEN = "privacy.enabled=false"
+OPEN, FEW = "privacy.enabled=false", "train.rounds=1"
 
 
 @pytest.fixture
@@ -45,7 +45,10 @@ def done(tmp_path_factory):
         tmp_path_factory.mktemp("folds") / "study", n_sites=2, classes=("healthy", "tumor")
     )
     document = train_series(
-        study, method="proxyfl", overrides=["train.folds=3", "train.stratify=true", OPEN], backend="local"
+        study,
+        method="proxyfl",
+        overrides=["train.folds=3", "train.stratify=true", OPEN, FEW],
+        backend="local",
     )
     return study, document, compare(study, [run["run"] for run in document["runs"]])
 
@@ -227,7 +230,9 @@ def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, m
 
 def test_each_site_is_left_out_once_and_tests_all_models(three):
     study = three
-    document = train_series(study, method="proxyfl", leave_site_out=True, overrides=[OPEN], backend="local")
+    document = train_series(
+        study, method="proxyfl", leave_site_out=True, overrides=[OPEN, FEW], backend="local"
+    )
     assert document["left_out"] == ["S0", "S1", "S2"]
     for name, summary in zip(document["left_out"], document["runs"], strict=True):
         run = RunFolder(study.root / summary["run"])
@@ -266,6 +271,7 @@ def test_a_site_that_keeps_its_patches_cannot_be_left_out(tmp_path):
     assert not list(study.runs.glob("0*"))
 
 
+@pytest.mark.slow
 def test_the_command_line(study, wsi_fl):
     done = wsi_fl(
         "train",

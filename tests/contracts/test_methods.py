@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import REAL, make_study
+from conftest import REAL, interrupted_after, make_study, nightly
 from safetensors.numpy import load_file
 
 from wsi_fl.federation.methods import METHODS
@@ -32,17 +32,17 @@ def flat(tensors):
 
 
 @pytest.mark.parametrize("method", ACCOUNTED)
-def test_every_method_trains_accounts_and_is_evaluated(study, method):
-    summary = run(study, method)
-    n = 4 * 36 if METHODS[method].learns_from == "everybody" else 36
+def test_every_method_trains_accounts_and_is_evaluated(pair, method):
+    summary = run(pair, method)
+    n = 2 * 36 if METHODS[method].learns_from == "everybody" else 36
     expected = epsilon([plan(n, 8, 2, 1.4, 0.7)], 1e-5)
     for row in summary["sites"]:
         assert row["epsilon"] == pytest.approx(expected, abs=1e-6)
         assert row["guarantee"] == "guaranteed"  # strict mode
-    accuracy = evaluate(study, summary["run"])["merged"]["accuracy"]
+    accuracy = evaluate(pair, summary["run"])["merged"]["accuracy"]
     assert 0 <= accuracy["mean"] <= 1
-    hops = METHODS[method].graph(0)(4, 0, 0.0)
-    messages = sum(len(receivers(matrix, site)) for matrix in hops for site in range(4))
+    hops = METHODS[method].graph(0)(2, 0, 0.0)
+    messages = sum(len(receivers(matrix, site)) for matrix in hops for site in range(2))
     assert summary["communication"]["messages"] == 2 * messages
 
 
@@ -50,26 +50,14 @@ def test_every_method_trains_accounts_and_is_evaluated(study, method):
     "method",
     [one if one == "cwt" else pytest.param(one, marks=pytest.mark.slow) for one in ACCOUNTED],
 )
-def test_every_method_goes_on_to_the_same_models_after_a_kill(study, method, monkeypatch):
-    whole = run(study, method, SEEDED)
-    from wsi_fl.federation import loop
-
-    finish, calls = loop._log_round, []
-
-    def die_in_round_two(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-        return finish(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "_log_round", die_in_round_two)
-    with pytest.raises(KeyboardInterrupt):
-        run(study, method, SEEDED)
-    monkeypatch.undo()
-    broken = sorted(path.name for path in study.runs.glob("0*"))[-1]
-    resumed = resume(study, broken, backend="local")
-    for site in study.site_names():
-        assert np.array_equal(flat(model(study, whole, site)), flat(model(study, resumed, site)))
+def test_every_method_goes_on_to_the_same_models_after_a_kill(pair, method):
+    whole = run(pair, method, SEEDED)
+    with interrupted_after(4):
+        run(pair, method, SEEDED)
+    broken = sorted(path.name for path in pair.runs.glob("0*"))[-1]
+    resumed = resume(pair, broken, backend="local")
+    for site in pair.site_names():
+        assert np.array_equal(flat(model(pair, whole, site)), flat(model(pair, resumed, site)))
     assert [row["epsilon"] for row in whole["sites"]] == [row["epsilon"] for row in resumed["sites"]]
 
 
@@ -80,7 +68,7 @@ def test_pooling_is_refused_where_one_hospital_keeps_its_patches(study):
         run(study, "joint")
 
 
-@pytest.mark.parametrize("method", ["fedavg", "avgpush", "cwt"])
+@pytest.mark.parametrize("method", [*nightly("fedavg", "avgpush"), "cwt"])
 def test_methods_that_share_one_model_start_alike_whatever_a_site_prefers(tmp_path, method):
     study = make_study(tmp_path / "study", n_sites=2, site_extra='real = false\nprivate_model = "lenet5"')
     summary = run(study, method)

@@ -45,12 +45,8 @@ def archive(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def weights(tmp_path_factory):
-    """Random weights of a tiny architecture."""
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    torch.manual_seed(0)
-    save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), path)
-    return path
+def weights(tiny_weights):
+    return tiny_weights
 
 
 @pytest.fixture(scope="session")
@@ -197,6 +193,7 @@ def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive
     assert "no tissue" in reasons[empty.stem]
 
 
+@pytest.mark.slow
 def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
     slide = Slide.read
     bad = []
@@ -252,6 +249,7 @@ def diagnosed(records):
     ]
 
 
+@pytest.mark.slow
 def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
     import torchvision
 

@@ -202,6 +202,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
     refused(lambda: _ready(study, pipeline, "S1", Silent()), "S1", "is not released", error=WsiFlError)
 
 
+@pytest.mark.slow
 def test_one_command_trains_every_baseline_and_the_curve_joins_own_and_all(trained, tmp_path):
     study = Study(copytree(trained[0].root, tmp_path / "study"))
     document = baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])

@@ -313,6 +313,7 @@ def test_no_gradients_of_a_group_do_more_than_the_bound(sigma, rate, k, delta, s
         assert np.maximum(p - exp(bound) * q, 0).sum() * cell <= delta * (1 + 1e-3)
 
 
+@pytest.mark.slow
 def test_groups_cost_more_the_larger_and_what_says_nothing_is_none():
     mechanism = plan(2338, 32, 30, 1.4, 0.7)
     values = [group_epsilon([mechanism], 1e-5, k) for k in (1, 2, 5, 20, 60)]
@@ -352,6 +353,7 @@ def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path, 
     assert privacy(**plans)["group"] is None
 
 
+@pytest.mark.slow
 def test_huge_groups_are_answered_at_once(monkeypatch):
     asked = []
     original = groups._divergences

@@ -263,7 +263,7 @@ def test_a_hospital_reads_and_accepts_what_a_row_s_epsilon_is_worth_to_a_patient
     assert "84.6" not in (study.root / "federation" / "approval-S0.json").read_text()
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_per_patient_or_within_the_budget_one_yes_is_enough(tmp_path, kits, wsi_fl):
     for unit, said in (("patient", REAL), ("row", REAL.replace("50.0", "120.0"))):
         coordinator = make_study(tmp_path / unit / "coordinator", n_sites=3, site_extra=said)

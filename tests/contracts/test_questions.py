@@ -320,6 +320,7 @@ def test_survival_is_learned_measured_and_drawn(survived):
     assert "Concordance" in page and "Log-rank p" in page and "accuracy" not in page.split("<pre")[0].lower()
 
 
+@pytest.mark.slow
 def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
     study, runs = survived
     document = compare(study, list(runs.values()))
@@ -343,7 +344,7 @@ def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survive
 
 
 def test_a_number_is_learned(study):
-    run = train(study, method="proxyfl", overrides=[*NUMBER, OPEN, "train.rounds=12"], backend="local")["run"]
+    run = train(study, method="proxyfl", overrides=[*NUMBER, OPEN, "train.rounds=8"], backend="local")["run"]
     document = evaluate(study, run)
     assert document["merged"]["r2"]["mean"] > 0.5
     assert document["merged"]["mae"]["mean"] < 0.2

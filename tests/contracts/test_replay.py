@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, metrics, model, refused, same, write_store
+from conftest import make_study, metrics, model, nightly, refused, same, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -209,7 +209,9 @@ def test_each_variant_learns_from_what_its_paper_says(study, variant, monkeypatc
             assert found == expected, (round_, site)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["replay", "central", *nightly("no_buffer", "buffer_only", "synthetic_only")]
+)
 def test_what_travels_is_counted_and_on_the_ledger(study, variant):
     path = run(study, variant)
     models = variant in ("replay", "no_buffer", "synthetic_only")
@@ -408,8 +410,9 @@ def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, wha
 @pytest.mark.parametrize(
     ("variant", "moment"),
     [
-        *(("replay", moment) for moment in ("before the checkpoint", "after it", "after the exchange")),
-        *((variant, "after it") for variant in ("buffer_only", "central")),
+        ("replay", "after the exchange"),
+        *nightly(*(("replay", moment) for moment in ("before the checkpoint", "after it"))),
+        *nightly(*((variant, "after it") for variant in ("buffer_only", "central"))),
     ],
 )
 def test_a_run_goes_on_after_a_kill_to_the_same_bytes(study, variant, moment, monkeypatch):
@@ -456,7 +459,7 @@ def test_a_run_goes_on_after_a_kill_to_the_same_bytes(study, variant, moment, mo
         }
 
 
-@pytest.mark.parametrize("variant", ["replay", "central"])
+@pytest.mark.parametrize("variant", ["replay", *nightly("central")])
 def test_who_was_lost_comes_back_and_gets_buffers_again(study, variant, monkeypatch):
     class PowerCut(BaseException):
         pass

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import REAL, make_study, planned, refused, write_features
+from conftest import REAL, make_study, nightly, planned, refused, write_features
 
 from wsi_fl.federation import cross_site_evaluation as between
 from wsi_fl.federation.comm import LocalComm
@@ -114,7 +114,7 @@ def test_what_cannot_be_counts_is_refused():
 
 @pytest.mark.parametrize(
     ("method", "models"),
-    [("fedavg", ["central"]), ("proxyfl", SITES), ("cwt", SITES)],
+    [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)],
 )
 def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(tmp_path, method, models):
     study = hospitals(tmp_path / "study")
@@ -144,7 +144,7 @@ def test_nothing_happens_where_nobody_allows_it_or_where_test_parts_are_merged(t
     assert told(folder) is None and not left(study, "S0")
 
 
-@pytest.mark.parametrize("method", ["fedavg", "proxyfl"])
+@pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
 def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, method):
     rows = []
     for name, allow in (("open", ALLOWED), ("shut", REAL)):
@@ -198,7 +198,7 @@ def test_private_models_are_sent_to_nobody(tmp_path, monkeypatch):
         assert message.vector.size != sites[message.sender].learners["private"].vector().size
 
 
-@pytest.mark.parametrize("method", ["fedavg", "proxyfl"])
+@pytest.mark.parametrize("method", ["fedavg", *nightly("proxyfl")])
 def test_scores_are_those_of_evaluate_where_the_same_sites_are_simulated(tmp_path, method):
     study = hospitals(tmp_path / "real", allow='real = true\nallow = ["model", "scores"]')
     simulated = hospitals(tmp_path / "simulated", allow="real = false")
@@ -233,7 +233,7 @@ def features_of(root, allow):
     return study
 
 
-@pytest.mark.parametrize("noise", ["own", "shared"])
+@pytest.mark.parametrize("noise", [*nightly("own"), "shared"])
 def test_a_head_made_of_all_sums_is_one_model_without_any_site_s_own_part(tmp_path, noise):
     """Without noise a site's own part is its release, and so every site's head is the shared one."""
     options = ["train.data=features", f"privacy.noise={noise}", "privacy.enabled=false"]
@@ -271,7 +271,7 @@ def plan_of_store(rounds):
     return accounting.plan(36, 8, rounds, 4.0, 0.7)
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2, site_extra=ALLOWED)
     summary = train(study, method="proxyfl", overrides=["train.rounds=1", "privacy.sigma=4"])

@@ -4,9 +4,8 @@ import json
 import re
 
 import pytest
-from conftest import make_study
+from conftest import interrupted_after, make_study
 
-from wsi_fl.federation import loop
 from wsi_fl.stages.training import series
 from wsi_fl.stages.training.series import resume_series, train_series
 from wsi_fl.study.folder import load_pipeline
@@ -22,32 +21,24 @@ def seeds_of(study):
 
 
 def test_a_series_is_one_run_per_seed(study):
-    document = train_series(study, seeds=3, method="regular", overrides=["train.seed=4"], backend="local")
+    given = ["train.seed=4", "train.rounds=1"]
+    document = train_series(study, seeds=3, method="regular", overrides=given, backend="local")
     assert document["method"] == "regular"
     assert document["seeds"] == [4, 5, 6] == seeds_of(study)
     assert [run["run"] for run in document["runs"]] == [f"runs/0000{k}-regular-small" for k in (1, 2, 3)]
 
 
-def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(study, monkeypatch):
-    real, calls = loop.checkpoint, []
-
-    def cut(site, round_):
-        calls.append(1)
-        if len(calls) == 9:  # in the second run
-            raise KeyboardInterrupt
-        real(site, round_)
-
-    monkeypatch.setattr(loop, "checkpoint", cut)
-    with pytest.raises(KeyboardInterrupt):
-        train_series(study, seeds=3, method="proxyfl", backend="local")
-    monkeypatch.undo()
+def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(study):
+    with interrupted_after(5):  # in the second run
+        train_series(study, seeds=3, method="regular", overrides=["train.rounds=2"], backend="local")
     assert seeds_of(study) == [0, 1]
     document = resume_series(study, "1", backend="local")
     assert document["seeds"] == [0, 1, 2] == seeds_of(study)
-    assert [row["rounds"] for run in document["runs"] for row in run["sites"]] == [3] * 6
+    assert [row["rounds"] for run in document["runs"] for row in run["sites"]] == [2] * 6
     assert resume_series(study, "3", backend="local") == document
 
 
+@pytest.mark.slow
 def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(study, monkeypatch):
     real = series.begin
 

@@ -111,6 +111,7 @@ def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
     assert not [path for path in folder.path.rglob("*") if path.suffix in {".pt", ".pth", ".pkl"}]
 
 
+@pytest.mark.slow
 def test_other_settings_want_again(trained, tmp_path):
     refused(lambda: train_generator(trained, site="S1", overrides=["gan.lr=0.001"]), "terms", "--again")
     study = make_study(tmp_path / "study")
@@ -409,6 +410,7 @@ def plant_copier(study, coarse, labels):
     folder.write_document(document)
 
 
+@pytest.mark.slow
 def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_fl):
     for name in ("pipelines", "sites"):
         (tmp_path / "study" / name).mkdir(parents=True)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import interrupted_after, make_study, refused, write_store
+from conftest import interrupted_after, make_study, nightly, refused, write_store
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
@@ -37,7 +37,7 @@ def ledger(study, path, site):
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("method", ["proxyfl", "regular", "joint"])
+@pytest.mark.parametrize("method", ["proxyfl", *nightly("regular", "joint")])
 def test_every_site_ends_at_the_target_and_never_above(uneven, method):
     summary = run(uneven, method=method)
     plans = {row["site"]: row for row in dry_run(uneven, method=method, overrides=[TARGET, ROUNDS])["sites"]}
@@ -112,7 +112,7 @@ def test_the_smaller_of_target_and_max_epsilon_binds(study):
     assert total(site_of(study, max_epsilon=9.0))[1] == total(site_of(study))[1]
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_what_was_spent_before_counts_and_a_real_site_has_one_life(study):
     pipeline = study.pipeline("small", [TARGET, ROUNDS])
     sums, runs = [Mechanism(8.0, 1.0, 1.0, 1)], [Mechanism(1.4, 0.7, 0.2, 60)]

@@ -361,6 +361,7 @@ def flat(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_slide_without_a_pyramid_is_read_once_for_all_coarse_tiles(flat, monkeypatch):
     read = []
     monkeypatch.setattr("wsi_fl.viewer.tiles._COARSE_PX", 2048)
@@ -689,6 +690,7 @@ def test_a_click_on_a_layer_changes_the_picture_and_the_page_asks_nobody_else(pa
         assert page.said == []
 
 
+@pytest.mark.slow
 @looked_at
 def test_keys_move_through_slides_and_zoom_and_the_patch_under_the_cursor_is_read(page, predicted, tmp_path):
     study, run = predicted

@@ -41,7 +41,7 @@ def test_images_that_nothing_is_drawn_for_stay_bit_for_bit(channels):
     assert 100 < sum(same) < 200
 
 
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_is_differentiable_twice(channels):
     x = images(1, 4, channels, torch.float64).requires_grad_(True)
     assert gradcheck(lambda y: augmented(y, 1.0, seeded()), x)

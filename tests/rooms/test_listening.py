@@ -193,6 +193,7 @@ def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
     refused(lambda: run(study, *open_hearts), "predict.with = 'stack'")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path, monkeypatch):
     study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
     settings = [SEEDED, *HELD, "predict.with=stack", "train.rounds=3", "privacy.sigma=0.05"]

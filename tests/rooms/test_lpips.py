@@ -146,6 +146,7 @@ def test_the_loss_is_bounded_and_silent_beyond_the_margin():
     assert float(distances.grad[0]) == pytest.approx(-2 / 0.7)
 
 
+@pytest.mark.slow
 def test_a_step_down_the_loss_moves_images_apart_and_then_stops(lpips):
     real = images(2, 16)
     synthetic = (real + 0.02 * images(2, 16, seed=1)).requires_grad_(True)

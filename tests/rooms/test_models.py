@@ -44,6 +44,7 @@ def test_resnet18_computes_what_torchvisions_in_place_version_computes():
     torch.testing.assert_close(ours(x), theirs(x))
 
 
+@pytest.mark.slow
 def test_vgg11_has_torchvisions_convolutions_one_linear_layer_and_no_batch_norm():
     ours, theirs = make("vgg11", size_px=224, n_classes=8)[0], torchvision.models.vgg11().features
 

@@ -232,7 +232,7 @@ for make in texts:
 """
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_no_document_takes_much_more_memory_than_the_longest_text():
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=100, check=False

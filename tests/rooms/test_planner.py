@@ -21,6 +21,7 @@ def test_a_plan_spends_the_budget_and_never_more(n, target):
     assert mechanism.steps == 20 * -(-n // way.batch_size)
 
 
+@pytest.mark.slow
 def test_what_was_spent_before_counts():
     sums = Mechanism(sigma=10.0, clip=1.0, sample_rate=1.0, steps=1)
     alone, after = planned(300, 10, 3.0, 1e-5), planned(300, 10, 3.0, 1e-5, spent=[sums])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import SHARED, refused
+from conftest import SHARED, nightly, refused
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
@@ -87,7 +87,7 @@ def test_transformers_names_become_timms(name):
     assert sum(shape.numel() for shape in wanted.values()) == PRESETS[name].n_parameters
 
 
-@pytest.mark.parametrize("name", ["lunit-vits16", "h0-mini"])
+@pytest.mark.parametrize("name", ["lunit-vits16", *nightly("h0-mini")])
 def test_weights_of_a_preset_give_the_features_of_the_plain_model(name, tmp_path):
     preset = PRESETS[name]
     with torch.device("cpu"):

@@ -10,7 +10,7 @@ import artefacts
 import h5py
 import numpy as np
 import pytest
-from conftest import SHARED, refused
+from conftest import SHARED, nightly, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
@@ -63,7 +63,7 @@ def real():
     rng, pictures = np.random.default_rng(0), []
     with Slide(SHARED / "data/slides/CMU-1-Small-Region.svs") as slide:
         pictures.append(slide.thumbnail(3000)[0])
-    for path in sorted((SHARED / "data/centres").glob("*.jpeg"))[:3]:
+    for path in sorted((SHARED / "data/centres").glob("*.jpeg"))[:1]:
         tissue = np.asarray(Image.open(path).convert("RGB").reduce(2))
         glass = np.clip(rng.normal(artefacts.GLASS, 1.5, (1536, 1536, 3)), 0, 255).astype(np.uint8)
         glass[256:1280, 256:1280] = tissue
@@ -136,7 +136,7 @@ FAULTS = {
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["black pen", "blur", *nightly("blue pen", "black")])
 def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
     kind, make = FAULTS[fault]
     recall, false = of_all(tmp_path, tissue, make, kind)
@@ -221,7 +221,9 @@ def test_pale_tissue_is_kept(tissue, change):
     assert kept_of(tissue, change) >= 0.95
 
 
-@pytest.mark.parametrize(("ink", "colour"), [(artefacts.inked, "black"), (artefacts.translucent, "blue")])
+@pytest.mark.parametrize(
+    ("ink", "colour"), [(artefacts.inked, "black"), *nightly((artefacts.translucent, "blue"))]
+)
 def test_ink_on_an_ordinary_slide_is_no_more_tissue_than_by_saturation(tissue, ink, colour):
     for picture in tissue:
         where = artefacts.stroke(picture.shape[:2], MPP, np.random.default_rng(3), 220)
@@ -314,7 +316,7 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
     assert [drawn["groups"][k] for k in drawn["group"]] == [why for _, _, why in aside]
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
     study, slide = hurt
     tile(study, site="C1", overrides=SETTINGS)
@@ -334,6 +336,7 @@ def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
         assert 0 < len(file["aside_reason"]) < some
 
 
+@pytest.mark.slow
 def test_damage_of_what_was_set_aside_is_noticed_and_mended(hurt):
     study, slide = hurt
     tile(study, site="C1", overrides=QC)
@@ -353,6 +356,7 @@ def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt, monkeypatc
     )
 
 
+@pytest.mark.slow
 def test_the_counts_of_a_slide_of_faults_alone_are_kept_and_the_viewer_tells_them(hurt):
     study, slide = hurt
     path = next((study.root.parent / "archive").rglob(f"{slide}.tif"))

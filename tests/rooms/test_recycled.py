@@ -6,6 +6,7 @@ import gc
 import threading
 
 import numpy as np
+import pytest
 import torch
 
 from wsi_fl.system.bulk import ALIGNMENT
@@ -54,6 +55,7 @@ def test_what_lives_keeps_its_values_while_others_come_and_go():
     assert all((array == value).all() for value, array in kept)
 
 
+@pytest.mark.slow
 def test_little_arrays_do_not_hold_the_memory_of_great_ones():
     memory = BufferPool(most=1)
     sizes = []

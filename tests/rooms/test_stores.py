@@ -279,7 +279,7 @@ def writer(path: Path, pixels: str, before: str = "") -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("limit_bytes", [500, 6_000])
+@pytest.mark.parametrize("limit_bytes", [pytest.param(500, marks=pytest.mark.slow), 6_000])
 def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_bytes):
     shard = add_shard(tmp_path, "a", 3)
     before = shard.read_bytes()

@@ -250,7 +250,7 @@ def test_training_depends_on_its_seed_alone():
     assert not torch.equal(found[0], found[2])
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_a_gan_learns_the_colour_of_each_class():
     """Red for class 0, blue for class 1: a claim about learning, not only about running."""
     images = torch.full((16, 3, 16, 16), 40, dtype=torch.uint8)
@@ -270,7 +270,7 @@ def test_a_gan_learns_the_colour_of_each_class():
 # projection
 
 
-@pytest.mark.story
+@pytest.mark.slow
 def test_a_projection_finds_an_image_that_the_generator_can_make():
     """It beats the nearest of the starting points, and never loses to it; foreign images stay far."""
     torch.manual_seed(0)

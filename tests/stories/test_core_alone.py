@@ -54,7 +54,7 @@ def alone(folder: Path, study: Path, *commands):
 
 
 def test_slides_become_a_report_and_a_comparison_without_the_wings(tmp_path):
-    archive = phantom.paint_archive(tmp_path / "archive", n_sites=2, patients_per_site=2, size_px=1024)
+    archive = phantom.paint_archive(tmp_path / "archive", n_sites=2, patients_per_site=2, size_px=512)
     init(tmp_path / "study", archive=archive)
     settings = [word for one in SMALL for word in ("--set", one)]
     begin = ["train", "--backend", "local", *settings, "--method"]

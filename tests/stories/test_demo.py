@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, refused, write_features
+from conftest import make_study, nightly, refused, write_features
 
 from wsi_fl.demo.encoder import INPUT_PX, public_patches
 from wsi_fl.demo.phantom import plan_slides
@@ -31,7 +31,7 @@ def test_the_untrained_encoder_is_always_the_same_and_tells_patches_apart():
     assert means and any(not torch.equal(a[key], other[key]) for key in means)
 
 
-@pytest.mark.parametrize("helps", [True, False])
+@pytest.mark.parametrize("helps", [*nightly(True), False])
 def test_the_page_says_so_where_joining_does_not_pay(tmp_path, helps):
     """Two hospitals of one class each gain by joining; two that know all there is do not."""
     study = make_study(tmp_path / "study", n_sites=3)

@@ -17,7 +17,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import make_study, refused, write_store
+from conftest import Told, make_study, nightly, refused, write_store
 from test_oneshot import HEADS, rows_of
 from test_relayed import NAMES, Federation, rounds_of, together
 
@@ -373,7 +373,7 @@ def meddling(share, do, stop):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("what", ["alters", "deletes", "replays", "forges", "cuts"])
+@pytest.mark.parametrize("what", ["alters", "deletes", "replays", "forges", *nightly("cuts")])
 def test_the_owner_of_the_share_is_caught(identities, ledgers, share, line_of, what):
     """Whatever is done to files: all have the right values, or a site is named that was not heard."""
     kept, stop = {}, threading.Event()
@@ -715,18 +715,6 @@ def test_no_new_run_is_charged_beside_one_that_has_rounds_without_saying(first, 
         "spends its ε once more",
         error=KnownToAll,
     )
-
-
-class Told:
-    """A communicator whose other site says what a test lets it say."""
-
-    sites, running, n_sites = (1,), (0, 1), 2
-
-    def __init__(self, *answers):
-        self.answers = list(answers)
-
-    def gather(self, documents, kind, *, patient=False):
-        return [self.answers.pop(0), *documents]
 
 
 def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):

@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study, metrics, model
+from conftest import REAL, make_study, metrics, model, nightly
 from safetensors.torch import load_file
 
 from wsi_fl.federation import loop
@@ -55,12 +55,15 @@ def push_of(path, site, round_):
 # --- leaving with the budget spent ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "method", [name for name, row in METHODS.items() if not (row.without_dp or row.once)]
-)
+ACCOUNTED = {
+    name
+    for name, row in METHODS.items()
+    if not (row.without_dp or row.once or row.learns_from == "everybody")
+}
+
+
+@pytest.mark.parametrize("method", ["proxyfl", *nightly(*sorted(ACCOUNTED - {"proxyfl"}))])
 def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
-    if METHODS[method].learns_from == "everybody":
-        pytest.skip("pooled data has one account")
     limit(study, "S1", 2)
     summary = local(study, method, "train.rounds=4")
     rows = {row["site"]: row for row in summary["sites"]}
@@ -77,22 +80,14 @@ def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
     assert "S1 took part in 2 rounds: the next would have crossed its max_epsilon of" in page
 
 
-def test_who_left_learns_on_alone(study):
+def test_who_left_learns_on_alone_and_its_mass_is_handed_over(study):
     limit(study, "S1", 1)
     path = study.root / local(study, "proxyfl", SEEDED)["run"]
     line = metrics(path, "S1")[2]
     assert line["loss"]["private"] is not None and line["loss"]["proxy"] is None and line["messages"] == 0
     assert [push_of(path, "S1", round_) for round_ in (2, 3)] == [None, None]
-
-
-def test_mass_is_handed_over_and_nothing_is_lost(study):
-    limit(study, "S1", 1)
-    path = study.root / local(study, "proxyfl", "privacy.insecure_seed=1", "train.rounds=2")["run"]
-    weights = []
-    for k in range(4):
-        _, document = RunFolder(path).site(f"S{k}").load_checkpoint(2)
-        weights.append(document["weight"])
-    assert weights == [1, None, 2, 1]
+    kept = [RunFolder(path).site(f"S{k}").load_checkpoint(2)[1] for k in range(4)]
+    assert [document["weight"] for document in kept] == [1, None, 2, 1]
 
 
 def test_a_plan_that_nobody_can_afford_is_refused_and_leaves_nothing(study):
@@ -122,20 +117,11 @@ def test_a_dry_run_says_how_far_a_budget_goes(study, capsys):
     assert re.search(r"sites/S1\.toml: max_epsilon = .* is enough for 2 of 3 rounds; then it leaves", said)
 
 
-def test_leaving_survives_a_restart(study, monkeypatch):
+def test_leaving_survives_a_restart(study):
     limit(study, "S1", 1)
-    whole = local(study, "proxyfl", SEEDED, "train.rounds=4")["run"]
-    real = loop.checkpoint
-
-    def cut(site, round_):
-        if (site.name, round_) == ("S2", 3):
-            raise KeyboardInterrupt
-        real(site, round_)
-
-    monkeypatch.setattr(loop, "checkpoint", cut)
-    with pytest.raises(KeyboardInterrupt):
-        local(study, "proxyfl", SEEDED, "train.rounds=4")
-    monkeypatch.undo()
+    whole = local(study, "proxyfl", SEEDED)["run"]
+    with cut_at("S2", 2):
+        local(study, "proxyfl", SEEDED)
     again = resume(study, "2", backend="local")
     for site in study.site_names():
         for role in ("private", "proxy"):
@@ -163,16 +149,15 @@ class Liar(LocalComm):
     [
         (lambda m: replace(m, vector=m.vector * np.float32("nan")), "not finite"),
         (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* from the own model"),
-        (lambda m: replace(m, weight=0.0), "its weight is 0"),
         (lambda m: replace(m, weight=1e9), r"its weight is 1e\+09"),
-        (lambda m: replace(m, schema="00" * 32), "another architecture"),
-        (
-            lambda m: replace(m, refused="it has 2 values, agreed on 3", vector=m.vector[:2]),
-            "it has 2 values",
+        *nightly(
+            (lambda m: replace(m, weight=0.0), "its weight is 0"),
+            (lambda m: replace(m, refused="it has 2 values", vector=m.vector[:2]), "it has 2 values"),
         ),
+        (lambda m: replace(m, schema="00" * 32), "another architecture"),
     ],
 )
-@pytest.mark.parametrize("method", ["proxyfl", "fedavg"])
+@pytest.mark.parametrize("method", ["proxyfl", *nightly("fedavg")])
 def test_a_broken_model_is_rejected_and_training_goes_on(study, monkeypatch, method, change, words):
     monkeypatch.setattr(stage, "LocalComm", lambda n, running: Liar(n, change))
     summary = local(study, method)
@@ -188,10 +173,10 @@ def test_a_broken_model_is_rejected_and_training_goes_on(study, monkeypatch, met
     assert "rejected the model from site 2" in (path / "sites" / receiver / "log.txt").read_text()
 
 
-def test_honest_models_are_never_rejected(study):
+def test_honest_models_are_never_rejected(pair):
     for method in ("proxyfl", "fedavg"):
-        summary = local(study, method, "train.rounds=4", "train.lr=0.05")
-        assert [row["rejected"] for row in summary["sites"]] == [0, 0, 0, 0]
+        summary = local(pair, method, "train.rounds=2", "train.lr=0.05")
+        assert [row["rejected"] for row in summary["sites"]] == [0, 0]
 
 
 # --- ranks that die or hang ----------------------------------------------------------------------------------
@@ -269,21 +254,12 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
     assert evaluate(study, back["run"])["sites"][2]["site"] == "S2"
 
 
-def test_a_run_goes_on_without_a_site_that_is_left_out(study, monkeypatch):
-    real = loop.checkpoint
-
-    def cut(site, round_):
-        if (site.name, round_) == ("S3", 2):
-            raise KeyboardInterrupt
-        real(site, round_)
-
-    monkeypatch.setattr(loop, "checkpoint", cut)
-    with pytest.raises(KeyboardInterrupt):
-        local(study, "proxyfl", "train.rounds=5")
-    monkeypatch.undo()
+def test_a_run_goes_on_without_a_site_that_is_left_out(study):
+    with cut_at("S3", 2):
+        local(study)
     summary = resume(study, "1", without=["S1"], backend="local")
     assert summary["lost"] == ["S1"]
-    assert [row["rounds"] for row in summary["sites"]] == [5, 5, 5]
+    assert [row["rounds"] for row in summary["sites"]] == [3, 3, 3]
     with pytest.raises(UsageError, match="unknown site 'S9'; the run has S0"):
         resume(study, "1", without=["S9"], backend="local")
     with pytest.raises(UsageError, match="leaves no site"):
@@ -292,24 +268,11 @@ def test_a_run_goes_on_without_a_site_that_is_left_out(study, monkeypatch):
     assert again == summary  # finished; S1 stays away
 
 
-def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study, monkeypatch):
-    real = loop.checkpoint
-
-    def cut(site, round_):
-        if (site.name, round_) == ("S3", 6):
-            raise KeyboardInterrupt
-        real(site, round_)
-
-    rounds = "train.rounds=8"
-    monkeypatch.setattr(
-        loop, "checkpoint", lambda site, r: cut(site, 6 if (site.name, r) == ("S3", 2) else r)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        local(study, "proxyfl", rounds)
-    monkeypatch.setattr(loop, "checkpoint", cut)
-    with pytest.raises(KeyboardInterrupt):
+def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study):
+    with cut_at("S3", 2):
+        local(study, "proxyfl", "train.rounds=8")
+    with cut_at("S3", 6):
         resume(study, "1", without=["S1"], backend="local")
-    monkeypatch.undo()
     summary = resume(study, "1", backend="local")
     path = study.root / summary["run"]
     took_part = {line["round"]: line["takes_part"] for line in metrics(path, "S1")}
@@ -360,17 +323,19 @@ class Cut(BaseException):
     pass
 
 
-def cut_at(monkeypatch, name, number):
-    """Training is interrupted before a site's checkpoint of a round."""
-    real = getattr(loop.checkpoint, "real", loop.checkpoint)
+@contextmanager
+def cut_at(name, number):
+    """Within it training is interrupted before a site's checkpoint of a round."""
+    real = loop.checkpoint
 
     def cut(site, round_):
         if (site.name, round_) == (name, number):
             raise Cut
         real(site, round_)
 
-    cut.real = real
-    monkeypatch.setattr(loop, "checkpoint", cut)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
+        patch.setattr(loop, "checkpoint", cut)
+        yield
 
 
 def test_a_round_that_was_sent_is_never_recorded_again(tmp_path):
@@ -384,22 +349,18 @@ def test_a_round_that_was_sent_is_never_recorded_again(tmp_path):
         ledger.record(1, mechanism)
 
 
-def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path):
     study = make_study(tmp_path / "two", n_sites=2)
     rounds = "train.rounds=12"
-    cut_at(monkeypatch, "S1", 3)
-    with pytest.raises(Cut):
+    with cut_at("S1", 3):
         local(study, "proxyfl", rounds)
-    cut_at(monkeypatch, "S0", 5)
-    with pytest.raises(Cut):
+    with cut_at("S0", 5):
         resume(study, "1", without=["S1"], backend="local")
-    cut_at(monkeypatch, "S1", 9)
-    with pytest.raises(Cut):
+    with cut_at("S1", 9):
         resume(study, "1", backend="local")
-    cut_at(monkeypatch, "S1", 11)
-    with pytest.raises(Cut):
+    with cut_at("S1", 11):
         resume(study, "1", without=["S0"], backend="local")
-    monkeypatch.undo()
     summary = resume(study, "1", backend="local")
     assert summary["lost"] == []
     for site in study.site_names():
@@ -408,51 +369,44 @@ def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path, mo
         assert sent == sorted(set(sent))
 
 
-def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study, monkeypatch):
-    cut_at(monkeypatch, "S0", 1)
-    with pytest.raises(Cut):
+@pytest.mark.slow
+def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study):
+    with cut_at("S0", 1):
         local(study)
-    cut_at(monkeypatch, "S2", 1)
-    with pytest.raises(Cut):
+    with cut_at("S2", 1):
         resume(study, "1", without=["S1"], backend="local")
-    monkeypatch.undo()
     assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("rounds", [3, 5], ids=["at once", "after rounds that its ledger does not know"])
-def test_an_interrupted_return_can_be_resumed(study, monkeypatch, rounds):
-    cut_at(monkeypatch, "S3", 2)
-    with pytest.raises(Cut):
+@pytest.mark.parametrize(
+    "rounds", [3, *nightly(5)]
+)  # at once, and after rounds that its ledger does not know
+def test_an_interrupted_return_can_be_resumed(study, rounds):
+    with cut_at("S3", 2):
         local(study, "proxyfl", f"train.rounds={rounds}")
-    monkeypatch.undo()
     assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
-    cut_at(monkeypatch, "S1", rounds)
-    with pytest.raises(Cut):
+    with cut_at("S1", rounds):
         resume(study, "1", backend="local")
-    monkeypatch.undo()
     back = resume(study, "1", backend="local")
     assert [row["site"] for row in back["sites"]] == study.site_names()
     assert back["lost"] == []
 
 
-def test_a_raised_budget_counts_from_the_next_round_on(study, monkeypatch):
+@pytest.mark.slow
+def test_a_raised_budget_counts_from_the_next_round_on(study):
     limit(study, "S1", 1)
-    cut_at(monkeypatch, "S3", 2)
-    with pytest.raises(Cut):
+    with cut_at("S3", 2):
         local(study)
-    monkeypatch.undo()
     file = study.root / "sites" / "S1.toml"
     file.write_text(re.sub("max_epsilon.*", "max_epsilon = 100.0", file.read_text()))
     rows = resume(study, "1", backend="local")["sites"]
     assert [row["rounds"] for row in rows] == [3, 1, 3, 3]
 
 
-@pytest.mark.parametrize("method", ["regular", "joint"])
-def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, monkeypatch, method):
-    cut_at(monkeypatch, "S2", 2)
-    with pytest.raises(Cut):
+@pytest.mark.parametrize("method", ["regular", *nightly("joint")])
+def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, method):
+    with cut_at("S2", 2):
         local(study, method)
-    monkeypatch.undo()
     assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
     assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
 
@@ -465,25 +419,20 @@ def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, monkeypatch, me
         ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5")),
     ],
 )
-def test_who_was_away_for_long_is_no_stranger(study, monkeypatch, method, overrides):
-    cut_at(monkeypatch, "S3", 7)
-    with pytest.raises(Cut):
+def test_who_was_away_for_long_is_no_stranger(study, method, overrides):
+    with cut_at("S3", 7):
         local(study, method, "train.rounds=40", *overrides)
-    cut_at(monkeypatch, "S3", 30)
-    with pytest.raises(Cut):
+    with cut_at("S3", 30):
         resume(study, "1", without=["S1"], backend="local")
-    monkeypatch.undo()
     rows = resume(study, "1", backend="local")["sites"]
     assert [row["rejected"] for row in rows] == [0, 0, 0, 0]
     assert rows[1]["rounds"] > 10
 
 
-def test_a_real_site_whose_ledger_vanished_half_way_is_refused(tmp_path, monkeypatch):
+def test_a_real_site_whose_ledger_vanished_half_way_is_refused(tmp_path):
     study = make_study(tmp_path / "real", n_sites=1, site_extra=REAL)
-    cut_at(monkeypatch, "S0", 3)
-    with pytest.raises(Cut):
+    with cut_at("S0", 3):
         local(study)
-    monkeypatch.undo()
     study.ledger("S0").unlink()
     with pytest.raises(WsiFlError, match=r"ledgers/S0\.jsonl is missing"):
         local(study)

@@ -240,7 +240,8 @@ def test_a_store_made_anew_is_noticed(study):
         evaluate(study, run)
 
 
-def test_a_dry_run_costs_the_plan_and_writes_nothing(study):
+def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
+    study = pair
     before = sorted(study.root.rglob("*"))
     document = dry_run(study, method="proxyfl")
     assert sorted(study.root.rglob("*")) == before
