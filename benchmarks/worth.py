@@ -204,7 +204,7 @@ def patients(label: Rows, unit: str) -> list[str]:
     return names
 
 
-def measured(study: Study, variant: Variant, seed: int, directions: Path | None) -> dict[str, Any]:
+def measured(study: Study, variant: Variant, seed: int, directions: Path | None = None) -> dict[str, Any]:
     """One run: scores on the test set, what it cost, and how many sites' models were right about each row."""
     began = time.perf_counter()
     overrides = [*variant.overrides, f"train.seed={seed}"]

@@ -185,7 +185,7 @@ def test_evaluate_says_what_the_contract_says(whole, wsi_fl):
         assert set(row["parts"]) == set(SITES)
         assert row["slides"]["n"] == 2
         predictions = study.root / summary["run"] / "sites" / row["site"] / "predictions.csv"
-        assert len(predictions.read_text().splitlines()) == 1 + 3 * 24
+        assert len(predictions.read_text().splitlines()) == 1 + 5 * 24
 
 
 def test_same_names_at_two_sites_are_two_patients(tmp_path):

@@ -147,9 +147,8 @@ def federate(
                 units=units,
                 n_classes=_n_classes(sites),
             )
-            for one in made.learners.values():
-                if isinstance(one.model, SharedHead):
-                    know_rows(one.model, train, _CPU)
+            if row.once:
+                know_rows(made.learners["proxy"], train)
             acting.append(made)
         run(acting, row, schedule, LocalComm(len(acting)), report)
         return {

@@ -156,13 +156,15 @@ def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings)
     return DPTrainer(model, optimizer, **asdict(dp))
 
 
-def know_rows(head: SharedHead, rows: Examples, device: torch.device) -> None:
+def know_rows(learner: Learner, rows: Examples) -> None:
     """Let a shared head know all rows of its site, and which of them are of one patient; nothing of this leaves."""
+    head = learner.model
+    assert isinstance(head, SharedHead)
     if not len(rows):
         return
     names = [name or f"row {k}" for k, name in enumerate(rows.patient.tolist())]
-    patient = torch.from_numpy(np.unique(names, return_inverse=True)[1]).to(device)
-    for x, y in batches(rows, iter([np.arange(len(rows))]), augment=None, device=device):
+    patient = torch.from_numpy(np.unique(names, return_inverse=True)[1]).to(learner.device)
+    for x, y in batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
         head.know(head.embedded(x), y, patient)
 
 

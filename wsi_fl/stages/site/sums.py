@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wsi_fl.models.directions import Directions
 from wsi_fl.privacy.ledger_file import Guarantee, digest
 from wsi_fl.stages.site.data import Data
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.models.directions import Directions
 
 RUN = "oneshot"
 """What ledgers call the release."""

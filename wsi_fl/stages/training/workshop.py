@@ -15,11 +15,9 @@ from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.bags import with_drawn_patches
 from wsi_fl.learning.canaries import Canaries, canaries, tossed
 from wsi_fl.learning.examples import Augment, Examples, joined
-from wsi_fl.learning.local import know_rows
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.learning.validation import LONE, require_names, with_validation
 from wsi_fl.models import schema
-from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.runs.site import SiteFolder
@@ -111,9 +109,10 @@ def build_site(party: RunContext, index: int) -> Site:
 def start_models(party: RunContext, site: Site) -> None:
     """Give a site what its models start from: settings of its own, sums that were released, synthetic samples."""
     tune(party, site)
-    for learner in site.learners.values():
-        if isinstance(learner.model, SharedHead):
-            know_rows(learner.model, site.train, site.device)
+    if party.method.once:
+        from wsi_fl.learning.local import know_rows  # and with it Opacus
+
+        know_rows(site.learners["proxy"], site.train)
     if party.releases:
         bring_released(party, site)
     if buffer := party.method.share("buffer"):
