@@ -79,7 +79,8 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
     if examples is not None:
         name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
         found[name] = reached(said, examples.label, task)
-    if schedule.answer == STACK or (lone and task.kind == "classes"):
+    shared = "proxy" in site.learners and isinstance(site.learners["proxy"].model, SharedHead)
+    if schedule.answer == STACK or ((lone or shared) and task.kind == "classes"):
         mixture = _mixture(site, said, alive) | found
         stays = lone and schedule.answer != STACK and not mixture["stack"]["weight"]
         return mixture | {"with": LONE} if stays else mixture

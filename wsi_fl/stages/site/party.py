@@ -51,13 +51,11 @@ def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
     wanted = pipeline.model.directions
     n = wanted if isinstance(wanted, int) else open_directions(study, wanted).n
     model = {"private": linear, "proxy": f"{SHARED}:{n}"}
-    answer = "stack" if pipeline.predict.with_ == "auto" else pipeline.predict.with_
     return pipeline.model_copy(
         update={
             "train": pipeline.train.model_copy(update=once),
             "model": pipeline.model.model_copy(update=model),
             "privacy": pipeline.privacy.model_copy(update={"clip": 1.0, "mode": "strict"}),
-            "predict": pipeline.predict.model_copy(update={"with_": answer}),
         }
     )
 
