@@ -112,10 +112,8 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
         if isinstance(head, SharedHead):
             said = {} if seen else _predictions(site, (lone, joined), site.train, alive)
             rows, own, theirs = seen or (site.train, said[lone], said[joined])
-            own_rows, shared_rows = head.worth()
-            stack = stack_by_rows(own, theirs, rows.label, own_rows, shared_rows)
-            unchecked = seen is None and shared_rows < _UNCHECKED * own_rows
-            if unchecked or (seen and harms(stack, own, theirs, rows.label)):
+            stack = stack_by_rows(own, theirs, rows.label, *head.worth())
+            if seen and harms(stack, own, theirs, rows.label):
                 stack = own_alone(site.n_classes)
         elif seen is None:
             stack = own_alone(site.n_classes)
@@ -130,9 +128,6 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
         "slide_threshold": None if seen is None else _slide_threshold(stack(*seen[1:]), seen[0]),
     }
 
-
-_UNCHECKED = 3.0
-"""How many times as much as the own rows a shared head must rest on where no rows can tell whether it does harm."""
 
 _Told = tuple[Examples, Probabilities, Probabilities]
 """Rows, and what the lone and the joined model say of them."""
