@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import Labels, Probabilities
+from wsi_fl.learning.tuning import balanced_loss
 
 _LEAST = 1e-12
 
@@ -114,12 +115,7 @@ def harms(stack: Stack, own: Probabilities, shared: Probabilities, labels: Label
         own, shared: float64[n, classes], of rows whose patients the own model had not seen.
         labels: int64[n].
     """
-
-    def loss(said: Probabilities) -> float:
-        losses = _losses(said, labels)
-        return float(np.mean([losses[labels == one].mean() for one in np.unique(labels)]))
-
-    return loss(stack(own, shared)) > loss(own)
+    return balanced_loss(stack(own, shared), labels) > balanced_loss(own, labels)
 
 
 def _spread(logits: NDArray[np.float64], labels: Labels) -> float:
