@@ -109,3 +109,20 @@ def test_every_shipped_pipeline_names_models_that_exist(study, path):
     known = {"patches": BUILDERS, "features": VECTOR_BUILDERS, "mosaics": BAG_BUILDERS}[pipeline.train.data]
     named = {name for name in (pipeline.model.private, pipeline.model.proxy) if not name.startswith("timm:")}
     assert named <= set(known)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unit"),
+    [
+        ((), "row"),
+        (("train.data=features",), "row"),
+        (("train.data=mosaics",), "patient"),
+        (("train.data=features", "train.example=slide"), "patient"),
+        (("train.data=features", "train.example=patient", "privacy.sigma=1"), "patient"),
+        (("train.data=mosaics", "target.column=grade", "target.range=[0,1]"), "patient"),
+        (("train.data=mosaics", "privacy.unit=row"), "row"),
+    ],
+)
+def test_patients_are_protected_where_slides_or_patients_are_asked_about(study, overrides, unit):
+    (study.root / "pipelines/mine.toml").write_text("[train]\nrounds = 1\n", encoding="utf-8")
+    assert study.pipeline("mine", overrides).privacy.unit == unit

@@ -225,7 +225,7 @@ class Privacy(Section):
     `train.batch_size`: each site gets the values that suit its number of rows."""
     unit: Literal["row", "patient"] = "row"
     """What ε protects: one row of the store, or all rows of one patient. With "patient" whole patients are sampled,
-    clipped and counted."""
+    clipped and counted. It is the default where slides or patients are asked about; else "row" is, as in the papers."""
     max_rows: int = Field(32, ge=1, le=1_000_000)
     """Largest number of rows of one patient in one step, drawn anew in each step. It matters where the unit is a
     patient."""
@@ -326,17 +326,18 @@ class Pipeline(Section):
     @model_validator(mode="before")
     @classmethod
     def _patients_are_units(cls, said: Any) -> Any:
-        """Privacy counts patients where rows are patients and nothing else is said."""
-        train, privacy = (
-            (said.get(name) for name in ("train", "privacy")) if isinstance(said, dict) else (None, None)
-        )
-        if (
-            not isinstance(train, dict)
-            or train.get("example") != "patient"
-            or not isinstance(privacy, dict | None)
-        ):
+        """Privacy counts patients where slides or patients are asked about, unless told otherwise."""
+        if not isinstance(said, dict):
             return said
-        return said | {"privacy": {"unit": "patient"} | (privacy or {})}
+        train, target, privacy = (said.get(name) or {} for name in ("train", "target", "privacy"))
+        if not all(isinstance(section, dict) for section in (train, target, privacy)):
+            return said
+        of_patients = (
+            target
+            or train.get("example") in ("slide", "patient")
+            or train.get("data") == "mosaics"
+        )
+        return said | {"privacy": {"unit": "patient"} | privacy} if of_patients else said
 
     @property
     def example(self) -> Literal["patch", "slide", "patient"]:
