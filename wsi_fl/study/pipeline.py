@@ -332,11 +332,7 @@ class Pipeline(Section):
         train, target, privacy = (said.get(name) or {} for name in ("train", "target", "privacy"))
         if not all(isinstance(section, dict) for section in (train, target, privacy)):
             return said
-        of_patients = (
-            target
-            or train.get("example") in ("slide", "patient")
-            or train.get("data") == "mosaics"
-        )
+        of_patients = target or train.get("example") in ("slide", "patient") or train.get("data") == "mosaics"
         return said | {"privacy": {"unit": "patient"} | privacy} if of_patients else said
 
     @property
