@@ -1,6 +1,7 @@
 """`compare`: paired tests against their definition, rows from runs, the baseline that is always there, the page."""
 
 import csv
+import html
 import io
 import json
 import math
@@ -24,8 +25,9 @@ from wsi_fl.report.comparison_figures import Series, palette, png
 from wsi_fl.stages.answers import compare_baseline
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings
-from wsi_fl.stages.answers.compare_worth import verdict
+from wsi_fl.stages.answers.compare_worth import _compared, verdict
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.train import train
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
@@ -508,6 +510,32 @@ def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said)
     _, second = comparison.findings([ours, alone], [test], alone["label"], gains={ours["label"]: of_all})
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
     assert "p <" not in second.text
+
+
+def test_the_report_of_a_run_says_what_the_comparison_says(series):
+    study, _ = series
+    document = compare(study, ["1"])
+    (said,) = (one["text"] for one in document["findings"] if "ProxyFL" in one["text"])
+    gain = document["worth"]["all"]
+    assert said.endswith(f"over {comparison.ALONE}: {worth.verdict_words(gain, worth.ALL)}.")
+    page = html.unescape(report(study, "1").read_text(encoding="utf-8"))
+    assert (
+        f"{worth.gain_words(gain)} over a site alone without DP: {worth.verdict_words(gain, worth.ALL)}."
+        in page
+    )
+    assert f"Gain in {gain['measure']}" in page and "federation helped" not in page
+
+
+@pytest.mark.parametrize(
+    ("pooled", "share"), [((0.9, 0.9, 0.8, 0.9), True), ((0.9, 0.2, 0.1, 0.5), False), (None, False)]
+)
+def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share):
+    def answers(values):
+        return {0: {("p" + str(k // 2), "s", str(k)): (v, 1.0) for k, v in enumerate(values)}}
+
+    known = {"alone": answers([0.4] * 4), "joined": answers([0.6] * 4)}
+    found = _compared(known | ({"pooled": answers(pooled)} if pooled else {}))
+    assert (found["headroom"] is not None) == share and found["verdict"] == "join"
 
 
 def test_references_are_never_called_federation():

@@ -68,19 +68,12 @@ def findings(
     own_metric = next((name for name in alone if name.startswith("own_")), "")
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
     return [Finding("unclear", reached)] + [
-        _by_gain(row, gain, metric)
+        worth.finding(gain, f"{_spoken(row)} reaches {number(row[metric]['mean'], 2)}{_price(row)}", ALONE)
         if (gain := (gains or {}).get(row["label"]))
         else _against(row, test, against.get((row["label"], own_metric)))
         for row in rows
         if (test := against.get((row["label"], metric)))
     ]
-
-
-def _by_gain(row: Json, gain: Json, metric: str) -> Finding:
-    """One method against the hospital alone, by the rule that every hospital is told its verdict by."""
-    reached = f"{_spoken(row)} reaches {number(row[metric]['mean'], 2)}{_price(row)}"
-    text = f"{reached}, {worth.gain_words(gain)} over {ALONE}: {worth.verdict_words(gain, worth.ALL)}."
-    return Finding({"join": "good", "stay": "bad"}.get(gain["verdict"], "unclear"), text)
 
 
 def _against(row: Json, test: Json, own: Json | None) -> Finding:

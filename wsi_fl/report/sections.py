@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.report import figures, pictures, words
+from wsi_fl.report import figures, pictures, words, worth
 from wsi_fl.report.figures import Chart, Points
 from wsi_fl.report.page import Json, Page
 
@@ -34,7 +34,6 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     references = words.references(_others(page), score)
     compared = reached and n_sites > 1 and words.is_federated(page.method)
     alone = {k: v for k, v in references.items() if words.is_alone(v["method"])} if compared else {}
-    gain_over = next(iter(alone), None)
     return {
         "setting": words.setting(page.method, n_sites),
         "n": evaluated[0].get("n") if evaluated else None,
@@ -45,12 +44,8 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         if _has_proxy(page.method) and all(s.get("with", "private") == "private" for s in evaluated)
         else "models",
         "references": references,
-        "verdicts": [
-            (words.without_noise if run["dp"] else words.verdict)(merged, run, name, score)
-            for name, run in alone.items()
-        ],
-        "gain_over": gain_over,
-        "gain": merged[score]["mean"] - alone[gain_over][score]["mean"] if gain_over else None,
+        "verdicts": [_verdict(merged, run, name, score) for name, run in alone.items()],
+        **_gain(merged, alone, score),
         "score": score,
         "article": "an" if words.SCORES[score][0] in "AR" else "a",
         "measure": words.SCORES[score].lower(),
@@ -61,6 +56,30 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         ),
         "lost": list(page.summary.get("lost", ())),
         "events": list(_events(page)),
+    }
+
+
+def _verdict(merged: Mapping[str, Any], run: Mapping[str, Any], name: str, score: str) -> words.Finding:
+    """Whether joining pays, by the rule of comparisons where predictions allow it."""
+    if run["dp"]:
+        return words.without_noise(merged, run, name, score)
+    if gain := run.get("gain"):
+        return worth.finding(
+            gain, f"In this run joining reaches {words.number(gain['joined']['mean'], 2)}", name
+        )
+    return words.verdict(merged, run, name, score)
+
+
+def _gain(merged: Mapping[str, Any], alone: Mapping[str, Mapping[str, Any]], score: str) -> dict[str, Any]:
+    """What the first of the models alone is exceeded by, over whom, and in which measure."""
+    if not alone:
+        return {"gain_over": None}
+    name, run = next(iter(alone.items()))
+    gain = (run.get("gain") or {}).get("gain")
+    return {
+        "gain_over": name,
+        "gain_in": run["gain"]["measure"] if gain else words.SCORES[score].lower(),
+        "gain": gain["mean"] if gain else merged[score]["mean"] - run[score]["mean"],
     }
 
 

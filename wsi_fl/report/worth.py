@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from wsi_fl.report import figures
 from wsi_fl.report.comparison_figures import TOKENS, palette, png_style
 from wsi_fl.report.figures import Chart
-from wsi_fl.report.words import known, number
+from wsi_fl.report.words import Finding, known, number
 
 Json = Mapping[str, Any]
 
@@ -139,6 +139,18 @@ _MEANS_OF_ALL = _MEANS | {
 }
 
 
+def finding(row: Json, reached: str, alone: str) -> Finding:
+    """What joining by one method brings on average, as a sentence: the one verdict of console and pages.
+
+    Args:
+        row: what `rows_of` says of all sites.
+        reached: what the method reaches, in words.
+        alone: the hospital that it is measured against, in words.
+    """
+    text = f"{reached}, {gain_words(row)} over {alone}: {verdict_words(row, ALL)}."
+    return Finding({"join": "good", "stay": "bad"}.get(row["verdict"], "unclear"), text)
+
+
 def verdict_words(row: Json, name: str = "") -> str:
     """What follows for a hospital, or for "all sites", and which part of what pooling would bring is reached.
 
@@ -152,7 +164,7 @@ def verdict_words(row: Json, name: str = "") -> str:
         return "its own model answers, so joining changes nothing"
     said = (_MEANS_OF_ALL if name == ALL else _MEANS).get(row.get("verdict", ""), "")
     room = row.get("headroom")
-    if not room:
+    if not room or room["mean"] <= 0:
         return said
     around = f", {100 * room['low']:.0f} to {100 * room['high']:.0f} %" if known(room["low"]) else ""
     return f"{said} ({100 * room['mean']:.0f} % of what pooling would bring{around})"

@@ -16,7 +16,7 @@ from wsi_fl.stages.answers.predictions import Right, ScoredExamples, measure_of,
 
 
 def worth(
-    rows: Sequence[ComparedRow], first: Run, on: str, of_all: Mapping[str, Mapping[str, Any]]
+    rows: Sequence[ComparedRow], first: Run, on: str, found: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """Every site's own accuracy with each of three models; None where no federated method is compared, or a whole site
     is left out.
@@ -27,13 +27,13 @@ def worth(
     `verdict` says in a word what follows for the hospital.
 
     Args:
-        of_all: what `verdicts` returns.
+        found: what `verdicts` returns.
     """
     chosen = _chosen(rows, first)
     if chosen is None or on == "left_out":
         return None
     names = [site["site"] for site in chosen["joined"].runs[0].summary["sites"]]
-    answers = {kind: _by_site(row, names, on) for kind, row in chosen.items()}
+    answers = {kind: _by_site(row.runs, names, on) for kind, row in chosen.items()}
     sites = [
         {
             "site": name,
@@ -48,7 +48,7 @@ def worth(
         "on": on,
         "measure": measure_of(next(iter(answers["joined"][names[0]].values()), {})),
         "sites": sites,
-        "all": of_all[chosen["joined"].label],
+        "all": found[chosen["joined"].label],
     }
 
 
@@ -57,14 +57,22 @@ def verdicts(rows: Sequence[ComparedRow], first: Run, on: str) -> dict[str, dict
     chosen = _chosen(rows, first)
     if chosen is None or on == "left_out":
         return {}
-    names = [site["site"] for site in chosen["joined"].runs[0].summary["sites"]]
-
-    def of_all(row: ComparedRow) -> dict[int, Right]:
-        return _over_sites(_by_site(row, names, on).values())
-
-    known = {kind: of_all(row) for kind, row in chosen.items() if kind != "joined"}
+    known = {kind: row.runs for kind, row in chosen.items() if kind != "joined"}
     federated = [row for row in rows if row.runs and words.is_federated(row.method)]
-    return {row.label: _compared(known | {"joined": of_all(row)}) for row in federated}
+    return {row.label: of_all(known | {"joined": row.runs}, on) for row in federated}
+
+
+def of_all(runs: Mapping[str, Sequence[Run]], on: str) -> dict[str, Any]:
+    """What joining brings over all sites, as `worth` says it of one.
+
+    Args:
+        runs: "alone", "joined", and perhaps "pooled" → the runs of each.
+        on: which test examples are asked, those "merged" or each site's "own".
+    """
+    names = [site["site"] for site in runs["joined"][0].summary["sites"]]
+    answers = {kind: _over_sites(_by_site(those, names, on).values()) for kind, those in runs.items()}
+    measure = measure_of(next(iter(answers["joined"].values()), {}))
+    return {"measure": measure, **_compared(answers)}
 
 
 def _chosen(rows: Sequence[ComparedRow], first: Run) -> dict[str, ComparedRow] | None:
@@ -77,10 +85,10 @@ def _chosen(rows: Sequence[ComparedRow], first: Run) -> dict[str, ComparedRow] |
     return {"alone": alone[0], "joined": joined[0]} | ({"pooled": pooled[0]} if pooled else {})
 
 
-def _by_site(row: ComparedRow, names: Iterable[str], on: str) -> dict[str, dict[int, Right]]:
+def _by_site(runs: Iterable[Run], names: Iterable[str], on: str) -> dict[str, dict[int, Right]]:
     """Site → seed → its predictions; those of all folds together, which have no patient in common."""
     found: dict[str, dict[int, ScoredExamples]] = {name: {} for name in names}
-    for run in row.runs:
+    for run in runs:
         for name, by_seed in found.items():
             if (answers := read_answers(run.folder.site(name), on)) is not None:
                 by_seed.setdefault(run.seed, {}).update(answers)
@@ -114,7 +122,8 @@ def _compared(answers: Mapping[str, Mapping[int, Right]]) -> dict[str, Any]:
         if seed in gains
     }
     found["room"] = _value(rooms, sorted(rooms))
-    found["headroom"] = _share(gains, rooms)
+    shown = found["room"] is not None and (found["room"]["low"] or 0) > 0
+    found["headroom"] = _share(gains, rooms) if shown else None
     return found | {"verdict": verdict(found["gain"], found["room"])}
 
 
@@ -147,19 +156,13 @@ def verdict(gain: Mapping[str, Any] | None, room: Mapping[str, Any] | None) -> s
     return "not shown"
 
 
-def _share(gains: Mapping[int, Right], rooms: Mapping[int, Right]) -> dict[str, float | None] | None:
-    """The part of the room that the gains fill, with its interval; None where there is no room to speak of."""
-    seeds = sorted(gains.keys() & rooms.keys())
-    shared = set.intersection(*({*gains[seed]} & {*rooms[seed]} for seed in seeds)) if seeds else set()
-    if not shared:
-        return None
-    keys = sorted(shared)
-    part, whole = (_weighted(runs, seeds, keys) for runs in (gains, rooms))
-    if whole[0].sum() < words.SMALLEST_DIFFERENCE * whole[1].sum():
-        return None
-    interval = clustered_ratio(part[0], whole[0], _patients(keys))
-    low, high = interval if interval is not None else (None, None)
-    return {"mean": float(part[0].sum() / whole[0].sum()), "low": low, "high": high}
+def _share(gains: Mapping[int, Right], rooms: Mapping[int, Right]) -> dict[str, float | None]:
+    """The part of the room that the gains fill, with its interval, over the seeds that have both."""
+    seeds = sorted(rooms)
+    keys = sorted(set.intersection(*({*gains[seed]} & {*rooms[seed]} for seed in seeds)))
+    part, whole = (_weighted(runs, seeds, keys)[0] for runs in (gains, rooms))
+    low, high = clustered_ratio(part, whole, _patients(keys)) or (None, None)
+    return {"mean": float(part.sum() / whole.sum()), "low": low, "high": high}
 
 
 Key = tuple[str, ...]
@@ -189,8 +192,7 @@ def _value(runs: Mapping[int, Right], seeds: Sequence[int]) -> dict[str, float |
         return None
     keys = sorted(shared)
     values, weights = _weighted(runs, seeds, keys)
-    interval = clustered_ratio(values, weights, _patients(keys))
-    low, high = interval if interval is not None else (None, None)
+    low, high = clustered_ratio(values, weights, _patients(keys)) or (None, None)
     return {"mean": float(values.sum() / weights.sum()), "low": low, "high": high}
 
 

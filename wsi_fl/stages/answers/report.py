@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.report import words
 from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
-from wsi_fl.report.words import scores_of
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_of
 from wsi_fl.stages.answers.compare_runs import Run, runs_of
+from wsi_fl.stages.answers.compare_worth import of_all
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
@@ -161,13 +163,16 @@ def _optional(path: Path) -> Any:
 
 
 def _baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
-    """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting."""
+    """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting,
+    of this seed where there is one."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
-    for other in reversed([*runs_of(party.study)]):
+    runs: dict[tuple[str, bool], Run] = {}
+    oldest_first = [*runs_of(party.study)][::-1]
+    for other in sorted(oldest_first, key=lambda other: other.seed == this.seed):
         evaluation, settings = other.folder.evaluation(), other.pipeline
         if other.folder.name == party.run.name or not evaluation or evaluation["merged"] is None:
             continue
-        if scores_of(evaluation) != party.task.scores or other.inputs != this.inputs:
+        if words.scores_of(evaluation) != party.task.scores or other.inputs != this.inputs:
             continue
         if other.folder.manifest["pipeline"] != party.run.manifest["pipeline"]:
             continue
@@ -180,6 +185,7 @@ def _baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
         sites = other.summary["sites"]
         epsilons, guarantee = [row["epsilon"] for row in sites], sites[0]["guarantee"]
         dp = guarantee != "none"
+        runs[other.method, dp] = other
         latest[other.method, dp] = {
             "run": other.folder.name,
             "method": other.method,
@@ -188,6 +194,13 @@ def _baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
             "guarantee": guarantee,
             **{name: evaluation["merged"].get(name) for name in party.task.scores},
         }
+    if words.is_federated(this.method) and party.task.kind == "classes":
+        pooled = next((runs[key] for key in sorted(runs, key=itemgetter(1)) if words.is_pooled(key[0])), None)
+        for (method, dp), row in latest.items():
+            if words.is_alone(method) and not dp:
+                known = {"alone": runs[method, dp], "joined": this, "pooled": pooled}
+                found = of_all({kind: [run] for kind, run in known.items() if run}, "merged")
+                row["gain"] = found if found["gain"] else None
     return latest.values()
 
 
