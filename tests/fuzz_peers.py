@@ -75,6 +75,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "epsilon": 1.5,
         "sigma": 1.4,
         "batch_size": 8,
+        "detection": 0.02,
         "group": {"rows": 12, "epsilon": None, "delta": 1e-5},
     },
     "Standing": {"kept": [2, 3], "returning": False},

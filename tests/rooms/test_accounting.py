@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from wsi_fl.privacy import accounting
-from wsi_fl.privacy.accounting import Mechanism, epsilon, plan, sigma_for, steps_per_epoch
+from wsi_fl.privacy.accounting import Mechanism, detection, epsilon, plan, sigma_for, steps_per_epoch
 from wsi_fl.types import UsageError
 
 DELTA = 1e-5
@@ -110,3 +110,53 @@ def test_the_orders_are_those_of_opacus():
     from opacus.accountants import RDPAccountant
 
     assert list(accounting._ORDERS) == RDPAccountant.DEFAULT_ALPHAS
+
+
+def found_by(events, rate):
+    """The trade-off curve by another accountant: of all (ε, δ) that hold, the least e^ε α + δ."""
+    dp = pytest.importorskip("dp_accounting")
+    judge = dp.pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    for q, sigma, n in events:
+        judge.compose(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), n)
+    values = np.linspace(0, 8, 401)
+    return min(np.exp(value) * rate + judge.get_delta(value) for value in values)
+
+
+def test_a_gaussian_at_epsilon_1_hides_all_but_two_of_a_hundred():
+    low, high = 0.2, 0.4
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if accounting.gaussian_epsilon(middle, DELTA) < 1 else (low, middle)
+    assert round(low, 3) == 0.268
+    assert detection([Mechanism(1 / low, 1.0, 1.0, 1)]) == pytest.approx(0.0198, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("events", "above"),
+    [
+        ([(1.0, 3.0, 1), (1.0, 5.0, 1), (1.0, 8.0, 1)], 1.01),
+        ([(0.0137, 1.4, 2190)], 1.4),
+        ([(0.1, 2.0, 300), (1.0, 9.0, 2)], 1.4),
+    ],
+)
+def test_what_an_attack_can_find_is_bounded_and_nearly_so(events, above):
+    ours = detection([Mechanism(sigma, 1.0, q, n) for q, sigma, n in events])
+    other = found_by(events, 0.01)
+    assert 0.999 * other <= ours <= above * other
+
+
+@given(sigma=sigmas, q=rates, n=steps, rate=st.floats(1e-4, 0.5))
+@settings(max_examples=20)
+def test_detection_lies_between_guessing_and_epsilon_and_falls_with_noise(sigma, q, n, rate):
+    mechanism, value = Mechanism(sigma, 1.0, q, n), epsilon([Mechanism(sigma, 1.0, q, n)], DELTA)
+    found = detection([mechanism], rate)
+    assert rate <= found <= 1
+    assert found <= np.exp(min(value, 50.0)) * rate + DELTA + 1e-9
+    assert detection([Mechanism(2 * sigma, 1.0, q, n)], rate) <= found + 1e-12
+
+
+def test_without_noise_everybody_is_found_and_rates_are_rates():
+    assert detection([Mechanism(0.0, 1.0, 1.0, 1)]) == 1.0 and detection([]) == pytest.approx(0.01)
+    for rate in (0.0, 1.0, -0.1):
+        with pytest.raises(UsageError, match="false positive rate"):
+            detection([], rate)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
+from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, detection, epsilon
 from wsi_fl.privacy.guarantee import (
     PROTECTS_UP_TO,
     BudgetSpent,
@@ -359,6 +359,9 @@ class PrivacyLedger:
             "run": self.run,
             "epsilon": self.epsilon(),
             "lifetime_epsilon": self.epsilon(lifetime=True),
+            "detection": detection(self.mechanisms())
+            if self.guarantee() in ("guaranteed", "shared")
+            else None,
             "delta": self.terms.delta,
             "max_epsilon": self.terms.max_epsilon,
             "guarantee": self.guarantee(),

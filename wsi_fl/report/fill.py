@@ -53,6 +53,7 @@ def _environment(folder: Path) -> Environment:
         "scientific",
         "known",
         "percent",
+        "detected",
     )
     environment.filters.update({name: getattr(words, name) for name in shown})
     environment.filters["svg"] = lambda chart: Markup(chart.svg)

@@ -196,6 +196,22 @@ def group(site: str, found: Mapping[str, Any]) -> str:
     return f"{who} ε = {number(found['epsilon'], 1)} at δ = {scientific(found.get('delta'))}."
 
 
+def detected(rate: float, unit: str) -> str:
+    """What ε means for those it protects, by the test that finds most of them.
+
+    Args:
+        rate: the largest true positive rate of a test whose false positive rate is 0.01.
+        unit: what ε protects.
+
+    >>> detected(0.0198, "patient")
+    'of 100 patients, whoever sees all that leaves and knows all others finds at most 2.0, with 1 false alarm in 100'
+    """
+    return (
+        f"of 100 {unit}s, whoever sees all that leaves and knows all others finds at most {100 * rate:.1f}, "
+        "with 1 false alarm in 100"
+    )
+
+
 def method_name(method: str) -> str:
     """Return the name of a method as its paper writes it; an unknown one as it is."""
     return METHODS[method].name if method in METHODS else method

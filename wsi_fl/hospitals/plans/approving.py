@@ -37,6 +37,7 @@ from wsi_fl.stages.site.account import (
     Group,
     above_budget,
     affordable_rounds,
+    detection_of,
     planned,
     require_budget,
     spends,
@@ -68,6 +69,8 @@ class Cost:
     Attributes:
         n_units: how many records are protected, rows or patients.
         epsilon: of all rounds of the plan; None where there is no differential privacy.
+        detection: what share of those protected the best test finds in all that the account holds then, with 1 false
+            alarm in 100; None where nothing is promised.
         lifetime_epsilon: the same on top of everything on the account.
         rounds: how many of the plan's rounds the budget is enough for.
         group, lifetime_group: what both ε are worth to the patient with the most rows; None where ε is per patient
@@ -82,6 +85,7 @@ class Cost:
     max_epsilon: float | None
     delta: float
     rounds: int
+    detection: float | None = None
     group: Group | None = None
     lifetime_group: Group | None = None
 
@@ -231,6 +235,7 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile) -> Cost | None:
         terms.max_epsilon,
         terms.delta,
         affordable,
+        detection_of(terms.guarantee, ever),
         worth_to_patient(terms, train.patient, run),
         worth_to_patient(terms, train.patient, ever),
         epsilon([*alone, *of_plan * MOST_ATTEMPTS], terms.delta) if terms.guarantee == "shared" else None,

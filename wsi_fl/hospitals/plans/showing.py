@@ -9,7 +9,7 @@ from wsi_fl.hospitals.plans.approving import Cost, Looked
 from wsi_fl.hospitals.plans.making import PlanDocument
 from wsi_fl.hospitals.trust.making import fingerprint_line
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
-from wsi_fl.report.words import count, size
+from wsi_fl.report.words import count, detected, size
 from wsi_fl.stages.site.account import group_words
 from wsi_fl.stages.work.console import Line, Lines, Table
 
@@ -73,9 +73,10 @@ def cost_words(cost: Cost) -> str:
         if cost.most_epsilon is None
         else f"; a sum that a site spoils is tried again, {MOST_ATTEMPTS} times in all at ε = {cost.most_epsilon:.2f}"
     )
+    found = "" if cost.detection is None else f"; {detected(cost.detection, cost.unit)}"
     return (
         f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
-        f"{cost.lifetime_epsilon:.2f} of {limit}{tried}"
+        f"{cost.lifetime_epsilon:.2f} of {limit}{tried}{found}"
     )
 
 

@@ -17,7 +17,8 @@ from wsi_fl.learning.local import supervised_step
 from wsi_fl.learning.validation import LONE
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
+from wsi_fl.report.words import detected
+from wsi_fl.stages.site.account import above_budget, detection_of, group_of, group_words, planned, spent_words
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import (
     check,
@@ -108,6 +109,7 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
         "canaries": len(site.canaries.included) if site.canaries else 0,
         "n_validation": len(site.validation) if site.validation else 0,
         "epsilon": epsilon(cost, terms.delta) if cost else None,
+        "detection": detection_of(terms.guarantee, cost),
         "group": group_of(site, cost),
         "max_epsilon": terms.max_epsilon,
         "delta": terms.delta,
@@ -134,6 +136,8 @@ def plan_lines(document: dict[str, Any]) -> Lines:
             f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
             f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
         )
+        if row["detection"] is not None:
+            yield Line(f"    {detected(row['detection'], row['unit'])}")
         if row["group"] is not None:
             above = above_budget(row["group"], row["max_epsilon"])
             told = f", which is above its max_epsilon = {row['max_epsilon']:g}" if above else ""

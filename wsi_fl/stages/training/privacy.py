@@ -6,9 +6,10 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, epsilon, plan, sigma_for
+from wsi_fl.privacy.accounting import ACCOUNTANT, detection, epsilon, plan, sigma_for
 from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
 from wsi_fl.privacy.planner import Proposal, planned, proposals
+from wsi_fl.report.words import detected
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.toml import LEAST_SIGMA
 from wsi_fl.types import UsageError
@@ -58,6 +59,7 @@ def privacy(
     value = epsilon([mechanism], delta)
     return {
         "epsilon": value if isfinite(value) else None,
+        "detection": detection([mechanism]) if isfinite(value) else None,
         "delta": delta,
         "sigma": mechanism.sigma,
         "sample_rate": mechanism.sample_rate,
@@ -98,6 +100,8 @@ def privacy_lines(document: dict[str, Any]) -> Lines:
         f"{value} at δ = {document['delta']:g}: {document['steps']} steps at sample rate "
         f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({document['accountant'].upper()} accountant)"
     )
+    if document["detection"] is not None:
+        yield Line(detected(document["detection"], "row"))
     if document["group"]:
         rows, worth = document["group"]["rows"], document["group"]["epsilon"]
         above = f"more than {MOST_EPSILON:g}, no protection" if worth is None else f"{worth:.3g}"
