@@ -123,10 +123,10 @@ def privacy(page: Page) -> dict[str, Any]:
 
 def _detected(sites: Sequence[Mapping[str, Any]]) -> str:
     """What ε means at the site where it means least; "" where some site promises nothing."""
-    found = [site.get("detection") for site in sites]
+    found: list[Any] = [site.get("detection") for site in sites]
     if not found or not all(words.known(rate) for rate in found):
         return ""
-    return words.detected(max(map(float, found)), sites[0]["unit"])
+    return words.detected(max(found), sites[0]["unit"])
 
 
 def rows(page: Page) -> list[dict[str, Any]]:
