@@ -9,13 +9,15 @@ import typer
 from conftest import refused
 from typer.testing import CliRunner
 
+from wsi_fl import __version__
 from wsi_fl.cli.main import app
 from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.reference import keys, page
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "AGENTS", "SECURITY")]
+PAGES += [*sorted((ROOT / "docs").rglob("[!_]*.md"))]
 PAGES += sorted((ROOT / "studies").glob("*.md"))
 FILES = ("csv", "onnx", "json", "jsonl", "toml", "py", "h5", "png", "tif", "html", "safetensors", "head")
 
@@ -51,6 +53,18 @@ def test_config_explains_a_key_a_section_and_all():
     assert [row["key"] for row in every["keys"]] == [row["key"] for row in keys()]
     rounds = keys("train.rounds")[0]
     assert (rounds["type"], rounds["default"]) == ("integer ≥ 1, ≤ 1000000", 30)
+
+
+def test_files_that_machines_read_name_what_there_is():
+    made = re.findall(r"\]\((\S+)\.html\)", text_of("docs/llms.txt"))
+    assert len(made) > 20
+    for name in made:
+        assert (ROOT / "docs" / f"{name}.md").is_file(), name
+    assert f"version: {__version__}\n" in text_of("CITATION.cff")
+    goals = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
+    for page_ in ("README.md", "CONTRIBUTING.md", "AGENTS.md"):
+        said = re.findall(r"`make ([a-z-]+)`|^    make ([a-z-]+)", text_of(page_), re.MULTILINE)
+        assert said and {max(pair) for pair in said} <= goals, page_
 
 
 def test_an_unknown_key_says_what_is_meant():
