@@ -111,7 +111,7 @@ def privacy(page: Page) -> dict[str, Any]:
     return {
         "on": bool(spent),
         "epsilon": words.span([s["epsilon"] for s in spent]),
-        "detected": _detected(sites),
+        "detected": words.detected_of(sites),
         "deltas": sorted({words.scientific(s.get("delta")) for s in spent}),
         "units": sorted({s["unit"] for s in spent if s.get("unit")}),
         "guarantee": weakest,
@@ -119,14 +119,6 @@ def privacy(page: Page) -> dict[str, Any]:
         "groups": [words.group(s["site"], found) for s in sites if (found := page.groups.get(s["site"]))],
         "planted": [f"{s['canaries']} at {s['site']}" for s in sites if s.get("canaries")],
     }
-
-
-def _detected(sites: Sequence[Mapping[str, Any]]) -> str:
-    """What ε means at the site where it means least; "" where some site promises nothing."""
-    found: list[Any] = [site.get("detection") for site in sites]
-    if not found or not all(words.known(rate) for rate in found):
-        return ""
-    return words.detected(max(found), sites[0]["unit"])
 
 
 def rows(page: Page) -> list[dict[str, Any]]:

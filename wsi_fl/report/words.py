@@ -203,13 +203,26 @@ def detected(rate: float, unit: str) -> str:
         rate: the largest true positive rate of a test whose false positive rate is 0.01.
         unit: what ε protects.
 
-    >>> detected(0.0198, "patient")
-    'of 100 patients, whoever sees all that leaves and knows all others finds at most 2.0, with 1 false alarm in 100'
+    >>> detected(0.0198, "patient").split(", ")[1]
+    'whoever sees all that leaves and knows all other data finds at most 2.0'
     """
     return (
-        f"of 100 {unit}s, whoever sees all that leaves and knows all others finds at most {100 * rate:.1f}, "
+        f"of 100 {unit}s in it, whoever sees all that leaves and knows all other data finds at most {100 * rate:.1f}, "
         "with 1 false alarm in 100"
     )
+
+
+def detected_of(sites: Sequence[Mapping[str, Any]]) -> str:
+    """What ε means at the site where it means least; "" where some site promises nothing.
+
+    Args:
+        sites: rows of a summary or a plan, with `detection` and `unit`.
+    """
+    found: list[Any] = [site.get("detection") for site in sites]
+    if not found or not all(known(rate) for rate in found):
+        return ""
+    where = ", at the site where this is most" if len({round(rate, 3) for rate in found}) > 1 else ""
+    return f"{detected(max(found), sites[0]['unit'])}{where}"
 
 
 def method_name(method: str) -> str:

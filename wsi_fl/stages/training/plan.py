@@ -17,7 +17,7 @@ from wsi_fl.learning.local import supervised_step
 from wsi_fl.learning.validation import LONE
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.report.words import detected
+from wsi_fl.report.words import detected_of
 from wsi_fl.stages.site.account import above_budget, detection_of, group_of, group_words, planned, spent_words
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import (
@@ -136,12 +136,12 @@ def plan_lines(document: dict[str, Any]) -> Lines:
             f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
             f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
         )
-        if row["detection"] is not None:
-            yield Line(f"    {detected(row['detection'], row['unit'])}")
         if row["group"] is not None:
             above = above_budget(row["group"], row["max_epsilon"])
             told = f", which is above its max_epsilon = {row['max_epsilon']:g}" if above else ""
             yield Line(f"    {group_words(row['group'])}{told}", "yellow" if above else "")
+    if found := detected_of(document["sites"]):
+        yield Line(f"  {found}")
     yield Line(
         f"all sites fit together; {document['rounds']} rounds of {document['method']} take about "
         f"{document['seconds'] / 60:.1f} min and {document['memory_bytes'] / 1e9:.1f} GB of memory, evaluation left out"

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.report.words import detected
+from wsi_fl.report.words import detected_of
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.site.party import RunContext
@@ -161,8 +161,8 @@ def summary_lines(summary: dict[str, Any]) -> Lines:
     """The summary for people."""
     for row in summary["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
-        if row["detection"] is not None:
-            yield Line(f"    {detected(row['detection'], row['unit'])}", "dim")
+    if found := detected_of(summary["sites"]):
+        yield Line(f"  {found}")
     c = summary["communication"]
     yield Line(
         f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication"
