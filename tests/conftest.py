@@ -4,6 +4,7 @@ import atexit
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -13,7 +14,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +168,11 @@ mpp = 1.0
 private = "cnn1"
 proxy = "mlp"
 [train]
-rounds = 3
-batch_size = 8
+rounds = 2
+batch_size = 18
 lr = 0.005
 augment = "none"
+alone = false
 [privacy]
 [evaluate]
 bootstrap = 50
@@ -209,14 +211,22 @@ def write_patches_as_bags(path: Path, meta, patches: PatchTable, x) -> None:
     write_bags(path, meta, bags, [Bag(x[rows], patches.xy_l0[rows]) for rows in parts], patches=patches)
 
 
+LARGER = re.sub(
+    "rounds = .*",
+    "rounds = 3",
+    re.sub("batch_size = .*", "batch_size = 8", SMALL.replace("alone = false\n", "")),
+)
+"""Rounds enough for a site to be lost in one and come back in another, with the settings of users otherwise."""
+
+
 REAL = "real = true\nmax_epsilon = 50.0\ndelta = 1e-5"
 """What a site file of a real hospital says, with more budget than tests spend."""
 
 
-def make_study(root: Path, n_sites=4, extra="", site_extra="real = false", **store) -> Study:
+def make_study(root: Path, n_sites=3, extra="", site_extra="real = false", *, text=SMALL, **store) -> Study:
     (root / "pipelines").mkdir(parents=True)
     (root / "sites").mkdir()
-    (root / "pipelines" / "small.toml").write_text(SMALL + extra)
+    (root / "pipelines" / "small.toml").write_text(text + extra)
     study = Study(root)
     for k in range(n_sites):
         (root / "sites" / f"S{k}.toml").write_text(
@@ -330,6 +340,21 @@ def tiny_weights(tmp_path_factory):
 @pytest.fixture
 def study(tmp_path):
     return make_study(tmp_path / "study")
+
+
+larger_study = partial(make_study, n_sites=4, text=LARGER)
+
+
+@pytest.fixture
+def larger(tmp_path):
+    """A study for what needs some rounds: `study = larger` in a file gives it to all tests there."""
+    return larger_study(tmp_path / "study")
+
+
+@pytest.fixture
+def larger_pair(tmp_path):
+    """The same with two sites."""
+    return larger_study(tmp_path / "study", n_sites=2)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, write_features
+from conftest import LARGER, make_study, write_features
 from safetensors.torch import load_file
 from test_oneshot import HEADS, rows_of
 
@@ -35,7 +35,9 @@ def same(one, other):
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory):
     """Two sites each: with features of 60 patients in training, and with tiny patches."""
-    found = {kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2) for kind in KINDS}
+    found = {
+        kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2, text=LARGER) for kind in KINDS
+    }
     for k, share in enumerate((0.2, 0.5)):
         x, labels = rows_of(60, k, share, d=40)
         more, theirs = rows_of(60, 10 + k, d=40)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import interrupted_after, make_study, nightly, planned, refused
+from conftest import interrupted_after, larger, nightly, planned, refused
+from conftest import larger_study as make_study
 
 from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
@@ -22,6 +23,8 @@ from wsi_fl.stages.training.train import resume, train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
+
+study = larger
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
 VECTOR = np.arange(5, dtype=np.float32)

@@ -79,7 +79,7 @@ def own_state(tmp_path_factory):
 @pytest.fixture(scope="module")
 def signed(tmp_path_factory, own_state):
     """(study of S0, its kit, the plan that it signed), with releases and an audit."""
-    from conftest import make_study
+    from conftest import larger_study as make_study
 
     folder, root = tmp_path_factory.mktemp("dossier"), Root()
     plan = made(make_study(folder / "coordinator", n_sites=3, site_extra=REAL), folder)
@@ -208,7 +208,7 @@ def test_an_audit_that_was_not_made_has_no_bounds_above(signed, dossier, tmp_pat
 
 
 def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_drawing(tmp_path):
-    from conftest import make_study
+    from conftest import larger_study as make_study
 
     allowed = f'{REAL}\nallow = ["scores"]'
     study = make_study(tmp_path / "study", n_sites=3, site_extra=allowed)
@@ -226,7 +226,7 @@ def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_draw
 
 
 def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path, monkeypatch):
-    from conftest import make_study
+    from conftest import larger_study as make_study
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     study = make_study(tmp_path / "study", n_sites=3, site_extra=REAL)

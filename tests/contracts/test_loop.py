@@ -8,7 +8,8 @@ import monai.transforms  # noqa: F401 (its import takes seconds, which are not t
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, metrics, model, nightly, same
+from conftest import larger, larger_pair, metrics, model, nightly, same
+from conftest import larger_study as make_study
 from safetensors.torch import load_file
 from torch.nn import functional
 
@@ -23,6 +24,9 @@ from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.types import Images, UsageError, WsiFlError
+
+study = larger
+pair = larger_pair
 
 OPEN = "privacy.enabled=false"
 SEEDED = "privacy.insecure_seed=1"

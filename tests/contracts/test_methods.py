@@ -20,7 +20,9 @@ ACCOUNTED = [name for name, method in METHODS.items() if not (method.without_dp 
 
 
 def run(study, method, *overrides):
-    return train(study, method=method, backend="local", overrides=["train.rounds=2", *overrides])
+    return train(
+        study, method=method, backend="local", overrides=["train.rounds=2", "train.batch_size=8", *overrides]
+    )
 
 
 def model(study, summary, site, role="private"):

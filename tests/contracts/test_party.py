@@ -34,8 +34,8 @@ def test_a_rank_opens_each_store_that_it_may_read_once_and_closes_it(study, stor
     summary = train(study, method=method, overrides=ROUND, backend="local")
     run = RunFolder(study.root / summary["run"])
     stores.clear()
-    work_as_rank(study, run, LocalComm(4), Silent())
-    assert Counter(store.meta.site for store in stores) == Counter(["S0", "S1", "S2", "S3"])
+    work_as_rank(study, run, LocalComm(3), Silent())
+    assert Counter(store.meta.site for store in stores) == Counter(["S0", "S1", "S2"])
     assert not any(store._file for store in stores)
 
 
@@ -43,7 +43,7 @@ def test_evaluate_opens_each_store_once_and_closes_it(study, stores):
     summary = train(study, method="regular", overrides=ROUND, backend="local")
     stores.clear()
     evaluate(study, summary["run"])
-    assert len(stores) == 4 and not any(store._file for store in stores)
+    assert len(stores) == 3 and not any(store._file for store in stores)
 
 
 def test_a_process_opens_nobody_elses_store_where_all_keep_theirs(tmp_path, stores):
@@ -61,9 +61,9 @@ def test_site_files_are_read_once_and_stay_as_they_were(study, monkeypatch):
     monkeypatch.setattr(Study, "site", lambda self, name: read.append(name) or site(self, name))
     party = RunContext.of(study, study.pipeline("small"), "proxyfl")
     (study.root / "sites" / "S1.toml").write_text("no longer TOML")
-    assert party.names == ["S0", "S1", "S2", "S3"] == read
+    assert party.names == ["S0", "S1", "S2"] == read
     assert party.site("S1").name == "S1" and party.may_merge
-    assert len(read) == 4
+    assert len(read) == 3
 
 
 def test_patches_are_read_after_their_shards_were_closed(study):

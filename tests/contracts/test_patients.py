@@ -340,7 +340,8 @@ def test_textbook_bound_keeps_delta():
 
 def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path, wsi_fl):
     study = make_study(tmp_path / "study", n_sites=1)
-    summary = train(study, method="regular", overrides=["privacy.sigma=3.0"], backend="local")
+    settings = ["privacy.sigma=3.0", "train.rounds=3", "train.batch_size=8"]
+    summary = train(study, method="regular", overrides=settings, backend="local")
     (row,) = summary["sites"]
     found = row["group"]
     assert found["rows"] == 12 and found["delta"] == row["delta"]

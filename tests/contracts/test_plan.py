@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REAL, make_study, refused, write_features
+from conftest import REAL, larger, refused, write_features
+from conftest import larger_study as make_study
 from wires import Wire
 
 from wsi_fl.hospitals.plans import approving
@@ -34,6 +35,8 @@ from wsi_fl.stages.training.going_on import Asked, describe_run
 from wsi_fl.stages.training.plan import dry_run, plan_lines
 from wsi_fl.stages.work.console import render
 from wsi_fl.types import Images, WsiFlError
+
+study = larger
 
 SITES = ("S0", "S1", "S2")
 

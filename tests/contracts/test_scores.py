@@ -276,7 +276,7 @@ def test_a_site_whose_budget_ended_scores_what_the_others_released(tmp_path):
 
 
 def plan_of_store(rounds):
-    return accounting.plan(36, 8, rounds, 4.0, 0.7)
+    return accounting.plan(36, 18, rounds, 4.0, 0.7)
 
 
 @pytest.mark.slow

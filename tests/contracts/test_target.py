@@ -164,5 +164,5 @@ def test_compare_names_the_target_and_not_what_it_replaces(study):
 def test_the_plan_is_kept_without_a_target_too(study):
     summary = train(study, method="proxyfl", overrides=["train.rounds=1"], backend="local")
     kept = RunFolder(study.root / summary["run"]).site("S0").kept("plan")
-    assert (kept["n"], kept["batch_size"], kept["sigma"], kept["steps"]) == (36, 8, 1.4, 5)
-    assert {(row["batch_size"], row["sigma"]) for row in summary["sites"]} == {(8, 1.4)}
+    assert (kept["n"], kept["batch_size"], kept["sigma"], kept["steps"]) == (36, 18, 1.4, 2)
+    assert {(row["batch_size"], row["sigma"]) for row in summary["sites"]} == {(18, 1.4)}

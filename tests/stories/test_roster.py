@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study, metrics, model, nightly
+from conftest import REAL, larger, metrics, model, nightly
+from conftest import larger_study as make_study
 from safetensors.torch import load_file
 
 from wsi_fl.federation import loop
@@ -30,6 +31,8 @@ from wsi_fl.stages.training import train as stage
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.types import UsageError, WsiFlError
+
+study = larger
 
 SEEDED = "privacy.insecure_seed=1"
 

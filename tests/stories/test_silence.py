@@ -11,7 +11,8 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, Told, interrupted_after, make_study, nightly, refused, write_store
+from conftest import REAL, Told, interrupted_after, larger, nightly, refused, write_store
+from conftest import larger_study as make_study
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.preflight import Brought
@@ -38,6 +39,7 @@ from wsi_fl.synthesis.star_exchange import Size
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
+study = larger
 PAGE = Path(__file__).parents[2] / "docs" / "PRIVACY.md"
 SITES = ["S0", "S1", "S2", "S3"]
 SECRETS = re.compile(r"accuracy|auroc|loss|seconds|_slide_|_patient_", re.IGNORECASE)
@@ -136,6 +138,7 @@ def test_their_output_says_what_the_table_lists_and_nothing_else(finished):
     public = (
         r"  S\d: 2 rounds, ε = [\d.]+ \(guaranteed\) at δ = 1e-05, per row; ever spent [\d.]+ of 50 \(guaranteed\); "
         r"B = 8, σ = 4",
+        r"  of 100 rows in it, .* finds at most [\d.]+, with 1 false alarm in 100",
         r"  \d+ messages, [\d.]+ MB, 0\.0 s of communication",
         r"wsi-fl train: starting …",
         r"\S+ done in \d+ s; next: wsi-fl evaluate \S+",

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, edited, make_study, write_store
+from conftest import REAL, edited, larger, larger_pair, write_store
+from conftest import larger_study as make_study
 from safetensors.torch import load_file
 
 from wsi_fl.federation.methods import METHODS
@@ -26,6 +27,9 @@ from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
+
+study = larger
+pair = larger_pair
 
 SEEDED = ["train.rounds=5", "privacy.insecure_seed=3"]
 SITES = ["S0", "S1"]
