@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from conftest import make_study, nightly, refused, write_features, write_store
+from PIL import Image
 from safetensors.torch import save_file
 from test_mosaic import plain_features
 from torch.nn import functional
@@ -20,7 +21,7 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.prepare.directions import directions
+from wsi_fl.stages.prepare.directions import directions, directions_lines
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
@@ -66,17 +67,30 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
     shutil.copy(study.features("S1"), tmp_path / "store.h5")
     shutil.copy(next(public.iterdir()), tmp_path / "one.tif")
     options = {"overrides": [*settings, "tile.size_px=64", "tile.mpp=1.0"], "n": 8}
+    to_x = options | {"out": tmp_path / "x"}
     made = directions(study, [public, tmp_path / "store.h5"], out=study.root / "d.safetensors", **options)
     assert made["directions"] == 8 and len(made["sources"]) == 5
     assert "test_efficientnet sha256:" in made["encoder"]
+    assert not made["left_aside"]
+    for name in ("README.md", "labels.csv"):
+        (public / name).write_text("slide,patient\na,b\n")
+    Image.new("RGB", (64, 64), "white").save(public / "thumbnail.png")
     again = directions(study, [public, tmp_path / "store.h5"], out=study.root / "e.safetensors", **options)
     assert again["digest"] == made["digest"]
+    others = {one["slide"] for one in again["left_aside"]}
+    assert others == {"README.md", "labels.csv", "thumbnail.png"}
+    (said,) = (line.text for line in directions_lines(again) if "left aside" in line.text)
+    assert "3 other files (README.md, labels.csv, thumbnail.png)" in said
+    for slide in public.glob("*.tif"):
+        slide.unlink()
+    refused(lambda: directions(study, [public], **to_x), "no slide", "README.md", error=WsiFlError)
+    refused(lambda: directions(study, [public / "README.md"], **to_x), "README.md", error=WsiFlError)
     read = read_directions(study.root / "d.safetensors", "d")
     assert read.digest == made["digest"] and read.components.shape == (256, 8)
     write_features(study, "S0", np.ones((9, 5)), np.arange(9) % 2, ["p"] * 9, ["train"] * 9)
     for source, word in ((tmp_path / "none", "none"), (study.features("S0"), "features of tiny sha256:0")):
         refused(
-            lambda source=source: directions(study, [source], out=tmp_path / "x", **options),
+            lambda source=source: directions(study, [source], **to_x),
             word,
             error=WsiFlError,
         )

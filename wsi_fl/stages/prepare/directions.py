@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.stages.prepare.quality import params_of
+from wsi_fl.stages.prepare.tables import first_reason
 from wsi_fl.stages.prepare.tile import spec_of
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
@@ -24,7 +26,7 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import ordinary
-from wsi_fl.types import SlideRecord, UsageError
+from wsi_fl.types import SetAside, SlideRecord, UsageError, WsiFlError
 
 MOST = 500
 """Patches of one source."""
@@ -45,31 +47,41 @@ def directions(
 
     Args:
         sources: slides or pictures of public tissue, cut as `[tile]` says, or stores of their features, or folders of
-            such.
+            such, in which files that are neither are left aside.
         out: the file to write.
         n: number of directions.
         mpp: µm per pixel of sources that do not say.
 
     Raises:
         UsageError: when a source has another encoder, or all have too few patches.
-        WsiFlError: when one cannot be read.
+        WsiFlError: when one that is named cannot be read, or there is none.
     """
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
     encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features")
     told = watcher or Silent()
-    rows, known = [], []
+    rows, known, aside = [], [], []
     for path in _files(sources):
         told.update(path.name, 0, 1)
-        found = (
-            _stored(path, encoder.label)
-            if path.suffix == ".h5"
-            else _seen(path, study, pipeline, encoder, mpp)
-        )
+        try:
+            found = (
+                _stored(path, encoder.label)
+                if path.suffix == ".h5"
+                else _seen(path, study, pipeline, encoder, mpp)
+            )
+        except UsageError:
+            raise
+        except WsiFlError as error:
+            if path in sources:
+                raise
+            aside.append(SetAside(path.name, str(error)))
+            continue
         with ordinary(path).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         rows.append(found)
         known.append(Source(name=path.name, rows=len(found), sha256=digest))
         told.update(path.name, 1, 1)
+    if not rows:
+        raise WsiFlError(f"--from: no slide, picture or feature store; {first_reason(aside)}")
     made = public_directions(np.concatenate(rows), Origin(encoder=encoder.label, sources=known), n)
     write_directions(out, made)
     return {
@@ -78,6 +90,7 @@ def directions(
         "directions": made.n,
         "encoder": encoder.label,
         "sources": [one.model_dump() for one in known],
+        "left_aside": [asdict(one) for one in aside],
     }
 
 
@@ -127,6 +140,11 @@ def directions_lines(document: dict[str, Any]) -> Lines:
         f"  {document['file']}: {document['directions']} directions of {document['encoder']}, from {rows} patches of "
         f"{len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
     )
+    if aside := [one["slide"] for one in document["left_aside"]]:
+        shown = ", ".join(aside[:3]) + (", …" if len(aside) > 3 else "")
+        yield Line(
+            f"  left aside, as they cannot be read as slides: {len(aside)} other files ({shown})", "yellow"
+        )
     yield Line(
         f"give the file to all sites; next: wsi-fl train --method oneshot --set model.directions={document['file']}"
     )
