@@ -21,18 +21,22 @@ if TYPE_CHECKING:
 CLASSES = ("healthy", "tumor")
 """Labels of a histology patch store; ``label`` columns hold positions in such a tuple."""
 
+UNLABELLED = ("unlabelled",)
+"""The only class of a store whose site has no labels."""
+
 SPLITS = ("train", "val", "test")
 
 MPP_BOUNDS = 0.01, 1000
 """Of plausible slides, in µm per pixel of their finest level."""
 
-Supervision = Literal["negative", "annotated", "partial", "weak"]
+Supervision = Literal["negative", "annotated", "partial", "weak", "unlabelled"]
 """How the patches of a slide get their labels.
 
 ``negative``   the whole slide is healthy
 ``annotated``  tumour is outlined exhaustively: inside is tumour, outside is healthy
 ``partial``    tumour is outlined, but tissue outside is not safely healthy (isolated tumour cells)
 ``weak``       no outline: every patch takes the label of its slide
+``unlabelled`` nobody has said anything: every patch is of the only class, `UNLABELLED`
 """
 
 

@@ -77,10 +77,9 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
     Image.new("RGB", (64, 64), "white").save(public / "thumbnail.png")
     again = directions(study, [public, tmp_path / "store.h5"], out=study.root / "e.safetensors", **options)
     assert again["digest"] == made["digest"]
-    others = {one["slide"] for one in again["left_aside"]}
-    assert others == {"README.md", "labels.csv", "thumbnail.png"}
+    assert again["left_aside"] == ["README.md", "labels.csv", "thumbnail.png"]
     (said,) = (line.text for line in directions_lines(again) if "left aside" in line.text)
-    assert "3 other files (README.md, labels.csv, thumbnail.png)" in said
+    assert "3 other files were left aside: README.md, labels.csv, thumbnail.png" in said
     for slide in public.glob("*.tif"):
         slide.unlink()
     refused(lambda: directions(study, [public], **to_x), "no slide", "README.md", error=WsiFlError)

@@ -40,7 +40,7 @@ D, SIGMA = 24, 2.0
 ONCE = Mechanism(SIGMA, 1.0, 1.0, 1)
 HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
 NOISE = [*HEADS, f"privacy.sigma={SIGMA}"]
-FILES = [*NOISE, "train.releases=true"]
+FILES = [*NOISE, "train.releases=true", "train.at_least=1"]
 START = [*HEADS, "train.start=oneshot", "train.rounds=1"]
 
 

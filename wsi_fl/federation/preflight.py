@@ -44,6 +44,7 @@ class Brought(Inputs):
         directions: beginning of the SHA-256 of those along which features are summed; None where none are.
         buffer: the variant, and number, size, channels and classes of the samples; None where no buffers travel.
         noise: σ of the noise that all sites add together; None where each adds its own.
+        receivers: those of the sites that give nothing.
         releases: site → beginning of the digest of its released sums, where these are used.
         affordable: rounds that the site's budget is enough for.
     """
@@ -57,6 +58,7 @@ class Brought(Inputs):
     mpp: Amount
     schema: Words
     sites: Annotated[list[Name], Field(max_length=10_000)]
+    receivers: Annotated[list[Name], Field(max_length=10_000)]
     graph: Words | None
     directions: Words | None
     buffer: Annotated[list[Words | int], Field(max_length=10)] | None
@@ -77,6 +79,7 @@ MUST_AGREE = {
     "channels": "the number of channels",
     "schema": "the architecture of the model that travels",
     "sites": "the list of sites",
+    "receivers": "the list of receivers (role, in sites/*.toml)",
     "input_px": "the size its models see",
     "graph": "the graph (topology.graph)",
     "directions": "the directions of its sums (model.directions)",

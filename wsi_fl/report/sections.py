@@ -91,6 +91,9 @@ def _events(page: Page) -> Iterable[str]:
     """What did not go as planned, in sentences: sites that were lost, that left, and models that were rejected."""
     for loss in page.summary.get("losses", ()):
         yield f"{loss['site']} was lost in round {loss['round']}: {loss['reason']}."
+    if letters := page.summary.get("letters"):
+        yield f"The head is made of {len(letters)} letters: {words.letters(letters)}."
+    yield from words.received(page.evaluation or {})
     for row in page.summary.get("sites", ()):
         lines = page.metrics.get(row["site"], ())
         if row.get("max_epsilon") is not None and any(line.get("takes_part") is False for line in lines):

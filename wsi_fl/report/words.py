@@ -77,6 +77,35 @@ def area_words(scores: Mapping[str, Any]) -> str:
     )
 
 
+def letters(digests: Mapping[str, str]) -> str:
+    """Return the letters that heads were made of, by site and the beginning of their digests.
+
+    >>> letters({"C1": "0f3a9c2e", "C2": "77d01b4a"})
+    'C1 0f3a9c2e, C2 77d01b4a'
+    """
+    return ", ".join(f"{site} {digest}" for site, digest in digests.items())
+
+
+def received(evaluation: Mapping[str, Any]) -> list[str]:
+    """Return in sentences who only receives, and how right its predictions are to be expected."""
+    found = evaluation.get("receivers")
+    if not found:
+        return []
+    score = scores_of(evaluation)[0]
+    said = [
+        f"{one['site']} receives: {one['n']} {evaluation['examples']} are predicted, and nobody knows what is true."
+        for one in found["sites"]
+    ]
+    if (told := found["expected"].get(score)) is None:
+        return [*said, "What to expect of receivers is what a site with labels tells; none is here."]
+    reached = f"{number(told['mean'])} ({number(told['low'])} to {number(told['high'])})"
+    return [
+        *said,
+        f"To expect of receivers: {SCORES[score].lower()} {reached}, which their head has on the test parts of "
+        f"{', '.join(found['told_by'])}; a hospital unlike these may see less.",
+    ]
+
+
 def signed(value: Any, digits: int = 2) -> str:
     """A difference, its sign always written.
 

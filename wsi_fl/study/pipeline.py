@@ -6,6 +6,7 @@ docs/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
+from datetime import date
 from functools import cache
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -23,6 +24,7 @@ _FOLDS = goes(
         "it rests on the training part of the stores' own split, of which a fold tests some patients",
     ),
 )
+_LETTERS = goes(needs={"train.releases": "letters are collected in releases/"})
 _GRAPH = goes(excludes={"a method that orders sites anew": "its graph is another in every round"})
 _NO_CLASSES = goes(
     excludes=dict.fromkeys(
@@ -41,7 +43,7 @@ _NO_CLASSES = goes(
 class Train(Section):
     """How models are trained."""
 
-    without_effect = ("seed", "eval_every", "fold", "left_out")
+    without_effect = ("seed", "eval_every", "fold", "left_out", "at_least", "until")
     rounds: int = Field(30, ge=1, le=1_000_000)
     """Number of rounds. In each the sites train alone, then exchange what travels."""
     eval_every: int = Field(1, ge=1, le=1_000_000)
@@ -117,9 +119,22 @@ class Train(Section):
     releases: bool = False
     """Whether `oneshot` makes its heads of the sums that lie in `releases/` already, as `wsi-fl release` writes them,
     instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone."""
+    at_least: int | None = Field(None, ge=1, le=10_000, json_schema_extra=_LETTERS)
+    """How many letters must lie in `releases/` before heads are made of those that are there. By default those of all
+    sites that write one, and any after `train.until`. Whenever another has come, `train` makes the heads again."""
+    until: str | None = Field(None, json_schema_extra=_LETTERS)
+    """Last day on which letters that are missing are waited for, as "2027-01-31"."""
     start: Literal["fresh", "oneshot"] = "fresh"
     """Where the model that travels starts: at random weights (`fresh`), or with `oneshot` from the head that the sums
     in `releases/` make, which must be there for every site. It must be a linear head on features."""
+
+    @field_validator("until", mode="before")
+    @classmethod
+    def _day(cls, until: object) -> object:
+        try:
+            return None if until is None else date.fromisoformat(str(until)).isoformat()
+        except ValueError:
+            raise ValueError("write a day as YYYY-MM-DD") from None
 
     @model_validator(mode="after")
     def _one_of_the_folds(self) -> Self:

@@ -48,6 +48,9 @@ class SiteFile(Section):
     sections."""
     mpp_override: float | None = Field(None, ge=MPP_BOUNDS[0], le=MPP_BOUNDS[1])
     """Resolution of the slides at their finest level, in µm per pixel, in place of what they say or leave out."""
+    role: Literal["member", "receiver"] = "member"
+    """What the site does in `oneshot`. A `receiver` has no labels, or does not lend them: it writes no letter and pays
+    nothing, and takes the head that the members' letters make. Other methods go on without it."""
     private_model: str | None = None
     """Architecture of this site's private model. By default `model.private` of the pipeline."""
     max_epsilon: float | None = Field(None, gt=0, le=1_000_000)
@@ -64,6 +67,11 @@ class SiteFile(Section):
     site's ε rests on noise that other sites add. "scores" lets go how many test examples each model that was released
     gets right and wrong, and in which bin of its score; of no training patient. "private_model" lets `wsi-fl export
     --private` write the site's private model for other programs, which may have memorised patients."""
+
+    @property
+    def receives(self) -> bool:
+        """Return whether the site lends no label to anything; none of its labels is ever read."""
+        return self.role == "receiver"
 
     def allows(self, what: Allowed) -> bool:
         """Return whether `what` may leave without differential privacy; a simulated site allows everything."""
@@ -88,9 +96,10 @@ def as_agreed(began: SiteFile, today: SiteFile) -> SiteFile:
             "max_epsilon": min(limits, default=None),
             "delta": began.delta,
             "private_model": began.private_model,
+            "role": began.role,
         }
     )
 
 
-PROMISES = ("real", "allow", "max_epsilon", "delta", "private_model")
+PROMISES = ("real", "role", "allow", "max_epsilon", "delta", "private_model")
 """The keys of a site file that a run keeps as they were when it began."""

@@ -45,6 +45,7 @@ class Sources:
         slides: glob patterns.
         manifests: glob patterns of lists of what there should be.
         slide_types: kinds of slides that are taken, where an archive has several.
+        labelled: whether labels and annotations are read; else every slide is unlabelled.
         columns: how columns of `labels` are called where not as usual.
         tell: told what became of the rows of each table.
     """
@@ -60,6 +61,7 @@ class Sources:
     slide_types: tuple[str, ...] = ("DX",)
     columns: Mapping[str, str] = field(default_factory=dict)
     tell: Callable[[str], None] | None = None
+    labelled: bool = True
 
     def account(self, table: Path, rows: Sequence[TableRow], own: int) -> None:
         """Tell how many rows of a table are of this site, and how many of others."""

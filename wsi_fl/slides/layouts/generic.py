@@ -41,7 +41,7 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         several = f"several files are called so ({', '.join(path.name for path in named)}); add the suffix"
         return SetAside(row["slide"], f"{several if named else 'no such slide file'} ({row.where})")
 
-    rows = rows_of(table, ("slide", "patient", "site", "label"))
+    rows = rows_of(table, ("slide", "patient", "site", *["label"] * sources.labelled))
     mine = of_site(rows, sources.site)
     if not mine:
         raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
@@ -57,9 +57,9 @@ def files_named(name: str, files: Iterable[Path]) -> list[Path]:
 def _generic_record(sources: Sources, row: TableRow, path: Path) -> SlideRecord:
     assert sources.labels is not None
     where = row.where
-    negative, partial = label_of(row["label"], where)
+    negative, partial = label_of(row["label"], where) if sources.labelled else (False, False)
     annotation = None
-    if row.get("annotation"):
+    if sources.labelled and row.get("annotation"):
         base = sources.annotations or sources.labels.parent
         annotation = base / row["annotation"]
         if not annotation.is_file():
@@ -68,7 +68,7 @@ def _generic_record(sources: Sources, row: TableRow, path: Path) -> SlideRecord:
     if split is not None and split not in SPLITS:
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
     mpp = mpp_of(row["mpp"], where) if row.get("mpp") else sources.mpp_override
-    supervision: Supervision = "negative" if negative else "weak"
+    supervision: Supervision = "negative" if negative else "weak" if sources.labelled else "unlabelled"
     if annotation is not None and not negative:
         supervision = "partial" if partial else "annotated"
     return SlideRecord(
@@ -77,7 +77,7 @@ def _generic_record(sources: Sources, row: TableRow, path: Path) -> SlideRecord:
         row["patient"],
         sources.site,
         supervision,
-        not negative,
+        sources.labelled and not negative,
         annotation,
         split,
         mpp,

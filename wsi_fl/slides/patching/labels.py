@@ -32,7 +32,7 @@ def label_patches(
         ([True, False, True, False], [0, 0, 1, 0])
     """
     has_tissue = tissue_fraction >= min_tissue if min_tissue > 0 else np.ones(len(tissue_fraction), bool)
-    if supervision in {"weak", "negative"}:
+    if supervision in {"weak", "negative", "unlabelled"}:
         label = TUMOR if positive and supervision == "weak" else HEALTHY
         return has_tissue, np.full(len(has_tissue), label, np.int64)
     tumor = tumor_fraction >= min_tumor

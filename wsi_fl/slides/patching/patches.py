@@ -136,7 +136,7 @@ def plan_slide(
     tissue = seen.tissue
     annotations = _annotations_of(record, seen.size_l0, params)
     tumor, unsure = _shares(annotations, seen.xy_l0, seen.side_l0, tissue >= params.min_tissue)
-    if record.supervision == "weak":
+    if record.supervision in {"weak", "unlabelled"}:
         tumor = np.full_like(tumor, np.nan)
     keep, label = label_patches(
         tissue,

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 from wsi_fl.slides.patching.patches import SlidePlan
 from wsi_fl.slides.patching.quality import said_of
 from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, draw_title, enlarged, font, png
-from wsi_fl.types import CLASSES
+from wsi_fl.types import CLASSES, UNLABELLED
 
 _LONG_SIDE_PX = 1024
 _LEAST_WIDTH_PX = 680
@@ -98,11 +98,15 @@ def _draw_tissue(picture: Image.Image, mask: NDArray[np.bool_]) -> None:
 def _draw_title(page: Image.Image, plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> None:
     taken = plan.label[chosen]
     counts = []
-    for k, name in enumerate(CLASSES):
+    for k, name in enumerate(_classes(plan)):
         n, of = int((taken == k).sum()), int((plan.label == k).sum())
         counts.append(f"{n} {name}" + (f" (of {of})" if of != n else ""))
     said = f"{', '.join(counts)} · {plan.spec.size_px} px at {plan.spec.mpp:g} µm"
     draw_title(ImageDraw.Draw(page), _BAND_PX // 2, plan.record.slide, said, page.width)
+
+
+def _classes(plan: SlidePlan) -> tuple[str, ...]:
+    return UNLABELLED if plan.record.supervision == "unlabelled" else CLASSES
 
 
 def _draw_legend(page: Image.Image, plan: SlidePlan, um_per_px: float) -> None:
@@ -110,7 +114,8 @@ def _draw_legend(page: Image.Image, plan: SlidePlan, um_per_px: float) -> None:
     draw = ImageDraw.Draw(page)
     middle = page.height - _BAND_PX // 2
     x = 12.0
-    entries = [(name, colour, "box") for name, colour in _FILL.items()] + [("tissue", _TISSUE, "line")]
+    boxes = zip(_classes(plan), _FILL.values(), strict=False)
+    entries = [*((name, colour, "box") for name, colour in boxes), ("tissue", _TISSUE, "line")]
     if len(plan.aside_reason):
         entries.append((f"set aside: {said_of(plan.aside_reason)}", _ASIDE, "line"))
     if plan.outlines_l0:

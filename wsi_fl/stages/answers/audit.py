@@ -64,7 +64,7 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
 
 
 def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
-    tests, merged = _n_tests(party), party.may_merge and len(party.sites) > 1
+    tests, merged = _n_tests(party), party.may_merge and len(party.members) > 1
     here, level = _sites_here(party, merged), level_of_each(CONFIDENCE, tests)
     rows = []
     for done, index in enumerate(here):
@@ -91,7 +91,7 @@ def _sites_here(party: RunContext, merged: bool) -> list[int]:
     here = [
         index
         for index, name in enumerate(party.names)
-        if name not in lost and (merged or party.has_store(name))
+        if name not in lost and name not in party.receivers and (merged or party.has_store(name))
     ]
     if not here:
         raise WsiFlError(f"{party.study.root}/stores: no store of a site of this run; an audit needs one")

@@ -32,7 +32,7 @@ class Run:
     """A finished run.
 
     Attributes:
-        inputs: digest of the store of every site that lies here.
+        inputs: digest of the store of every site that lies here and learned from it.
         summary: the document of `train --json`.
     """
 
@@ -51,7 +51,9 @@ class Run:
         """
         folder = RunFolder(path)
         summary, pipeline = folder.finished(), load_pipeline(path / "config.toml")
-        return cls(folder, folder.manifest["method"], pipeline, folder.inputs(), summary)
+        receivers = summary.get("receivers", ())
+        inputs = {name: digest for name, digest in folder.inputs().items() if name not in receivers}
+        return cls(folder, folder.manifest["method"], pipeline, inputs, summary)
 
     @property
     def seed(self) -> int:
@@ -145,6 +147,10 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
     if not runs:
         raise UsageError(
             "compare needs runs: folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*')"
+        )
+    if lone := next((run for run in runs if not run.summary["sites"]), None):
+        raise UsageError(
+            f"{study.relative(lone.folder.path)}: here is a receiver alone, with nothing to compare"
         )
     for run in runs[1:]:
         if run.division != runs[0].division:

@@ -18,9 +18,10 @@ from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import mean_and_sd
 from wsi_fl.learning.predictions import Level, Predictions, of_tumor_types
-from wsi_fl.learning.tasks import Task
+from wsi_fl.learning.tasks import Task, scored
 from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
-from wsi_fl.report.words import SCORES, SHORT, number
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.report.words import SCORES, SHORT, number, received
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_lines, between_of
 from wsi_fl.stages.answers.predictions import write_predictions
@@ -63,10 +64,11 @@ def evaluate(
 def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
     pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
     sites = [
-        site for site in party.sites if merged or party.has_store(site.name)
+        site for site in party.members if merged or party.has_store(site.name)
     ]  # a hospital has its own alone
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
-    if not any(len(part) for part, _ in parts.values()):
+    receivers = _received(party, parts) if party.receivers else None
+    if not any(len(part) for part, _ in parts.values()) and not (receivers and receivers["sites"]):
         command = party.kind.cut_by
         raise WsiFlError(f"no site has test {party.examples}; {command} with slides.test_fraction above 0")
     rows, answers = [], []
@@ -78,7 +80,7 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         rows.append(row)
         answers.append(answer)
         watcher.update("evaluate", index + 1, len(taking_part), site.name)
-    if not rows:
+    if not rows and not (receivers and receivers["sites"]):
         raise WsiFlError(f"{party.run.name}: every site whose store is here was lost and has no model")
     weights = [float((party.data(one.name).table.split == "train").sum()) for one in taking_part]
     several, task = merged and len(rows) > 1, party.task
@@ -100,6 +102,7 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         if merged
         else None,
         "sites": rows,
+        "receivers": receivers,
         "between": between_of(party),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
@@ -156,6 +159,35 @@ def _evaluate_site(
         "models": {model: _scores(table, model) | {"own": _scores(mine, model)} for model in table.said},
     }
     return row, table
+
+
+def _received(party: RunContext, parts: Mapping[str, TestPart]) -> dict[str, Any]:
+    """Write what the head that receivers have says of all their examples; return what is to be known of that.
+
+    Nobody knows what is true of them. What to expect is what the same head, made of letters alone, reaches on the test
+    parts of the members that are here.
+    """
+    rows, told = [], {}
+    for name in filter(party.has_store, party.receivers):
+        data, folder = party.data(name), party.run.site(name)
+        folder.remember_store(data.digest(), data.facts())
+        table = _predicted(party, party.site(name), {name: _test_part(data)})
+        write_predictions(folder, table, known=False)
+        rows.append({"site": name, "n": len(table), "with": table.answer})
+    for name in (name for name, (part, _) in parts.items() if len(part)):
+        data, part, device = party.data(name), parts[name][0], device_of_rank()
+        site, run = party.site(name), party.run
+        found = answering(run, party.pipeline, site, data.classes, data.shape, device, every=True)
+        head = found.models["proxy"]
+        assert isinstance(head, SharedHead)
+        told[name] = scored(probabilities(head.as_released(), part, device), part.label, party.task)
+    values = {score: [one[score] for one in told.values()] for score in party.task.scores}
+    expected = {
+        score: {"mean": float(np.mean(found)), "low": min(found), "high": max(found)}
+        for score, found in values.items()
+        if found and None not in found
+    }
+    return {"sites": rows, "told_by": list(told), "expected": expected}
 
 
 def _scores(table: Predictions, model: str) -> dict[str, Any]:
@@ -286,7 +318,10 @@ def evaluation_lines(document: dict[str, Any]) -> Lines:
             None,
             ["mean ± sd", "", *(f"{number(m.get('mean'))} ± {number(m.get('sd'))}" for m in spreads)],
         ]
-    yield Table(f"{whose} on the {where} ({document['examples']})", headings, rows)
+    if document["sites"]:
+        yield Table(f"{whose} on the {where} ({document['examples']})", headings, rows)
+    for said in received(document):
+        yield Line(f"  {said}")
     if together := document["aggregated"]:
         one = together["rules"][together["rule"]]
         yield Line(
@@ -296,7 +331,7 @@ def evaluation_lines(document: dict[str, Any]) -> Lines:
         reached = {name: part[first] for name, part in document["parts"].items()}
         spread = ", ".join(f"{name} {number(m['mean'])} ± {number(m['sd'])}" for name, m in reached.items())
         yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {spread}")
-    if all(row["with"] == LONE for row in document["sites"]):
+    if document["sites"] and all(row["with"] == LONE for row in document["sites"]):
         yield Line(
             "each site answers as it would alone: no rows show that joining adds to it; "
             "networks need validation rows for that (train.val_fraction)"

@@ -123,7 +123,7 @@ def require_allowed(leaving: Leaving, *, private: bool) -> None:
                 'the run began; add allow = ["private_model"] and train a new run'
             )
         return
-    shut = [one.name for one in leaving.party.sites if not one.allows("model")]
+    shut = [one.name for one in leaving.party.members if not one.allows("model")]
     if shut and not leaving.covered:
         raise UsageError(
             f"sites/{shut[0]}.toml: this model was trained without differential privacy; "
@@ -137,10 +137,15 @@ def _all_promised(accounts: Sequence[Mapping[str, Any]]) -> bool:
 
 def _accounts(party: RunContext, called: str, site: SiteFile) -> list[dict[str, Any]]:
     """The accounts that a model's ε rests on: the site's own, and of a shared one all that lie here."""
-    names = [site.name] if called == "private" else party.names
+    names = _made_by(party, called, site)
     return [
         _account_of(party.run, name) for name in names if (party.run.site(name).path / "ledger.json").exists()
     ]
+
+
+def _made_by(party: RunContext, called: str, site: SiteFile) -> list[str]:
+    """The sites whose patients a model knows."""
+    return [one.name for one in ([site] if called == "private" else party.members)]
 
 
 def _account_of(run: RunFolder, site: str) -> dict[str, Any]:
@@ -184,7 +189,7 @@ def card_of(leaving: Leaving, name: str, made: Made, folder: Path) -> dict[str, 
             "classes": list(leaving.facts["classes"]),
             "difference": made.difference,
         },
-        "sites": [leaving.site.name] if leaving.called == "private" else party.names,
+        "sites": _made_by(party, leaving.called, leaving.site),
         "examples": party.examples,
         "inputs": asdict(spec) | {"encoder": leaving.facts.get("encoder")},
         "metrics": _metrics(leaving),
@@ -212,7 +217,7 @@ def _metrics(leaving: Leaving) -> dict[str, Any] | None:
     answers = row["with"] == leaving.role
     scores = scores_of(evaluation or {})
     parts = [_part("the test part of its own site", model["own"], row["own"] if answers else None, scores)]
-    told = all(site.allows("scores") for site in leaving.party.sites)
+    told = all(site.allows("scores") for site in leaving.party.members)
     if evaluation and evaluation["merged"] is not None and told:
         parts.insert(0, _part("the test parts of all sites", model, row if answers else None, scores))
     return {"scores": list(scores), "parts": parts}
@@ -229,7 +234,7 @@ def _part(
 def _privacy(leaving: Leaving) -> list[dict[str, Any]]:
     """What every site's account says, of all whose part of the run lies here."""
     party, found = leaving.party, []
-    for name in [leaving.site.name] if leaving.called == "private" else party.names:
+    for name in _made_by(party, leaving.called, leaving.site):
         if not (party.run.site(name).path / "ledger.json").exists():
             continue
         account, ledger = _account_of(party.run, name), party.study.ledger(name)

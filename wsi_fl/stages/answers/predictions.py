@@ -37,12 +37,16 @@ _SKEWED = 0.5
 """Part of an equal share below which the rarest class makes accuracy say little."""
 
 
-def write_predictions(folder: SiteFolder, table: Predictions) -> None:
-    """Write a row per model and test example of every part."""
+def write_predictions(folder: SiteFolder, table: Predictions, *, known: bool = True) -> None:
+    """Write a row per model and test example of every part.
+
+    Args:
+        known: whether anybody knows what is true of the examples; its columns are empty else.
+    """
     truth, said = COLUMNS[table.task.kind]
     names = (*_WHO, *table.about, *truth, *(said.format(name) for name in table.outputs))
     if table.task.kind == "classes":
-        true = [(table.outputs[label] for label in table.truth)]
+        true = [(table.outputs[label] if known else "" for label in table.truth)]
     else:
         true = [(f"{v:.9g}" for v in column) for column in np.reshape(table.truth, (-1, len(truth))).T]
     examples = zip(table.part, table.slide, table.patient, *table.about.values(), *true, strict=True)
@@ -53,8 +57,8 @@ def write_predictions(folder: SiteFolder, table: Predictions) -> None:
     example = csv.writer(SimpleNamespace(write=written.append), lineterminator="")
     with atomic(_path(folder)) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerow(names)
-        for k, known in enumerate(examples):
-            example.writerow(known)
+        for k, told in enumerate(examples):
+            example.writerow(told)
             text = written.pop()
             for model, values in table.said.items():
                 file.write(heads[model] + text + probabilities % tuple(values[k].tolist()))

@@ -28,7 +28,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Train
 from wsi_fl.study.toml import value_of
 from wsi_fl.system.files import read_json, write_text
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UNLABELLED, WsiFlError
 
 _SAMPLES_PER_CLASS = 6
 
@@ -64,7 +64,8 @@ def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
 
 def _page(party: RunContext, *, pictures: bool) -> Page:
     study, run = party.study, party.run
-    here = [site for site in party.sites if party.has_store(site.name)]
+    here = [site for site in party.members if party.has_store(site.name)]
+    here = here or [party.site(name) for name in party.receivers if party.has_store(name)]
     if not here:
         raise WsiFlError(f"{study.root}/stores: no store of a site of this run; a report needs one")
     shown = here if len(here) == 1 else [site for site in here if site.allows("patches")]
@@ -80,7 +81,7 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
         manifest=run.manifest | {"inputs": this.inputs},
         summary=this.summary,
         evaluation=run.evaluation(),
-        metrics={name: run.site(name).metrics() for name in party.names},
+        metrics={one.name: run.site(one.name).metrics() for one in party.members},
         baselines=list(_baselines(party, this)),
         stores=[_store_row(data) for data in opened.values()],
         groups=_groups(run),
@@ -232,6 +233,8 @@ def _store_row(data: Data) -> dict[str, Any]:
 def _counted(data: Data) -> tuple[tuple[str, ...], NDArray[Any]]:
     """What examples are counted by, and the position in it of each: classes, or whether the event was seen."""
     label = data.table.label
+    if data.receives:
+        return UNLABELLED, label
     if data.task.kind == "survival":
         return ("censored", "event"), label[:, 1].astype(int)
     return (data.classes, label) if data.task.kind == "classes" else (data.classes, np.zeros(len(label), int))

@@ -90,8 +90,14 @@ class TrainedModels:
 
 
 def roles_of(run: RunFolder, site: str) -> Set[str]:
-    """The roles of the models that a site has of a run: those of the method, and the one that it would have alone."""
-    there = METHODS[method_of(run)].learners.keys()
+    """The roles of the models that a site has of a run: those of the method, and the one that it would have alone.
+
+    A site that only receives has none of its own.
+    """
+    method = METHODS[method_of(run)]
+    if method.once and not run.site(site).has_model("private"):
+        return {"proxy"}
+    there = method.learners.keys()
     return there | {LONE} if run.site(site).has_model(LONE) else there
 
 
@@ -103,7 +109,7 @@ def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
     """
     wanted, there = pipeline.predict.with_, roles_of(run, site)
     if len(there) == 1:
-        return "private"
+        return next(iter(there))
     if wanted == "auto":
         return run.site(site).choice() or "private"
     if wanted == LONE not in there and not METHODS[method_of(run)].once:

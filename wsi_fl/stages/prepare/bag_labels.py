@@ -10,10 +10,9 @@ import numpy as np
 
 from wsi_fl.slides.layouts.common import label_of, mpp_of
 from wsi_fl.slides.layouts.rows import accounted, of_site, rows_of
+from wsi_fl.stages.site.targets import Subtypes, classes_of
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import CLASSES, SPLITS, BagTable, SetAside, SlideRecord, UsageError
-
-Subtypes = Mapping[str, Sequence[str]]
+from wsi_fl.types import SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord, UsageError
 
 
 @dataclass(frozen=True)
@@ -27,23 +26,21 @@ class Labelled:
     aside: tuple[SetAside, ...]
 
 
-def classes_of(subtypes: Subtypes) -> tuple[str, ...]:
-    """The classes of a study, the same at every site: its diagnoses, or healthy and tumour.
-
-    Example:
-        >>> classes_of({"kidney": ["KIRP", "KIRC"]}), classes_of({})
-        (('KIRC', 'KIRP'), ('healthy', 'tumor'))
-    """
-    return tuple(sorted({name for names in subtypes.values() for name in names})) or CLASSES
+def stored_classes(site: SiteFile, subtypes: Subtypes) -> tuple[str, ...]:
+    """The classes of a site's store: those of the study, or the one that says that nobody has labelled anything."""
+    return UNLABELLED if site.receives else classes_of(subtypes)
 
 
-def labelled(records: Sequence[SlideRecord], subtypes: Subtypes) -> Labelled:
-    """The slides by class; those whose diagnosis is none of the study's are set aside.
+def labelled(records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile) -> Labelled:
+    """The slides by class; those whose diagnosis is none of the study's are set aside. Of a receiver none has a class.
 
     Raises:
         UsageError: when slides have diagnoses and the study does not say which ones it is about.
     """
     classes = classes_of(subtypes)
+    if site.receives:
+        types = {record.slide: _type_of(record, subtypes) for record in records}
+        return Labelled(tuple(records), dict.fromkeys(types, 0), types, ())
     if not subtypes:
         if one := next((record for record in records if record.diagnosis), None):
             raise UsageError(
@@ -123,6 +120,7 @@ def matched(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses
     Where the table has a column `site`, rows of other sites are passed over.
 
     Args:
+        site: whose; of a receiver no labels are needed or read.
         diagnoses: whether labels are the study's diagnoses; healthy or tumour otherwise.
 
     Raises:
@@ -130,7 +128,7 @@ def matched(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses
     """
     records: dict[str, SlideRecord] = {}
     aside = []
-    rows, said = _rows(table, site.name)
+    rows, said = _rows(table, site.name, _needed(site))
     for where, row in rows:
         record = _record(row, where, files, site, diagnoses=diagnoses)
         if record.slide in records:
@@ -142,12 +140,16 @@ def matched(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses
     return Matched(tuple(one for name, one in records.items() if name in files), tuple(aside), said)
 
 
-def _rows(table: Path, site: str) -> tuple[list[tuple[str, dict[str, str]]], str]:
+def _needed(site: SiteFile) -> tuple[str, ...]:
+    return ("slide", "patient") if site.receives else ("slide", "patient", "label")
+
+
+def _rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[tuple[str, dict[str, str]]], str]:
     """(where, columns by our names) of each row of the site, and what became of all rows."""
     rows = rows_of(table, ())
     if not rows:
         raise UsageError(f"{table}: has no rows")
-    called = {ours: next((name for name in names if name in rows[0]), None) for ours, names in _NAMES.items()}
+    called = {ours: next((name for name in _NAMES[ours] if name in rows[0]), None) for ours in needed}
     if missing := next((ours for ours, name in called.items() if name is None), None):
         raise UsageError(f"{table}: no column {' or '.join(_NAMES[missing])}; it has {', '.join(rows[0])}")
     mine = [
@@ -162,7 +164,7 @@ def _rows(table: Path, site: str) -> tuple[list[tuple[str, dict[str, str]]], str
 def _record(
     row: Mapping[str, str], where: str, files: Collection[str], site: SiteFile, *, diagnoses: bool
 ) -> SlideRecord:
-    for key in ("slide", "patient", "label"):
+    for key in _needed(site):
         if not row[key]:
             raise UsageError(f"{where}: {key} is empty")
     split = row.get("split") or None
@@ -170,7 +172,8 @@ def _record(
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
     name = Path(row["slide"]).name
     slide = name if name in files else Path(name).stem if Path(name).stem in files else name
-    negative = not diagnoses and label_of(row["label"], where)[0]
+    label = "" if site.receives else row["label"]
+    negative = site.receives or (not diagnoses and label_of(label, where)[0])
     return SlideRecord(
         Path(row["slide"]),
         slide,
@@ -180,6 +183,6 @@ def _record(
         not negative,
         split=split,
         mpp_override=mpp_of(row["mpp"], where) if row.get("mpp") else site.mpp_override,
-        diagnosis=row["label"] if diagnoses else "",
+        diagnosis=label if diagnoses else "",
         tumor_type=row.get("tumor_type", ""),
     )

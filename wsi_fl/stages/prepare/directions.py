@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.stages.prepare.quality import params_of
-from wsi_fl.stages.prepare.tables import first_reason
 from wsi_fl.stages.prepare.tile import spec_of
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
@@ -26,7 +24,7 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import ordinary
-from wsi_fl.types import SetAside, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import SlideRecord, UsageError, WsiFlError
 
 MOST = 500
 """Patches of one source."""
@@ -68,12 +66,10 @@ def directions(
                 if path.suffix == ".h5"
                 else _seen(path, study, pipeline, encoder, mpp)
             )
-        except UsageError:
-            raise
         except WsiFlError as error:
-            if path in sources:
+            if path in sources or isinstance(error, UsageError):
                 raise
-            aside.append(SetAside(path.name, str(error)))
+            aside.append(path.name)
             continue
         with ordinary(path).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -81,7 +77,7 @@ def directions(
         known.append(Source(name=path.name, rows=len(found), sha256=digest))
         told.update(path.name, 1, 1)
     if not rows:
-        raise WsiFlError(f"--from: no slide, picture or feature store; {first_reason(aside)}")
+        raise WsiFlError(f"--from: no slide, picture or feature store{_named(aside)}")
     made = public_directions(np.concatenate(rows), Origin(encoder=encoder.label, sources=known), n)
     write_directions(out, made)
     return {
@@ -90,7 +86,7 @@ def directions(
         "directions": made.n,
         "encoder": encoder.label,
         "sources": [one.model_dump() for one in known],
-        "left_aside": [asdict(one) for one in aside],
+        "left_aside": aside,
     }
 
 
@@ -133,6 +129,10 @@ def _some(n: int, most: int) -> NDArray[np.int64]:
     return np.sort(np.random.default_rng(0).permutation(n)[:most])
 
 
+def _named(files: Sequence[str]) -> str:
+    return f": {', '.join(files[:3])}{', …' if len(files) > 3 else ''}" if files else ""
+
+
 def directions_lines(document: dict[str, Any]) -> Lines:
     """Yield what the file rests on, and what to do with it."""
     rows = sum(source["rows"] for source in document["sources"])
@@ -140,11 +140,8 @@ def directions_lines(document: dict[str, Any]) -> Lines:
         f"  {document['file']}: {document['directions']} directions of {document['encoder']}, from {rows} patches of "
         f"{len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
     )
-    if aside := [one["slide"] for one in document["left_aside"]]:
-        shown = ", ".join(aside[:3]) + (", …" if len(aside) > 3 else "")
-        yield Line(
-            f"  left aside, as they cannot be read as slides: {len(aside)} other files ({shown})", "yellow"
-        )
+    if aside := document["left_aside"]:
+        yield Line(f"  {len(aside)} other files were left aside{_named(aside)}", "yellow")
     yield Line(
         f"give the file to all sites; next: wsi-fl train --method oneshot --set model.directions={document['file']}"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from wsi_fl.slides.patching.splits import assign_splits
-from wsi_fl.stages.prepare.bag_labels import Labelled, classes_of, labelled, matched, table_of
+from wsi_fl.stages.prepare.bag_labels import Labelled, labelled, matched, stored_classes, table_of
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
 from wsi_fl.stages.work.console import Silent, Watcher
@@ -24,6 +24,7 @@ from wsi_fl.stores.exchange import LAYOUTS, Layout
 from wsi_fl.stores.exchange.foreign import Facts
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.locks import locked
 from wsi_fl.types import GridSpec, SetAside, SlideRecord, UsageError, WsiFlError
 
@@ -90,7 +91,7 @@ def import_features(
     files = layout.find(source)
     found = matched(labels, files, file, diagnoses=bool(pipeline.subtypes))
     told.say(f"  {site}: {found.said}")
-    known = labelled(found.records, pipeline.subtypes)
+    known = labelled(found.records, pipeline.subtypes, file)
     records = assign_splits(known.records, test_fraction=pipeline.slides.test_fraction)
     looked: list[_Looked] = []
     failed = [*found.aside, *known.aside]
@@ -105,7 +106,7 @@ def import_features(
             told.update(site, number + 1, 2 * len(records), record.slide)
         if not looked:
             raise WsiFlError(f"site {site}: no slide could be imported; {first_reason(failed)}")
-        meta = _meta(site, pipeline, looked, said)
+        meta = _meta(file, pipeline, looked, said)
         looked = [_at_scale(one, meta.spec) for one in looked]
         tell = _teller(told, site, len(records), looked)
         _write(study.mosaic(site), meta, known, looked, layout, tell)
@@ -146,7 +147,7 @@ def _at_scale(one: _Looked, spec: GridSpec) -> _Looked:
     return replace(one, facts=replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp))
 
 
-def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: ImportFacts) -> BagMeta:
+def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: ImportFacts) -> BagMeta:
     """What holds for all slides, as all files and the command line say."""
     _agreed(looked, "features of width", lambda one: one.d)
     encoder = _settled(looked, "encoder", lambda one: one.encoder, said.encoder, "--encoder")
@@ -155,8 +156,8 @@ def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: Import
     overlap = _agreed(looked, "overlap", lambda one: one.facts.overlap_px) or 0
     subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
     return BagMeta(
-        site,
-        classes_of(subtypes),
+        site.name,
+        stored_classes(site, subtypes),
         str(encoder),
         GridSpec(int(size), mpp, int(size) - overlap),
         "import",

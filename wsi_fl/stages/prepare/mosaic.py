@@ -23,7 +23,7 @@ from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
 from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.bag_labels import Labelled, classes_of, labelled, table_of
+from wsi_fl.stages.prepare.bag_labels import Labelled, labelled, stored_classes, table_of
 from wsi_fl.stages.prepare.bags import Chosen, Done, Way, quiet, speed_of_all
 from wsi_fl.stages.prepare.quality import tissue_of
 from wsi_fl.stages.prepare.sources import Listed, list_slides
@@ -127,7 +127,7 @@ def mosaic(
 
     def prepare() -> tuple[list[tuple[Listed, Labelled]], Encoder]:
         listed = list_slides(study, site, pipeline_name, overrides)
-        known = [(one, labelled(one.records, one.pipeline.subtypes)) for one in listed]
+        known = [(one, labelled(one.records, one.pipeline.subtypes, one.site)) for one in listed]
         settings = listed[0].pipeline.mosaic
         for one in listed if job.first else ():
             say_tables(one.site.name, one.said)
@@ -170,7 +170,7 @@ def _make_site(
         table,
         n_patches=sum(one.patches for one in made),
         encoder=encoder.label,
-        classes=classes_of(listed.pipeline.subtypes),
+        classes=stored_classes(listed.site, listed.pipeline.subtypes),
         failed=[*aside, *(SetAside(one.slide, one.reason) for one in made if one.reason)],
         notes=[{"slide": one.slide, "note": one.note} for one in made if one.patches and one.note],
         n_slides=len(records) + len(aside),
@@ -190,7 +190,8 @@ def _write_store(way: OfSlides, listed: Listed, known: Labelled, kept: Sequence[
     table = table_of(kept, known)
     subtypes = {one: tuple(names) for one, names in listed.pipeline.subtypes.items()}
     recipe = _recipe(listed.pipeline.mosaic)
-    meta = BagMeta(way.site, classes_of(subtypes), way.encoder.label, way.spec, "mosaic", subtypes, recipe)
+    classes = stored_classes(listed.site, subtypes)
+    meta = BagMeta(way.site, classes, way.encoder.label, way.spec, "mosaic", subtypes, recipe)
     mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
     write_bags(way.path, meta, table, [shard.bag for shard in shards], mpp_l0)
     return table

@@ -35,6 +35,7 @@ def sources_of(study: Study, site: SiteFile) -> Sources:
         mpp_override=site.mpp_override,
         manifests=tuple(str(escaped.resolve(pattern)) for pattern in _patterns(site.manifest)),
         slide_types=tuple(site.slide_types or ("DX",)),
+        labelled=not site.receives,
         columns={str(key): name for key, name in site.columns.items()},
     )
 

@@ -13,7 +13,7 @@ from wsi_fl.stages.site.rates import speed_lines
 from wsi_fl.stages.work.console import Line, Lines, Table, by_site, say
 from wsi_fl.stores.columns import Counts
 from wsi_fl.study.folder import Study
-from wsi_fl.types import CLASSES, SPLITS, BagTable, SetAside, SlideRecord
+from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord
 
 _NAMED = 20
 """Slides of a site that are named to people; the others are counted."""
@@ -35,14 +35,14 @@ def tile_row(
         found: patches of each class by split.
         seen: the quality of each slide.
     """
-    counts = {split: {name: int(found[split][k]) for k, name in enumerate(CLASSES)} for split in SPLITS}
+    names = CLASSES if len(found["train"]) > 1 else UNLABELLED
+    counts = {split: {name: int(found[split][k]) for k, name in enumerate(names)} for split in SPLITS}
     return {
         "site": site,
         "slides": n_slides,
         "failed": [asdict(aside) for aside in failed],
         "patches": sum(sum(c.values()) for c in counts.values()),
-        "healthy": sum(c["healthy"] for c in counts.values()),
-        "tumor": sum(c["tumor"] for c in counts.values()),
+        **{name: sum(c.get(name, 0) for c in counts.values()) for name in CLASSES},
         "train": sum(counts["train"].values()),
         "test": sum(counts["test"].values()),
         **quality_row(seen),
@@ -119,12 +119,15 @@ def tile_lines(document: dict[str, Any]) -> Lines:
     for split in SPLITS:
         counts = [row["table"][split] for row in rows]
         if any(sum(count.values()) for count in counts):
-            lines += [[f"{split} {name}", *(count[name] for count in counts)] for name in CLASSES]
+            names = dict.fromkeys(name for count in counts for name in count)
+            lines += [[f"{split} {name}", *(count.get(name, 0) for count in counts)] for name in names]
             lines += [[f"{split} sum", *(sum(count.values()) for count in counts)], None]
     yield _summed("patches", rows, lines)
     yield from _aside_lines(rows, "patch")
     for row in rows:
         yield from quality_lines(row)
+        if UNLABELLED[0] in row["table"]["train"]:
+            continue
         if missing := [name for name in CLASSES if not row[name]]:
             yield Line(f"  {row['site']}: has no {missing[0]} patch at all", "bold yellow")
         else:
@@ -152,7 +155,8 @@ def _untested_lines(row: Mapping[str, Any]) -> Lines:
 def mosaic_lines(document: dict[str, Any]) -> Lines:
     """Yield bags by class and split of every site, and what was set aside."""
     rows = document["sites"]
-    classes = [[name, *(row["classes"][name] for row in rows)] for name in rows[0]["classes"]]
+    names = dict.fromkeys(name for row in rows for name in row["classes"])
+    classes = [[name, *(row["classes"].get(name, 0) for row in rows)] for name in names]
     splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
     yield _summed("mosaics", rows, [*classes, None, *splits])
     yield from _aside_lines(rows, "slide")

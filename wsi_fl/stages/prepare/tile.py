@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from wsi_fl.slides.patching.patches import AllSetAside, SlidePlan, plan_slide
 from wsi_fl.slides.patching.splits import SEED, assign_splits
 from wsi_fl.slides.reading.probe import check_opens_safely
+from wsi_fl.stages.prepare.bag_labels import stored_classes
 from wsi_fl.stages.prepare.quality import Quality, params_of, quality_of_none, segmenter_of, write_quality
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, say_tables, storage_note, tile_row, weak_note
@@ -34,7 +35,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import remove_strays
 from wsi_fl.system.locks import locked
-from wsi_fl.types import CLASSES, GridSpec, SetAside, SlideRecord, WsiFlError
+from wsi_fl.types import GridSpec, SetAside, SlideRecord, WsiFlError
 
 
 def tile(
@@ -91,7 +92,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
         def write_columns() -> Counts:
             if not shards:
                 raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
-            meta = StoreMeta(name, CLASSES, spec, min_tissue=tiling.min_tissue)
+            meta = StoreMeta(name, stored_classes(listed.site, {}), spec, min_tissue=tiling.min_tissue)
             store = study.store(name)
             counts = linked(store, meta, shards) or link_shards(store, meta, shards)
             kept = {shard.stem for shard in shards}

@@ -38,6 +38,7 @@ class Data:
 
     Attributes:
         study, site, store: where it is, whose, and the open file.
+        receives: whether the site lends no labels: all of them are 0 here, whatever the store says.
     """
 
     store: Store
@@ -52,6 +53,7 @@ class Data:
             WsiFlError: when there is none; says which command makes it.
         """
         self.study, self.site, self.pipeline = study, site, pipeline or Pipeline()
+        self.receives = study.site(site).receives
         self.store = self._opened()
 
     def _opened(self) -> Any:

@@ -79,9 +79,9 @@ def open_account(
     site, pipeline, study, run = party.sites[index], party.pipeline, party.study, party.run
     name = site.name
     # every synthetic patch rests on all real ones: what protects one of them protects nobody
-    worth = "none" if data.is_synthetic() else guarantee_of(party.method, pipeline)
+    worth = "none" if data.is_synthetic() or site.receives else guarantee_of(party.method, pipeline)
     terms = terms_of(site, pipeline, worth)
-    if spends(pipeline):
+    if spends(pipeline) and not site.receives:
         require_budget(site)
     units = units_of(pipeline, train, name)
     if canaries is not None:

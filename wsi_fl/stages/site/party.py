@@ -83,11 +83,13 @@ class RunContext:
     def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> RunContext:
         """Read the site files of those who take part; stores are opened when somebody asks for them."""
         folder = run or RunFolder(study.runs / "dry-run")
-        sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
-        if method_for(method, pipeline).once:
+        once, every = method_for(method, pipeline).once, study.sites(pipeline)
+        left_out = pipeline.train.left_out
+        sites = tuple(site for site in every if site.name != left_out and (once or not site.receives))
+        if once:
             pipeline = _of_one_release(method, study, pipeline)
             sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
-        if pipeline.train.left_out is not None:
+        if len(sites) < len(every):
             pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})
         return RunContext(study, pipeline, method, folder, sites)
 
@@ -138,9 +140,20 @@ class RunContext:
         return [name for name in self.names if not self.by_files or self.has_store(name)]
 
     @property
+    def members(self) -> list[SiteFile]:
+        """The files of the sites that have labels to learn from."""
+        return [site for site in self.sites if not site.receives]
+
+    @property
+    def receivers(self) -> list[str]:
+        """The sites that take what the members' letters make, and give nothing."""
+        return [site.name for site in self.sites if site.receives]
+
+    @property
     def may_merge(self) -> bool:
         """Whether one place may read what all sites hold for testing."""
-        return all(site.allows("patches") for site in self.sites) and self.here == self.names
+        members = self.members
+        return bool(members) and all(one.allows("patches") and one.name in self.here for one in members)
 
     @property
     def lost(self) -> set[str]:
@@ -172,7 +185,7 @@ class RunContext:
 
     def merged(self) -> Examples:
         """Return the test examples of all sites together."""
-        return joined([self.data(name).held_out for name in self.names])
+        return joined([self.data(site.name).held_out for site in self.members])
 
     def __enter__(self) -> Self:
         return self

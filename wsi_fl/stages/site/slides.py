@@ -15,11 +15,11 @@ from wsi_fl.learning.bags import allowed_classes, bag_examples, bags_at_once
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory
 from wsi_fl.learning.tasks import Task
 from wsi_fl.stages.site.data import Data, Table, divided, hashed, open_bags, open_store
-from wsi_fl.stages.site.targets import answers, outputs_of, task_of
+from wsi_fl.stages.site.targets import answers, classes_of, outputs_of, task_of
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.types import CLASSES, Bags, BagTable, Shape, UsageError, Vectors, WsiFlError
+from wsi_fl.types import CLASSES, UNLABELLED, Bags, BagTable, Shape, UsageError, Vectors, WsiFlError
 
 _READ = 4096
 """Features read at a time."""
@@ -45,7 +45,10 @@ class Bagged(Data):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        return outputs_of(self.pipeline.target) if self.answers else self.store.meta.classes
+        if self.answers:
+            return outputs_of(self.pipeline.target)
+        known = self.store.meta.classes
+        return classes_of(self.pipeline.subtypes) if self.receives and known == UNLABELLED else known
 
     @property
     def shape(self) -> Shape:
@@ -61,7 +64,13 @@ class Bagged(Data):
 
     @cached_property
     def whole(self) -> Table:
-        """The columns of all examples, with the splits of the store."""
+        """The columns of all examples, with the splits of the store; a receiver's are all to be predicted."""
+        table = self._whole()
+        if not self.receives:
+            return table
+        return replace(table, label=np.zeros(len(table), np.int64), split=np.full(len(table), "test"))
+
+    def _whole(self) -> Table:
         if self.answers is not None:
             return self.answers.table
         if self.example == "patch":
@@ -96,6 +105,8 @@ class Bagged(Data):
 
     def _require_one(self, of: NDArray[np.int64], names: NDArray[np.str_], what: str) -> None:
         """Refuse slides or patients whose patches have several labels that nothing ranks."""
+        if self.receives:
+            return
         label = self.store.patches.label
         _, first = np.unique(of, return_index=True)
         if len(strange := np.flatnonzero(label != label[first][of])):
@@ -150,7 +161,8 @@ class Bagged(Data):
             else store.table.tumor_type[store.bag_of_patch[rows]]
         )
         allowed = allowed_classes(kinds, meta.classes, meta.tumor_types)
-        for row in np.flatnonzero(~allowed[np.arange(len(table)), table.label])[:1]:
+        strange = ~allowed[np.arange(len(table)), table.label] & (not self.receives)
+        for row in np.flatnonzero(strange)[:1]:
             raise WsiFlError(
                 f"{store.path}: slide {table.slide[row]} is labelled {meta.classes[table.label[row]]}, which "
                 f"{kinds[row]} does not have in [subtypes]; correct one of them and run `wsi-fl mosaic` again"

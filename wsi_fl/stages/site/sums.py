@@ -117,7 +117,7 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
 
 
 def releases_of(study: Study, pipeline: Pipeline) -> dict[str, ReleasedSums]:
-    """Return the released sums of those sites of a pipeline that have a file here.
+    """Return the released sums of those sites of a pipeline that write a letter and have a file here.
 
     Raises:
         WsiFlError: when a file is damaged, edited, or of another site.
@@ -125,7 +125,7 @@ def releases_of(study: Study, pipeline: Pipeline) -> dict[str, ReleasedSums]:
     found = {}
     for site in study.sites(pipeline):
         path = study.release(site.name)
-        if path.exists():
+        if path.exists() and not site.receives:
             found[site.name] = read_sums(path, study.relative(path))
             if (theirs := found[site.name].facts.site) != site.name:
                 raise WsiFlError(

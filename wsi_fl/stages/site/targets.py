@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl import types
 from wsi_fl.learning.survival import require_extra
 from wsi_fl.learning.tasks import CLASSES, Number, Survival, Task
 from wsi_fl.slides.layouts.rows import of_site, rows_of
@@ -19,6 +20,7 @@ from wsi_fl.study.pipeline import Target
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import BagTable, UsageError
 
+Subtypes = Mapping[str, Sequence[str]]
 _NOTHING = {"", "na", "n/a", "nan", "none", "null", "unknown", "not reported", "not available", "'--"}
 _SEEN = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased": 1.0}
 _NOT_SEEN = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
@@ -57,6 +59,16 @@ def task_of(target: Target) -> Task:
             f"target.classes = {target.classes}: a value is named twice, or stands in target.ignore too"
         )
     return CLASSES
+
+
+def classes_of(subtypes: Subtypes) -> tuple[str, ...]:
+    """The classes of a study, the same at every site: its diagnoses, or healthy and tumour.
+
+    Example:
+        >>> classes_of({"kidney": ["KIRP", "KIRC"]}), classes_of({})
+        (('KIRC', 'KIRP'), ('healthy', 'tumor'))
+    """
+    return tuple(sorted({name for names in subtypes.values() for name in names})) or types.CLASSES
 
 
 def outputs_of(target: Target) -> tuple[str, ...]:
@@ -100,17 +112,17 @@ class TargetLabels:
 
 
 def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> TargetLabels:
-    """Look up every slide of a store in the site's table.
+    """Look up every slide of a store in the site's table; of a receiver, which needs none, the truth is 0.
 
     Raises:
         UsageError: when there is no table, a column is missing, a value is none that was agreed on, slides of a patient
             contradict each other, or nothing is left. It names the line of the table.
     """
-    path = _table_path(study, site)
-    said = _values(path, site, target)
+    path = Path(f"sites/{site.name}.toml") if site.receives else _table_path(study, site)
+    said = {} if site.receives else _values(path, site, target)
     known, aside = [], []
     for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
-        value = said.get(("slide", slide), said.get(("patient", patient)))
+        value = 0 if site.receives else said.get(("slide", slide), said.get(("patient", patient)))
         if value is None:
             aside.append(slide)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from importlib.metadata import version
 from typing import Any
 
@@ -120,16 +121,20 @@ def _check_left_out(party: RunContext) -> None:
             f"sites/{train.left_out}.toml: models are tested on all patients of a site that is left out; add "
             'allow = ["patches"] if they may be, or leave out another site by train.left_out'
         )
-    if not party.sites:
+    if not party.members:
         raise UsageError(f"train.left_out = {train.left_out!r} leaves no site to train")
 
 
 def _check_releases(party: RunContext) -> None:
     """Refuse a run that rests on released sums where they are missing, or nothing can be made of them."""
     pipeline, row = party.pipeline, party.method
+    if party.receivers and not party.by_files:
+        raise UsageError(
+            f"sites/{party.receivers[0]}.toml: a receiver takes letters that are files; let the others run `wsi-fl "
+            "release`, and set train.releases = true"
+        )
     if party.by_files:
-        if not party.releases:
-            raise WsiFlError(missing_release(party.study, party.names[0]))
+        _check_letters(party)
         if not party.here:
             raise WsiFlError(f"no site of this run has its store here; {party.names[0]}'s would do")
     if pipeline.train.start == RUN and row.starts:
@@ -140,6 +145,23 @@ def _check_releases(party: RunContext) -> None:
             raise UsageError(f"train.start = 'oneshot' is for linear heads: set model.{role} = {wanted}")
         if missing := [name for name in party.names if name not in party.releases]:
             raise WsiFlError(missing_release(party.study, missing[0]))
+
+
+def _check_letters(party: RunContext) -> None:
+    """Refuse to make heads before as many letters are there as was agreed on; say whose are missing."""
+    train, there = party.pipeline.train, len(party.releases)
+    missing = [site.name for site in party.members if site.name not in party.releases]
+    n, late = there + len(missing), bool(train.until and date.today().isoformat() > train.until)
+    needed = train.at_least or (1 if late else max(1, n))
+    if needed > n:
+        raise UsageError(f"{needed} letters are needed (train.at_least), but only {n} sites write one")
+    if there < needed:
+        waited = f" (awaited until {train.until})" if train.until and not late else ""
+        first = missing_release(party.study, missing[0])
+        raise WsiFlError(
+            f"{there} of {n} letters are there, and {needed} are needed; missing{waited}: {', '.join(missing)}; {first}"
+            + (f", or set train.at_least = {there}" if there else "")
+        )
 
 
 def _check_heads(party: RunContext) -> None:
@@ -208,8 +230,10 @@ def tell_what_is_lost(party: RunContext) -> None:
             "wsi-fl directions finds better ones in public tissue",
             style="yellow",
         )
-    if party.by_files and (left := [name for name in party.names if name not in party.releases]):
+    if party.by_files and (left := [one.name for one in party.members if one.name not in party.releases]):
         say(f"  not in the sum, for there is no file in releases/: {', '.join(left)}", style="yellow")
+    if party.receivers:
+        say(f"  receives the head, releases nothing and pays nothing: {', '.join(party.receivers)}")
 
 
 def warn_of_other_patches(party: RunContext) -> None:

@@ -103,7 +103,9 @@ def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | N
         raise UsageError("--without leaves no site to train")
     finished = run.summary()
     wanted = set(party.here) - set(without)
-    if finished is not None and wanted <= {row["site"] for row in finished["sites"]}:
+    if finished is not None and wanted - {*finished.get("receivers", ())} <= {
+        row["site"] for row in finished["sites"]
+    }:
         return party, finished
     return party, None
 

@@ -59,18 +59,18 @@ def dry_run(
         rows = [
             _cost(site, party) | {"affordable_rounds": document["affordable"]}
             for site, document in zip(assembled, documents, strict=True)
+            if site.name not in party.receivers
         ]
     # On CPUs the sites share the cores; on GPUs each has its own.
-    shared = rows[0].pop("cpu")
-    for row in rows[1:]:
-        row.pop("cpu")
+    cpus = [row.pop("cpu") for row in rows]
     seconds = [row["seconds"] for row in rows]
     return {
         "method": method,
         "pipeline": name,
         "rounds": rounds,
         "examples": party.examples,
-        "seconds": sum(seconds) if shared else max(seconds),
+        "receivers": [site.name for site in assembled if site.name in party.receivers],
+        "seconds": sum(seconds) if all(cpus) else max(seconds),
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "sites": rows,
     }

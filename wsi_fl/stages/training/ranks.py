@@ -50,7 +50,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     """Do the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
     began = time.perf_counter()
     run.refuse_changed_settings()
-    names = RunContext.of_run(study, run).names
+    names = RunContext.of_run(study.as_of(run.path), run).names
     for index in comm.sites:
         run.site(names[index]).remember_site(dump_toml(study.site(names[index])))
     with RunContext.of_run(study.as_of(run.path), run) as party:
@@ -130,7 +130,7 @@ def rank_main(run_path: Path) -> None:
     """The process of one rank: errors become one event, and end all ranks."""
     run = RunFolder(run_path)
     study = Study(run_path.parent.parent)
-    party = RunContext.of_run(study, run)
+    party = RunContext.of_run(study.as_of(run.path), run)
     names, pipeline = party.names, party.pipeline
     owner = int(os.environ[launch.LAUNCHER]) if launch.LAUNCHER in os.environ else None
 

@@ -40,7 +40,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.locks import locked
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError, WsiFlError
 
 
 def release(
@@ -62,7 +62,9 @@ def release(
     job = Job()
 
     def prepare() -> tuple[Pipeline, list[SiteFile]]:
-        pipeline, sites = asked_for(study, site, pipeline_name, overrides)
+        pipeline, asked = asked_for(study, site, pipeline_name, overrides)
+        if not (sites := [one for one in asked if not one.receives]):
+            raise UsageError(f"sites/{asked[0].name}.toml: role = 'receiver', which writes no letter")
         for one in job.mine(sites):
             with _party(study, pipeline, one) as party:
                 party.data(one.name)

@@ -40,6 +40,7 @@ class SiteRow(TypedDict):
 class SummaryRow(SiteRow):
     """What all sites tell each other at the end: a row, and what of it is added up over all of them."""
 
+    receives: bool
     trained_seconds: Amount | None
     messages: Count
     bytes: Count
@@ -64,12 +65,20 @@ class Communication(TypedDict):
 
 
 class Summary(TypedDict):
-    """What all sites know of a run that has finished; `run` is its folder, relative to the study."""
+    """What all sites know of a run that has finished.
+
+    Attributes:
+        run: its folder, relative to the study.
+        sites: what each site has spent and done; receivers have spent nothing.
+        letters: site → beginning of the digest of its letter, where heads were made of files.
+    """
 
     run: Words
     method: Words
     seconds: Amount
     sites: list[SiteRow]
+    receivers: list[Name]
+    letters: dict[Name, Words]
     lost: list[Name]
     losses: list[Loss]
     communication: Communication
@@ -101,6 +110,7 @@ def row_of(site: Site) -> SummaryRow:
         "canaries": len(site.canaries.included) if site.canaries else 0,
         "detection": detection_of(site.ledger.guarantee(), site.ledger.mechanisms()),
         "group": None if terms.lifetime else group_of(site),
+        "receives": not len(site.train),
         # time grows with the rows that were drawn, so a real hospital keeps its own
         "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
         "messages": sum(line["messages"] for line in lines) + len(sent),
@@ -117,6 +127,7 @@ def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> 
 def summary_of(party: RunContext, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """Return the summary of a run, whose rows give up what is told of all sites together."""
     run = party.run
+    receivers = [row["site"] for row in rows if row.pop("receives")]
     seconds = max([seconds, *(row.pop("trained_seconds") or 0.0 for row in rows)])
     communication = {
         "messages": sum(row.pop("messages") for row in rows),
@@ -127,7 +138,9 @@ def summary_of(party: RunContext, rows: list[dict[str, Any]], seconds: float) ->
         "run": party.study.relative(run.path),
         "method": party.name,
         "seconds": seconds,
-        "sites": rows,
+        "sites": [row for row in rows if row["site"] not in receivers],
+        "receivers": receivers,
+        "letters": {name: one.digest[:8] for name, one in party.releases.items()},
         "lost": [loss["site"] for loss in run.losses()],
         "losses": [{key: loss[key] for key in ("site", "round", "reason", "time")} for loss in run.losses()],
         "communication": communication,

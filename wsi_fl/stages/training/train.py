@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.report.words import detected_of
+from wsi_fl.report.words import detected_of, letters
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.site.party import RunContext
@@ -163,6 +163,10 @@ def summary_lines(summary: dict[str, Any]) -> Lines:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     if found := detected_of(summary["sites"]):
         yield Line(f"  {found}")
+    for name in summary.get("receivers", ()):
+        yield Line(f"  {name}: receives; it released nothing and paid nothing")
+    if digests := summary.get("letters"):
+        yield Line(f"  made of {len(digests)} letters: {letters(digests)}")
     c = summary["communication"]
     yield Line(
         f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication"

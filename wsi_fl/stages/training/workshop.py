@@ -32,7 +32,7 @@ from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import Section, value_of
 from wsi_fl.system.files import ordinary
-from wsi_fl.types import Bags, UsageError, WsiFlError
+from wsi_fl.types import UNLABELLED, Bags, UsageError, WsiFlError
 
 
 def schedule_of(party: RunContext) -> Schedule:
@@ -68,7 +68,7 @@ def _not_augmented(views: CipherStream) -> Augment | None:
 def build_site(party: RunContext, index: int) -> Site:
     """Return a site with its examples, its account and fresh models; see `start_models` for what comes next.
 
-    It opens its own store, and others' test patches only where all allow it.
+    It opens its own store, and others' test patches only where all allow it. A receiver has what travels alone.
     """
     name, pipeline = party.names[index], party.pipeline
     data, folder, device = party.data(name), party.run.site(name), device_of_rank()
@@ -77,15 +77,16 @@ def build_site(party: RunContext, index: int) -> Site:
     if data.without_answer:
         folder.log(data.without_answer)
     train, validation = learned_from(party, name)
-    if not len(train):
+    if not len(train) and not data.receives:
         raise WsiFlError(f"site {name}: its store has no training {party.examples}")
-    tests = {"own": data.held_out}
-    if len(party.sites) > 1 and party.may_merge:
+    tests = {} if data.receives else {"own": data.held_out}
+    if tests and len(party.members) > 1 and party.may_merge:
         tests["merged"] = party.merged()
     canaries = agreed_canaries(folder, pipeline, data)
     account = open_account(party, index, data, train, canaries.included if canaries else None)
     make = learners_of(party, index, data, device, account.plan, train)
-    learners = {role: make(role, dp=one.dp, common=one.common) for role, one in party.method.learners.items()}
+    roles = {role: one for role, one in party.method.learners.items() if role == "proxy" or not data.receives}
+    learners = {role: make(role, dp=one.dp, common=one.common) for role, one in roles.items()}
     if party.method.keeps_lone and pipeline.train.alone:
         learners[LONE] = make(LONE, dp=False)
     return Site(
@@ -134,6 +135,7 @@ def brought(site: Site, party: RunContext) -> Brought:
         **data.inputs(),
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": party.names,
+        "receivers": party.receivers,
         "graph": _graph_digest(party),
         "directions": directions_of(data).digest[:16] if party.method.once else None,
         "buffer": [value_of(pipeline, "replay.variant"), *astuple(site.buffer.shape)]
@@ -226,6 +228,11 @@ def leaving_words(site: Site, method: Method) -> str:
 
 def _training(data: Data, most: int | None) -> Examples:
     """A site's training examples; with `train.max_patches` bags are shown in many choices of their patches."""
+    if not data.receives and data.classes == UNLABELLED:
+        raise UsageError(
+            f"site {data.site}: its store was made without labels; make it again with them, or write role = 'receiver' "
+            f"in sites/{data.site}.toml"
+        )
     train = data.examples("train")
     if most is not None and isinstance(data.shape, Bags):
         return with_drawn_patches(train, most)

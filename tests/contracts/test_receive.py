@@ -1,0 +1,269 @@
+"""A hospital without labels receives; letters come when they come, and heads are made of those that are there."""
+
+import csv
+import json
+import shutil
+from datetime import date, timedelta
+
+import numpy as np
+import pytest
+import torch
+from conftest import REAL, model, refused, same, write_features
+from test_import import labels, of_trident
+from test_oneshot import make_hospitals, rows_of
+from test_release import HEADS, NOISE, released, sums_at
+
+from wsi_fl.demo import phantom
+from wsi_fl.federation.preflight import compare as compare_plans
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
+from wsi_fl.stages.answers.leaving import Made, asked_for, card_of
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.importing import import_features
+from wsi_fl.stages.prepare.tables import tile_lines
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.kinds import open_data
+from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.training.plan import dry_run, plan_lines
+from wsi_fl.stages.training.release import release
+from wsi_fl.stages.training.train import resume, summary_lines, train
+from wsi_fl.stores.bags import BagStore
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.types import UNLABELLED, WsiFlError
+
+D = 24
+QUIET = [*HEADS, "privacy.sigma=0.5"]
+FILES = [*NOISE, "train.releases=true"]
+RECEIVER = 'name = "S3"\nrole = "receiver"\n'
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Three hospitals with labels, and S3 without any."""
+    made = make_hospitals(tmp_path / "study")
+    (made.root / "sites/S3.toml").write_text(f"{RECEIVER}real = false\n")
+    x, _ = rows_of(80, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("conftest.CLASSES", UNLABELLED)
+        write_features(made, "S3", x, np.zeros(80, int), [f"p{k}" for k in range(80)], ["train"] * 80)
+    return made
+
+
+def joined(study, *overrides):
+    return train(study, method="oneshot", backend="local", overrides=[*FILES, *overrides])
+
+
+def said(lines):
+    return "\n".join(line.text for line in lines if hasattr(line, "text"))
+
+
+def made_real(study):
+    for k in range(4):
+        file = study.root / f"sites/S{k}.toml"
+        file.write_text(file.read_text().replace("real = false", REAL if k < 3 else "real = true"))
+
+
+# ---- who receives
+
+
+def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
+    document = release(study, site=None, overrides=QUIET)
+    assert [row["site"] for row in document["sites"]] == ["S0", "S1", "S2"]
+    assert not study.release("S3").exists()
+    planned = dry_run(study, method="oneshot", overrides=FILES, backend="local")
+    assert planned["receivers"] == ["S3"] and [row["site"] for row in planned["sites"]] == ["S0", "S1", "S2"]
+    assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
+    assert "S3" not in said(plan_lines(planned))
+    summary = joined(study)
+    assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
+    assert summary["receivers"] == ["S3"] and [row["site"] for row in summary["sites"]] == ["S0", "S1", "S2"]
+    assert "S3: receives" in said(summary_lines(summary))
+    assert not study.ledger("S3").exists()
+    run = study.root / summary["run"]
+    head = SharedHead(2, D)
+    head.load_state_dict(model(run, "S3", "proxy"))
+    letters = [torch.from_numpy(sums_at(study.release(f"S{k}")).vector).double() for k in range(3)]
+    torch.testing.assert_close(head.others(), sum(letters), rtol=1e-6, atol=1e-5)
+    assert not (head.own.any() or head.released.any() or head.scatter.any())
+    exported = SharedHead(2, D)
+    exported.load_state_dict(model(run, "S0", "proxy"))
+    x = torch.from_numpy(rows_of(20, 9)[0])
+    assert torch.equal(head(x), exported.as_released()(x))
+    assert not (run / "sites/S3/private.safetensors").exists()
+    assert resume(study, summary["run"], backend="local") == summary
+
+
+def test_sites_must_agree_on_who_receives():
+    here = {"site": "S0", "receivers": ["S3"]}
+    odd = {"site": "S2", "receivers": []}
+    refused(
+        lambda: compare_plans([here, here | {"site": "S1"}, odd]), "S2 brings [] as the list of receivers"
+    )
+
+
+def test_a_role_that_is_changed_counts_from_the_next_run_on(study):
+    release(study, site=None, overrides=QUIET)
+    summary = joined(study)
+    file = study.root / "sites/S3.toml"
+    file.write_text(file.read_text().replace("receiver", "member"))
+    assert evaluate(study, summary["run"])["receivers"]["sites"][0]["site"] == "S3"
+
+
+def test_a_receiver_is_told_what_to_expect_of_its_predictions(study):
+    release(study, site=None, overrides=QUIET)
+    run = joined(study)["run"]
+    document = evaluate(study, run)
+    told = document["receivers"]
+    assert told["sites"] == [{"site": "S3", "n": 80, "with": "proxy"}]
+    assert [row["site"] for row in document["sites"]] == told["told_by"] == ["S0", "S1", "S2"]
+    with (study.root / run / "sites/S3/predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 80 and all(row["truth"] == "" and row["model"] == "proxy" for row in rows)
+    right = (
+        np.array([float(row["p_tumor"]) > 0.5 for row in rows]) == rows_of(80, 7)[1]
+    )  # which the test knows
+    expected = told["expected"]["accuracy"]
+    assert expected["low"] <= expected["mean"] <= expected["high"]
+    assert 0.8 < right.mean() == pytest.approx(expected["mean"], abs=0.1)
+    words = f"accuracy {expected['mean']:.3f} ({expected['low']:.3f} to {expected['high']:.3f})"
+    assert words in said(evaluation_lines(document)) and words in report(study, run).read_text()
+    assert "the test parts of S0, S1, S2" in said(evaluation_lines(document))
+    with RunContext.of_run(study, RunFolder(study.run(run))) as party:
+        leaving = asked_for(party, "shared", "S3")
+        card = card_of(leaving, "head", Made([], 0.0, "", ""), study.root)
+    assert card["sites"] == ["S0", "S1", "S2"]  # whose patients are in it
+
+
+def test_labels_of_a_receiver_are_never_read(study):
+    """S3 has labels now, all wrong; nothing changes but what its store says."""
+    release(study, site=None, overrides=QUIET)
+    first = joined(study)["run"]
+    evaluate(study, first)
+    x, labels = rows_of(80, 7)
+    write_features(study, "S3", x, 1 - labels, [f"p{k}" for k in range(80)], ["train"] * 80)
+    second = joined(study)["run"]
+    evaluate(study, second)
+    one, other = ((study.root / run / "sites/S3/predictions.csv").read_text() for run in (first, second))
+    assert one == other
+
+
+def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study, tmp_path, monkeypatch):
+    made_real(study)
+    for name in ("S0", "S1", "S2"):
+        release(study, site=name, overrides=QUIET)
+        shutil.rmtree(study.store(name).parent)
+        shutil.rmtree(study.ledger(name).parent, ignore_errors=True)
+    summary = joined(study)
+    assert summary["sites"] == [] and summary["receivers"] == ["S3"]
+    document = evaluate(study, summary["run"])
+    assert document["receivers"]["sites"][0]["n"] == 80 and document["receivers"]["expected"] == {}
+    assert "none is here" in said(evaluation_lines(document))
+    refused(lambda: compare(study, ["1"]), "a receiver alone")
+    assert "S3 receives" in report(study, summary["run"]).read_text()
+    assert not study.ledger("S3").exists()
+
+
+def test_a_receiver_takes_no_part_elsewhere(study):
+    refused(lambda: train(study, method="oneshot", overrides=NOISE, backend="local"), "S3.toml", "files")
+    refused(lambda: released(study, "S3"), "S3.toml", "writes no letter")
+    summary = train(study, method="regular", overrides=[*HEADS, "train.rounds=1"], backend="local")
+    assert [row["site"] for row in summary["sites"]] == ["S0", "S1", "S2"] and not summary["receivers"]
+    release(study, site=None, overrides=QUIET)
+    for run in (summary["run"], joined(study)["run"]):
+        evaluate(study, run)
+    document = compare(study, [str(k) for k in (1, 2)])
+    assert {row["n_sites"] for row in document["rows"]} == {3}
+    file = study.root / "sites/S3.toml"
+    file.write_text(file.read_text().replace("receiver", "member"))
+    refused(lambda: released(study, "S3"), "S3", "without labels", "receiver")
+
+
+def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
+    folder = study.root / "new"
+    folder.mkdir()
+    (slide,) = phantom.plan_slides(1, 1, 512, seed=9)[:1]
+    phantom.write_pyramid(folder / "a.tif", phantom.paint_slide(slide), 0.5)
+    table = folder / "slides.csv"
+    table.write_text("slide,patient,site\na,p,S3\n")
+    file = study.root / "sites/S3.toml"
+    file.write_text(f'{file.read_text()}slides = "new/*.tif"\nlabels = "new/slides.csv"\n')
+    small = ["tile.size_px=64", "tile.mpp=1.0"]
+    made = tile(study, site="S3", overrides=small)
+    with PatchStore(study.store("S3")) as store:
+        assert store.meta.classes == UNLABELLED and made["sites"][0]["patches"] == len(store) > 0
+        assert np.isnan(store.table.tumor_fraction).all()
+    list(tile_lines(made))
+    features, _ = of_trident(tmp_path / "job")
+    bare = labels(tmp_path / "labels.csv", heading="slide_id,case_id,ward")
+    brought = {"site": "S3", "form": "trident", "source": features, "labels": bare}
+    import_features(study, **brought)
+    with BagStore(study.mosaic("S3")) as store:
+        assert store.meta.classes == UNLABELLED and not store.table.label.any() and len(store) == 4
+    asked = [
+        "target.column=grade",
+        'target.classes=["low", "high"]',
+        "target.per=patient",
+    ]  # of no table here
+    pipeline = study.pipeline(study.pipeline_name(None), ["train.data=mosaics", *asked])
+    with open_data(study, "S3", pipeline) as data:
+        assert data.classes == ("low", "high") and len(data.held_out) == 4
+        assert not len(data.examples("train")) and not data.held_out.label.any()
+    file.write_text(file.read_text().replace("receiver", "member"))
+    refused(lambda: tile(study, site="S3", overrides=small), "column 'label' is missing")
+    refused(lambda: import_features(study, **brought), "no column label")
+
+
+@pytest.mark.slow
+def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
+    release(study, site=None, overrides=QUIET)
+    settings = [word for override in FILES for word in ("--set", override)]
+    done = wsi_fl("train", "--method", "oneshot", "--json", *settings, cwd=study.root)
+    assert done.returncode == 0, done.stderr[-2000:]
+    by_ranks, by_one = json.loads(done.stdout), joined(study)
+    assert by_ranks["receivers"] == ["S3"] and by_ranks["letters"] == by_one["letters"]
+    assert same(*(model(study.root / run["run"], "S3", "proxy") for run in (by_ranks, by_one)))
+
+
+# ---- letters come when they come
+
+
+def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(study):
+    released(study, "S0")
+    tomorrow, yesterday = (f"{date.today() + timedelta(days)}" for days in (1, -1))
+    refused(
+        lambda: joined(study), "1 of 3 letters", "missing: S1, S2", "train.at_least = 1", error=WsiFlError
+    )
+    until = f"train.until={tomorrow}"
+    refused(lambda: joined(study, until), f"awaited until {tomorrow}", error=WsiFlError)
+    refused(lambda: joined(study, "train.at_least=2", until), "and 2 are needed", error=WsiFlError)
+    refused(lambda: joined(study, "train.at_least=4"), "only 3 sites write one")
+    assert list(joined(study, f"train.until={yesterday}")["letters"]) == ["S0"]
+    released(study, "S1")
+    before = {name: study.ledger(name).read_text() for name in ("S0", "S1")}
+    two, again = (joined(study, "train.at_least=2", until) for _ in range(2))
+    released(study, "S2")
+    three = joined(study, "train.at_least=2", until)
+    known = {name: sums_at(study.release(name)).digest[:8] for name in ("S0", "S1", "S2")}
+    assert three["letters"] == known and two["letters"] == {name: known[name] for name in ("S0", "S1")}
+    made = f"made of 3 letters: S0 {known['S0']}"
+    assert made in said(summary_lines(three)) and made in report(study, three["run"]).read_text()
+    heads = [model(study.root / run["run"], "S3", "proxy") for run in (two, again, three)]
+    assert all(torch.equal(heads[0][key], heads[1][key]) for key in heads[0])
+    assert not torch.equal(heads[1]["sums"], heads[2]["sums"]) and int(heads[2]["n_sites"]) == 3
+    assert {name: study.ledger(name).read_text() for name in before} == before
+
+
+def test_a_run_keeps_the_letters_it_began_with(study):
+    released(study, "S0")
+    summary = joined(study, "train.at_least=1")
+    (study.root / summary["run"] / "summary.json").unlink()
+    released(study, "S1")
+    refused(lambda: resume(study, summary["run"], backend="local"), "release of S1", "releases/")
+
+
+@pytest.mark.parametrize("wrong", ["train.until=soon", "train.at_least=0"])
+def test_wrong_terms_are_refused(study, wrong):
+    refused(lambda: joined(study, wrong), wrong.split("=")[0])
+    refused(lambda: train(study, method="oneshot", overrides=[*NOISE, "train.at_least=2"]), "train.releases")
