@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -84,11 +84,13 @@ class Comm(Protocol):
         hop: int,
         size: int,
         kind: PayloadType = NUMBERS,
+        lossy: bool = False,
     ) -> list[Message]:
         """Send all, and wait for the (sender, receiver) pairs in `expected` whose receiver is local.
 
         Args:
             size: number of values that all sites agreed on, and of which kind.
+            lossy: leave out who is late, as `hand` does.
 
         Raises:
             PeerLate: when a message does not arrive in time.
@@ -107,6 +109,24 @@ class Comm(Protocol):
         Raises:
             NotAgreed: when the document of a site is not of this kind; nothing of it is used.
             PeerLate: when a document does not arrive in time.
+        """
+        ...
+
+    def hand(
+        self, documents: Mapping[tuple[int, int], T], kind: type[T], expected: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], T]:
+        """Give JSON documents to single sites, and return those that came in time; who is late is left out.
+
+        So that all go on together whoever is lost, the k-th lossy call after a gathering waits until k timeouts after
+        it. Over MPI nobody is left out: a lost rank ends the job.
+
+        Args:
+            documents: by (sender, receiver), of the sites in this process; nobody else reads them.
+            kind: the agreed type of all documents, as in `gather`.
+            expected: the (sender, receiver) pairs to wait for.
+
+        Raises:
+            NotAgreed: when a document is not of this kind.
         """
         ...
 
@@ -133,6 +153,7 @@ class LocalComm:
         hop: int,
         size: int,
         kind: PayloadType = NUMBERS,
+        lossy: bool = False,
     ) -> list[Message]:
         """Carry messages between the sites of this process, as `Comm.exchange` says.
 
@@ -146,7 +167,7 @@ class LocalComm:
         ]
         pairs = {(message.sender, message.receiver) for message in arrived}
         missing = set(expected) - pairs
-        if missing:
+        if missing and not lossy:
             raise WsiFlError(f"round {round_}: nothing from site {min(missing)[0]} to site {min(missing)[1]}")
         count(self.traffic, outgoing, time.perf_counter() - began)
         if self.sent is not None:
@@ -159,6 +180,16 @@ class LocalComm:
             decoded(encoded(document, kind, site), kind, site)
             for site, document in zip(self.running, documents, strict=True)
         ]
+
+    def hand(
+        self, documents: Mapping[tuple[int, int], T], kind: type[T], expected: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], T]:
+        """Return the documents as their receivers would read them, as `Comm.hand` says."""
+        return {
+            pair: decoded(encoded(document, kind, pair[0]), kind, pair[0])
+            for pair, document in documents.items()
+            if pair in expected
+        }
 
     def abort(self, code: int = 1) -> None:
         """There is no other process to end."""
@@ -212,8 +243,10 @@ class MpiComm:
         hop: int,
         size: int,
         kind: PayloadType = NUMBERS,
+        lossy: bool = False,
     ) -> list[Message]:
         """Send and receive over MPI, the headers first, as `Comm.exchange` says."""
+        del lossy
         began = time.perf_counter()
         mine = self.sites[0]
         sources = [sender for sender, receiver in expected if receiver == mine]
@@ -243,28 +276,48 @@ class MpiComm:
         ]
 
     def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
-        """Return the document of every rank, the lengths first, as `Comm.gather` says."""
+        """Return the document of every rank, as `Comm.gather` says."""
         (document,) = documents
-        mine = np.frombuffer(encoded(document, kind, self._name(self.sites[0])), np.uint8)
-        others = [site for site in self.running if site != self.sites[0]]
+        (me,) = self.sites
+        mine = encoded(document, kind, self._name(me))
+        others = [site for site in self.running if site != me]
+        limit = inf if patient and self.late is None else self.timeout_s
+        texts = self._texts(dict.fromkeys(others, mine), others, limit) | {me: mine}
+        return [decoded(texts[site], kind, self._name(site)) for site in self.running]
+
+    def hand(
+        self, documents: Mapping[tuple[int, int], T], kind: type[T], expected: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], T]:
+        """Return the documents for this rank, as `Comm.hand` says.
+
+        Raises:
+            PeerLate: when one does not arrive in time.
+        """
+        (me,) = self.sites
+        mine = {to: encoded(one, kind, self._name(me)) for (_, to), one in documents.items()}
+        texts = self._texts(mine, [site for site, to in expected if to == me], self.timeout_s)
+        return {(site, me): decoded(text, kind, self._name(site)) for site, text in texts.items()}
+
+    def _texts(self, mine: Mapping[int, bytes], senders: Sequence[int], limit_s: float) -> dict[int, bytes]:
+        """Send texts to some ranks and receive those of others, the lengths first."""
         tag = _GATHER_TAG + 2 * (self._gathered % 4096)
         self._gathered += 1
-        length = np.array([mine.size], np.int64)
+        packed = {k: (np.array([len(text)], np.int64), np.frombuffer(text, np.uint8)) for k, text in mine.items()}
         sends = []
-        for site in others:
-            sends += self._send(site, (length, self._mpi.INT64_T), (mine, self._mpi.BYTE), tag)
-        limit = inf if patient and self.late is None else self.timeout_s
-        lengths = {site: np.empty(1, np.int64) for site in others}
+        for site, (length, text) in packed.items():
+            sends += self._send(site, (length, self._mpi.INT64_T), (text, self._mpi.BYTE), tag)
+        lengths = {site: np.empty(1, np.int64) for site in senders}
         self._wait(
-            [self._receive(lengths[s], self._mpi.INT64_T, s, tag) for s in others], others, None, limit
+            [self._receive(lengths[s], self._mpi.INT64_T, s, tag) for s in senders], senders, None, limit_s
         )
-        for site in others:
+        for site in senders:
             check_length(int(lengths[site][0]), self._name(site))
-        texts = {site: np.empty(lengths[site][0], np.uint8) for site in others}
-        self._wait([self._receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in others], others, None, limit)
-        self._wait(sends, [site for site in others for _ in range(2)], None, limit)
-        texts[self.sites[0]] = mine
-        return [decoded(texts[site].tobytes(), kind, self._name(site)) for site in self.running]
+        texts = {site: np.empty(lengths[site][0], np.uint8) for site in senders}
+        self._wait(
+            [self._receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in senders], senders, None, limit_s
+        )
+        self._wait(sends, [site for site in packed for _ in range(2)], None, limit_s)
+        return {site: text.tobytes() for site, text in texts.items()}
 
     def abort(self, code: int = 1) -> None:
         """End all ranks at once with this exit code; the others could only wait for this one."""

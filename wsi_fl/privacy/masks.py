@@ -3,8 +3,8 @@
 Each pair of sites agrees on a secret (X25519), derives a key from it (HKDF with SHA-256) and from the key a stream of
 numbers (ChaCha20). One site of the pair adds the stream modulo 2⁶⁴, the other subtracts it. A message cannot be told
 from random numbers by anybody who lacks one of its site's streams; the sum of all messages is the sum of the values.
-This is the first protocol of Bonawitz et al. (2017), without its repair: when a site vanishes, the sum cannot be read,
-and the others begin again with fresh keys.
+This is the first protocol of Bonawitz et al. (2017), without its repair, which is in `wsi_fl.privacy.survivors`: when a
+site vanishes, the sum cannot be read, and the others begin again with fresh keys.
 
 Two things are left to the caller. Whoever begins again with fewer sites needs fresh noise in shares for their number,
 and accounts for it again: with the same noise, the difference of both sums would show the vanished site's values under
@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from wsi_fl.types import UsageError, WsiFlError
 
 _PURPOSE = b"wsi-fl pairwise mask, version 1"
+_OWN_PURPOSE = b"wsi-fl own mask, version 1"
+_SEED_PURPOSE = b"wsi-fl mask key, version 1"
 _KEY_BYTES = 32
 _PRIME = 2**255 - 19
 """The field's prime: a public key is a number below it; a larger number would be another key written differently."""
@@ -55,6 +57,11 @@ class KeyPair:
     def fresh(cls) -> KeyPair:
         """Draw a pair from the entropy of the operating system."""
         return cls(X25519PrivateKey.generate())
+
+    @classmethod
+    def of(cls, seed: bytes) -> KeyPair:
+        """Return the pair that follows from a secret seed: whoever is shown the seed can tell whose it was."""
+        return cls(X25519PrivateKey.from_private_bytes(_derived(seed, [_SEED_PURPOSE])))
 
     def spend(self) -> X25519PrivateKey:
         """Return the private key, and forget it.
@@ -132,16 +139,29 @@ def opened(messages: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
     return total.view(np.int64)
 
 
+def own_mask(seed: bytes, context: bytes, n: int) -> NDArray[np.uint64]:
+    """Return uint64[n], a mask that follows from one site's seed alone; every sum needs a fresh one."""
+    return _numbers(_derived(seed, [_OWN_PURPOSE, context]), n)
+
+
 def _stream(
     secret: bytes, one: int, other: int, publics: Sequence[bytes], context: bytes, n: int
 ) -> NDArray[np.uint64]:
     """Return uint64[n], the mask of a pair, the same from both sides."""
     low, high = min(one, other), max(one, other)
     parts = [_PURPOSE, context, *(k.to_bytes(8, "little") for k in (len(publics), low, high))]
-    info = b"".join(len(part).to_bytes(8, "little") + part for part in [*parts, publics[low], publics[high]])
-    key = HKDF(SHA256(), _KEY_BYTES, salt=None, info=info).derive(secret)
-    stream = Cipher(ChaCha20(key, _NONCE), mode=None).encryptor().update(bytes(8 * n))
-    return np.frombuffer(stream, "<u8")
+    return _numbers(_derived(secret, [*parts, publics[low], publics[high]]), n)
+
+
+def _derived(secret: bytes, parts: Sequence[bytes]) -> bytes:
+    """Return the key that follows from a secret for one purpose."""
+    info = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return HKDF(SHA256(), _KEY_BYTES, salt=None, info=info).derive(secret)
+
+
+def _numbers(key: bytes, n: int) -> NDArray[np.uint64]:
+    """Return uint64[n], the stream of a key."""
+    return np.frombuffer(Cipher(ChaCha20(key, _NONCE), mode=None).encryptor().update(bytes(8 * n)), "<u8")
 
 
 def _secret(private: X25519PrivateKey, public: bytes, site: int) -> bytes:

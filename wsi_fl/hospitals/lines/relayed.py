@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, Protocol, TypeVar, cast
@@ -130,10 +130,13 @@ class RelayedComm:
         self._others = {self.names[k]: k for k in self.running if k != me}
         self._writer = self.writer or Writer(self.identity, since=time.time())
         self._gathered, self._session = 0, ""
+        self._met_s, self._lossy_steps = time.monotonic(), 0
         self._peers: dict[str, _Peer] = {}
         self._held: dict[tuple[str, str], Letter] = {}
         self._read: set[tuple[str, str]] = set()
         self._over: KnownToAll | None = None
+        self._left: KnownToAll | None = None
+        """What a peer did to end the run; where sites may be lost, the others go on until they meet again."""
         self._changed = threading.Condition()
         self.line.listen(self._take)
         self._introduce()
@@ -147,6 +150,7 @@ class RelayedComm:
         hop: int,
         size: int,
         kind: PayloadType = NUMBERS,
+        lossy: bool = False,
     ) -> list[Message]:
         """Send releases and receive those that are expected; see `Comm`."""
         began, mine, place = time.perf_counter(), self.sites[0], f"x{round_}.{hop}"
@@ -155,27 +159,43 @@ class RelayedComm:
         for item in outgoing:
             head, vector = pack(item, round_, hop)
             contents[self.names[item.receiver]] = (head, np.ascontiguousarray(vector).data.cast("B"))
-        self._send(place, contents, self.timeout_s, where)
         senders = [sender for sender, receiver in expected if receiver == mine]
-        arrived = self._receive(place, [self.names[k] for k in senders], self.timeout_s, where)
+        arrived = self._swap(place, contents, senders, where, lossy=lossy)
         count(self.traffic, outgoing, time.perf_counter() - began)
-        return [_message(arrived[self.names[sender]], sender, mine, round_, size, kind) for sender in senders]
+        return [_message(content, sender, mine, round_, size, kind) for sender, content in arrived.items()]
 
     def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
         """Return one document of every site; see `Comm`."""
         (document,) = documents
         mine = encoded(document, kind, self.identity.name)
-        place, limit = f"g{self._gathered}", inf if patient else self.timeout_s
+        contents, senders = dict.fromkeys(self._others, (mine,)), list(self._others.values())
+        texts = self._swap(self._place(), contents, senders, "", patient=patient)
+        texts[self.sites[0]] = memoryview(mine)
+        self._met_s, self._lossy_steps = time.monotonic(), 0
+        return [decoded(bytes(texts[k]), kind, self.names[k]) for k in self.running]
+
+    def hand(
+        self, documents: Mapping[tuple[int, int], T], kind: type[T], expected: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], T]:
+        """Give documents to single sites; see `Comm`."""
+        mine = self.sites[0]
+        contents = {
+            self.names[to]: (encoded(document, kind, self.identity.name),)
+            for (_, to), document in documents.items()
+        }
+        senders = [sender for sender, receiver in expected if receiver == mine]
+        texts = self._swap(self._place(), contents, senders, "", lossy=True)
+        return {(k, mine): decoded(bytes(text), kind, self.names[k]) for k, text in texts.items()}
+
+    def _place(self) -> str:
+        """Return the place of the next documents, the same at every site."""
         self._gathered += 1
-        self._send(place, dict.fromkeys(self._others, (mine,)), limit, "")
-        texts = self._receive(place, list(self._others), limit, "")
-        texts[self.identity.name] = memoryview(mine)
-        return [decoded(bytes(texts[self.names[k]]), kind, self.names[k]) for k in self.running]
+        return f"g{self._gathered - 1}"
 
     def abort(self, code: int = 1) -> None:
         """Tell all sites that this one ends here, so that none waits for it in vain; the process itself goes on."""
         del code
-        if self._session and self._over is None:
+        if self._session and self._over is self._left is None:
             with suppress(Exception):  # the line may be what failed
                 self._send(END, dict.fromkeys(self._others, (b"",)), _END_S, "")
         self.close()
@@ -233,9 +253,9 @@ class RelayedComm:
                 f"{self.version} ({self.code[:8]})"
             )
         if problem:
-            self._over = KnownToAll(f"{problem}; nothing was trained")
+            self._left = KnownToAll(f"{problem}; nothing was trained")
         elif self._session:
-            self._over = SiteReturned(f"site {holder.name} began anew")
+            self._left = SiteReturned(f"site {holder.name} began anew")
         else:
             self._peers[holder.name] = _Peer(said, holder)
         if not problem:
@@ -274,7 +294,7 @@ class RelayedComm:
         if key in self._held or key in self._read:
             return "taken"
         if head["place"] == END:
-            self._over = KnownToAll(f"site {head['sender']} ended the run; its own log says why")
+            self._left = KnownToAll(f"site {head['sender']} ended the run; its own log says why")
         self._held[key] = letter
         self._changed.notify_all()
         return "taken"
@@ -290,21 +310,49 @@ class RelayedComm:
         self.refused = [*self.refused[-9:], why]
         return "refused"
 
-    def _receive(
-        self, place: str, senders: Sequence[str], limit_s: float, where: str
-    ) -> dict[str, memoryview]:
-        """Wait for the letters of some sites at a place, and open them."""
-        with self._changed:
-            self._wait_for(lambda: [n for n in senders if (n, place) not in self._held], limit_s, where)
-            letters = {name: self._held.pop((name, place)) for name in senders}
-            self._read |= {(name, place) for name in senders}
-        return {name: self._writer.open(letter) for name, letter in letters.items()}
+    def _swap(
+        self,
+        place: str,
+        contents: Mapping[str, Sequence[Buffer]],
+        senders: Sequence[int],
+        where: str,
+        *,
+        patient: bool = False,
+        lossy: bool = False,
+    ) -> dict[int, memoryview]:
+        """Send letters, then wait for those of some sites at the same place, and open them.
 
-    def _wait_for(self, missing: Callable[[], list[str]], limit_s: float, where: str) -> None:
+        Where it is lossy, who is late is left out: the k-th time since all met, k timeouts after that.
+        """
+        self._lossy_steps += lossy
+        ends_s = self._met_s + self._lossy_steps * self.timeout_s
+
+        def left_s() -> float:
+            return ends_s - time.monotonic() if lossy else inf if patient else self.timeout_s
+
+        keys = {k: (self.names[k], place) for k in senders}
+        late_is_lost = suppress(PeerLate) if lossy else nullcontext()
+        with late_is_lost:
+            self._send(place, contents, left_s(), where, lossy=lossy)
+        with self._changed:
+            with late_is_lost:
+                self._wait_for(
+                    lambda: [n for n, _ in keys.values() if (n, place) not in self._held],
+                    left_s(),
+                    where,
+                    lossy=lossy,
+                )
+            letters = {k: self._held.pop(key) for k, key in keys.items() if key in self._held}
+            self._read |= set(keys.values())
+        return {k: self._writer.open(letter) for k, letter in letters.items()}
+
+    def _wait_for(
+        self, missing: Callable[[], list[str]], limit_s: float, where: str, *, lossy: bool = False
+    ) -> None:
         """Wait, holding the lock, until nobody is missing."""
         deadline = time.monotonic() + limit_s
         while late := missing():
-            self._check_over()
+            self._check_over(lossy=lossy)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._late(late, where, "did not answer")
@@ -312,11 +360,12 @@ class RelayedComm:
             if self.waiting is not None:
                 self.waiting()
 
-    def _check_over(self) -> None:
+    def _check_over(self, *, lossy: bool) -> None:
         if self._over is None and (broken := self.line.broken()):
             self._over = KnownToAll(broken)
-        if self._over is not None:
-            raise self._over
+        over = self._over or (None if lossy else self._left)
+        if over is not None:
+            raise over
 
     def _late(self, late: Sequence[str], where: str, what: str) -> PeerLate:
         last = f"; last refused here: {self.refused[-1]}" if self.refused else ""
@@ -325,15 +374,25 @@ class RelayedComm:
 
     # what is sent
 
-    def _send(self, place: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float, where: str) -> None:
+    def _send(
+        self,
+        place: str,
+        contents: Mapping[str, Sequence[Buffer]],
+        limit_s: float,
+        where: str,
+        *,
+        lossy: bool = False,
+    ) -> None:
         """Seal and deliver one letter to each of some sites."""
         letters = {
             name: self._writer.letter(name, self._peers[name].hello["public"], self._session, place, parts)
             for name, parts in contents.items()
         }
-        self._deliver(place, letters, limit_s, where)
+        self._deliver(place, letters, limit_s, where, lossy=lossy)
 
-    def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float, where: str) -> None:
+    def _deliver(
+        self, place: str, letters: Mapping[str, bytes], limit_s: float, where: str, *, lossy: bool = False
+    ) -> None:
         """Send letters, all at once, until each has been taken."""
         deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
         with ThreadPoolExecutor(max(1, len(left))) as pool:
@@ -348,7 +407,7 @@ class RelayedComm:
                 if not left:
                     return
                 if place != END:
-                    self._check_over()
+                    self._check_over(lossy=lossy)
                 if time.monotonic() >= deadline:
                     name, why = next(iter(failed.items()))
                     raise self._late(
