@@ -302,7 +302,9 @@ class MpiComm:
         """Send texts to some ranks and receive those of others, the lengths first."""
         tag = _GATHER_TAG + 2 * (self._gathered % 4096)
         self._gathered += 1
-        packed = {k: (np.array([len(text)], np.int64), np.frombuffer(text, np.uint8)) for k, text in mine.items()}
+        packed = {
+            k: (np.array([len(text)], np.int64), np.frombuffer(text, np.uint8)) for k, text in mine.items()
+        }
         sends = []
         for site, (length, text) in packed.items():
             sends += self._send(site, (length, self._mpi.INT64_T), (text, self._mpi.BYTE), tag)

@@ -2,16 +2,18 @@
 
 Each site adds a share of discrete noise and hides what comes out under masks that cancel in the sum (Bonawitz et al.,
 CCS 2017; Kairouz, Liu and Steinke, ICML 2021). All who see the sum are told no more than its ε says, and so are up to
-t sites that put together what they know. A site that vanishes makes the sum unreadable. The others begin again with
+t sites that put together what they know. A site that vanishes makes the sum unreadable, unless the sites agreed to hand
+each other shares of their keys first (`privacy.dropouts`, `wsi_fl.privacy.survivors`). The others begin again with
 fresh noise, which the account is charged for once more. What a peer says never makes a site begin again: it does so
 while it has no sum, and a few times under each approval of its people.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,8 +21,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.documents import Round
+from wsi_fl.federation.comm import Comm, PeerLate
+from wsi_fl.federation.documents import Count, Round
 from wsi_fl.federation.message import BUFFERS, BYTES, Message, Outgoing
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum
@@ -41,7 +43,12 @@ from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, attempts_of
 from wsi_fl.privacy.ledger_file import Release, run_id
 from wsi_fl.privacy.masks import KeyPair, masked, opened
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
+from wsi_fl.privacy.survivors import Part, require_enough
+from wsi_fl.types import NoCommonPlan, WsiFlError
+
+T = TypeVar("T")
+Hider = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
+"""Puts masks on whole numbers."""
 
 _MOST = 1 << 30
 """More rows than any sum has; a larger total is invalid."""
@@ -58,7 +65,7 @@ class Offer(TypedDict):
     """What a site tells before it masks its sums.
 
     Attributes:
-        public: its fresh key; empty where it takes no part.
+        public: its fresh key; empty where it takes no part, or hands out keys with their shares.
         done: whether it holds the sum already, from before a restart.
         attempt: the first round of its ledger that is not final; every attempt at a sum takes one.
         refuses: why it makes no further attempt; "" where it does.
@@ -68,6 +75,18 @@ class Offer(TypedDict):
     done: bool
     attempt: Round
     refuses: Literal["", "budget", "finished", "approval"]
+
+
+class Holds(TypedDict):
+    """Whose keys, or whose messages, a site has."""
+
+    sites: Annotated[list[Count], Field(max_length=10_000)]
+
+
+class Pieces(TypedDict):
+    """What `survivors.Part` tells another site: public keys and shares of its seeds, its vote, or what it opens."""
+
+    pieces: Annotated[list[Annotated[str, Field(pattern="^([0-9a-f]{32}){1,2}$")]], Field(max_length=10_001)]
 
 
 def share_sums(
@@ -91,13 +110,9 @@ def share_sums(
     """
     colluding = schedule.colluding
     assert colluding is not None
-    if len(present) < colluding + 2:
-        raise UsageError(
-            f"a sum of {len(present)} sites hides nothing from {colluding} that collude; privacy.noise = 'shared' "
-            f"needs {colluding + 2} sites or more"
-        )
+    require_enough(len(present), colluding, schedule.dropouts)
     here = [site for site in sites if site.index in present]
-    keys = {site.index: KeyPair.fresh() for site in here}
+    keys = {} if schedule.dropouts else {site.index: KeyPair.fresh() for site in here}
     mine: list[Offer] = [
         {
             "public": keys[site.index].public.hex() if site.index in keys else "",
@@ -118,22 +133,109 @@ def share_sums(
     attempt = max(told[index]["attempt"] for index in present)
     if attempt > min(told[index]["attempt"] for index in present) + _FURTHEST:
         raise WsiFlError(f"a site says that this is attempt {attempt} at the sum; start a new run")
-    sum_ = _Sum(method, colluding, schedule.insecure_seed, attempt, list(present))
+    sum_ = _Sum(method, colluding, schedule.dropouts, schedule.insecure_seed, attempt, list(present))
+    if schedule.dropouts:
+        _share_as_survivors(here, sum_, comm, round_=round_)
+        return
     publics = [bytes.fromhex(told[index]["public"]) for index in present]
-    messages = {site.index: _masked(site, sum_, keys[site.index], publics) for site in here}
-    size = len(_head(here[0], method).exact[:-1]) * 8
-    outgoing = [
-        Outgoing(index, to, 1.0, message)
-        for index, message in messages.items()
-        for to in present
-        if to != index
-    ]
-    expected = [(sender, k.index) for k in here for sender in present if sender != k.index]
-    arrived = comm.exchange(outgoing, expected, round_=attempt, hop=BUFFERS, size=size, kind=BYTES)
+
+    def hider(site: Site) -> Hider:
+        place = present.index(site.index)
+        return lambda values: masked(values, place, keys[site.index], publics, sum_.context(site))
+
+    messages = {site.index: _masked(site, sum_, hider(site)) for site in here}
+    others = {site.index: [k for k in present if k != site.index] for site in here}
+    arrived = _sent(messages, others, sum_, comm)
     for site in here:
-        others = [message for message in arrived if message.receiver == site.index]
-        _open(site, method, messages[site.index], others, len(present))
+        own = messages[site.index]
+        for message in arrived[site.index]:
+            if problem := _problem(message, own):
+                raise WsiFlError(
+                    f"the sum is void: the message of site {message.sender} cannot be used, {problem}"
+                )
+        total = opened([_numbers(own), *map(_numbers, arrived[site.index])])
+        _open(site, method, total, len(present))
         checkpoint(site, round_)
+
+
+def _sent(
+    messages: Mapping[int, Release],
+    others: Mapping[int, Sequence[int]],
+    sum_: _Sum,
+    comm: Comm,
+    *,
+    lossy: bool = False,
+) -> dict[int, list[Message]]:
+    """Send each local site's message to others; return those that came, by the local site they came to."""
+    outgoing = [Outgoing(k, to, 1.0, messages[k]) for k in messages for to in others[k]]
+    expected = [(sender, k) for k in messages for sender in others[k]]
+    size = next(iter(messages.values())).vector.size
+    arrived = comm.exchange(
+        outgoing, expected, round_=sum_.attempt, hop=BUFFERS, size=size, kind=BYTES, lossy=lossy
+    )
+    return {k: [message for message in arrived if message.receiver == k] for k in messages}
+
+
+def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_: int) -> None:
+    """Add up the sums of those who stay, though privacy.dropouts sites may go away meanwhile.
+
+    Raises:
+        PeerLate: where sites are gone, after the sum was kept.
+        WsiFlError: when it cannot be read; it is void then.
+    """
+    parts = {
+        site.index: Part(site.index, sum_.present, sum_.colluding, sum_.dropouts, sum_.context(site))
+        for site in here
+    }
+    heard = {k: [other for other in sum_.present if other != k] for k in parts}
+    """Whom each site has heard in time so far; it waits for nobody else."""
+
+    def hand(kind: type[T], say: Callable[[int, int], T]) -> dict[int, dict[int, T]]:
+        pairs = [(k, to) for k in parts for to in heard[k]]
+        told = comm.hand({(k, to): say(k, to) for k, to in pairs}, kind, [(to, k) for k, to in pairs])
+        for k in parts:
+            heard[k] = [other for other in heard[k] if (other, k) in told]
+        return {k: {other: told[other, k] for other in heard[k]} for k in parts}
+
+    def hand_pieces(say: Callable[[int, int], Sequence[bytes]]) -> dict[int, dict[int, tuple[bytes, ...]]]:
+        told = hand(Pieces, lambda k, to: {"pieces": [one.hex() for one in say(k, to)]})
+        return {
+            k: {other: tuple(map(bytes.fromhex, one["pieces"])) for other, one in ones.items()}
+            for k, ones in told.items()
+        }
+
+    def all_hold(held: Mapping[int, Collection[int]]) -> dict[int, list[list[int]]]:
+        told = hand(Holds, lambda k, _: {"sites": sorted(held[k])})
+        return {k: [one["sites"] for one in ones.values()] for k, ones in told.items()}
+
+    # 1. keys, and a share of each for every other site alone; who masks are those whom all heard
+    parcels = hand_pieces(lambda k, to: parts[k].parcels[to])
+    for k, told in all_hold({k: parts[k].take(parcels[k]) for k in parts}).items():
+        parts[k].join(told)
+    # 2. messages, on the account from here on
+    own = {
+        site.index: _masked(site, sum_, parts[site.index].masked, parts[site.index].bound) for site in here
+    }
+    arrived = _sent(own, heard, sum_, comm, lossy=True)
+    heard |= {k: [one.sender for one in arrived[k]] for k in parts}
+    came = {
+        k: {one.sender: one for one in arrived[k] if not _problem(one, own[k])} | {k: own[k]} for k in parts
+    }
+    # 3. votes for those whose messages all hold, and then one seed of each site
+    votes_of = {k: parts[k].vote(came[k], told) for k, told in all_hold(came).items()}
+    votes = hand_pieces(lambda k, _: votes_of[k])
+    mine = {k: parts[k].opening(votes[k]) for k in parts}
+    openings = hand_pieces(lambda k, _: mine[k])
+    for site in here:
+        k, part = site.index, parts[site.index]
+        vectors = {other: _numbers(came[k][other]) for other in part.survivors}
+        _open(site, sum_.method, part.total(vectors, openings[k] | {k: mine[k]}), len(vectors))
+        checkpoint(site, round_)
+    for k in parts:
+        if gone := sorted({*sum_.present} - {k, *heard[k]}):
+            raise PeerLate(
+                f"site {gone[0]} went away; the sum of those who stayed is kept, go on --without it", gone
+            )
 
 
 def _refusal(site: Site, method: Method) -> Literal["", "budget", "finished", "approval"]:
@@ -160,10 +262,11 @@ def _head(site: Site, method: Method) -> SharedHead:
 
 @dataclass(frozen=True)
 class _Sum:
-    """What all sites know of a sum: method, how many may collude, the seed of tests, the attempt, and who is in it."""
+    """What all sites know of a sum: who may collude or go, the seed of tests, the attempt, and who is in it."""
 
     method: Method
     colluding: int
+    dropouts: int
     insecure_seed: int | None
     attempt: int
     present: list[int]
@@ -174,20 +277,25 @@ class _Sum:
         return f"{run_id(site.ledger.run)} attempt {self.attempt} of {who}".encode()
 
 
-def _masked(site: Site, sum_: _Sum, keys: KeyPair, publics: Sequence[bytes]) -> Release:
-    """Return the site's masked sums with its share of the noise, recorded in its ledger as about to leave."""
+def _masked(site: Site, sum_: _Sum, hide: Hider, bound: bytes = b"") -> Release:
+    """Return the site's masked sums with its share of the noise, recorded in its ledger as about to leave.
+
+    Args:
+        bound: what they are bound to beside the head, so that no message of other masks is taken for one of these.
+    """
     head = _head(site, sum_.method)
     exact = head.exact[:-1].cpu().numpy()
     values, share = quantised(exact, SCALE), 0.0
     if site.plan is not None and site.plan.sigma > 0:
-        share = _share_of(site.plan, len(exact), len(sum_.present), sum_.colluding)
+        lacking = sum_.colluding + sum_.dropouts
+        share = _share_of(site.plan, len(exact), len(sum_.present), lacking)
         values = values + _noise(share, len(values), sum_, site.index)
     head.hold(torch.from_numpy(exact), torch.from_numpy(values / SCALE), (share / SCALE) ** 2)
-    hidden = masked(values, sum_.present.index(site.index), keys, publics, sum_.context(site))
+    hidden, of = hide(values), schema(head)
     release = site.ledger.release(
         sum_.attempt,
         hidden.astype("<u8").view(np.uint8),
-        schema=schema(head),
+        schema=hashlib.sha256(of.encode() + bound).hexdigest() if bound else of,
         mechanism=site.plan,
         content=sum_.method.mixed.content if sum_.method.mixed else "model",
     )
@@ -195,15 +303,15 @@ def _masked(site: Site, sum_: _Sum, keys: KeyPair, publics: Sequence[bytes]) -> 
     return release
 
 
-def _share_of(plan: PrivacyPlan, n: int, n_sites: int, colluding: int) -> float:
+def _share_of(plan: PrivacyPlan, n: int, n_sites: int, lacking: int) -> float:
     """Return the σ of one site's share, in steps: the shares of the honest sites add up to the plan's noise.
 
     Raises:
         WsiFlError: when they do not.
     """
     sensitivity = sensitivity_of(plan.clip, SCALE, n)
-    share = share_sigma(plan.sigma * sensitivity * (1 + A_LITTLE), n_sites, colluding)
-    if noise_multiplier(share, n_sites, colluding, sensitivity, n) < plan.sigma:
+    share = share_sigma(plan.sigma * sensitivity * (1 + A_LITTLE), n_sites, lacking)
+    if noise_multiplier(share, n_sites, lacking, sensitivity, n) < plan.sigma:
         raise WsiFlError(
             f"noise in shares of {share:g} steps adds up to less than the plan's; raise privacy.sigma"
         )
@@ -216,22 +324,26 @@ def _noise(share: float, n: int, sum_: _Sum, index: int) -> NDArray[np.int64]:
     return discrete_gaussian(share, n, stream)
 
 
-def _open(site: Site, method: Method, own: Release, others: Sequence[Message], n_sites: int) -> None:
+def _problem(message: Message, own: Release) -> str:
+    """Return why a message cannot be added to the site's own, or "" where it can."""
+    return message.refused or ("" if message.schema == own.schema else "it is of another head")
+
+
+def _numbers(message: Message | Release) -> NDArray[np.uint64]:
+    """Return uint64[n], what a masked message holds."""
+    return np.ascontiguousarray(message.vector, np.uint8).view("<u8").astype(np.uint64)
+
+
+def _open(site: Site, method: Method, summed: NDArray[np.int64], n_sites: int) -> None:
     """Put the mean of all sums into the site's head.
 
+    Args:
+        summed: int64[n], their total in steps.
+
     Raises:
-        WsiFlError: when a message cannot be used, or the total is too large to be a sum of rows.
+        WsiFlError: when it is too large to be a sum of rows.
     """
-    head = _head(site, method)
-    for message in others:
-        problem = message.refused or ("" if message.schema == own.schema else "it is of another head")
-        if problem:
-            raise WsiFlError(
-                f"the sum is void: the message of site {message.sender} cannot be used, {problem}"
-            )
-    vectors = [own.vector, *(message.vector for message in others)]
-    hidden = [np.ascontiguousarray(one, np.uint8).view("<u8").astype(np.uint64) for one in vectors]
-    total = opened(hidden) / SCALE
+    head, total = _head(site, method), summed / SCALE
     if np.abs(total).max() > _MOST:
         raise WsiFlError("the sum is void: the messages add up to too much; go on with train --resume")
     mean = np.concatenate([total / n_sites, [float(head.released[-1])]]).astype(np.float32)

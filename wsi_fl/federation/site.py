@@ -46,6 +46,7 @@ class Schedule:
         insecure_seed: fixed noise, for tests alone.
         colluding: how many sites may put together what they know, where noise is added once in all; None where each
             site adds its own.
+        dropouts: how many sites may go away while such a sum is made, which then is that of the others.
     """
 
     rounds: int
@@ -61,6 +62,7 @@ class Schedule:
     reset_optimizer: bool = False
     insecure_seed: int | None = None
     colluding: int | None = None
+    dropouts: int = 0
 
 
 @dataclass

@@ -146,21 +146,22 @@ def sensitivity_of(clip: float, scale: float, n: int) -> float:
     )  # product, root and sum: each may be rounded down
 
 
-def share_sigma(sigma_total: float, n_sites: int, colluding: int) -> float:
+def share_sigma(sigma_total: float, n_sites: int, lacking: int) -> float:
     """Return the σ of each site's share, such that the shares of honest sites alone have the variance σ_total² or more.
 
-    Sites that collude know their own shares and take them off, so the other n_sites − colluding must suffice:
-    σ = σ_total / √(n_sites − colluding), rounded up. All others see noise of variance n_sites · σ².
+    Sites that collude know their own shares and take them off, and those of sites that go away are not in the sum, so
+    the other n_sites − lacking must suffice: σ = σ_total / √(n_sites − lacking), rounded up. All others see noise of
+    variance n_sites · σ².
 
     Args:
         sigma_total: σ of the noise that nobody can take off, in steps.
         n_sites: how many sites add up.
-        colluding: how many of them may put together what they know; 0 where only the sum's readers are feared.
+        lacking: how many of them may put together what they know or go away; 0 where neither is feared.
 
     Raises:
         UsageError: when no site would be left, or σ_total is no positive number.
     """
-    honest = _honest(n_sites, colluding)
+    honest = _honest(n_sites, lacking)
     if not 0 < sigma_total < inf:
         raise UsageError(f"noise needs a sigma above 0, not {sigma_total:g}")
     wanted = Fraction(sigma_total) ** 2
@@ -170,8 +171,8 @@ def share_sigma(sigma_total: float, n_sites: int, colluding: int) -> float:
     return share
 
 
-def noise_multiplier(share: float, n_sites: int, colluding: int, sensitivity: float, n: int) -> float:
-    """Return the noise multiplier z that goes on the account: √(n_sites − colluding) · σ_share / sensitivity.
+def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: float, n: int) -> float:
+    """Return the noise multiplier z that goes on the account: √(n_sites − lacking) · σ_share / sensitivity.
 
     A sum of h discrete Gaussians is none, but its log-probabilities differ from those of one with variance h · σ² so
     little that the sum of vectors is ½ε²-concentrated DP with ε = Δ / (√h σ) + τ √n, where τ is `gap` (Kairouz, Liu &
@@ -184,14 +185,14 @@ def noise_multiplier(share: float, n_sites: int, colluding: int, sensitivity: fl
     Args:
         share: σ of each site's noise, in steps.
         n_sites: how many sites add up.
-        colluding: how many of them may put together what they know.
+        lacking: how many of them may put together what they know or go away.
         sensitivity: how far a unit moves the sum of whole numbers in L2, as `sensitivity_of` tells.
         n: length of the vector.
 
     Raises:
         UsageError: when a share is so small that τ √n is not negligible (σ below about 5), or a number makes no sense.
     """
-    honest = _honest(n_sites, colluding)
+    honest = _honest(n_sites, lacking)
     if not (0 < share < inf and 0 < sensitivity < inf) or n < 1:
         raise UsageError(
             "a noise multiplier needs numbers above 0: "
@@ -227,10 +228,10 @@ def gap(sigma: float, n_shares: int) -> float:
     return 10 * sum(exp(-2 * (pi * sigma) ** 2 * k / (k + 1)) for k in range(1, n_shares))
 
 
-def _honest(n_sites: int, colluding: int) -> int:
-    if not 0 <= colluding < n_sites:
-        raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude, not {colluding}")
-    return n_sites - colluding
+def _honest(n_sites: int, lacking: int) -> int:
+    if not 0 <= lacking < n_sites:
+        raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude or go away, not {lacking}")
+    return n_sites - lacking
 
 
 def _check_scale(scale: float) -> None:

@@ -256,6 +256,10 @@ class Privacy(Section):
     colluding: int = Field(1, ge=1, le=10_000)
     """With `noise = "shared"`: how many sites may put together what they know without learning more than ε says. It is
     at least 1, since every site knows its own share of the noise."""
+    dropouts: int = Field(0, ge=0, le=10_000)
+    """With `noise = "shared"`: how many sites may go away while the sum is made; it is that of the others then, at no
+    second charge. There must be `colluding` + 2 `dropouts` + 1 sites or more, and noise grows as if so many sites were
+    fewer. With 0 a site that goes away makes the sum unreadable, and the next attempt is charged again."""
     insecure_seed: int | None = Field(None, ge=0, le=MOST_SEED)
     """Seed of fixed noise, for tests alone. The ledger notes it, and no guarantee is given."""
 

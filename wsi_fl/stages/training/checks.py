@@ -11,6 +11,7 @@ from wsi_fl import __version__
 from wsi_fl.federation.graph import from_file
 from wsi_fl.federation.methods import FILES, SHARED, Method, names_of
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
+from wsi_fl.privacy.survivors import require_enough
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import RunContext
@@ -176,11 +177,7 @@ def _check_shared_noise(party: RunContext) -> None:
     privacy = party.pipeline.privacy
     if privacy.noise == "own":
         return
-    if len(party.sites) < privacy.colluding + 2:
-        raise UsageError(
-            f"privacy.noise = 'shared' with privacy.colluding = {privacy.colluding} needs {privacy.colluding + 2} "
-            "sites or more, since a sum of fewer hides nothing"
-        )
+    require_enough(len(party.sites), privacy.colluding, privacy.dropouts)
     for site in party.sites:
         if not site.allows("shared"):
             raise UsageError(

@@ -56,6 +56,7 @@ def schedule_of(party: RunContext) -> Schedule:
             if pipeline.privacy.noise == "shared" and party.method.travels is not None
             else None
         ),
+        dropouts=pipeline.privacy.dropouts,
     )
 
 

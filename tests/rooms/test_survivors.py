@@ -1,0 +1,330 @@
+"""Sums that survive sites that go away: exact for those who stay, and never two sets nor both keys of a site."""
+
+from copy import deepcopy
+from math import sqrt
+
+import numpy as np
+import pytest
+from conftest import refused
+from Crypto.Protocol.SecretSharing import Shamir
+from test_masks import N, looks_random, secret
+
+from wsi_fl.privacy import survivors
+from wsi_fl.privacy.discrete import discrete_gaussian, share_sigma
+from wsi_fl.privacy.masks import KeyPair, masked, opened, own_mask
+from wsi_fl.privacy.survivors import Part, needed_votes, require_enough
+from wsi_fl.types import UsageError, WsiFlError
+
+CONTEXT = b"run 7 attempt 3"
+PHASES = ("hands out", "tells whose keys", "sends", "tells whose messages", "votes", "opens")
+
+
+class Sum:
+    """A sum of sites of which some go away in one phase, or those of each phase in turn.
+
+    Args:
+        values: int64[n] of each site.
+        lost: who goes before a phase, by phase.
+    """
+
+    def __init__(self, values, colluding=1, dropouts=1, lost=None, parts=None):
+        self.values, self.lost = values, lost or {}
+        self.alive = list(range(len(values)))
+        self.parts = parts or {k: Part(k, self.alive, colluding, dropouts, CONTEXT) for k in self.alive}
+
+    def phase(self, name):
+        self.alive = [k for k in self.alive if k not in self.lost.get(name, ())]
+        return self.alive
+
+    def join(self):
+        handing = self.phase("hands out")
+        held = {
+            k: self.parts[k].take({j: self.parts[j].parcels[k] for j in handing if j != k}) for k in handing
+        }
+        told = {j: held[j] for j in self.phase("tells whose keys")}
+        for k in self.alive:
+            self.parts[k].join([told[j] for j in self.alive if j != k])
+
+    def send(self):
+        self.messages = {k: self.parts[k].masked(self.values[k]) for k in self.phase("sends")}
+        self.came = {k: set(self.messages) for k in self.alive}
+
+    def vote(self):
+        told = {j: self.came[j] for j in self.phase("tells whose messages")}
+        votes = {
+            k: self.parts[k].vote(self.came[k], [told[j] for j in self.alive if j != k]) for k in self.alive
+        }
+        self.votes = {k: votes[k] for k in self.phase("votes")}
+
+    def open(self):
+        opened = {k: self.parts[k].opening(self.votes) for k in self.alive}
+        self.openings = {k: opened[k] for k in self.phase("opens")}
+
+    def until_opened(self):
+        for step in (self.join, self.send, self.vote, self.open):
+            step()
+        return self
+
+    def total(self, reader):
+        return self.parts[reader].total(self.messages, self.openings)
+
+
+@pytest.fixture(scope="module")
+def fifty():
+    """Fifty sites that have dealt their shares, which takes seconds."""
+    return {k: Part(k, range(50), 1, 10, CONTEXT) for k in range(50)}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_of_fifty_sites_ten_go_and_the_sum_of_those_in_it_is_exact(fifty, phase):
+    values = [secret(k, 200) for k in range(50)]
+    sum_ = Sum(values, lost={phase: range(3, 50, 5)}, parts=deepcopy(fifty)).until_opened()
+    read = sum_.total(0)
+    before = phase in PHASES[:3]  # later its message is in the sum
+    inside = [k for k in range(50) if not (before and k % 5 == 3)]
+    assert sum_.parts[0].survivors == inside
+    assert read.tolist() == sum(values[k] for k in inside).tolist()
+
+
+@pytest.mark.parametrize("n_sites", [4, 6, 9])
+def test_all_who_stay_read_the_same_whoever_goes_when(n_sites):
+    dropouts = (n_sites - 2) // 2
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        gone = rng.choice(n_sites, dropouts, replace=False).tolist()
+        when = {one: PHASES[rng.integers(len(PHASES))] for one in gone}
+        lost = {phase: [one for one in gone if when[one] == phase] for phase in PHASES}
+        values = [secret(k + seed, 30) for k in range(n_sites)]
+        sum_ = Sum(values, dropouts=dropouts, lost=lost).until_opened()
+        inside = [k for k in range(n_sites) if when.get(k, "later") not in PHASES[:3]]
+        for reader in sum_.alive:
+            assert sum_.total(reader).tolist() == sum(values[k] for k in inside).tolist(), (seed, when)
+
+
+def test_a_site_whose_message_came_to_some_alone_is_left_out():
+    sum_ = Sum([secret(k, 30) for k in range(5)])
+    sum_.join()
+    sum_.send()
+    sum_.came[3] -= {1}
+    sum_.vote()
+    sum_.open()
+    assert sum_.parts[1].survivors == [0, 2, 3, 4]
+    for reader in range(5):  # the one whose message was late reads it too
+        assert sum_.total(reader).tolist() == sum(sum_.values[k] for k in (0, 2, 3, 4)).tolist()
+
+
+def test_noise_is_at_least_the_plans_once_colluders_take_theirs_off_and_dropouts_are_gone():
+    n_sites, colluding, dropouts, sigma = 7, 2, 2, 2.0**14
+    share = share_sigma(sigma, n_sites, colluding + dropouts)
+    noise = [discrete_gaussian(share, 2000) for _ in range(n_sites)]
+    sum_ = Sum(noise, colluding, dropouts, {"sends": (5, 6)}).until_opened()
+    left = sum_.total(0) - noise[0] - noise[1]
+    assert left.std() == pytest.approx(sigma, rel=4 / sqrt(2 * 2000))
+    assert share**2 * (n_sites - colluding - dropouts) >= sigma**2
+
+
+# what nobody reads
+
+
+def test_nobody_reads_the_message_of_a_site_that_was_late():
+    """All that is ever opened of the others, its key of pairwise masks too, leaves its own mask on it."""
+    values = [np.zeros(N, np.int64) for _ in range(5)]
+    sum_ = Sum(values)
+    secrets = sum_.parts[4]._seeds
+    sum_.join()
+    sum_.send()
+    for k in (0, 1, 2, 3):
+        sum_.came[k] -= {4}
+    sum_.came.pop(4)
+    sum_.lost["tells whose messages"] = [4]
+    sum_.vote()
+    sum_.open()
+    assert sum_.total(0).tolist() == [0] * N
+    seed = Shamir.combine([(k + 1, sum_.openings[k][1 + 4]) for k in range(4)])
+    part = sum_.parts[0]
+    publics = [part._held[k][0] for k in range(5)]
+    assert KeyPair.of(seed).public == publics[4]
+    unpaired = sum_.messages[4] - masked(values[4], 4, KeyPair.of(seed), publics, part.bound)
+    assert looks_random(unpaired)
+    assert not (unpaired - own_mask(secrets[1], part.bound, N)).any()  # with both keys it would be read
+
+
+class Adversary:
+    """Sites that put together what they know: all parcels that they were handed, and all that others open."""
+
+    def __init__(self, sum_, colluding):
+        self.sum, self.sites = sum_, range(colluding)
+        self.shares = {}
+        for k in self.sites:
+            for site, one in sum_.parts[k]._held.items():
+                for kind in (0, 1):
+                    self.shares.setdefault((site, kind), {})[k + 1] = one[2 + kind]
+
+    def hear(self, opener, opening):
+        """What an honest site opens, whichever seeds these are."""
+        part = self.sum.parts[opener]
+        for site, share in zip(part.joined, opening[1:], strict=True):
+            self.shares[site, part._kind(site)][opener + 1] = share
+
+    def keys_of(self, site, votes):
+        """Which seeds of a site it can put together."""
+        key = self.sum.parts[0]._held[site]
+        found = set()
+        for kind in (0, 1):
+            shares = list(self.shares[site, kind].items())
+            if len(shares) >= votes and KeyPair.of(Shamir.combine(shares[:votes])).public == key[kind]:
+                found.add(kind)
+        return found
+
+
+def lied_to(n_sites, colluding, dropouts):
+    """Colluding sites tell one half of the honest ones that they have the last message, and the others that not."""
+    sum_ = Sum([secret(k, 20) for k in range(n_sites)], colluding, dropouts)
+    sum_.join()
+    adversary = Adversary(sum_, colluding)
+    sum_.send()
+    honest = range(colluding, n_sites)
+    votes = {}
+    for k in honest:
+        lie = sum_.came[0] if k % 2 else sum_.came[0] - {n_sites - 1}
+        told = [sum_.came[j] for j in honest if j != k] + [lie] * colluding
+        votes[k] = sum_.parts[k].vote(sum_.came[k], told)
+    return sum_, adversary, honest, votes
+
+
+@pytest.mark.parametrize(("n_sites", "colluding", "dropouts"), [(5, 1, 1), (6, 1, 2), (9, 2, 3), (9, 4, 2)])
+def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
+    """Colluding sites vote for both, to whom it suits; of no site do they get both keys, and one set at most opens."""
+    sum_, adversary, honest, votes = lied_to(n_sites, colluding, dropouts)
+    assert len(set(votes.values())) == 2
+    opened_for = set()
+    for k in honest:
+        for_it = votes | dict.fromkeys(adversary.sites, votes[k])
+        try:
+            adversary.hear(k, sum_.parts[k].opening(for_it))
+            opened_for.add(votes[k])
+        except WsiFlError as error:
+            assert "the sum is void" in str(error)
+    assert len(opened_for) <= 1
+    for site in honest:
+        assert len(adversary.keys_of(site, needed_votes(n_sites, colluding))) < 2
+
+
+def test_with_one_vote_less_two_sets_would_be_opened(monkeypatch):
+    """The same adversary wins where too few votes are asked for, so the test above can fail."""
+    monkeypatch.setattr(survivors, "needed_votes", lambda n_sites, colluding: n_sites // 2)
+    sum_, adversary, honest, votes = lied_to(6, 1, 2)
+    for k in honest:
+        adversary.hear(k, sum_.parts[k].opening(votes | dict.fromkeys(adversary.sites, votes[k])))
+    assert adversary.keys_of(5, 3) == {0, 1}
+    assert len({votes[k] for k in honest}) == 2
+
+
+def test_no_two_sets_can_have_enough_votes():
+    for n_sites in range(3, 60):
+        for colluding in range(n_sites):
+            votes = needed_votes(n_sites, colluding)
+            assert 2 * votes - n_sites > colluding  # whoever votes for both is more than those who may lie
+            assert 2 * (votes - 1) - n_sites <= colluding  # and fewer would not do
+
+
+def test_a_site_votes_once_and_opens_once():
+    sum_ = Sum([secret(k, 20) for k in range(5)]).until_opened()
+    part = sum_.parts[2]
+    refused(lambda: part.vote({0, 1, 2, 3}, []), "a site votes once in a sum", error=WsiFlError)
+    refused(lambda: part.opening(sum_.votes), "a site opens its shares once", error=WsiFlError)
+    refused(lambda: part.masked(sum_.values[2]), "a site masks its values once", error=WsiFlError)
+    assert not hasattr(part, "_seeds") and not hasattr(part, "parcels")
+    assert all(len(one) == 2 for one in part._held.values())  # it has forgotten all shares
+    early = Part(0, range(5), 1, 1, CONTEXT)
+    refused(lambda: early.opening({}), "in order", error=WsiFlError)
+
+
+def test_without_enough_votes_nothing_is_opened():
+    sum_ = Sum([secret(k, 20) for k in range(5)])
+    for step in (sum_.join, sum_.send, sum_.vote):
+        step()
+    few = {k: sum_.votes[k] for k in (0, 1, 2)}
+    refused(lambda: sum_.parts[0].opening(few), "the sum is void: 3 sites agree", "4 must", error=WsiFlError)
+    refused(lambda: sum_.parts[0].opening(sum_.votes), "once", error=WsiFlError)
+
+
+def test_who_masked_with_others_is_not_with_those_who_vote():
+    """A site that was told that others had not joined masks with fewer; its message is bound to that."""
+    sum_ = Sum([secret(k, 20) for k in range(5)])
+    held = {
+        k: sum_.parts[k].take({j: sum_.parts[j].parcels[k] for j in range(5) if j != k}) for k in range(5)
+    }
+    for k in range(4):
+        sum_.parts[k].join([held[j] for j in range(5) if j != k])
+    sum_.parts[4].join([{0, 1, 2, 4}, *(held[j] for j in range(3))])
+    assert sum_.parts[4].bound != sum_.parts[0].bound
+
+
+# what goes wrong
+
+
+def test_shares_that_do_not_fit_make_the_sum_void_in_one_line():
+    sum_ = Sum([secret(k, 20) for k in range(4)], lost={"opens": [3]}).until_opened()
+    spoilt = bytes(16)
+    sum_.openings[1] = (*sum_.openings[1][:4], spoilt)
+    refused(lambda: sum_.total(0), "the sum is void", "of site 3 do not fit its key", error=WsiFlError)
+    sum_ = Sum([secret(k, 20) for k in range(4)], lost={"opens": [3]}).until_opened()
+    sum_.openings[1] = sum_.openings[1][:-1]
+    refused(lambda: sum_.total(0), "the sum is void: 2 sites opened", "3 must", error=WsiFlError)
+
+
+def test_a_seed_that_a_site_shows_itself_is_held_against_its_key():
+    sum_ = Sum([secret(k, 20) for k in range(4)]).until_opened()
+    sum_.openings[1] = (bytes(16), *sum_.openings[1][1:])
+    assert sum_.total(0).tolist() == sum(sum_.values).tolist()  # from shares instead
+
+
+def test_a_parcel_that_is_none_counts_as_none():
+    sum_ = Sum([secret(k, 20) for k in range(4)])
+    whole = {k: sum_.parts[k].parcels[0] for k in (1, 2, 3)}
+    for bad in ((), whole[3][:3], (*whole[3][:3], bytes(15)), (*whole[3], b"")):
+        part = Part(0, range(4), 1, 1, CONTEXT)
+        assert part.take(whole | {3: bad}) == [0, 1, 2]
+
+
+def test_too_few_who_stay_make_the_sum_void_and_cost_nothing_before_messages():
+    values = [secret(k, 20) for k in range(5)]
+    sum_ = Sum(values, lost={"hands out": [3, 4]})
+    refused(sum_.join, "the sum is void: 3 of 5 sites are left", "--resume", error=WsiFlError)
+    sum_ = Sum(values, lost={"sends": [3, 4]})
+    sum_.join()
+    sum_.send()
+    refused(sum_.vote, "the sum is void: 3 of 5 sites are left", error=WsiFlError)
+
+
+def test_a_site_that_the_others_did_not_hear_sends_nothing():
+    part = Part(0, range(4), 1, 1, CONTEXT)
+    others = {k: Part(k, range(4), 1, 1, CONTEXT).parcels[0] for k in (1, 2, 3)}
+    part.take(others)
+    refused(lambda: part.join([{1, 2, 3}] * 3), "did not hear this site in time", error=WsiFlError)
+
+
+@pytest.mark.parametrize(("n_sites", "colluding", "dropouts"), [(3, 1, 1), (2, 1, 0), (50, 1, 25), (9, 3, 3)])
+def test_what_cannot_work_is_refused_in_one_line(n_sites, colluding, dropouts):
+    refused(
+        lambda: require_enough(n_sites, colluding, dropouts),
+        f"needs {colluding + max(1, 2 * dropouts) + 1} sites or more, not {n_sites}",
+        error=UsageError,
+    )
+    require_enough(colluding + max(1, 2 * dropouts) + 1, colluding, dropouts)
+
+
+def test_those_who_stay_are_enough_to_agree_and_hide_each_other():
+    for dropouts in range(1, 20):
+        for colluding in range(1, 20):
+            n_sites = colluding + 2 * dropouts + 1
+            assert needed_votes(n_sites, colluding) <= n_sites - dropouts
+            assert needed_votes(n_sites - 1, colluding) > n_sites - 1 - dropouts
+            assert n_sites - dropouts - colluding >= 2
+
+
+def test_opened_is_noise_without_the_masks_of_who_is_gone():
+    sum_ = Sum([np.zeros(N, np.int64) for _ in range(4)], lost={"sends": [3]}).until_opened()
+    assert looks_random(opened(list(sum_.messages.values())).view(np.uint64))
+    assert sum_.total(1).tolist() == [0] * N
