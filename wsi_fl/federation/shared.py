@@ -43,7 +43,7 @@ from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, attempts_of
 from wsi_fl.privacy.ledger_file import Release, run_id
 from wsi_fl.privacy.masks import KeyPair, masked, opened
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.privacy.survivors import Part, require_enough
+from wsi_fl.privacy.survivors import Part, most_dropouts, require_enough
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
 T = TypeVar("T")
@@ -110,9 +110,11 @@ def share_sums(
     """
     colluding = schedule.colluding
     assert colluding is not None
-    require_enough(len(present), colluding, schedule.dropouts)
+    require_enough(len(present), colluding, 0)
+    # after losses no more may go than those who are left can do without
+    dropouts = min(schedule.dropouts, most_dropouts(len(present), colluding))
     here = [site for site in sites if site.index in present]
-    keys = {} if schedule.dropouts else {site.index: KeyPair.fresh() for site in here}
+    keys = {} if dropouts else {site.index: KeyPair.fresh() for site in here}
     mine: list[Offer] = [
         {
             "public": keys[site.index].public.hex() if site.index in keys else "",
@@ -133,8 +135,8 @@ def share_sums(
     attempt = max(told[index]["attempt"] for index in present)
     if attempt > min(told[index]["attempt"] for index in present) + _FURTHEST:
         raise WsiFlError(f"a site says that this is attempt {attempt} at the sum; start a new run")
-    sum_ = _Sum(method, colluding, schedule.dropouts, schedule.insecure_seed, attempt, list(present))
-    if schedule.dropouts:
+    sum_ = _Sum(method, colluding, dropouts, schedule.insecure_seed, attempt, list(present))
+    if dropouts:
         _share_as_survivors(here, sum_, comm, round_=round_)
         return
     publics = [bytes.fromhex(told[index]["public"]) for index in present]

@@ -57,6 +57,16 @@ def require_enough(n_sites: int, colluding: int, dropouts: int) -> None:
         )
 
 
+def most_dropouts(n_sites: int, colluding: int) -> int:
+    """Return how many sites may go away at most, such that those who stay are `needed_votes`.
+
+    Example:
+        >>> most_dropouts(50, 1), most_dropouts(4, 1), most_dropouts(3, 1)
+        (24, 1, 0)
+    """
+    return max(0, (n_sites - colluding - 1) // 2)
+
+
 def needed_votes(n_sites: int, colluding: int) -> int:
     """Return t, how many sites agree before one opens its shares, and how many shares open a seed.
 

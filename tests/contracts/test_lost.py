@@ -1,0 +1,322 @@
+"""A shared sum of which hospitals go away in the middle: what the others hold, and what each is charged."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import nightly
+from wires import Wire
+
+from wsi_fl.federation.comm import LocalComm, PeerLate
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.federation.shared import share_sums
+from wsi_fl.federation.site import Site
+from wsi_fl.hospitals.lines.relayed import RelayedComm
+from wsi_fl.learning.local import Learner
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.ledger import PrivacyLedger, Terms
+from wsi_fl.privacy.plan import plan_of_round
+from wsi_fl.runs.site import SiteFolder
+from wsi_fl.types import UsageError, WsiFlError
+
+NAMES = ("C1", "C2", "C3", "C4")
+PHASES = ("hands out", "tells whose keys", "sends", "tells whose messages", "votes", "opens")
+METHOD = METHODS["oneshot"]
+CPU = torch.device("cpu")
+
+
+class GoneError(Exception):
+    """The process of a site is killed."""
+
+
+class Table(LocalComm):
+    """Sites in threads of their own: each lays down what it says, and waits for those who have not gone.
+
+    Args:
+        me: the site of this end.
+        laid: what was laid down, by call, sender and receiver; shared by all.
+        gone: who is gone; shared by all.
+    """
+
+    def __init__(self, me, n_sites, laid, gone, changed):
+        super().__init__(n_sites)
+        self.sites, self.calls = (me,), 0
+        self.laid, self.gone, self.changed = laid, gone, changed
+
+    def meet(self, said, senders):
+        me, self.calls = self.sites[0], self.calls + 1
+        with self.changed:
+            self.laid[self.calls, me] = said
+            self.changed.notify_all()
+            assert self.changed.wait_for(
+                lambda: all((self.calls, k) in self.laid or k in self.gone for k in senders), 30
+            )
+            return {k: self.laid[self.calls, k] for k in senders if (self.calls, k) in self.laid}
+
+    def gather(self, documents, kind, *, patient=False):
+        others = [k for k in self.running if k not in self.sites]
+        told = self.meet(documents[0], others) | {self.sites[0]: documents[0]}
+        if lost := [k for k in self.running if k not in told]:
+            raise PeerLate("gone", lost)
+        return super().gather([told[k] for k in self.running], kind)
+
+    def hand(self, documents, kind, expected):
+        told = self.meet(documents, [k for k, _ in expected])
+        return super().hand(
+            {pair: told[pair[0]][pair] for pair in expected if pair[0] in told}, kind, expected
+        )
+
+    def exchange(self, outgoing, expected, *, lossy=False, **given):
+        told = self.meet(outgoing, [k for k, _ in expected])
+        here = [item for items in told.values() for item in items if item.receiver in self.sites]
+        self.traffic = {
+            k: self.traffic.get(k) or next(iter(self.traffic.values())) for k in range(self.n_sites)
+        }
+        return super().exchange(here, expected, lossy=lossy, **given)
+
+
+def killed_before(comm, phase):
+    """Let the process of this end be killed as it comes to a phase."""
+    left = PHASES.index(phase)
+
+    def counted(call):
+        def do(*args, **given):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise GoneError
+            return call(*args, **given)
+
+        return do
+
+    comm.hand, comm.exchange = counted(comm.hand), counted(comm.exchange)
+    return comm
+
+
+def site_of(folder, index, sigma):
+    """A hospital that has trained its round: its head holds the sums of its rows."""
+    (folder / NAMES[index]).mkdir(parents=True, exist_ok=True)
+    head = SharedHead(2, 6, directions=4)
+    head.exact.copy_(torch.from_numpy(np.random.default_rng(index).integers(-50, 50, len(head.exact)) / 4.0))
+    learner = Learner(head, lr=0.1, weight_decay=0.0, device=CPU, dp=None)
+    ledger = PrivacyLedger(
+        folder / f"{NAMES[index]}.jsonl",
+        site=NAMES[index],
+        run="r",
+        terms=Terms(1e-5, allow=("model", "sums"), guarantee="shared"),
+    )
+    plan = plan_of_round(n=50, batch_size=50, epochs=1, sigma=sigma, clip=1.0, delta=1e-5) if sigma else None
+    return Site(
+        index,
+        NAMES[index],
+        {"proxy": learner},
+        (),
+        {},
+        ledger,
+        SiteFolder(folder / NAMES[index]),
+        CPU,
+        plan,
+        None,
+        2,
+    )
+
+
+def schedule(dropouts=1):
+    return SimpleNamespace(colluding=1, dropouts=dropouts, insecure_seed=None)
+
+
+def together(folder, comm_of, sigma=0.0, dropouts=1, present=range(4)):
+    """Each site in a thread; return the sites, and what each raised."""
+    sites = {k: site_of(folder, k, sigma) for k in present}
+    raised = {}
+
+    def be(k):
+        comm = None
+        try:
+            comm = comm_of(k)
+            share_sums([sites[k]], METHOD, comm, schedule(dropouts), list(present), round_=1)
+        except (GoneError, WsiFlError) as error:
+            raised[k] = error
+            comm.leave() if hasattr(comm, "leave") else None
+
+    threads = [threading.Thread(target=be, args=(k,), daemon=True) for k in present]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return sites, raised
+
+
+def at_a_table(phase="", lost=(), meddle=None):
+    laid, gone, changed = {}, set(), threading.Condition()
+
+    def comm_of(k):
+        comm = Table(k, len(NAMES), laid, gone, changed)
+
+        def leave():
+            with changed:
+                gone.add(k)
+                changed.notify_all()
+
+        comm.leave = leave
+        if k in lost:
+            killed_before(comm, phase)
+        return meddle(comm, k) if meddle else comm
+
+    return comm_of
+
+
+def head_of(site):
+    return site.learners["proxy"].model
+
+
+def charges(site):
+    return [one for one in site.ledger.entries if one.mechanism]
+
+
+def check(sites, raised, lost, inside):
+    """Those who stayed hold the mean of those in the sum, and say who went away."""
+    total = sum(head_of(sites[k]).exact[:-1] for k in inside)
+    for k, site in sites.items():
+        if k == lost:
+            assert isinstance(raised[k], GoneError)
+            continue
+        assert isinstance(raised[k], PeerLate) and raised[k].sites == [lost], raised[k]
+        assert "the sum of those who stayed is kept, go on --without it" in str(raised[k])
+        head = head_of(site)
+        assert int(head.n_sites) == len(inside)
+        torch.testing.assert_close(head.sums[:-1].double() * len(inside), total, rtol=1e-5, atol=1e-4)
+        assert site.folder.checkpoints() == [1]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_hospital_that_goes_away_costs_the_others_nothing_more(tmp_path, phase):
+    sites, raised = together(tmp_path, at_a_table(phase, [2]))
+    check(sites, raised, 2, [0, 1, 3] if phase in PHASES[:3] else [0, 1, 2, 3])
+
+
+def test_the_sum_is_charged_once_and_has_the_plans_noise_without_the_one_that_left(tmp_path):
+    noise = []
+    for turn in range(12):
+        sites, raised = together(tmp_path / str(turn), at_a_table("sends", [3]), sigma=2.0)
+        assert set(raised) == {0, 1, 2, 3}
+        assert [len(charges(sites[k])) for k in range(4)] == [1, 1, 1, 1]  # it was about to send
+        head = head_of(sites[0])
+        total = sum(head_of(sites[k]).exact[:-1] for k in range(3))
+        noise.append(head.sums[:-1].double() * 3 - total)
+    # two of three sites carry the noise of the plan, so three carry half as much again
+    assert float(torch.cat(noise).detach().std()) == pytest.approx(2.0 * 1.5**0.5, rel=0.3)
+    left = [sites[k] for k in range(3)]  # as they go on without it, nothing is sent again
+    share_sums(left, METHOD, LocalComm(4, running=range(3)), schedule(), range(3), round_=1)
+    assert [len(charges(site)) for site in left] == [1, 1, 1]
+
+
+def test_those_who_are_left_after_a_void_sum_begin_again_with_what_they_can_do_without(tmp_path):
+    """Three can do without none of them, so the noise is that of two honest ones again."""
+    sites, raised = together(tmp_path, at_a_table("votes", [2, 3]), sigma=2.0)
+    assert len(raised) == 4
+    left = [sites[k] for k in range(3)]
+    share_sums(left, METHOD, LocalComm(4, running=range(3)), schedule(), range(3), round_=1)
+    assert [len(charges(site)) for site in left] == [2, 2, 2]
+    assert float(head_of(left[0]).released[-1]) == pytest.approx(2.0**2 / 2, rel=1e-3)
+
+
+def test_without_losses_it_is_the_sum_of_all(tmp_path):
+    sites, raised = together(tmp_path, at_a_table())
+    assert not raised
+    total = sum(head_of(site).exact[:-1] for site in sites.values())
+    for site in sites.values():
+        torch.testing.assert_close(head_of(site).sums[:-1].double() * 4, total, rtol=1e-5, atol=1e-4)
+
+
+def test_all_sites_in_one_process_survive_as_well(tmp_path):
+    sites = [site_of(tmp_path, k, 2.0) for k in range(4)]
+    share_sums(sites, METHOD, LocalComm(4), schedule(), range(4), round_=1)
+    assert [len(charges(site)) for site in sites] == [1, 1, 1, 1]
+    assert all(torch.equal(head_of(site).sums, head_of(sites[0]).sums) for site in sites)
+
+
+def test_two_that_go_are_one_too_many_and_the_sum_is_void_and_charged(tmp_path):
+    sites, raised = together(tmp_path, at_a_table("tells whose messages", [2, 3]), sigma=2.0)
+    for k in (0, 1):
+        assert "the sum is void: 2 sites agree" in str(raised[k])
+        assert len(charges(sites[k])) == 1 and int(head_of(sites[k]).n_sites) == 0
+
+
+def test_a_message_bound_to_others_is_not_counted(tmp_path):
+    """C3 tells C4 that C1's keys never came, so C4 masks with fewer: it holds no message that fits, nor others its."""
+
+    def lies(comm, k):
+        hand, told = comm.hand, []
+
+        def lying(documents, kind, expected):
+            told.append(1)
+            if k == 2 and len(told) == 2:
+                documents = documents | {(2, 3): {"sites": [1, 2, 3]}}
+            return hand(documents, kind, expected)
+
+        comm.hand = lying
+        return comm
+
+    sites, raised = together(tmp_path, at_a_table(meddle=lies))
+    for k, site in sites.items():
+        assert "the sum is void: 0 of 4 sites are left" in str(raised[k]) or k == 3, raised
+        assert int(head_of(site).n_sites) == 0
+    assert "the sum is void: 1 of 4 sites are left" in str(raised[3])
+
+
+def test_too_few_sites_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="needs 3 sites or more, not 2"):
+        share_sums([], METHOD, LocalComm(2), schedule(), range(2), round_=1)
+
+
+# over a line that is not trusted
+
+
+@pytest.mark.parametrize("phase", [PHASES[0], *nightly(*PHASES[1:])])
+def test_over_letters_the_others_wait_once_and_go_on(tmp_path, federation, phase):
+    identities, ends = {name: federation.identity(name) for name in NAMES}, {}
+
+    def comm_of(k):
+        comm = RelayedComm(identities[NAMES[k]], NAMES, range(4), Wire(NAMES[k], ends), 1.0)
+        comm.leave = comm.close
+        return killed_before(comm, phase) if k == 2 else comm
+
+    sites, raised = together(tmp_path, comm_of)
+    check(sites, raised, 2, [0, 1, 3] if phase in PHASES[:3] else [0, 1, 2, 3])
+
+
+def test_one_that_ends_is_heard_of_only_after_the_sum(tmp_path, federation):
+    """The others read their sum first, though its word that it ended came long before."""
+    identities, ends = {name: federation.identity(name) for name in NAMES}, {}
+
+    def comm_of(k):
+        comm = RelayedComm(identities[NAMES[k]], NAMES, range(4), Wire(NAMES[k], ends), 1.0)
+        comm.leave = comm.abort
+        return killed_before(comm, "sends") if k == 2 else comm
+
+    sites, raised = together(tmp_path, comm_of)
+    check(sites, raised, 2, [0, 1, 3])
+
+
+def test_what_is_handed_to_one_is_seen_by_no_other(tmp_path):
+    """Every share goes to its site alone: no parcel that one site was handed is in what another one was."""
+    seen = {}
+
+    def watch(comm, k):
+        hand = comm.hand
+
+        def watched(documents, kind, expected):
+            seen.setdefault(k, dict(documents))
+            return hand(documents, kind, expected)
+
+        comm.hand = watched
+        return comm
+
+    together(tmp_path, at_a_table(meddle=watch))
+    shares = [one for k in seen for document in seen[k].values() for one in document["pieces"][2:]]
+    assert len(shares) == len(set(shares)) == 4 * 3 * 2
+    assert all(pair[0] == k for k in seen for pair in seen[k])
