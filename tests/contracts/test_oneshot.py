@@ -486,6 +486,24 @@ def test_the_others_go_on_without_a_site_that_vanished(tmp_path):
     assert [len(lines_of(study, f"S{k}")) for k in range(4)] == [2, 2, 2, 1]
 
 
+def test_a_sum_that_may_lose_a_site_has_the_noise_of_those_who_must_stay(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=4)
+    for k in range(4):
+        x, labels = rows_of(40, k)
+        write_features(
+            study, f"S{k}", x, labels, [f"p{i}" for i in range(40)], ["train"] * 30 + ["test"] * 10
+        )
+    summary = oneshot(study, *SHARED, "privacy.dropouts=1")
+    head = model(study.root / summary["run"], "S0", "proxy")
+    assert {row["guarantee"] for row in summary["sites"]} == {"shared"}
+    assert float(head["sums"][-1]) == pytest.approx(9 / 2, rel=1e-4)  # of four, one may collude and one go
+    assert [len(lines_of(study, f"S{k}")) for k in range(4)] == [1, 1, 1, 1]
+    refused(
+        lambda: oneshot(study, *SHARED, "privacy.dropouts=2"),
+        "privacy.colluding = 1 and privacy.dropouts = 2 needs 6 sites or more, not 4",
+    )
+
+
 def test_who_rests_on_others_says_so_by_name(study):
     for k in range(3):
         file = study.root / "sites" / f"S{k}.toml"

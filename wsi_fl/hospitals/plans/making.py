@@ -279,7 +279,8 @@ def _in_words(party: RunContext, *, own: bool) -> str:
         "guaranteed": "Its ε is a guarantee, also against the other sites together",
         "shared": (
             f"Its ε is that of one attempt at the sum, of which an approval allows {MOST_ATTEMPTS}, and rests on the "
-            f"noise of the other sites, of which at most {privacy.colluding} may collude and {privacy.dropouts} go away"
+            f"noise of the other sites, of which at most {privacy.colluding} may collude"
+            + (f" and {privacy.dropouts} go away while it is made" if privacy.dropouts else "")
         ),
         "nominal": (
             f"Its ε is nominal and no guarantee, since the proxy also learns from the private model "
