@@ -158,12 +158,15 @@ def test_how_often_a_sum_may_be_tried_stands_in_the_plan_and_is_priced(tmp_path)
     import numpy as np
 
     said = f'{REAL}\nallow = ["shared"]'
-    study, own = make_study(tmp_path / "c", n_sites=3, site_extra=said), hospital(tmp_path / "h", "S0", said)
+    study, own = make_study(tmp_path / "c", n_sites=4, site_extra=said), hospital(tmp_path / "h", "S0", said)
     x, labels = np.random.default_rng(0).normal(size=(40, 8)), np.arange(40) % 2
     for where in (study, own):
         write_features(where, "S0", x, labels, [f"p{k}" for k in range(40)], ["train"] * 30 + ["test"] * 10)
     settings = ("train.data='features'", "privacy.noise='shared'", "privacy.target_epsilon=1")
     plan = made(study, tmp_path, "oneshot", *settings)
+    assert "at most 1 may collude." in document_of(plan)["privacy"]["says"]
+    lossy = document_of(made(study, tmp_path / "lossy", "oneshot", *settings, "privacy.dropouts=1"))
+    assert "at most 1 may collude and 1 go away while it is made." in lossy["privacy"]["says"]
     sums = document_of(plan)["leaves"][0]
     assert sums["times"] == 3 and "at most 3 times under one approval" in sums["often"]
     cost = look(own, plan, "S0").cost

@@ -116,6 +116,14 @@ def test_gather_knows_every_document_in_order():
     assert LocalComm(3).gather(told, Told) == told
 
 
+def test_a_document_is_handed_to_one_site_and_who_said_nothing_is_left_out():
+    local = LocalComm(3)
+    said = {(0, 1): {"site": 1}, (0, 2): {"site": 2}}
+    assert local.hand(said, Told, [(0, 1), (2, 1)]) == {(0, 1): {"site": 1}}
+    with pytest.raises(NotAgreed, match=r"^site 0 .*valid integer"):
+        local.hand({(0, 1): {"site": "1"}}, Told, [(0, 1)])
+
+
 @pytest.mark.parametrize(
     ("document", "words"),
     [
@@ -151,6 +159,9 @@ def together():
     comm.gather([{{"site": me}}], Told)
 
 out = {{"gathered": comm.gather([{{"site": me, "text": "é" * me}}], Told), "rounds": []}}
+others = [k for k in range(3) if k != me]
+handed = comm.hand({{(me, k): {{"site": 10 * me + k}} for k in others}}, Told, [(k, me) for k in others])
+out["handed"] = sorted([*pair, one["site"]] for pair, one in handed.items())
 for round_ in (1, 2, 3):
     outgoing, expected = plan_of(folder, round_, [me])
     out["rounds"].append([said(m) for m in comm.exchange(outgoing, expected, round_=round_, hop=0, size=70_001)])
@@ -225,6 +236,7 @@ def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_
         assert sorted(map(said, alone)) == sorted(by_mpi)
     for k, rank in enumerate(ranks):
         assert rank["gathered"] == [{"site": j, "text": "é" * j} for j in range(3)]
+        assert rank["handed"] == [[j, k, 10 * j + k] for j in range(3) if j != k]
         assert rank["traffic"] == [local.traffic[k].messages, local.traffic[k].bytes]
     assert [rank["silent"] is None for rank in ranks] == [True, True, False]
     message, waited = ranks[2]["silent"]

@@ -130,13 +130,14 @@ class RelayedComm:
         self._others = {self.names[k]: k for k in self.running if k != me}
         self._writer = self.writer or Writer(self.identity, since=time.time())
         self._gathered, self._session = 0, ""
-        self._met_s, self._lossy_steps = time.monotonic(), 0
+        self._met_s, self._steps = time.monotonic(), 0
         self._peers: dict[str, _Peer] = {}
         self._held: dict[tuple[str, str], Letter] = {}
         self._read: set[tuple[str, str]] = set()
         self._over: KnownToAll | None = None
         self._left: KnownToAll | None = None
-        """What a peer did to end the run; where sites may be lost, the others go on until they meet again."""
+        """What a peer did to end the run; while sites may be lost, nobody heeds it."""
+        self._lossy = False
         self._changed = threading.Condition()
         self.line.listen(self._take)
         self._introduce()
@@ -171,7 +172,7 @@ class RelayedComm:
         contents, senders = dict.fromkeys(self._others, (mine,)), list(self._others.values())
         texts = self._swap(self._place(), contents, senders, "", patient=patient)
         texts[self.sites[0]] = memoryview(mine)
-        self._met_s, self._lossy_steps = time.monotonic(), 0
+        self._met_s, self._steps = time.monotonic(), 0
         return [decoded(bytes(texts[k]), kind, self.names[k]) for k in self.running]
 
     def hand(
@@ -324,8 +325,8 @@ class RelayedComm:
 
         Where it is lossy, who is late is left out: the k-th time since all met, k timeouts after that.
         """
-        self._lossy_steps += lossy
-        ends_s = self._met_s + self._lossy_steps * self.timeout_s
+        self._lossy, self._steps = lossy, self._steps + lossy
+        ends_s = self._met_s + self._steps * self.timeout_s
 
         def left_s() -> float:
             return ends_s - time.monotonic() if lossy else inf if patient else self.timeout_s
@@ -333,26 +334,23 @@ class RelayedComm:
         keys = {k: (self.names[k], place) for k in senders}
         late_is_lost = suppress(PeerLate) if lossy else nullcontext()
         with late_is_lost:
-            self._send(place, contents, left_s(), where, lossy=lossy)
+            self._send(place, contents, left_s(), where)
         with self._changed:
             with late_is_lost:
                 self._wait_for(
-                    lambda: [n for n, _ in keys.values() if (n, place) not in self._held],
+                    lambda: [name for name, _ in keys.values() if (name, place) not in self._held],
                     left_s(),
                     where,
-                    lossy=lossy,
                 )
             letters = {k: self._held.pop(key) for k, key in keys.items() if key in self._held}
             self._read |= set(keys.values())
         return {k: self._writer.open(letter) for k, letter in letters.items()}
 
-    def _wait_for(
-        self, missing: Callable[[], list[str]], limit_s: float, where: str, *, lossy: bool = False
-    ) -> None:
+    def _wait_for(self, missing: Callable[[], list[str]], limit_s: float, where: str) -> None:
         """Wait, holding the lock, until nobody is missing."""
         deadline = time.monotonic() + limit_s
         while late := missing():
-            self._check_over(lossy=lossy)
+            self._check_over()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._late(late, where, "did not answer")
@@ -360,10 +358,10 @@ class RelayedComm:
             if self.waiting is not None:
                 self.waiting()
 
-    def _check_over(self, *, lossy: bool) -> None:
+    def _check_over(self) -> None:
         if self._over is None and (broken := self.line.broken()):
             self._over = KnownToAll(broken)
-        over = self._over or (None if lossy else self._left)
+        over = self._over or (None if self._lossy else self._left)
         if over is not None:
             raise over
 
@@ -374,25 +372,15 @@ class RelayedComm:
 
     # what is sent
 
-    def _send(
-        self,
-        place: str,
-        contents: Mapping[str, Sequence[Buffer]],
-        limit_s: float,
-        where: str,
-        *,
-        lossy: bool = False,
-    ) -> None:
+    def _send(self, place: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float, where: str) -> None:
         """Seal and deliver one letter to each of some sites."""
         letters = {
             name: self._writer.letter(name, self._peers[name].hello["public"], self._session, place, parts)
             for name, parts in contents.items()
         }
-        self._deliver(place, letters, limit_s, where, lossy=lossy)
+        self._deliver(place, letters, limit_s, where)
 
-    def _deliver(
-        self, place: str, letters: Mapping[str, bytes], limit_s: float, where: str, *, lossy: bool = False
-    ) -> None:
+    def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float, where: str) -> None:
         """Send letters, all at once, until each has been taken."""
         deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
         with ThreadPoolExecutor(max(1, len(left))) as pool:
@@ -407,7 +395,7 @@ class RelayedComm:
                 if not left:
                     return
                 if place != END:
-                    self._check_over(lossy=lossy)
+                    self._check_over()
                 if time.monotonic() >= deadline:
                     name, why = next(iter(failed.items()))
                     raise self._late(
