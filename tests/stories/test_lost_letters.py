@@ -1,7 +1,12 @@
 """Hospitals that go away in the middle of a shared sum, over a line that is not trusted."""
 
+from functools import partial
+
 import pytest
+import test_folder_line
 from conftest import nightly
+from test_drain import SHARED
+from test_folder_line import Group, charged, start
 from test_lost import NAMES, PHASES, check, killed_before, together
 from wires import Wire
 
@@ -24,3 +29,28 @@ def test_the_others_wait_for_it_and_read_their_sum_before_they_end(tmp_path, fed
 
     sites, raised = together(tmp_path, comm_of)
     check(sites, raised, 2, [0, 1, 3] if phase in PHASES[:3] else [0, 1, 2, 3])
+
+
+@pytest.mark.slow
+def test_hospitals_with_a_folder_finish_without_one_that_was_killed_at_no_second_charge(
+    tmp_path, federation, monkeypatch
+):
+    """S3 is killed as it masks its sums; the others keep theirs, and go on without it when they are told to."""
+    four, furnish = ("S0", "S1", "S2", "S3"), test_folder_line.furnish
+    monkeypatch.setattr(test_folder_line, "SITES", four)
+    monkeypatch.setattr(test_folder_line, "plan_of", partial(test_folder_line.plan_of, sites=four))
+    monkeypatch.setattr(test_folder_line, "furnish", lambda *given: furnish(*given[:-1], given[-1] % 3))
+    (tmp_path / "share").mkdir()
+    settings = [*SHARED[:-1], "comm.timeout_s=10", "privacy.dropouts=1"]
+    group = Group(tmp_path / "hospitals", "oneshot", settings, federation, tmp_path / "share")
+    first, again = [{**job} for job in group.jobs], [job | {"without": ["S3"]} for job in group.jobs[:3]]
+    first[3] |= {"kill": {"where": "_masked", "round": 0}, "gone": True}
+    start(group.root, [type("", (), {"jobs": jobs}) for jobs in (first, again)])
+    logs = {site: (group.root / site / "stderr.txt").read_text() for site in four[:3]}
+    assert any("the sum of those who stayed is kept, go on --without it" in log for log in logs.values()), (
+        logs
+    )
+    for site in four[:3]:
+        summary = group.result(site)
+        assert summary["lost"] == ["S3"]
+        assert len(charged(group.study(site), site)) == 1

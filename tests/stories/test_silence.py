@@ -18,6 +18,7 @@ from wsi_fl.federation import loop
 from wsi_fl.federation.preflight import Brought
 from wsi_fl.federation.roster import Arrival, RosterEntry, Standing
 from wsi_fl.federation.scoring import Counted, Present
+from wsi_fl.federation.shared import Holds, Offer, Pieces
 from wsi_fl.hospitals.trust.letters import Head, Hello
 from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.learning.examples import Examples
@@ -120,7 +121,7 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
     kinds = (Brought, Standing, RosterEntry, Arrival, SummaryRow, _Proposal, _Claimed, Size, Present, Counted)
-    kinds += (Begun, Runs, Hello, Head, Seen)
+    kinds += (Begun, Runs, Hello, Head, Seen, Offer, Holds, Pieces)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:
