@@ -43,7 +43,7 @@ from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, attempts_of
 from wsi_fl.privacy.ledger_file import Release, run_id
 from wsi_fl.privacy.masks import KeyPair, masked, opened
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.privacy.survivors import Part, most_dropouts, require_enough
+from wsi_fl.privacy.survivors import Part, needed_votes, require_enough
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def share_sums(
     assert colluding is not None
     require_enough(len(present), colluding, 0)
     # after losses no more may go than those who are left can do without
-    dropouts = min(schedule.dropouts, most_dropouts(len(present), colluding))
+    dropouts = min(schedule.dropouts, len(present) - needed_votes(len(present), colluding))
     here = [site for site in sites if site.index in present]
     keys = {} if dropouts else {site.index: KeyPair.fresh() for site in here}
     mine: list[Offer] = [
@@ -236,7 +236,7 @@ def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_:
     for k in parts:
         if gone := sorted({*sum_.present} - {k, *heard[k]}):
             raise PeerLate(
-                f"site {gone[0]} went away; the sum of those who stayed is kept, go on --without it", gone
+                f"site {gone[0]} was lost; the sum of those who stayed is kept, go on --without it", gone
             )
 
 

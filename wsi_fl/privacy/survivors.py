@@ -35,7 +35,7 @@ Pieces = tuple[bytes, ...]
 
 
 class SumVoid(WsiFlError):
-    """This attempt cannot be finished; what was sent is charged, and tells nothing."""
+    """This attempt cannot be finished here; what was sent stays charged."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"the sum is void: {why}; go on with train --resume")
@@ -49,22 +49,11 @@ def require_enough(n_sites: int, colluding: int, dropouts: int) -> None:
     """
     least = colluding + max(2 * dropouts, 1) + 1
     if n_sites < least:
-        gone = f" and privacy.dropouts = {dropouts}" if dropouts else ""
-        why = "could not be read, or would hide nothing" if dropouts else "hides nothing"
+        lost = f" and privacy.dropouts = {dropouts}" if dropouts else ""
         raise UsageError(
-            f"privacy.noise = 'shared' with privacy.colluding = {colluding}{gone} needs {least} sites or more, not "
-            f"{n_sites}, since a sum of fewer {why}"
+            f"privacy.noise = 'shared' with privacy.colluding = {colluding}{lost} needs {least} sites or more, not "
+            f"{n_sites}: a sum of fewer hides nothing{', or those who stay cannot agree' if lost else ''}"
         )
-
-
-def most_dropouts(n_sites: int, colluding: int) -> int:
-    """Return how many sites may go away at most, such that those who stay are `needed_votes`.
-
-    Example:
-        >>> most_dropouts(50, 1), most_dropouts(4, 1), most_dropouts(3, 1)
-        (24, 1, 0)
-    """
-    return max(0, (n_sites - colluding - 1) // 2)
 
 
 def needed_votes(n_sites: int, colluding: int) -> int:
