@@ -1,5 +1,6 @@
 """Hospitals that go away in the middle of a shared sum, over a line that is not trusted."""
 
+import time
 from functools import partial
 
 import pytest
@@ -8,6 +9,8 @@ from conftest import nightly
 from test_drain import SHARED
 from test_folder_line import Group, charged, start
 from test_lost import NAMES, PHASES, check, killed_before, together
+from test_relayed import Said
+from test_relayed import together as three_together
 from wires import Wire
 
 from wsi_fl.hospitals.lines.relayed import RelayedComm
@@ -29,6 +32,22 @@ def test_the_others_wait_for_it_and_read_their_sum_before_they_end(tmp_path, fed
 
     sites, raised = together(tmp_path, comm_of)
     check(sites, raised, 2, [0, 1, 3] if phase in PHASES[:3] else [0, 1, 2, 3])
+
+
+def test_who_is_late_is_left_out_and_what_it_said_is_never_read(identities):
+    """It finds what the others had said, and all are in step again as they gather."""
+
+    def work(comm):
+        (me,), others = comm.sites, [k for k in range(3) if k not in comm.sites]
+        comm.gather([Said(n=0)], Said)
+        time.sleep(1.5 * TIMEOUT_S if me == 2 else 0)
+        told = comm.hand({(me, k): Said(n=10 * me + k) for k in others}, Said, [(k, me) for k in others])
+        assert all(one == {"n": 10 * k + me} for (k, _), one in told.items())
+        assert comm.gather([Said(n=me)], Said) == [{"n": k} for k in range(3)]
+        return sorted(k for k, _ in told), list(comm._held)
+
+    found = three_together(identities, work, timeout_s=TIMEOUT_S)
+    assert found == {"C1": ([1], []), "C2": ([0], []), "C3": ([0, 1], [])}
 
 
 @pytest.mark.slow
