@@ -87,6 +87,24 @@ def holding(x, labels, noise=0.0, **how):
     return head
 
 
+def test_noise_does_not_move_the_threshold():
+    """A hospital that knows one class exactly and the other from a noisy letter leans to neither."""
+    (x, labels), (others, theirs) = rows_of(60, 0), rows_of(60, 1)
+
+    def threshold(noise):
+        """What the head adds for the class of the letter."""
+        mine = holding(x[labels == 0], labels[labels == 0])
+        other = holding(others[theirs == 1], theirs[theirs == 1], noise)
+        SharedHead.combine([mine, other])
+        bias = mine.head()[1]
+        return float(bias[1] - bias[0])
+
+    torch.manual_seed(0)
+    quiet, noisy = threshold(0.0), [threshold(1.5) for _ in range(300)]
+    assert np.std(noisy) > 1
+    assert abs(np.median(noisy) - quiet) < 0.3
+
+
 # ---- what one record changes
 
 
@@ -196,11 +214,14 @@ def test_it_is_discriminant_analysis_with_a_shrunk_covariance():
     x, labels = rows_of(400, 0, 0.3)
     head = holding(x, labels)
     z = head.embedded(torch.from_numpy(x)).numpy()
-    _, _, within = head.means()
+    _, rows, within = head.means()
     d = len(within)
     shrunk = within.numpy() + 0.5 * np.trace(within.numpy()) / d * np.eye(d)
     known = LinearDiscriminantAnalysis(solver="lsqr", priors=[0.5, 0.5], covariance_estimator=_Fixed(shrunk))
     wanted = known.fit(z, labels).decision_function(z)
+    # the squares of means of few rows are too large by their variance
+    longer = np.trace(np.linalg.inv(shrunk)) * np.trace(within.numpy()) / d / rows.detach().numpy()
+    wanted += (longer[1] - longer[0]) / 2
     said = head(torch.from_numpy(x))
     np.testing.assert_allclose((said[:, 1] - said[:, 0]).numpy(), wanted, rtol=1e-3, atol=1e-3)
 
