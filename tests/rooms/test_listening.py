@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import edited, make_study, refused
+from conftest import edited, refused
+from conftest import larger_study as make_study
 from safetensors.torch import load_file
 
 from wsi_fl.federation import loop
