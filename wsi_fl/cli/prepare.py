@@ -125,7 +125,12 @@ def directions(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("directions.safetensors"),
-    n: Annotated[int, typer.Option("--directions", min=2, max=1024, help="How many.")] = 32,
+    n: Annotated[
+        int,
+        typer.Option(
+            "--directions", min=2, max=1024, help="How many: 16 for few rows in all, 48 for thousands."
+        ),
+    ] = 32,
     mpp: Annotated[float | None, typer.Option(help="µm per pixel of pictures that do not say.")] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
