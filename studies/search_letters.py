@@ -55,6 +55,9 @@ ASKED = (
     ("16 × 50, 90 %", True),
     ("16 × 50, alike", True),
     ("50 × 50, alike", True),
+    ("4 × 250, one lacks a class", False),
+    ("4 × 300, class 1 is 5 %", False),
+    ("4 × 500, alike", False),
     ("4 × 50, each one class", False),
     ("4 × 50, 90 %", False),
     ("4 × 50, 90 %", True),
@@ -301,7 +304,8 @@ def shipped(draw: Draw) -> list[Said]:
         z, label = head.embedded(torch.from_numpy(table.raw[part])), torch.from_numpy(y)
         head.know(z, label)
         exact = head.packed(z, label)
-        head.hold(exact, exact + torch.from_numpy(one), draw.variance())
+        noisy, variance = exact + torch.from_numpy(one), draw.variance()
+        head.hold(exact, *((noisy, variance) if draw.shared else head.weighed(noisy, variance)))
         heads.append(head)
     SharedHead.combine(heads)
     test = torch.from_numpy(table.raw[draw.test])
@@ -312,8 +316,8 @@ def shipped(draw: Draw) -> list[Said]:
     ]
 
 
-shipped_in_numpy = letter()
-"""The same in the words of this file; what differs from it differs by the idea alone."""
+in_numpy = letter()
+"""The same in the words of this file, with letters as they are; ideas differ from it by the idea alone."""
 
 
 # ---- ideas
@@ -503,8 +507,7 @@ def hessian_mixing(
     weights = np.outer(theta[:-1], [-0.5, 0.5]) / np.sqrt(1.25)
     bias = theta[-1] * 0.5 / np.sqrt(1.25) * np.array([-0.5, 0.5])
     return [
-        linear(mine, test, weights, bias, said.worth)
-        for mine, said in zip(z, shipped_in_numpy(draw), strict=True)
+        linear(mine, test, weights, bias, said.worth) for mine, said in zip(z, in_numpy(draw), strict=True)
     ]
 
 
@@ -548,7 +551,7 @@ def prototypes(cells: int) -> Idea:
         noise = draw.rng().normal(size=exact.shape) * np.sqrt(draw.variance() * unit)
         noise[..., -1] /= COUNT
         noisy = exact + noise
-        said, found = shipped_in_numpy(draw), []
+        said, found = in_numpy(draw), []
         for i, (mine, y) in enumerate(zip(z, draw.labels, strict=True)):
             within = within_of(mine, y, along.covariance)
             v = np.trace(within) / d
@@ -599,7 +602,7 @@ def votes(draw: Draw) -> list[Said]:
     public = embedded(draw.table.public_x, along)
     exact = np.stack([by_cell(*pair, public)[..., -1] for pair in zip(z, draw.labels, strict=True)])
     noisy = exact + draw.rng().normal(size=exact.shape) * np.sqrt(draw.variance())
-    said, found = shipped_in_numpy(draw), []
+    said, found = in_numpy(draw), []
     for i, (mine, y) in enumerate(zip(z, draw.labels, strict=True)):
         counts = noisy.sum(0) - noisy[i]
         others = np.column_stack([counts @ public, counts.sum(1)])
@@ -696,6 +699,7 @@ def synthetic(draw: Draw) -> list[Said]:
 
 IDEAS: Mapping[str, Idea] = {
     "shipped": shipped,
+    "letters as they are": letter(),
     "threshold as before": letter(solver=unlevelled),
     **{f"{n} directions": letter(first(n)) for n in (8, 16, 24, 48, 64, 96)},
     "directions from n·ε": by_budget(),

@@ -226,6 +226,37 @@ def test_it_is_discriminant_analysis_with_a_shrunk_covariance():
     np.testing.assert_allclose((said[:, 1] - said[:, 0]).numpy(), wanted, rtol=1e-3, atol=1e-3)
 
 
+def test_a_class_of_few_rows_counts_for_less_in_a_noisy_letter_and_nothing_else_says_so():
+    head, (x, labels) = SharedHead(2, D), rows_of(400, 0, 0.1)
+    exact = sums_of(head, x, labels)
+    same, none = head.weighed(exact, 0.0)
+    torch.testing.assert_close(same, exact)
+    assert none.tolist() == [0, 0]
+    letter, variances = head.weighed(exact, 16.0)
+    often, rare = (letter.view(2, -1) / exact.view(2, -1))[:, -1].tolist()
+    assert often == pytest.approx(1) and 0.1 < rare < 0.2  # 40 rows beside 360, of which noise hides little
+    torch.testing.assert_close(variances, 16.0 * torch.tensor([often, rare], dtype=torch.float64) ** 2)
+    unsure, _ = head.weighed(exact, 16.0 * 40**2)
+    torch.testing.assert_close(unsure, exact)  # noise alone could part such counts
+    holder = holding(x, labels)  # what the site knows does not change what leaves
+    assert torch.equal(holder.weighed(exact, 16.0)[0], letter)
+
+
+def test_others_learn_of_a_class_from_those_who_have_many_rows_of_it():
+    """Two sites, one of each class mostly: the worth of a class by weighed letters exceeds that by plain ones."""
+    worths = {}
+    for weighed in (False, True):
+        heads = []
+        for seed, share in ((0, 0.02), (1, 0.98)):
+            head, (x, labels) = SharedHead(2, D), rows_of(300, seed, share)
+            exact = sums_of(head, x, labels)
+            head.hold(exact, *(head.weighed(exact, 400.0) if weighed else (exact, 400.0)))
+            heads.append(head)
+        SharedHead.combine([*heads, receiver := SharedHead(2, D)])
+        worths[weighed] = receiver.worth()[1]
+    assert worths[True] > 1.3 * worths[False]
+
+
 class _Fixed:
     """A covariance that is known."""
 
@@ -331,10 +362,12 @@ def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(stu
 def test_what_travels_is_noisy_and_what_stays_is_exact(study):
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
     kept = model(run, "S0", "proxy")
-    released, exact = kept["released"][:-1], kept["exact"][:-1]
-    noise = (released - exact).numpy()
+    exact, variances = kept["exact"].view(2, -1), kept["released"][-2:]
+    released = kept["released"][:-2].view(2, -1)
+    weights = (variances / 4.0).sqrt()[:, None]
+    noise = (released / weights - exact).numpy().ravel()
     assert kstest(noise / 2.0, "norm").pvalue > 1e-4
-    assert int(kept["n_sites"]) == 3 and float(kept["released"][-1]) == 4.0
+    assert int(kept["n_sites"]) == 3 and float(variances.max()) == 4.0
     mean = sum(model(run, f"S{k}", "proxy")["released"] for k in range(3)) / 3
     torch.testing.assert_close(kept["sums"].double(), mean, rtol=1e-5, atol=1e-4)
 
@@ -342,7 +375,7 @@ def test_what_travels_is_noisy_and_what_stays_is_exact(study):
 def test_without_privacy_the_sums_are_exact(study):
     summary = oneshot(study, "privacy.enabled=false")
     kept = model(study.root / summary["run"], "S0", "proxy")
-    torch.testing.assert_close(kept["released"], kept["exact"], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(kept["released"][:-2], kept["exact"], rtol=1e-6, atol=1e-5)
     assert summary["sites"][0]["epsilon"] is None
     _, counts = SharedHead(2, D).unpacked(kept["exact"])
     assert float(counts.sum()) == pytest.approx(60)  # every row, whatever the size of batches
@@ -365,7 +398,7 @@ def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
     monkeypatch.setattr(
         exchange,
         "_no_sums",
-        lambda message, **how: "spoilt" if message.sender == 1 else real(message, **how),
+        lambda message, *how, **more: "spoilt" if message.sender == 1 else real(message, *how, **more),
     )
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
     heads = {name: SharedHead(2, D) for name in ("S0", "S2")}
@@ -379,11 +412,11 @@ def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
 
 @pytest.mark.parametrize(("variance", "noisy"), [(-1.0, False), (-1.0, True), (0.0, True)])
 def test_a_letter_must_say_what_noise_it_has(variance, noisy):
-    vector = np.array([3.0, 1.0, variance], np.float32)
+    vector = np.array([3.0, 1.0, variance, 4.0], np.float32)
     message = Message(1, 0, 1, "sums", vector, 1.0)
-    assert f"variance of {variance:.3g}" in exchange._no_sums(message, noisy=noisy)
-    vector[-1] = 4
-    assert exchange._no_sums(message, noisy=noisy) == ""
+    assert f"variance of {variance:.3g}" in exchange._no_sums(message, 2, noisy=noisy)
+    vector[-2] = 0.1
+    assert exchange._no_sums(message, 2, noisy=noisy) == ""
 
 
 def test_patients_are_units_where_that_is_asked(study):
@@ -424,7 +457,7 @@ SHARED = ["privacy.noise=shared", "privacy.sigma=3.0"]
 
 
 def exact_sums(run, n=3):
-    return [model(run, f"S{k}", "proxy")["exact"][:-1] for k in range(n)]
+    return [model(run, f"S{k}", "proxy")["exact"] for k in range(n)]
 
 
 def lines_of(study, site):
@@ -439,17 +472,17 @@ def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(s
         assert row["guarantee"] == "shared"
         assert row["epsilon"] == pytest.approx(gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
     head = model(run, "S0", "proxy")
-    noise = head["sums"][:-1].double() * 3 - sum(exact_sums(run))
+    noise = head["sums"][:-2].double() * 3 - sum(exact_sums(run))
     # two honest sites of three carry all of it, so three carry half as much again
     assert kstest(noise.numpy() / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
-    assert float(head["sums"][-1]) == pytest.approx(9 / 2, rel=1e-4)
+    assert head["sums"][-2:].tolist() == pytest.approx([9 / 2] * 2, rel=1e-4)
     for k in (1, 2):
         assert torch.equal(model(run, f"S{k}", "proxy")["sums"], head["sums"])
 
 
 def test_without_noise_the_masked_sum_is_exact(study):
     run = study.root / oneshot(study, "privacy.noise=shared", "privacy.enabled=false")["run"]
-    sums = model(run, "S1", "proxy")["sums"][:-1].double() * 3
+    sums = model(run, "S1", "proxy")["sums"][:-2].double() * 3
     torch.testing.assert_close(sums, sum(exact_sums(run)), rtol=1e-6, atol=1e-5)
 
 
@@ -502,7 +535,7 @@ def test_the_others_go_on_without_a_site_that_vanished(tmp_path):
     run = study.root / summary["run"]
     head = model(run, "S0", "proxy")
     assert summary["lost"] == ["S3"] and int(head["n_sites"]) == 3
-    noise = head["sums"][:-1].double() * 3 - sum(exact_sums(run))
+    noise = head["sums"][:-2].double() * 3 - sum(exact_sums(run))
     assert kstest(noise.numpy() / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
     assert [len(lines_of(study, f"S{k}")) for k in range(4)] == [2, 2, 2, 1]
 

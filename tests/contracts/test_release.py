@@ -119,9 +119,11 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them(study):
     assert facts.items() <= document.items() and document["classes"] == ["healthy", "tumor"]
     assert document.keys() - {"tensors_sha256"} == row.keys() - {"spent", "file"}
     home, file = sums_at(study.release_at_home("S0")), sums_at(study.release("S0"))
-    assert np.array_equal(home.vector, file.vector) and len(file.vector) == 2 * (D + 1) + 1
-    noise = file.vector[:-1] - letter_of_s0()
-    assert 0.7 < noise.std() / SIGMA < 1.4 and file.vector[-1] == SIGMA**2
+    assert np.array_equal(home.vector, file.vector) and len(file.vector) == 2 * (D + 2)
+    variances = file.vector[-2:]
+    weights = np.sqrt(variances / SIGMA**2)[:, None]
+    noise = file.vector[:-2].reshape(2, -1) / weights - letter_of_s0().reshape(2, -1)
+    assert 0.7 < noise.std() / SIGMA < 1.4 and variances.max() == SIGMA**2
 
 
 def test_a_letter_of_two_classes_is_under_two_kilobytes(study):
@@ -164,7 +166,7 @@ def test_patients_are_units_where_that_is_asked(study):
 def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(study):
     assert released(study, "S0", "privacy.enabled=false")["epsilon"] is None
     vector = sums_at(study.release("S0")).vector
-    np.testing.assert_allclose(vector[:-1], letter_of_s0(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(vector[:-2], letter_of_s0(), rtol=1e-5, atol=1e-5)
     make_real(study)
     refused(lambda: released(study, "S1", "privacy.enabled=false"), 'allow = ["model"]', error=WsiFlError)
     assert not study.release("S1").exists()
@@ -271,7 +273,7 @@ def test_numbers_that_are_not_on_the_ledger_are_refused(study):
 @pytest.mark.parametrize(
     "change",
     [
-        {"tensors": {"sums": torch.zeros(2 * (D + 1) + 1)}},
+        {"tensors": {"sums": torch.zeros(2 * (D + 2))}},
         {"tensors": {"sums": torch.zeros(7)}},
         {"digest": "0" * 64},
         {"sigma": 1.0},
@@ -346,7 +348,7 @@ def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(stud
     for name in ("S0", "S1", "S2"):
         row = released(study, name, along)
         assert (row["directions"], row["projection"]) == (8, found.digest)
-        assert len(sums_at(study.release(name)).vector) == 2 * 9 + 1
+        assert len(sums_at(study.release(name)).vector) == 2 * 10
     head = model(study.root / joined(study, along)["run"], "S0", "proxy")
     assert np.array_equal(head["components"], found.components) and int(head["n_sites"]) == 3
     write_public(study, "d.safetensors", 1)  # another file under the same name
@@ -475,7 +477,7 @@ def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
         letter = sums_at(study.release(name))
         vector = letter.vector.copy()
         if spoilt:
-            vector[:-1] = 10 * letter.vector[:-1].reshape(2, -1)[::-1].ravel()
+            vector[:-2] = 10 * letter.vector[:-2].reshape(2, -1)[::-1].ravel()
         facts = letter.facts.model_copy(update={"digest": digest(vector)})
         stage.write_sums(study.release(name), stage.ReleasedSums(facts, vector))
         shutil.rmtree(study.store(name).parent)  # it takes part by its letter alone

@@ -77,7 +77,7 @@ def _mix_in(
         stranger = site.index in back or message.sender in back
         heard = () if stranger else site.heard
         problem = _problem(message, agreed, n_sites) or (
-            _no_sums(message, noisy=bool(site.plan and site.plan.sigma))
+            _no_sums(message, site.n_classes, noisy=bool(site.plan and site.plan.sigma))
             if method.once
             else _too_far(message, own, heard)
         )
@@ -111,9 +111,9 @@ def _problem(message: Message, agreed: str, n_sites: int) -> str:
     return ""
 
 
-def _no_sums(message: Message, *, noisy: bool) -> str:
-    """Return why numbers cannot be sums of rows of norm at most 1, and the variance of their noise, or "" for none."""
-    largest, variance = float(np.abs(message.vector).max(initial=0)), float(message.vector[-1])
+def _no_sums(message: Message, n_classes: int, *, noisy: bool) -> str:
+    """Return why numbers cannot be sums of rows of norm at most 1, and the variances of their noise, or "" for none."""
+    largest, variance = float(np.abs(message.vector).max(initial=0)), float(message.vector[-n_classes:].min())
     if variance < 0 or (noisy and variance == 0):
         return f"it says that its noise has a variance of {variance:.3g}"
     return f"it holds {largest:.3g}, which is no sum of rows" if largest > _MOST_ROWS else ""

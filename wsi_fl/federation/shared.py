@@ -286,7 +286,7 @@ def _masked(site: Site, sum_: _Sum, hide: Hider, bound: bytes = b"") -> Release:
         bound: what they are bound to beside the head, so that no message of other masks is taken for one of these.
     """
     head = _head(site, sum_.method)
-    exact = head.exact[:-1].cpu().numpy()
+    exact = head.exact.cpu().numpy()
     values, share = quantised(exact, SCALE), 0.0
     if site.plan is not None and site.plan.sigma > 0:
         lacking = sum_.colluding + sum_.dropouts
@@ -348,6 +348,7 @@ def _open(site: Site, method: Method, summed: NDArray[np.int64], n_sites: int) -
     head, total = _head(site, method), summed / SCALE
     if np.abs(total).max() > _MOST:
         raise WsiFlError("the sum is void: the messages add up to too much; go on with train --resume")
-    mean = np.concatenate([total / n_sites, [float(head.released[-1])]]).astype(np.float32)
+    variances = head.released[len(total) :].cpu().numpy()
+    mean = np.concatenate([total / n_sites, variances]).astype(np.float32)
     site.traveller(method).load_vector(mean, n_sites=n_sites)
     site.push = PushSum(mean, 1.0)

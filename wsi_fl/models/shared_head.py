@@ -28,6 +28,8 @@ PATIENT = 0.4
 _ROUND_OFF = 1e-6
 _RIDGE = 0.5
 """Added to the covariance, in parts of its mean variance."""
+_LEAST_WEIGHT = 0.02
+"""Of a class in a letter, beside 1 of the most frequent one."""
 
 
 class SharedHead(nn.Module):
@@ -47,9 +49,9 @@ class SharedHead(nn.Module):
         torch.Size([3, 2])
 
     Attributes:
-        sums: float32[k + 1], `packed` sums and counts, and the variance of the noise in each of these k numbers, which
-            is no secret.
-        released, exact: float64[k + 1], the site's own letter with noise and without.
+        sums: float32[k + classes], `packed` sums and counts, and the variances of the noise in each class's numbers,
+            which are no secret.
+        released: float64[k + classes], the site's own letter as it left, and `exact` float64[k], without noise.
         own: float64[classes, d + 1], sums and numbers of the site's own rows, and `scatter` float64[d, d], how these
             vary about the means of their classes.
         alike: how many times wider the means of own rows vary than those of as many unlike rows; 1 where every row is
@@ -93,7 +95,7 @@ class SharedHead(nn.Module):
             "components": torch.from_numpy(directions.components),
             "covariance": torch.from_numpy(directions.covariance),
             "released": torch.zeros(size, dtype=torch.float64),
-            "exact": torch.zeros(size, dtype=torch.float64),
+            "exact": torch.zeros(size - n_classes, dtype=torch.float64),
             "own": torch.zeros(self.shape, dtype=torch.float64),
             "scatter": torch.zeros(directions.n, directions.n, dtype=torch.float64),
             "alike": torch.ones((), dtype=torch.float64),
@@ -173,12 +175,38 @@ class SharedHead(nn.Module):
             self.alike.copy_((together / alone.clamp(min=_TINY)).clamp(min=1.0))
 
     @torch.no_grad()
-    def hold(self, exact: Tensor, noisy: Tensor, variance: float) -> None:
-        """Keep the site's own letter float64[k], as it is and with noise of this variance, as it may leave it."""
-        self.exact.copy_(torch.cat([exact, exact.new_zeros(1)]))
-        self.sums.copy_(torch.cat([noisy, noisy.new_full((1,), variance)]))
+    def hold(self, exact: Tensor, noisy: Tensor, variance: float | Tensor) -> None:
+        """Keep the site's own letter float64[k], as it is and with noise of this variance, as it may leave it.
+
+        Args:
+            variance: of the noise in all numbers, or float64[classes].
+        """
+        self.exact.copy_(exact)
+        self.sums.copy_(torch.cat([noisy, noisy.new_ones(self.shape[0]) * variance]))
         self.released.copy_(self.sums)
         self.n_sites.zero_()
+
+    @torch.no_grad()
+    def weighed(self, noisy: Tensor, variance: float) -> tuple[Tensor, Tensor]:
+        """Return a noisy letter float64[k] in which classes of few rows count for less, and the variances of its noise.
+
+        Many sites' sums of n rows, with variance v within and noise of variance s², tell most of a class's mean where
+        each counts as n / (v n + s²) of itself. The numbers of rows are the noisy ones, drawn to their mean as far as
+        noise may part them, so that nothing but what has been released says the weights. The most frequent class counts
+        fully, and none for nothing.
+
+        Reference:
+            Cochran, "Problems arising in the analysis of a series of similar experiments", JRSS supplement 1937.
+        """
+        both = noisy.view(self.shape)
+        counts, noise = both[:, -1] / (COUNT * _SCALE), variance / _SCALE**2
+        apart = counts - counts.mean()
+        by_noise = (len(counts) - 1) * noise / COUNT**2 / apart.square().sum().clamp(min=_TINY)
+        counts = (counts.mean() + apart * (1 - by_noise).clamp(min=0)).clamp(min=1)
+        v = self.covariance.trace() / len(self.covariance) / self.length**2
+        weights = counts / (v * counts + noise)
+        weights = (weights / weights.max()).clamp(min=_LEAST_WEIGHT)
+        return (both * weights[:, None]).flatten(), variance * weights**2
 
     @staticmethod
     @torch.no_grad()
@@ -197,7 +225,7 @@ class SharedHead(nn.Module):
             head.n_sites.fill_(len(heads))
 
     def others(self) -> Tensor:
-        """Return the letters float64[k + 1] of all other sites; the last is the variance of the noise in the others."""
+        """Return the letters float64[k + classes] of all other sites; last come the variances of the noise in them."""
         return self.sums.double() * int(self.n_sites) - self.released * (int(self.n_sites) > 0)
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +243,7 @@ class SharedHead(nn.Module):
         # 2. The means of others, and how precisely they are known.
         letters = self.others()
         sums, counts = self.unpacked(letters)
-        noise = letters[-1].clamp(min=0) / _SCALE**2 * self.length**2
+        noise = letters[-len(counts) :].clamp(min=0) / _SCALE**2 * self.length**2
         counts, mean = counts.clamp(min=0), v * self.alike / self.size
         trust = counts / (mean * counts + noise).clamp(min=_TINY)
         # 3. Own and others' means, each as far as it is known.
@@ -330,10 +358,10 @@ def _by_class(z: Tensor, y: Tensor, n_classes: int) -> Tensor:
 
 
 def n_sums(n_classes: int, n_directions: int) -> int:
-    """Return how many numbers `SharedHead.sums` has: sums and counts of all classes, and the variance of their noise.
+    """Return how many numbers `SharedHead.sums` has: each class's sum and count, and the variance of their noise.
 
     Example:
         >>> n_sums(2, 32), SharedHead(2, 1280, directions=32).sums.numel()
-        (67, 67)
+        (68, 68)
     """
-    return n_classes * (n_directions + 1) + 1
+    return n_classes * (n_directions + 2)

@@ -60,7 +60,7 @@ class NoisySums:
         z = head.embedded(x)
         exact = self.clipped(head, z, y, patient)
         noisy = self.noisy(exact, stream) if self.sigma else exact
-        head.hold(exact, noisy.float().double(), (self.sigma * self.clip) ** 2)
+        head.hold(exact, *head.weighed(noisy, (self.sigma * self.clip) ** 2))
 
     def clipped(self, head: SharedHead, z: Tensor, y: Tensor, patient: Tensor | None = None) -> Tensor:
         """Return the letter float64[k] of n rows in which no unit counts for more than `clip`.

@@ -66,7 +66,7 @@ class ReleasedSums:
     """A letter as its site released it.
 
     Attributes:
-        vector: float32[k + 1], what left: see `SharedHead.sums`.
+        vector: float32[k + classes], what left: see `SharedHead.sums`.
     """
 
     facts: Facts
@@ -104,7 +104,7 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
             and vector.shape == (size,)
             and digest(vector) == facts.digest
             and bool(np.isfinite(vector).all())
-            and vector[-1] == np.float32(facts.sigma**2)
+            and vector[-len(facts.classes) :].max() == np.float32(facts.sigma**2)
         )
     except (ValidationError, KeyError, TypeError, OverflowError):
         whole = False

@@ -238,7 +238,8 @@ def bring_released(party: RunContext, site: Site) -> None:
         if own := party.releases.get(name):
             assert isinstance(learner.model, SharedHead)
             letter = torch.from_numpy(own.vector).double()
-            learner.model.hold(letter[:-1], letter[:-1], float(letter[-1]))
+            k = len(letter) - len(own.facts.classes)
+            learner.model.hold(letter[:k], letter[:k], letter[k:])
         learner.load_vector(mean, n_sites=n)
         return
     assert party.method.travels is not None
