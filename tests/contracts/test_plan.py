@@ -410,7 +410,7 @@ def test_a_letter_s_directions_stand_in_the_plan_and_a_hospital_needs_the_same_f
     plan = made(coordinator, tmp_path, "oneshot", "train.data='features'", "model.directions='d.safetensors'")
     said = document_of(plan)
     assert said["learns"]["directions"] == digest
-    assert said["leaves"][0]["bytes"] == 4 * (2 * (3 + 1) + 1)
+    assert said["leaves"][0]["bytes"] == 4 * 2 * (3 + 2)
     own = with_features(hospital(tmp_path, "S0"), 5)
     refused(lambda: look(own, plan, "S0"), "d.safetensors", "copy it here", error=WsiFlError)
     write(own, 1)
