@@ -393,11 +393,27 @@ def shrunk(means: Array, rows: Array, within: Array, covariance: Array) -> tuple
 
     Beforehand it varies as public rows do, times what the difference's length leaves after noise (empirical Bayes).
     """
-    d = len(within)
-    apart, error = means[1] - means[0], np.trace(within) / d * (1 / rows.clip(min=1e-9)).sum()
-    size = max((apart @ apart - d * error) / np.trace(covariance), 1e-3)
-    apart = size * covariance @ np.linalg.solve(size * covariance + error * np.eye(d), apart)
+    apart = kept_part(means, rows, within, covariance) @ (means[1] - means[0])
     return discriminant(means.mean(0) + np.outer([-0.5, 0.5], apart), within)
+
+
+def kept_part(means: Array, rows: Array, within: Array, covariance: Array) -> Array:
+    """By which the difference of the means is multiplied [d, d]."""
+    d, apart = len(within), means[1] - means[0]
+    error = np.trace(within) / d * (1 / rows.clip(min=1e-9)).sum()
+    size = max((apart @ apart - d * error) / np.trace(covariance), 1e-3)
+    found: Array = size * covariance @ np.linalg.inv(size * covariance + error * np.eye(d))
+    return found
+
+
+def shrunk_and_level(means: Array, rows: Array, within: Array, covariance: Array) -> tuple[Array, Array]:
+    """The same, and noise does not move the threshold."""
+    d, v = len(within), np.trace(within) / len(within)
+    both = np.linalg.inv(within + RIDGE * v * np.eye(d)) @ kept_part(means, rows, within, covariance)
+    weight = both @ (means[1] - means[0])
+    longer = np.trace(both) * v / rows.clip(min=1e-30)
+    bias = -(weight @ means.sum(0) - longer[1] + longer[0]) / 2
+    return np.outer(weight, [-0.5, 0.5]), bias * np.array([-0.5, 0.5])
 
 
 def shrunk_to(power: float) -> Solver:
@@ -719,6 +735,8 @@ IDEAS: Mapping[str, Idea] = {
     "ridge 1": letter(solver=ridged(1.0)),
     "ridge 2": letter(solver=ridged(2.0)),
     "shrunk difference": letter(solver=shrunk),
+    "own counts weigh, shrunk, threshold level": letter(send=weighed(by_own_count), solver=shrunk_and_level),
+    "shrunk, threshold level": letter(solver=shrunk_and_level),
     "shrunk, power ½": letter(solver=shrunk_to(0.5)),
     "shrunk, power ½, directions from n·ε": by_budget(solver=shrunk_to(0.5)),
     "shrunk, 64 directions": letter(first(64), solver=shrunk),
