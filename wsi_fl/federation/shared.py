@@ -127,19 +127,48 @@ def share_sums(
     told = dict(zip(comm.running, comm.gather(mine, Offer), strict=True))
     if not here or all(told[index]["done"] for index in present):
         return
-    if refusing := [index for index in present if told[index]["refuses"]]:
-        raise NoCommonPlan(
-            f"site {refusing[0]}: {_REFUSALS[told[refusing[0]]['refuses']]}; nothing was sent. The others can go on "
-            "--without it"
-        )
-    attempt = max(told[index]["attempt"] for index in present)
-    if attempt > min(told[index]["attempt"] for index in present) + _FURTHEST:
-        raise WsiFlError(f"a site says that this is attempt {attempt} at the sum; start a new run")
+    attempt = _attempt_of({index: told[index] for index in present})
     sum_ = _Sum(method, colluding, dropouts, schedule.insecure_seed, attempt, list(present))
     if dropouts:
         _share_as_survivors(here, sum_, comm, round_=round_)
         return
     publics = [bytes.fromhex(told[index]["public"]) for index in present]
+    _share_as_all(here, sum_, comm, keys, publics, round_=round_)
+
+
+def _attempt_of(told: Mapping[int, Offer]) -> int:
+    """Return the number of the attempt that all make.
+
+    Raises:
+        NoCommonPlan: when a site makes no further attempt.
+        WsiFlError: when a site is implausibly far ahead.
+    """
+    if refusing := [index for index, offer in told.items() if offer["refuses"]]:
+        raise NoCommonPlan(
+            f"site {refusing[0]}: {_REFUSALS[told[refusing[0]]['refuses']]}; nothing was sent. The others can go on "
+            "--without it"
+        )
+    attempts = [offer["attempt"] for offer in told.values()]
+    if max(attempts) > min(attempts) + _FURTHEST:
+        raise WsiFlError(f"a site says that this is attempt {max(attempts)} at the sum; start a new run")
+    return max(attempts)
+
+
+def _share_as_all(
+    here: Sequence[Site],
+    sum_: _Sum,
+    comm: Comm,
+    keys: Mapping[int, KeyPair],
+    publics: Sequence[bytes],
+    *,
+    round_: int,
+) -> None:
+    """Add up the sums of sites of which none goes away.
+
+    Raises:
+        WsiFlError: when a message is not what was agreed on; the sum is void then.
+    """
+    present = sum_.present
 
     def hider(site: Site) -> Hider:
         place = present.index(site.index)
@@ -156,7 +185,7 @@ def share_sums(
                     f"the sum is void: the message of site {message.sender} cannot be used, {problem}"
                 )
         total = opened([_numbers(own), *map(_numbers, arrived[site.index])])
-        _open(site, method, total, len(present))
+        _open(site, sum_.method, total, len(present))
         checkpoint(site, round_)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
+from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, detection, epsilon
 from wsi_fl.privacy.ledger_file import Entry, Guarantee
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
@@ -170,6 +170,11 @@ def rounds_of(entries: Iterable[Entry]) -> list[Round]:
 def applied(entries: Iterable[Entry]) -> list[Mechanism]:
     """Return the mechanisms of all rounds that lines of a ledger record."""
     return [one.mechanism for one in rounds_of(entries) if one.mechanism is not None]
+
+
+def detection_of(guarantee: str, spent: Sequence[Mechanism]) -> float | None:
+    """Return what share of members any test finds that is wrong about 1 in 100; None where nothing is promised."""
+    return detection(spent) if spent and guarantee in ("guaranteed", "shared") else None
 
 
 def of_hospital(entries: Iterable[Entry], unit: str) -> list[Entry]:

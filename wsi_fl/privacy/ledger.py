@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, detection, epsilon
+from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
 from wsi_fl.privacy.guarantee import (
     PROTECTS_UP_TO,
     BudgetSpent,
     Round,
     Terms,
     applied,
+    detection_of,
     epsilon_of,
     guarantee_of,
     of_hospital,
@@ -75,6 +76,10 @@ class PrivacyLedger:
     def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
         """Return the mechanisms that were applied, in this run and those it includes, or over the site's lifetime."""
         return applied(self._scope(lifetime))
+
+    def detection(self) -> float | None:
+        """Return what share of members any test finds in this run; see `guarantee.detection_of`."""
+        return detection_of(self.guarantee(), self.mechanisms())
 
     def rounds(self) -> list[Round]:
         """Return the rounds of this run at this site, oldest first."""
@@ -359,9 +364,7 @@ class PrivacyLedger:
             "run": self.run,
             "epsilon": self.epsilon(),
             "lifetime_epsilon": self.epsilon(lifetime=True),
-            "detection": detection(self.mechanisms())
-            if self.guarantee() in ("guaranteed", "shared")
-            else None,
+            "detection": self.detection(),
             "delta": self.terms.delta,
             "max_epsilon": self.terms.max_epsilon,
             "guarantee": self.guarantee(),

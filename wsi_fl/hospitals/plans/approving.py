@@ -31,13 +31,12 @@ from wsi_fl.hospitals.plans.signed import (
 )
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, detection_of
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import (
     Group,
     above_budget,
     affordable_rounds,
-    detection_of,
     planned,
     require_budget,
     spends,

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.privacy.accounting import Mechanism, detection, epsilon, sigma_for
+from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
 from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -286,11 +286,6 @@ def group_words(group: Group) -> str:
     """Say of the patient with the most rows what ε per row is worth."""
     worth = f"more than {MOST_EPSILON:g}" if group["epsilon"] is None else f"{group['epsilon']:.1f}"
     return f"all {group['rows']} rows of the patient with the most rows together have ε = {worth}"
-
-
-def detection_of(guarantee: str, spent: Sequence[Mechanism]) -> float | None:
-    """Return what share of members any test finds that is wrong about 1 in 100; None where nothing is promised."""
-    return detection(spent) if spent and guarantee in ("guaranteed", "shared") else None
 
 
 _WORTH = {"shared": "guaranteed to all who see the sum, and against colluding sites as agreed"}

@@ -17,8 +17,9 @@ from wsi_fl.learning.local import supervised_step
 from wsi_fl.learning.validation import LONE
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.guarantee import detection_of
 from wsi_fl.report.words import detected_of
-from wsi_fl.stages.site.account import above_budget, detection_of, group_of, group_words, planned, spent_words
+from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import (
     check,

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.ledger_file import Guarantee
-from wsi_fl.stages.site.account import Group, detection_of, group_of
+from wsi_fl.stages.site.account import Group, group_of
 from wsi_fl.stages.site.party import RunContext
 
 
@@ -108,7 +108,7 @@ def row_of(site: Site) -> SummaryRow:
         "n_train": None if terms.lifetime and terms.unit == "patient" else len(site.train),
         "n_units": site.units.n,
         "canaries": len(site.canaries.included) if site.canaries else 0,
-        "detection": detection_of(site.ledger.guarantee(), site.ledger.mechanisms()),
+        "detection": site.ledger.detection(),
         "group": None if terms.lifetime else group_of(site),
         "receives": not len(site.train),
         # time grows with the rows that were drawn, so a real hospital keeps its own
