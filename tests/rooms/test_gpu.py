@@ -1,0 +1,107 @@
+"""What a GPU computes is what the processor computes; skipped where there is none."""
+
+import copy
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from wsi_fl.learning.examples import Examples, batches
+from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step
+from wsi_fl.models import build
+from wsi_fl.models.deepset import deepset
+from wsi_fl.models.encoder import Encoder, encode
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.gradients import ENGINES, trained
+from wsi_fl.types import Images
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def models():
+    torch.manual_seed(0)
+    return {
+        "resnet18": (
+            build("resnet18", n_classes=3, shape=Images(3, 64), seed=0),
+            torch.randn(6, 3, 64, 64),
+        ),
+        "lenet5": (build("lenet5", n_classes=3, shape=Images(1, 28), seed=0), torch.randn(6, 1, 28, 28)),
+        "deepset": (deepset(3, 32), torch.cat([torch.randn(6, 9, 32), torch.ones(6, 9, 1)], 2)),
+    }
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("name", ["resnet18", "lenet5", "deepset"])
+def test_clipped_sums_are_those_of_double_precision(name, engine):
+    """Clipping rests on the norms: TensorFloat-32 must have no part in them."""
+    model, x = models()[name]
+    y = torch.arange(len(x)) % 3
+    exact = copy.deepcopy(model).double().train()
+    rows = []
+    for k in range(len(x)):
+        loss = functional.cross_entropy(exact(x[k : k + 1].double()), y[k : k + 1])
+        rows.append(torch.autograd.grad(loss, trained(exact)))
+    wanted = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    told = []
+
+    def weigh(norms):
+        told.append(norms.cpu())
+        return (0.5 / norms).clamp(max=1.0)
+
+    sums, _ = ENGINES[engine](
+        model.to(CUDA).train(),
+        x.to(CUDA),
+        lambda logits: functional.cross_entropy(logits, y.to(CUDA)),
+        weigh,
+    )
+    norms = wanted.norm(dim=1)
+    torch.testing.assert_close(told[0].double(), norms, rtol=2e-3, atol=0)
+    clipped = ((0.5 / norms).clamp(max=1.0)[:, None] * wanted).sum(0)
+    found = torch.cat([one.flatten() for one in sums]).cpu().double()
+    assert (found - clipped).norm() <= 2e-3 * clipped.norm()
+
+
+def test_noise_is_that_of_the_processor():
+    drawn = []
+    for device in (CPU, CUDA):
+        there = torch.zeros(300_001, device=device)
+        CipherStream.seeded(3, "noise").add_normal([there], 2.0)
+        drawn.append(there.cpu())
+    assert abs(float(drawn[1].std()) - 2) < 0.02
+    longest = min(len(one) for one in drawn)
+    assert torch.isfinite(drawn[1][:longest]).all()
+    assert len(torch.unique(drawn[1])) > 0.99 * longest
+
+
+@pytest.mark.parametrize("dp", [False, True])
+def test_training_goes_the_same_way(dp):
+    x = np.random.default_rng(0).integers(0, 256, (64, 28, 28, 1)).astype(np.uint8)
+    examples = Examples.of(x, np.arange(64) % 2)
+    found = []
+    for device in (CPU, CUDA):
+        settings = DPSettings(sigma=0.0, clip=0.5, batch_size=16) if dp else None
+        model = build("lenet5", n_classes=2, shape=Images(1, 28), seed=0)
+        learner = Learner(model, lr=1e-3, weight_decay=0.0, device=device, dp=settings)
+        rows = np.array_split(np.arange(64), 4)
+        for batch in batches(examples, iter(rows), augment=None, device=device):
+            supervised_step(learner, batch, CipherStream.seeded(0, "noise"))
+        found.append(probabilities(learner.logits, examples, device))
+    np.testing.assert_allclose(found[1], found[0], atol=5e-3)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_efficientnet"])
+def test_features_are_those_of_the_processor(tmp_path, name):
+    torch.manual_seed(0)
+    path = tmp_path / "weights.safetensors"
+    save_file(timm.create_model(name, num_classes=0).state_dict(), path)
+    patches = np.random.default_rng(0).integers(0, 256, (40, 160, 160, 3)).astype(np.uint8)
+    here, there = (
+        encode([patches], Encoder(name, path, batch_size=16, device=device)) for device in (CPU, CUDA)
+    )
+    centred = [one - here.mean(0) for one in (here, there)]
+    assert np.linalg.norm(centred[1] - centred[0]) <= 0.1 * np.linalg.norm(centred[0])  # bfloat16
