@@ -61,7 +61,7 @@ def share_at_work(work: Callable[[], object]) -> float | None:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Mem")
+        if str(event.device_type).endswith("CUDA") and not event.name.startswith("Mem")
     )
     busy, last = 0.0, float("-inf")
     for start, end in spans:
@@ -91,10 +91,10 @@ def of_encoder(name: str, folder: Path, n: int, batch_size: int) -> dict[str, An
     n_batches = max(3, n // size)
     there = torch.from_numpy(some).to(DEVICE)
 
-    def bare() -> None:
-        with torch.inference_mode(), encoder._precision():
+    def bare(network: Callable[[torch.Tensor], object] = encoder.network) -> None:
+        with torch.inference_mode(), encoder.precision():
             for _ in range(n_batches):
-                encoder.network(there)
+                network(there)
 
     def loop() -> None:
         encode(repeat(some, n_batches), encoder)
@@ -102,20 +102,27 @@ def of_encoder(name: str, folder: Path, n: int, batch_size: int) -> dict[str, An
     for work in (bare, loop):
         work()
     alone, whole = (min(seconds(work) for _ in range(3)) for work in (bare, loop))
-    n = n_batches * size
+    n, compiled = n_batches * size, float("inf")
+    if DEVICE.type == "cuda":
+        faster = torch.compile(encoder.network) if size >= 128 else encoder.network
+        bare(faster)
+        compiled = min(seconds(lambda: bare(faster)) for _ in range(3))
     return {
         "what": f"encode {name}, batches of {size}",
         "a second": n / whole,
         "bare": n / alone,
         "works": share_at_work(loop),
+        "compiled": n / compiled,
     }
 
 
-def of_training(kind: str, limit_s: float, *, dp: bool, model: str = "resnet18") -> dict[str, Any]:
+def of_training(
+    kind: str, limit_s: float, *, dp: bool, bfloat16: bool, model: str = "resnet18"
+) -> dict[str, Any]:
     """Measure training steps on patches that lie in memory, and the same step on a batch that lies on the device."""
     network = build(model, n_classes=2, shape=Images(3, TRAIN_PX), seed=0)
     settings = DPSettings(sigma=1.0, clip=0.7, batch_size=TRAIN_BATCH) if dp else None
-    learner = Learner(network, lr=1e-4, weight_decay=0.0, device=DEVICE, dp=settings)
+    learner = Learner(network, lr=1e-4, weight_decay=0.0, device=DEVICE, dp=settings, bfloat16=bfloat16)
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (256, TRAIN_PX, TRAIN_PX, 3)).astype(np.uint8)
     examples = Examples.of(pixels, np.arange(256) % 2)
@@ -191,6 +198,7 @@ def line(row: dict[str, Any]) -> str:
     said = [f"{row['what']:<48}{row['a second']:>10.1f}"]
     said.append(f"{row['bare']:>10.1f}{row['a second'] / row['bare']:>8.2f}" if row["bare"] else f"{'':18}")
     said.append(f"{row['works']:>8.0%}" if row["works"] is not None else "")
+    said.append(f"   compiled {row['compiled']:.1f}" if row.get("compiled") else "")
     return "".join(said)
 
 
@@ -213,9 +221,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         for encoder in filter(None, args.encoders.split(",")):
-            told(of_encoder(encoder, Path(folder), args.patches, args.batch_size))
-    told(of_training("train resnet18", args.seconds, dp=False))
-    told(of_training("train resnet18 with DP", args.seconds, dp=True))
+            for size in sorted({32, args.batch_size}):
+                told(of_encoder(encoder, Path(folder), args.patches, size))
+    for dp in (False, True):
+        for bfloat16 in (False, True):
+            kind = f"train resnet18{' with DP' if dp else ''}{' in bfloat16' if bfloat16 else ''}"
+            told(of_training(kind, args.seconds, dp=dp, bfloat16=bfloat16))
     told(of_prediction(args.seconds))
     told(of_noise())
     if args.json:

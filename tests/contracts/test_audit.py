@@ -310,7 +310,7 @@ def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
         released = [
             line["released"] for line in lines if line["run"].startswith(run.name) and "released" in line
         ]
-        vector = torch.nn.utils.parameters_to_vector(proxy.network.parameters()).detach().numpy()
+        vector = torch.nn.utils.parameters_to_vector(proxy.network.parameters()).detach().cpu().numpy()
         assert released[-1] == f"model {digest(vector)}"
 
 

@@ -33,6 +33,8 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
+ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
+"""How far features are off where matrix products have half the bits."""
 HEADS = ["train.data=features", "model.private=mlp_head", "model.proxy=linear_head", "train.rounds=2"]
 
 
@@ -105,7 +107,7 @@ def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_we
             )
         rows = np.arange(len(patches))
         expected = plain_features("test_efficientnet", tiny_weights, patches.read(rows))
-        np.testing.assert_allclose(store.read(rows), expected, atol=1e-4)
+        np.testing.assert_allclose(store.read(rows), expected, atol=ROUGH or 1e-4)
         mixed = np.array([5, 0, 40, 5])
         assert np.array_equal(store.read(mixed), store.read(rows)[mixed])
         assert "test_efficientnet sha256:" in store.meta.encoder
@@ -202,7 +204,7 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     assert all((study.root / known[name]).exists() for name in ("heatmap", "geojson", "csv"))
     said = {(p["x_l0"], p["y_l0"]): float(p["p_tumor"]) for p in rows_of(study.root / known["csv"])}
     for p in (p for p in tested if p["slide"] == slide.stem):
-        assert said[p["x_l0"], p["y_l0"]] == pytest.approx(float(p["p_tumor"]), abs=1e-5)
+        assert said[p["x_l0"], p["y_l0"]] == pytest.approx(float(p["p_tumor"]), abs=ROUGH or 1e-5)
     other = tmp_path / "other.safetensors"
     torch.manual_seed(1)
     save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), other)

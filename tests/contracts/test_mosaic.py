@@ -35,6 +35,9 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, UsageError, WsiFlError
 
+ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
+"""How far features are off where matrix products have half the bits."""
+
 
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory):
@@ -95,7 +98,7 @@ def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, we
                 patches = np.stack([slide.read((int(x), int(y)), 64, 1.0) for x, y in bag.xy_l0])
                 assert store.mpp_l0[k] == slide.mpp
             expected = plain_features("test_efficientnet", weights, patches)
-            np.testing.assert_allclose(bag.features, expected, atol=1e-4)
+            np.testing.assert_allclose(bag.features, expected, atol=ROUGH or 1e-4)
             assert bag.weight.sum() == pytest.approx(1, abs=1e-5)
             with Image.open(study.root / f"stores/C1/mosaics/{name}.png") as picture:
                 assert min(picture.size) > 400

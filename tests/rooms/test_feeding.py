@@ -1,6 +1,7 @@
 """Encoders are kept fed: what is read meanwhile, in which order, how much of it, and what devices bring."""
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -40,6 +41,12 @@ class Slow:
         time.sleep(self.seconds)
         self.busy += self.seconds
         return batch[:, 0, 0, :1].astype(np.float32)
+
+    def begin(self, batch):
+        return partial(self, batch)
+
+    def room(self, shape):
+        return np.empty(shape, np.uint8)
 
     def batch_of(self, _):
         return 4

@@ -207,11 +207,11 @@ def test_a_hundred_slides_are_read_where_the_system_allows_64_open_files(tmp_pat
     path, pixels = make_store(tmp_path, {f"s{k}": 1 for k in range(100)})
     rows = np.random.default_rng(0).permutation(100)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = len(open_files())
+    opened = len(open_files())  # a GPU's driver holds some
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(64, opened + 48), hard))
         with PatchStore(path) as store:
-            assert len(open_files()) < opened + 64
+            assert len(open_files()) < opened + 48
             found = store.read(rows)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

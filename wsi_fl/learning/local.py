@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from wsi_fl.models.checkpoint import Adam, load_slots, slots_of, under
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
-from wsi_fl.privacy.gradients import trained
+from wsi_fl.privacy.gradients import Precision, trained
 from wsi_fl.privacy.sums import NoisySums
 
 Learners = Mapping[str, "Learner"]
@@ -55,8 +57,10 @@ class Learner:
         dp: DPSettings | None,
         class_weights: Sequence[float] | None = None,
         task: Task = CLASSES,
+        bfloat16: bool = False,
     ) -> None:
         self.model = model.to(device)
+        self._precision = partial(torch.autocast, device.type, torch.bfloat16) if bfloat16 else nullcontext
         self.task = task
         self.device = device
         self.frozen = False
@@ -64,12 +68,12 @@ class Learner:
         self.fitted = False
         """Whether it was fitted to all rows at once, so that there are no steps to take."""
         self.class_weights = None if class_weights is None else torch.tensor(class_weights, device=device)
-        if dp is None and device.type == "cpu":
+        if dp is None:
             self.model.to(memory_format=torch.channels_last)  # pooling and small convolutions gain a third
         self.optimizer = Adam(
             trained(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
         )
-        self.trainer = None if dp is None else _trainer(self.model, self.optimizer, dp)
+        self.trainer = None if dp is None else _trainer(self.model, self.optimizer, dp, self._precision)
         """What takes its steps with differential privacy; None without."""
 
     @property
@@ -106,17 +110,20 @@ class Learner:
         return float(loss.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [b, classes] in training mode, with gradients."""
+        """Return logits float32[b, classes] in training mode, with gradients."""
         self.model.train()
-        out: Tensor = self.model(x)
-        return out
+        return self._called(x)
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits [b, classes] in evaluation mode, without gradients."""
+        """Return logits float32[b, classes] in evaluation mode, without gradients."""
         self.model.eval()
-        out: Tensor = self.model(x)
-        return out
+        return self._called(x)
+
+    def _called(self, x: Tensor) -> Tensor:
+        with self._precision():
+            out: Tensor = self.model(x)
+        return out.float() if out.dtype == torch.bfloat16 else out
 
     def vector(self) -> NDArray[np.float32]:
         """Return all trained parameters as one float32[d]."""
@@ -149,11 +156,13 @@ class Learner:
         load_slots(self.optimizer, tensors, "optimizer")
 
 
-def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisySums:
+def _trainer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings, precision: Precision
+) -> DPTrainer | NoisySums:
     """Return the private trainer of a model: DP-SGD for most, noisy sums for heads that are made of sums."""
     if isinstance(model, SharedHead):
         return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit)
-    return DPTrainer(model, optimizer, **asdict(dp))
+    return DPTrainer(model, optimizer, **asdict(dp), precision=precision)
 
 
 def know_rows(learner: Learner, rows: Examples) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -43,7 +44,8 @@ class Encoder:
         parts: of the label after the digest, in words: mean, sd, size, pooling.
         network: from pixels to features.
         n_features: d.
-        device: where it runs; half precision on GPUs, single elsewhere.
+        device: where it runs.
+        half: the type of matrix products on GPUs, bfloat16 or float16; None for float32, as on processors.
         batch_size: most patches of a forward pass; halved once where the device's memory does not hold them.
 
     Args:
@@ -51,6 +53,7 @@ class Encoder:
         weights: a file with the names of timm, torchvision, transformers or KimiaNet; None for the published ones.
         input_px: patches are resized to it; None takes them as they are, or where the encoder has but one size
             (presets, vision transformers), that.
+        half_precision: whether matrix products on a GPU have half the bits.
         cache: where the tensors of a pickle are kept when its own folder cannot be written.
         tell: is told in a line what people should know.
 
@@ -67,6 +70,7 @@ class Encoder:
         input_px: int | None = None,
         batch_size: int = 32,
         device: torch.device | None = None,
+        half_precision: bool = True,
         cache: Path | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -83,6 +87,9 @@ class Encoder:
         self.parts = parts
         self.network = network.eval().requires_grad_(False).to(self.device)
         self.network.to(memory_format=torch.channels_last)
+        self.half = _half_of(self.device) if half_precision else None
+        if self.half is not None:
+            _cast(self.network, self.half)
         side = self.input_px or own_px(network.model)
         shape = self(np.zeros((1, side, side, 3), np.uint8)).shape
         if len(shape) != 2 or (name in PRESETS and shape[1] != PRESETS[name].n_features):
@@ -98,20 +105,47 @@ class Encoder:
         Raises:
             EncoderError: when the device's memory does not hold them, or a feature is no number.
         """
-        features: NDArray[np.float32] | None = None
-        with suppress(torch.OutOfMemoryError):
-            features = self._features(patches)
-        if features is None:  # what the attempt held is free by now
-            features = self._in_halves(patches)
-        if not np.isfinite(features).all():
-            raise EncoderError(f"{self.label}: gives features that are no numbers; check its weights")
-        return features
+        return self.begin(patches)()
 
-    def _features(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
-        with torch.inference_mode(), self._precision():
-            pixels = torch.from_numpy(np.ascontiguousarray(patches)).to(self.device)
-            features: NDArray[np.float32] = self.network(pixels).float().cpu().numpy()
+    def begin(self, patches: NDArray[np.uint8]) -> Callable[[], NDArray[np.float32]]:
+        """Start on patches uint8[b, h, w, 3] and return what waits for their features float32[b, d].
+
+        A GPU works on the next batch meanwhile, where one is begun.
+
+        Raises:
+            EncoderError: when the device's memory does not hold them; while waiting, when a feature is no number.
+        """
+        started: Callable[[], NDArray[np.float32]] | None = None
+        with suppress(torch.OutOfMemoryError):
+            started = self._started(patches)
+        if started is None:  # what the attempt held is free by now
+            features = self._in_halves(patches)
+            return lambda: features
+
+        def wait() -> NDArray[np.float32]:
+            features = started()
+            if not np.isfinite(features).all():
+                raise EncoderError(f"{self.label}: gives features that are no numbers; check its weights")
             return features
+
+        return wait
+
+    def _started(self, patches: NDArray[np.uint8]) -> Callable[[], NDArray[np.float32]]:
+        with torch.inference_mode(), self.precision():
+            pixels = torch.from_numpy(np.ascontiguousarray(patches))
+            features = self.network(pixels.to(self.device, non_blocking=True)).float()
+            if self.device.type == "cpu":
+                return partial(torch.Tensor.numpy, features)
+            there = torch.empty(features.shape, pin_memory=True)
+            there.copy_(features, non_blocking=True)
+        done = torch.cuda.current_stream(self.device).record_event()
+        return partial(_waited, done, there, pixels)
+
+    def room(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        """Return an array to fill with patches, in memory that the device copies from by itself."""
+        if self.device.type == "cpu":
+            return np.empty(shape, np.uint8)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
 
     def _in_halves(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Encode a batch that was too large in parts, which are halved until they fit; so are all batches to come."""
@@ -128,17 +162,35 @@ class Encoder:
         """float32[b, 3, h, w], resized and normalised, of uint8[b, h, w, 3]."""
         return self.network.prepared(pixels)
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self.device.type == "cpu":
-            return nullcontext()
-        half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-        return torch.autocast(self.device.type, half)
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return what the network is to be called in."""
+        return nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
 
     def batch_of(self, size_px: int) -> int:
         """How many patches of this size go through at once: `batch_size`, on processors fewer where they are large."""
         if self.device.type != "cpu":
             return self.batch_size
         return max(1, min(self.batch_size, _CPU_PX // (self.input_px or size_px) ** 2))
+
+
+def _waited(done: torch.cuda.Event, there: torch.Tensor, _: torch.Tensor) -> NDArray[np.float32]:
+    """Return what is there once a copy is done; pixels are kept until then, since they are copied too."""
+    done.synchronize()
+    return there.numpy().copy()
+
+
+def _half_of(device: torch.device) -> torch.dtype | None:
+    """Return the type of half the bits that a device computes fast with; None for processors."""
+    if device.type == "cpu":
+        return None
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def _cast(network: nn.Module, half: torch.dtype) -> None:
+    """Keep the weights of matrix products in half precision, to which autocast would bring them for every batch."""
+    for module in network.modules():
+        if type(module) in (nn.Linear, nn.Conv2d):
+            module.to(half)
 
 
 def _of_preset(
@@ -219,16 +271,29 @@ def encode_each(
     found: list[NDArray[np.float32]] = []
     spent = Spent()
     with closing(made_ahead(_stream(items, encoder), _AHEAD)) as stream:
-        for item, batch, seconds in stream:
-            spent.read += seconds
-            if isinstance(batch, np.ndarray):
-                began = time.perf_counter()
-                found.append(encoder(batch))
-                spent.encode += time.perf_counter() - began
+        for item, batch, reading, begun in _begun(stream, encoder):
+            began = time.perf_counter()
+            if callable(batch):
+                found.append(batch())
+                spent += Spent(reading, begun + time.perf_counter() - began)
                 continue
             features = np.concatenate(found) if found else np.empty((0, encoder.n_features), np.float32)
-            yield Encoded(item, features, batch, spent)
+            yield Encoded(item, features, batch, spent + Spent(reading))
             found, spent = [], Spent()
+
+
+def _begun(
+    stream: Iterable[tuple[T, NDArray[np.uint8] | Exception | None, float]], encoder: Encoder
+) -> Iterator[tuple[T, Callable[[], NDArray[np.float32]] | Exception | None, float, float]]:
+    """Yield what waits for a batch's features in its place, and the seconds that beginning took, one batch behind."""
+    before: list[Any] = []
+    for item, batch, reading in stream:
+        began = time.perf_counter()
+        started = encoder.begin(batch) if isinstance(batch, np.ndarray) else batch
+        begun = time.perf_counter() - began
+        yield from before
+        before = [(item, started, reading, begun)]
+    yield from before
 
 
 def _stream(
@@ -269,7 +334,7 @@ def regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterato
         taken = 0
         while taken < len(batch):
             if waiting is None:
-                waiting = np.empty((encoder.batch_of(batch.shape[1]), *batch.shape[1:]), np.uint8)
+                waiting = encoder.room((encoder.batch_of(batch.shape[1]), *batch.shape[1:]))
                 filled = 0
             n = min(len(waiting) - filled, len(batch) - taken)
             waiting[filled : filled + n] = batch[taken : taken + n]

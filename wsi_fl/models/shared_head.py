@@ -168,9 +168,7 @@ class SharedHead(nn.Module):
         self.alike.fill_(n / units)  # as where nobody knows how patients differ
         self.size.copy_(torch.where(self.length < 1, self.alike, 1.0))
         if units > seen:
-            together = z.new_zeros(units, z.shape[1]).index_add_(0, of, apart).square().sum() / (
-                1 - seen / units
-            )
+            together = _summed(apart, of, units).square().sum() / (1 - seen / units)
             alone = apart.square().sum() / (1 - seen / n)
             self.alike.copy_((together / alone.clamp(min=_TINY)).clamp(min=1.0))
 
@@ -354,7 +352,16 @@ def _embedded(x: Tensor, mean: Tensor, components: Tensor) -> Tensor:
 def _by_class(z: Tensor, y: Tensor, n_classes: int) -> Tensor:
     """Return float64[classes, d + 1], the sum of the rows z[b, d] of each class, and their number."""
     counted = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
-    return z.new_zeros(n_classes, counted.shape[1]).index_add_(0, y, counted)
+    return _summed(counted, y, n_classes)
+
+
+def _summed(rows: Tensor, of: Tensor, n: int) -> Tensor:
+    """Return [n, d], the sums of the rows [b, d] that are of each group int64[b], made by the processor.
+
+    A GPU would add them in another order every time.
+    """
+    sums = torch.zeros(n, rows.shape[1], dtype=rows.dtype)
+    return sums.index_add_(0, of.cpu(), rows.cpu()).to(rows.device)
 
 
 def n_sums(n_classes: int, n_directions: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from math import pi
 from threading import Lock
@@ -34,6 +35,8 @@ _MANTISSA = 53
 """Bits of a uniform number, as many as a float64 holds."""
 _AT_ONCE_CPU, _AT_ONCE_CUDA = 2**16, 2**22
 """Normal numbers made at a time: as many as a cache holds, or a device likes. Both are even."""
+_MOST_AHEAD = 4
+"""Blocks of them on a device at once."""
 
 
 class CipherStream:
@@ -128,16 +131,29 @@ class CipherStream:
         for part, numbers in self._matched(tensors):
             part.add_(numbers, alpha=std)  # of float32 and float64, in float64
 
+    def draw_ahead(self, n: int, device: torch.device) -> None:
+        """Draw n normal numbers for the next `add_normal` on a GPU, or some of many, while that is busy.
+
+        The numbers are those that would be drawn then.
+        """
+        if device.type == "cuda":
+            self._stay_here()
+            with self._lock:
+                self._normals_on(device).ahead(n, self._cipher)
+
+    def _normals_on(self, device: torch.device) -> _Normals:
+        if device not in self._normals:
+            self._normals[device] = _Normals(device)
+        return self._normals[device]
+
     def _matched(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Pair all parts of flat tensors with as many normal numbers float64."""
         self._stay_here()
         with self._lock:
             for flat in (tensor.view(-1) for tensor in tensors):
-                if flat.device not in self._normals:
-                    self._normals[flat.device] = _Normals(flat.device)
-                done = 0
+                normals, done = self._normals_on(flat.device), 0
                 while done < flat.numel():
-                    numbers = self._normals[flat.device].some(flat.numel() - done, self._cipher)
+                    numbers = normals.some(flat.numel() - done, self._cipher)
                     yield flat[done : done + len(numbers)], numbers
                     done += len(numbers)
 
@@ -152,7 +168,33 @@ class CipherStream:
 
 
 class _Normals:
-    """A block of normal numbers on a device, used up part by part; its memory is allocated once."""
+    """Normal numbers on a device, in blocks that are used up part by part and made again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._at = device, 0
+        self._made: deque[_Block] = deque()
+        self._used: list[_Block] = []
+
+    def ahead(self, n: int, cipher: CipherContext) -> None:
+        """Make blocks until n numbers are there, or as many as stand in memory at once."""
+        while len(self._made) < _MOST_AHEAD and sum(len(one.numbers) for one in self._made) - self._at < n:
+            block = self._used.pop() if self._used else _Block(self._device)
+            block.make(cipher)
+            self._made.append(block)
+
+    def some(self, n: int, cipher: CipherContext) -> Tensor:
+        """Return float64[m], m ≤ n, numbers that were not given out before; they hold until the next call."""
+        if self._made and self._at == len(self._made[0].numbers):
+            self._used.append(self._made.popleft())
+            self._at = 0
+        self.ahead(1, cipher)
+        numbers = self._made[0].numbers
+        begin, self._at = self._at, min(self._at + n, len(numbers))
+        return numbers[begin : self._at]
+
+
+class _Block:
+    """Some normal numbers on a device; memory is allocated once."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -161,29 +203,25 @@ class _Normals:
         n = _AT_ONCE_CUDA if cuda else _AT_ONCE_CPU
         self._words = torch.empty(n, dtype=torch.int64, pin_memory=cuda)
         self._zeros, self._bits = bytes(8 * n), self._words.numpy().data.cast("B")
-        self._uniform, self._numbers = (torch.empty(n, dtype=torch.float64, device=device) for _ in range(2))
-        self._at = n
+        self._uniform, self.numbers = (torch.empty(n, dtype=torch.float64, device=device) for _ in range(2))
+        self._sent: torch.cuda.Event | None = None
 
-    def some(self, n: int, cipher: CipherContext) -> Tensor:
-        """Return float64[m], m ≤ n, numbers that were not given out before; draw a new block where none are left."""
-        if self._at == len(self._numbers):
-            self._make(cipher)
-        begin, self._at = self._at, min(self._at + n, len(self._numbers))
-        return self._numbers[begin : self._at]
-
-    def _make(self, cipher: CipherContext) -> None:
+    def make(self, cipher: CipherContext) -> None:
         """Box and Muller (1958): z = √(−2 ln u) · (cos 2πv, sin 2πv) with u in (0, 1] and v in [0, 1)."""
         import torch
 
         # 1. 53 bits of the cipher for each uniform number; a GPU gets those of the CPU
+        if self._sent is not None:
+            self._sent.synchronize()  # the words of before
         cipher.update_into(self._zeros, self._bits)
-        self._uniform.copy_(self._words.bitwise_and_(2**_MANTISSA - 1))
+        self._uniform.copy_(self._words.bitwise_and_(2**_MANTISSA - 1), non_blocking=True)
+        if self._uniform.is_cuda:
+            self._sent = torch.cuda.current_stream(self._uniform.device).record_event()
         # 2. √(−2 ln u) and 2πv
         u, v = self._uniform.chunk(2)
         radius = u.add_(1).mul_(2.0**-_MANTISSA).log_().mul_(-2).sqrt_()
         angle = v.mul_(2 * pi * 2.0**-_MANTISSA)
         # 3. cosine and sine make two independent normal numbers
-        cosine, sine = self._numbers.chunk(2)
+        cosine, sine = self.numbers.chunk(2)
         torch.cos(angle, out=cosine).mul_(radius)
         torch.sin(angle, out=sine).mul_(radius)
-        self._at = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from math import isfinite
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from wsi_fl.models.checkpoint import laid_out_like
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ghost import GHOSTS
-from wsi_fl.privacy.gradients import ENGINES, LossOf, engine_of, trained
+from wsi_fl.privacy.gradients import ENGINES, LossOf, Precision, engine_of, trained
 from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import UsageError, WsiFlError
@@ -165,6 +166,7 @@ class DPTrainer:
         batch_size: the divisor B, in units.
         unit: whose gradients are clipped: one "row"'s, or one "patient"'s, which asks for no engine.
         engine: a key of ENGINES that is known to be right about the model; None for `engine_of` it.
+        precision: what the model is called in where ghosts of rows' gradients are; elsewhere it is float32.
 
     Raises:
         UsageError: when the model has BatchNorm or another layer that ties examples, or noise is asked for without
@@ -181,13 +183,14 @@ class DPTrainer:
         batch_size: int,
         unit: str = "row",
         engine: str | None = None,
+        precision: Precision = nullcontext,
     ) -> None:
         check_trainable(model)
         if sigma > 0 and not isfinite(clip):
             raise UsageError(f"noise is a multiple of clip, which cannot be {clip:g}")
         self._model, self._optimizer = model, optimizer
         self.sigma, self.clip, self.batch_size = sigma, clip, batch_size
-        self.unit = unit
+        self.unit, self._precision = unit, precision
         self._parameters = trained(model)
         self.engine = engine or engine_of(model)
 
@@ -223,13 +226,19 @@ class DPTrainer:
             WsiFlError: when patients are missing, or a parameter has no gradient.
         """
         _train_without_dropout(self._model)
+        n_numbers = sum(p.numel() for p in self._parameters) if self.sigma else 0
+
+        def weigh(norms: Tensor) -> Tensor:
+            noise.draw_ahead(n_numbers, norms.device)  # a GPU is busy with the norms meanwhile
+            return self._weigh(norms)
+
         # 1. Σ_i g_i · min(1, C / |g_i|) of each parameter (ProxyFL, eq. 7)
         if len(x) and self.unit == "patient":
             if patient is None:
                 raise WsiFlError("a step with patients as units must know whose each row is")
-            sums, loss = summed_by_patient(self._model, x, patient, loss_of, self._weigh)
+            sums, loss = summed_by_patient(self._model, x, patient, loss_of, weigh)
         elif len(x):
-            sums, loss = ENGINES[self.engine](self._model, x, loss_of, self._weigh)
+            sums, loss = ENGINES[self.engine](self._model, x, loss_of, weigh, self._precision)
         else:
             sums, loss = [torch.zeros_like(p) for p in self._parameters], torch.tensor(torch.nan)
         found = [total for total in sums if total is not None]

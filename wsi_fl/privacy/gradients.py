@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +29,14 @@ LossOf = Callable[[Tensor], Tensor]
 Weigh = Callable[[Tensor], Tensor]
 """Norms |g_i|, float64[b] → weights c_i [b]; an example of weight 0 has no part in the sums, even if g_i is NaN."""
 
+Precision = Callable[[], AbstractContextManager[Any]]
+"""What a model is called in, such as autocast to bfloat16."""
+
 GradientSums = list[Tensor | None]
 """Σ_i c_i g_i of each trained parameter, in the model's order; None where the loss does not depend on it."""
 
-Engine = Callable[[nn.Module, Tensor, LossOf, Weigh], tuple[GradientSums, Tensor]]
-"""(model, x[b, …], loss_of, weigh) → (sums, mean loss)."""
+Engine = Callable[..., tuple[GradientSums, Tensor]]
+"""(model, x[b, …], loss_of, weigh, how) → (sums, mean loss); `how` is what models are called in, if not float32."""
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -51,10 +54,12 @@ class _Recorded(NamedTuple):
     output: GradientEdge
 
 
-def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
+def _ghost(
+    model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh, how: Precision = nullcontext
+) -> tuple[GradientSums, Tensor]:
     # 1. forward: record input and output of every layer
-    with _recording(model) as records:
-        logits = model(x)
+    with _recording(model) as records, how():
+        logits = model(x).float()
     loss = loss_of(logits)
     # 2. backward with respect to outputs alone: autograd then leaves the weights' gradients out
     outputs = [record.output for record in records]
@@ -66,7 +71,8 @@ def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[
         while records:
             record, g = records.pop(), backprops.pop()
             if g is not None:
-                uses.setdefault(record.module, []).append((_unchanged(record, len(x)), g))
+                # float32, so that norms are those of what is summed, however rough both are
+                uses.setdefault(record.module, []).append((_unchanged(record, len(x)).float(), g.float()))
         layers: list[Gradients] = [gradients_of(module, uses.pop(module)) for module in list(uses)]
         squares = x.new_zeros(len(x), dtype=torch.float64)
         c = weigh(sum((layer.squares for layer in layers), squares).sqrt()).to(loss.dtype)
@@ -124,7 +130,9 @@ def _unchanged(record: _Recorded, b: int) -> Tensor:
 # hooks
 
 
-def _hooks(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
+def _hooks(
+    model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh, _: Precision = nullcontext
+) -> tuple[GradientSums, Tensor]:
     with _sampling(model) as wrapped:
         with _OutOfPlace():
             logits = wrapped(x)

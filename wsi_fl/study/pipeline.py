@@ -81,6 +81,9 @@ class Train(Section):
     these and random colour changes (`stain`)."""
     input_px: int | None = Field(None, ge=8, le=4096)
     """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
+    bfloat16: bool = False
+    """Whether matrix products of training are in bfloat16, which newer GPUs do faster and with less memory. Norms,
+    clipped sums and noise stay in float32 and above."""
     data: Literal["patches", "features", "mosaics"] = Field(
         "patches",
         json_schema_extra=goes(excludes={"a method of synthetic patches": "it needs train.data = 'patches'"}),

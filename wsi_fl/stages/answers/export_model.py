@@ -152,12 +152,14 @@ def _encoder(leaving: Leaving) -> Any:
     Raises:
         UsageError: when its weights are not at hand, or are others by now.
     """
+    import torch
+
     from wsi_fl.stages.site.encoders import encoder_of
 
     party, wanted = leaving.party, leaving.facts["encoder"]
     alone = "use --format onnx, which needs the head alone"
     try:
-        encoder = encoder_of(party.study, party.pipeline.encoding, 1, "features")
+        encoder = encoder_of(party.study, party.pipeline.encoding, 1, "features", device=torch.device("cpu"))
     except WsiFlError as error:
         raise UsageError(f"{error}; {alone}") from None
     if encoder.label != wanted:

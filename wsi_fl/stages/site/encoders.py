@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
@@ -12,6 +12,9 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.preparing import Mosaic
 from wsi_fl.types import WsiFlError
 
+if TYPE_CHECKING:
+    import torch
+
 
 def encoder_of(
     study: Study,
@@ -19,8 +22,10 @@ def encoder_of(
     threads: int,
     section: str = "mosaic",
     tell: Callable[[str], None] = lambda _: None,
+    *,
+    device: torch.device | None = None,
 ) -> Encoder:
-    """The encoder of these settings on this rank's device and share of cores.
+    """The encoder of these settings on a device, by default this rank's, and this rank's share of cores.
 
     Args:
         section: of the configuration that they are from.
@@ -38,7 +43,7 @@ def encoder_of(
             settings.encoder,
             weights,
             input_px=settings.input_px,
-            device=device_of_rank(),
+            device=device or device_of_rank(),
             cache=study.root / "weights",
             tell=tell,
         )

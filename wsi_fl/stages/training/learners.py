@@ -91,7 +91,7 @@ def learners_of(
                 shape = (seen.channels, seen.size_px, seen.size_px)
                 settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
         usual = HyperParameters(keys.lr, keys.weight_decay, keys.balance)
-        return learner_of(model, usual, train, n_classes, device, dp=settings)
+        return learner_of(model, usual, train, n_classes, device, settings, bfloat16=keys.bfloat16)
 
     return make
 
@@ -103,6 +103,8 @@ def learner_of(
     n_classes: int,
     device: torch.device,
     dp: DPSettings | None = None,
+    *,
+    bfloat16: bool = False,
 ) -> Learner:
     """Return a learner with these settings for some training examples; under privacy all classes count as they come."""
     return Learner(
@@ -113,6 +115,7 @@ def learner_of(
         dp=dp,
         class_weights=class_weights(train.label, n_classes) if way.balance and dp is None else None,
         task=train.task,
+        bfloat16=bfloat16,
     )
 
 
@@ -156,7 +159,8 @@ def tune(party: RunContext, site: Site) -> None:
         folds = 1 if isinstance(party.data(site.name).shape, Images) else 5
         way, site.held_out = _tuned(keys, model, train, site.n_classes, site.device, folds)
         anew = {
-            role: learner_of(one.model, way, train, site.n_classes, site.device) for role, one in own.items()
+            role: learner_of(one.model, way, train, site.n_classes, site.device, bfloat16=keys.bfloat16)
+            for role, one in own.items()
         }
         site.learners = {**site.learners, **anew}
         site.tuned = {"by": "cross-validation", **way.facts}
@@ -206,7 +210,7 @@ def _tuned(
     def trained(way: HyperParameters, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
         model.load_state_dict(start)
         some, others = (subset(train, np.flatnonzero(rows)) for rows in (seen, ~seen))
-        learner = learner_of(model, way, some, n_classes, device)
+        learner = learner_of(model, way, some, n_classes, device, bfloat16=settings.bfloat16)
         stream = CipherStream.seeded(settings.seed, "tuning")
         drawn = stream if settings.max_patches else None  # which patches are seen
         epochs = settings.rounds * settings.epochs_per_round

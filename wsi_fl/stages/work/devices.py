@@ -15,4 +15,5 @@ def device_of_rank() -> torch.device:
     local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
     device = torch.device("cuda", local % torch.cuda.device_count())
     torch.cuda.set_device(device)  # for every call that names no device, other threads' too
+    torch.backends.cudnn.deterministic = True  # a run that goes on reaches what it would have
     return device
