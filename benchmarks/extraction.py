@@ -97,8 +97,8 @@ def main() -> None:
             "fraction": 1,
         }
         overrides = [f"mosaic.{key}={value}" for key, value in keys.items()]
-        settings = study.pipeline(study.pipeline_name(None), overrides).mosaic
-        encoder = encoder_of(study, settings, torch.get_num_threads())
+        pipeline = study.pipeline(study.pipeline_name(None), overrides)
+        encoder = encoder_of(study, pipeline.mosaic, torch.get_num_threads(), gpu=pipeline.gpu)
         slides = patches_by_slide(study)
         n, size = sum(map(len, slides)), encoder.batch_of(args.size_px)
         bare_rate(slides[:1], encoder, size)

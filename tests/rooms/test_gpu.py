@@ -117,3 +117,37 @@ def test_features_are_those_of_the_processor(tmp_path, name):
     )
     centred = [one - here.mean(0) for one in (here, there)]
     assert np.linalg.norm(centred[1] - centred[0]) <= 0.1 * np.linalg.norm(centred[0])  # bfloat16
+
+
+@pytest.fixture
+def little_memory():
+    """A GPU of which hardly more is left than what stands there already."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (2 << 30)) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("dp", [False, True])
+def test_memory_that_runs_out_makes_parts_smaller(little_memory, dp):
+    settings = DPSettings(sigma=1.0, clip=0.5, batch_size=64) if dp else None
+    model = build("resnet18", n_classes=2, shape=Images(3, 512), seed=0)
+    learner = Learner(model, lr=1e-3, weight_decay=0.0, device=CUDA, dp=settings)
+    x = np.random.default_rng(0).integers(0, 256, (64, 512, 512, 3)).astype(np.uint8)
+    examples = Examples.of(x, np.arange(64) % 2)
+    for batch in batches(examples, iter([np.arange(64)]), augment=None, device=CUDA):
+        assert np.isfinite(supervised_step(learner, batch, CipherStream.fresh()))
+    assert learner.trainer is not None if dp else learner._portion._most < 64
+
+
+def test_an_encoder_is_compiled_for_every_number_of_patches(tmp_path):
+    torch.manual_seed(0)
+    path = tmp_path / "weights.safetensors"
+    save_file(timm.create_model("test_vit", num_classes=0).state_dict(), path)
+    patches = np.random.default_rng(0).integers(0, 256, (40, 160, 160, 3)).astype(np.uint8)
+    plain, compiled = (
+        encode([patches], Encoder("test_vit", path, batch_size=16, device=CUDA, compiled=one))
+        for one in (False, True)
+    )
+    assert np.linalg.norm(compiled - plain) <= 0.02 * np.linalg.norm(plain)

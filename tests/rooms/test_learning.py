@@ -29,7 +29,7 @@ from wsi_fl.learning.tasks import kl_divergence, mutual
 from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.types import Images
+from wsi_fl.types import Images, WsiFlError
 
 CPU = torch.device("cpu")
 
@@ -297,3 +297,57 @@ def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
     assert 0.3 < float(offset.abs().max()) <= 0.5 + 1e-5
     assert 0.3 < float((gain - 1).abs().max()) <= 0.4 + 1e-5
     assert float((offset.std(1) > 0.01).float().mean()) > 0.6  # channels move apart
+
+
+def holding(model, most):
+    """Let the model run out of memory for more rows than that, and note how many it was shown."""
+    shown = []
+
+    def refuse(_, inputs):
+        shown.append(len(inputs[0]))
+        if len(inputs[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_pre_hook(refuse)
+    return shown
+
+
+@pytest.mark.parametrize(
+    "dp",
+    [
+        None,
+        DPSettings(sigma=0.0, clip=0.3, batch_size=6),
+        DPSettings(sigma=0.0, clip=0.3, batch_size=6, engine="hooks"),
+        DPSettings(sigma=0.0, clip=0.3, batch_size=6, unit="patient"),
+    ],
+    ids=["plain", "ghost", "hooks", "patients"],
+)
+def test_a_step_that_memory_does_not_hold_is_taken_in_parts(dp):
+    x, y = one_batch()
+    batch = (x, y, torch.tensor([0, 0, 0, 1, 1, 1])) if dp and dp.unit == "patient" else (x, y)
+    answers = logits(1, b=6, k=2)
+    whole, parts = learner(dp=dp, kind="gn_cnn_small", size=16), learner(dp=dp, kind="gn_cnn_small", size=16)
+    x = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    shown = holding(parts.model, 2)
+    for _ in range(2):
+        losses = [
+            mutual_step(one, answers, 0.4, (x, *batch[1:]), CipherStream.fresh()) for one in (whole, parts)
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert shown[0] in (6, 3) and max(shown[-3:]) <= 2  # the second step knows what fits
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)  # a step is 0.01
+    np.testing.assert_allclose(
+        probabilities(parts.logits, examples_of(pixels_of(5, 16)), CPU),
+        probabilities(whole.logits, examples_of(pixels_of(5, 16)), CPU),
+        atol=1e-4,
+    )
+
+
+def test_memory_that_does_not_hold_one_example_is_told_in_one_line():
+    one = learner()
+    holding(one.model, 0)
+    with pytest.raises(
+        WsiFlError, match=r"^the GPU's memory does not hold one example; lower train.input_px$"
+    ):
+        supervised_step(one, one_batch(), CipherStream.fresh())

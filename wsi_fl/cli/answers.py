@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, PredictionOverrides, Run, find_study, show
+from wsi_fl.cli.options import Gpus, Json, PredictionOverrides, Run, find_study, show, take_gpus
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -34,10 +34,12 @@ def predict(
         typer.Option(help="What is known of the slides, for runs on mosaics. Default: what the store says."),
     ] = None,
     overrides: PredictionOverrides = None,
+    gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
     """Predict a new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""
     study = find_study()
+    take_gpus(gpus)
     from wsi_fl.stages.answers.predict import predict, predictions_lines
     from wsi_fl.stages.work.console import Bars
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from wsi_fl.system.ranks import is_first
+from wsi_fl.system.ranks import is_first, launched_ranks
 from wsi_fl.types import UsageError, WsiFlError, printable
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ PredictionOverrides = Annotated[
         metavar="KEY=VALUE",
         help="predict.with (auto, private, proxy, mean, alone or stack). Repeatable.",
     ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(metavar="0,1,…", help="GPUs to work on, a process for each. Default: the first one."),
+]
+SiteGpus = Annotated[
+    str | None,
+    typer.Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all."),
 ]
 Run = Annotated[str, typer.Argument(help="A run: its folder, name or number.")]
 
@@ -84,6 +93,38 @@ def announced(command: C, name: str = "") -> C:
             raise WsiFlError(str(stopped)) from None
 
     return cast(C, told)
+
+
+def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
+    """Take these GPUs, and where they are several, begin the command again with a rank on each.
+
+    Args:
+        gpus: their numbers, "0,1"; None changes nothing.
+        ranks: whether the command shares its work among ranks. `train` starts its own.
+
+    Raises:
+        UsageError: when these are no numbers of GPUs of this machine.
+    """
+    if gpus is None:
+        return
+    numbers = gpus.split(",")
+    if not all(one.isdecimal() for one in numbers) or len(set(numbers)) < len(numbers):
+        raise UsageError(f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    if launched_ranks() is not None:
+        return
+    import torch
+
+    if (n := torch.cuda.device_count()) < len(numbers):
+        raise UsageError(
+            f"--gpus {gpus}: of these this machine has {n or 'none'}; `nvidia-smi -L` lists them"
+        )
+    if ranks and len(numbers) > 1:
+        from wsi_fl.stages.training.launch import find_mpiexec, rank_environment
+
+        again = [find_mpiexec(), "-n", str(len(numbers)), "--oversubscribe", "--bind-to", "none"]
+        again += [sys.executable, "-m", "wsi_fl", *sys.argv[1:]]
+        os.execvpe(again[0], again, rank_environment(len(numbers)))
 
 
 def one_or_all(command: str, site: str | None, every: bool) -> None:

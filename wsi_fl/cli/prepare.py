@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, Set, find_study, one_or_all, show
+from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, find_study, one_or_all, show, take_gpus
 from wsi_fl.types import UsageError
 
 
@@ -83,11 +83,13 @@ def mosaic(
     every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
+    gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
     """Turn a site's slides into mosaics of a few patches each, stored as deep features."""
     one_or_all("mosaic", site, every)
     study = find_study()
+    take_gpus(gpus)
     from wsi_fl.stages.prepare.mosaic import mosaic
     from wsi_fl.stages.prepare.tables import mosaic_lines
     from wsi_fl.stages.work.console import Bars
@@ -102,11 +104,13 @@ def features(
     every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
+    gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
     """Compute deep features of every patch of a patch store."""
     one_or_all("features", site, every)
     study = find_study()
+    take_gpus(gpus)
     from wsi_fl.stages.prepare.features import features, features_lines
     from wsi_fl.stages.work.console import Bars
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from wsi_fl.cli.options import Json, Pipeline, Set, find_study, one_or_all, show
+from wsi_fl.cli.options import Json, Pipeline, Set, SiteGpus, find_study, one_or_all, show, take_gpus
 from wsi_fl.federation.methods import DEFAULT, METHODS, names_of
 from wsi_fl.types import UsageError
 
@@ -84,6 +84,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
     ] = False,
+    gpus: SiteGpus = None,
     as_json: Json = False,
 ) -> None:
     """Train: one MPI rank per site, started here or by mpiexec or srun."""
@@ -100,6 +101,7 @@ def train(
             f"--baselines belongs to --method {names_of(lambda row: bool(row.baselines))}, alone"
         )
     study = find_study()
+    take_gpus(gpus, ranks=False)
     divided = [] if folds is None else [f"train.folds={folds}"]
     chosen: dict[str, Any] = {
         "method": method,

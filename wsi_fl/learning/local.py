@@ -20,6 +20,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import Precision, trained
 from wsi_fl.privacy.sums import NoisySums
+from wsi_fl.system.memory import Portion
 
 Learners = Mapping[str, "Learner"]
 """The models of one site by role: "private", "proxy"."""
@@ -63,6 +64,7 @@ class Learner:
         self._precision = partial(torch.autocast, device.type, torch.bfloat16) if bfloat16 else nullcontext
         self.task = task
         self.device = device
+        self._portion = Portion()
         self.frozen = False
         """While set, steps change nothing."""
         self.fitted = False
@@ -103,16 +105,33 @@ class Learner:
             return self.trainer.step(x, loss_of, noise, patient)
         if not len(x):
             return float("nan")
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(self.forward(x) if logits is None else logits)
-        torch.autograd.backward(loss)
+        loss = self._portion.tried(len(x), lambda k: self._backward(x, loss_of, logits, k))
         self.optimizer.step()
+        return loss
+
+    def _backward(
+        self, x: Tensor, loss_of: Callable[[Tensor], Tensor], logits: Tensor | None, at_once: int
+    ) -> float:
+        """Set the gradients of the mean loss, with so many rows going through the model at once."""
+        self.optimizer.zero_grad(set_to_none=True)
+        whole = at_once >= len(x)
+        loss = loss_of(logits if whole and logits is not None else self._in_parts(x, at_once))
+        torch.autograd.backward(loss)
         return float(loss.detach())
+
+    def _in_parts(self, x: Tensor, at_once: int) -> Tensor:
+        """Return logits of which the backward pass computes every part anew, so that memory holds one."""
+        if at_once >= len(x):
+            return self._called(x)
+        from torch.utils.checkpoint import checkpoint
+
+        parts = [checkpoint(self._called, part, use_reentrant=False) for part in torch.split(x, at_once)]
+        return torch.cat(parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits float32[b, classes] in training mode, with gradients."""
         self.model.train()
-        return self._called(x)
+        return self._portion.tried(max(1, len(x)), lambda k: self._in_parts(x, k))
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
@@ -283,10 +302,15 @@ def _answers(
     """Yield (logits [b, classes], −∞ where a class is not allowed, labels int64[b]) of all examples, in order."""
     size = min(batch_size, examples.at_once or batch_size)
     rows = np.array_split(np.arange(len(examples)), range(size, len(examples), size))
-    drawn = batches(examples, iter(rows), augment=None, device=device)
+    drawn, portion = batches(examples, iter(rows), augment=None, device=device), Portion()
     for (x, y), chosen in zip(drawn, rows, strict=True):
-        logits = predict(x)
+        logits = portion.tried(len(x), partial(_predicted, predict, x))
         if examples.allowed is not None:
             possible = torch.from_numpy(examples.allowed[chosen]).to(logits.device)
             logits = logits.masked_fill(~possible, -torch.inf)
         yield logits, y
+
+
+def _predicted(predict: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:
+    """Return what a model says of x[b, …], so many rows of which it sees at once."""
+    return torch.cat([predict(part) for part in torch.split(x, at_once)])

@@ -24,6 +24,8 @@ from wsi_fl.types import WsiFlError, encoder_label
 
 T = TypeVar("T")
 
+_GPU_BATCH = 256
+"""Patches that a GPU takes at once: with 32 it waits for the processor half of the time."""
 _CPU_PX = 1 << 19
 """Most pixels of a forward pass on processors, where larger ones leave the caches and are slower."""
 _DIGITS = 16
@@ -46,14 +48,16 @@ class Encoder:
         n_features: d.
         device: where it runs.
         half: the type of matrix products on GPUs, bfloat16 or float16; None for float32, as on processors.
-        batch_size: most patches of a forward pass; halved once where the device's memory does not hold them.
+        batch_size: most patches of a forward pass; halved where the device's memory does not hold them.
 
     Args:
         name: of a preset, or of a timm architecture with or without the tag of its weights.
         weights: a file with the names of timm, torchvision, transformers or KimiaNet; None for the published ones.
         input_px: patches are resized to it; None takes them as they are, or where the encoder has but one size
             (presets, vision transformers), that.
+        batch_size: None takes 256 on a GPU, 32 elsewhere.
         half_precision: whether matrix products on a GPU have half the bits.
+        compiled: whether PyTorch compiles the network for a GPU.
         cache: where the tensors of a pickle are kept when its own folder cannot be written.
         tell: is told in a line what people should know.
 
@@ -68,14 +72,15 @@ class Encoder:
         weights: str | Path | None = None,
         *,
         input_px: int | None = None,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         device: torch.device | None = None,
         half_precision: bool = True,
+        compiled: bool = False,
         cache: Path | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.name, self.batch_size, self._tell = name, batch_size, tell
-        self.device = device or torch.device("cpu")
+        self.name, self._tell, self.device = name, tell, device or torch.device("cpu")
+        self.batch_size = batch_size or (32 if self.device.type == "cpu" else _GPU_BATCH)
         weights = None if weights is None else Path(weights)
         if name in PRESETS:
             network, parts = _of_preset(name, weights, input_px, cache, tell)
@@ -90,6 +95,7 @@ class Encoder:
         self.half = _half_of(self.device) if half_precision else None
         if self.half is not None:
             _cast(self.network, self.half)
+        self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
         side = self.input_px or own_px(network.model)
         shape = self(np.zeros((1, side, side, 3), np.uint8)).shape
         if len(shape) != 2 or (name in PRESETS and shape[1] != PRESETS[name].n_features):
@@ -98,6 +104,8 @@ class Encoder:
                 "made of its tokens (pooling) is not that of this architecture"
             )
         self.n_features = shape[1]
+        if compiled and self.device.type != "cpu":
+            self._compiled = torch.compile(self.network)
 
     def __call__(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
         """float32[b, d] of patches uint8[b, h, w, 3].
@@ -133,13 +141,22 @@ class Encoder:
     def _started(self, patches: NDArray[np.uint8]) -> Callable[[], NDArray[np.float32]]:
         with torch.inference_mode(), self.precision():
             pixels = torch.from_numpy(np.ascontiguousarray(patches))
-            features = self.network(pixels.to(self.device, non_blocking=True)).float()
+            features = self._of(pixels.to(self.device, non_blocking=True)).float()
             if self.device.type == "cpu":
                 return partial(torch.Tensor.numpy, features)
             there = torch.empty(features.shape, pin_memory=True)
             there.copy_(features, non_blocking=True)
         done = torch.cuda.current_stream(self.device).record_event()
         return partial(_waited, done, there, pixels)
+
+    def _of(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Features of pixels on the device; what is compiled for one number of patches gets no other."""
+        if self._compiled is None or len(pixels) > self.batch_size:
+            features: torch.Tensor = self.network(pixels)
+            return features
+        whole = pixels.new_zeros(self.batch_size, *pixels.shape[1:])
+        whole[: len(pixels)] = pixels
+        return self._compiled(whole)[: len(pixels)]
 
     def room(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """Return an array to fill with patches, in memory that the device copies from by itself."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import isfinite
 
 import torch
@@ -19,9 +20,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from wsi_fl.models.checkpoint import laid_out_like
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ghost import GHOSTS
-from wsi_fl.privacy.gradients import ENGINES, LossOf, Precision, engine_of, trained
-from wsi_fl.privacy.patients import summed_by_patient
+from wsi_fl.privacy.gradients import ENGINES, LossOf, Precision, engine_of, summed_in_parts, trained
+from wsi_fl.privacy.patients import CHUNK, summed_by_patient
 from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.system.memory import Portion
 from wsi_fl.types import UsageError, WsiFlError
 
 _UNTRAINABLE = "model cannot be trained with differential privacy"
@@ -190,7 +192,7 @@ class DPTrainer:
             raise UsageError(f"noise is a multiple of clip, which cannot be {clip:g}")
         self._model, self._optimizer = model, optimizer
         self.sigma, self.clip, self.batch_size = sigma, clip, batch_size
-        self.unit, self._precision = unit, precision
+        self.unit, self._precision, self._portion = unit, precision, Portion()
         self._parameters = trained(model)
         self.engine = engine or engine_of(model)
 
@@ -236,9 +238,13 @@ class DPTrainer:
         if len(x) and self.unit == "patient":
             if patient is None:
                 raise WsiFlError("a step with patients as units must know whose each row is")
-            sums, loss = summed_by_patient(self._model, x, patient, loss_of, weigh)
+            of, rows = patient, min(len(x), CHUNK)
+            sums, loss = self._portion.tried(
+                rows, lambda k: summed_by_patient(self._model, x, of, loss_of, weigh, chunk=k)
+            )
         elif len(x):
-            sums, loss = ENGINES[self.engine](self._model, x, loss_of, weigh, self._precision)
+            rows_of = partial(summed_in_parts, ENGINES[self.engine], self._model, x, loss_of, weigh)
+            sums, loss = self._portion.tried(len(x), lambda k: rows_of(self._precision, at_once=k))
         else:
             sums, loss = [torch.zeros_like(p) for p in self._parameters], torch.tensor(torch.nan)
         found = [total for total in sums if total is not None]

@@ -205,6 +205,45 @@ def _quiet_hooks() -> Iterator[None]:
 ENGINES: Mapping[str, Engine] = {"ghost": _ghost, "hooks": _hooks}
 
 
+def summed_in_parts(
+    engine: Engine,
+    model: nn.Module,
+    x: Tensor,
+    loss_of: LossOf,
+    weigh: Weigh,
+    how: Precision = nullcontext,
+    *,
+    at_once: int,
+) -> tuple[GradientSums, Tensor]:
+    """Return what an engine does, that sees so many rows at a time; the more there are, the more memory it takes.
+
+    Args:
+        loss_of: maps logits [b, classes] of all rows to the mean of per-example losses.
+    """
+    if at_once >= len(x):
+        return engine(model, x, loss_of, weigh, how)
+    sums: GradientSums = [None] * len(trained(model))
+    said: list[Tensor] = []
+
+    def loss_of_part(logits: Tensor) -> Tensor:
+        # rows beside this part are constants here, so that only its own losses have a gradient
+        before = sum(map(len, said))
+        rest = logits.new_zeros(len(x) - before - len(logits), *logits.shape[1:])
+        loss = loss_of(torch.cat([*said, logits, rest])) * (len(x) / len(logits))
+        said.append(logits.detach())
+        return loss
+
+    for part in torch.split(x, at_once):
+        found, _ = engine(model, part, loss_of_part, weigh, how)
+        sums = [added(total, more) for total, more in zip(sums, found, strict=True)]
+    return sums, loss_of(torch.cat(said))
+
+
+def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients, each None where there is none."""
+    return more if total is None else total if more is None else total + more
+
+
 def engine_of(model: nn.Module) -> str:
     """Return the engine that a model gets: "ghost" wherever it can, "hooks" elsewhere.
 

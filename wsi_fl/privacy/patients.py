@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wsi_fl.privacy.ghost import squared_norms
-from wsi_fl.privacy.gradients import GradientSums, LossOf, Weigh, trained
+from wsi_fl.privacy.gradients import GradientSums, LossOf, Weigh, added, trained
 
 CHUNK = 64
 """Rows that go through the model at a time, however many a patient has."""
@@ -49,13 +49,13 @@ def summed_by_patient(
             whole = torch.zeros_like(said).index_copy(0, part, logits)
             loss = loss_of(whole) * (len(x) / len(rows))
             found = torch.autograd.grad(loss, trained(model), allow_unused=True)
-            gradient = [_added(total, more) for total, more in zip(gradient, found, strict=True)]
+            gradient = [added(total, more) for total, more in zip(gradient, found, strict=True)]
             said[part] = logits.detach()
         squares = x.new_zeros(1, dtype=torch.float64)
         squares = sum((squared_norms(g.reshape(1, -1)) for g in gradient if g is not None), squares)
         c = float(weigh(squares.sqrt()))
         scaled = [None if g is None else g * c if c > 0 else torch.zeros_like(g) for g in gradient]
-        sums = [_added(total, more) for total, more in zip(sums, scaled, strict=True)]
+        sums = [added(total, more) for total, more in zip(sums, scaled, strict=True)]
     assert said is not None
     with torch.no_grad():
         return sums, loss_of(said)
@@ -65,7 +65,3 @@ def _forward(model: nn.Module, x: Tensor, rows: Tensor, chunk: int) -> Iterator[
     for first in range(0, len(rows), chunk):
         part = rows[first : first + chunk]
         yield part, model(x[part])
-
-
-def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    return more if total is None else total if more is None else total + more

@@ -81,9 +81,6 @@ class Train(Section):
     these and random colour changes (`stain`)."""
     input_px: int | None = Field(None, ge=8, le=4096)
     """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
-    bfloat16: bool = False
-    """Whether matrix products of training are in bfloat16, which newer GPUs do faster and with less memory. Norms,
-    clipped sums and noise stay in float32 and above."""
     data: Literal["patches", "features", "mosaics"] = Field(
         "patches",
         json_schema_extra=goes(excludes={"a method of synthetic patches": "it needs train.data = 'patches'"}),
@@ -214,6 +211,20 @@ class Topology(Section):
     they are averaged."""
 
 
+class Gpu(Section):
+    """How GPUs compute."""
+
+    without_effect = ("",)
+    encode: Literal["half", "float32"] = "half"
+    """Precision of an encoder's matrix products on GPUs: `half` is bfloat16, or float16 where a GPU knows no other."""
+    train: Literal["bfloat16", "float32"] = "float32"
+    """Precision of matrix products in training, on any device. Norms, clipped sums and noise are never rougher than
+    float32."""
+    compile: bool = False
+    """Whether encoders are compiled for the GPU. Vision transformers then encode a third more patches a second, after
+    a minute; it takes a C compiler."""
+
+
 class Communication(Section):
     """How sites wait for each other."""
 
@@ -336,6 +347,7 @@ class Pipeline(Section):
     train: Train = Train()
     target: Target = Target()
     model: Model = Model()
+    gpu: Gpu = Gpu()
     topology: Topology = Topology()
     comm: Communication = Communication()
     privacy: Privacy = Privacy()

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from wsi_fl.system.bulk import aligned_empty
+from wsi_fl.types import WsiFlError
+
+T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 20
 _ROOM = 1.125
@@ -28,6 +33,29 @@ def free_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class Portion:
+    """How many rows go through a model at once: all, until a device's memory does not hold them."""
+
+    def __init__(self) -> None:
+        self._most: int | None = None
+
+    def tried(self, n: int, work: Callable[[int], T]) -> T:
+        """Return what work gives that takes so many of n rows at once: as many as fit, half of them at each try.
+
+        Raises:
+            WsiFlError: when the memory does not hold one.
+        """
+        import torch
+
+        at_once = min(n, self._most or n)
+        while True:
+            with suppress(torch.OutOfMemoryError):
+                return work(at_once)
+            if at_once <= 1:  # what the attempt held is free by now
+                raise WsiFlError("the GPU's memory does not hold one example; lower train.input_px")
+            at_once = self._most = at_once // 2
 
 
 class BufferPool:

@@ -156,10 +156,12 @@ def _encoder(leaving: Leaving) -> Any:
 
     from wsi_fl.stages.site.encoders import encoder_of
 
-    party, wanted = leaving.party, leaving.facts["encoder"]
+    party, wanted, cpu = leaving.party, leaving.facts["encoder"], torch.device("cpu")
     alone = "use --format onnx, which needs the head alone"
     try:
-        encoder = encoder_of(party.study, party.pipeline.encoding, 1, "features", device=torch.device("cpu"))
+        encoder = encoder_of(
+            party.study, party.pipeline.encoding, 1, "features", gpu=party.pipeline.gpu, device=cpu
+        )
     except WsiFlError as error:
         raise UsageError(f"{error}; {alone}") from None
     if encoder.label != wanted:

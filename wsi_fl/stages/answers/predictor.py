@@ -120,7 +120,9 @@ class Predictor:
         settings, section = (
             (self.pipeline.mosaic, "mosaic") if mosaics else (self.pipeline.encoding, "features")
         )
-        encoder = encoder_of(self.study, settings, len(os.sched_getaffinity(0)), section)
+        encoder = encoder_of(
+            self.study, settings, len(os.sched_getaffinity(0)), section, gpu=self.pipeline.gpu
+        )
         if encoder.label != self.meta.encoder:
             raise WsiFlError(
                 f"{self.run.name} was trained on features of {self.meta.encoder}, but the configuration now names "

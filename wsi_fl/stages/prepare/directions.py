@@ -55,7 +55,7 @@ def directions(
         WsiFlError: when one that is named cannot be read, or there is none.
     """
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-    encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features")
+    encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features", gpu=pipeline.gpu)
     told = watcher or Silent()
     rows, known, aside = [], [], []
     for path in _files(sources):

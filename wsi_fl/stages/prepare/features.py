@@ -88,7 +88,9 @@ def features(
     def prepare() -> list[OfStore]:
         pipeline, sites = asked_for(study, site, pipeline_name, overrides)
         stores = [open_store(study, one.name) for one in sites]
-        encoder = encoder_of(study, pipeline.encoding, job.threads, "features", say if job.first else quiet)
+        encoder = encoder_of(
+            study, pipeline.encoding, job.threads, "features", say if job.first else quiet, gpu=pipeline.gpu
+        )
         return [_prepare(study, store, encoder) for store in stores]
 
     made = [_make_site(study, way, job, told) for way in job.each(prepare)]

@@ -133,7 +133,9 @@ def mosaic(
             say_tables(one.site.name, one.said)
         if job.first and (unusual := warning_of(settings.encoder, settings.size_px, settings.mpp)):
             say(f"  {unusual}", "yellow")
-        return known, encoder_of(study, settings, job.threads, tell=say if job.first else quiet)
+        return known, encoder_of(
+            study, settings, job.threads, tell=say if job.first else quiet, gpu=listed[0].pipeline.gpu
+        )
 
     known, encoder = job.each(prepare)
     made = [_make_site(*one, encoder, job, told) for one in known]

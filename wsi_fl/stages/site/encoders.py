@@ -9,6 +9,7 @@ from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Gpu
 from wsi_fl.study.preparing import Mosaic
 from wsi_fl.types import WsiFlError
 
@@ -23,6 +24,7 @@ def encoder_of(
     section: str = "mosaic",
     tell: Callable[[str], None] = lambda _: None,
     *,
+    gpu: Gpu,
     device: torch.device | None = None,
 ) -> Encoder:
     """The encoder of these settings on a device, by default this rank's, and this rank's share of cores.
@@ -44,6 +46,8 @@ def encoder_of(
             weights,
             input_px=settings.input_px,
             device=device or device_of_rank(),
+            half_precision=gpu.encode == "half",
+            compiled=gpu.compile,
             cache=study.root / "weights",
             tell=tell,
         )

@@ -79,6 +79,7 @@ def learners_of(
         train: what they will learn from.
     """
     site, pipeline, keys = party.sites[index], party.pipeline, party.pipeline.train
+    half = in_bfloat16(pipeline)
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
         model, seen = build_model(site, pipeline, data, role, index, common=common), data.shape
@@ -91,9 +92,14 @@ def learners_of(
                 shape = (seen.channels, seen.size_px, seen.size_px)
                 settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
         usual = HyperParameters(keys.lr, keys.weight_decay, keys.balance)
-        return learner_of(model, usual, train, n_classes, device, settings, bfloat16=keys.bfloat16)
+        return learner_of(model, usual, train, n_classes, device, settings, bfloat16=half)
 
     return make
+
+
+def in_bfloat16(pipeline: Pipeline) -> bool:
+    """Return whether matrix products of training are in bfloat16."""
+    return pipeline.gpu.train == "bfloat16"
 
 
 def learner_of(
@@ -138,7 +144,7 @@ def tune(party: RunContext, site: Site) -> None:
     A model that travels, or is under differential privacy, is not tuned. A linear head that it would have alone is
     fitted in any case. Both models of its own are fresh and alike, so what suits one suits the other.
     """
-    keys, train = party.pipeline.train, site.train
+    keys, train, half = party.pipeline.train, site.train, in_bfloat16(party.pipeline)
     own = {
         role: learner
         for role in (LONE, "private")
@@ -157,9 +163,9 @@ def tune(party: RunContext, site: Site) -> None:
         site.held_out, site.tuned = head.held_out, head.facts
     elif keys.tune:
         folds = 1 if isinstance(party.data(site.name).shape, Images) else 5
-        way, site.held_out = _tuned(keys, model, train, site.n_classes, site.device, folds)
+        way, site.held_out = _tuned(keys, model, train, site.n_classes, site.device, folds, half=half)
         anew = {
-            role: learner_of(one.model, way, train, site.n_classes, site.device, bfloat16=keys.bfloat16)
+            role: learner_of(one.model, way, train, site.n_classes, site.device, bfloat16=half)
             for role, one in own.items()
         }
         site.learners = {**site.learners, **anew}
@@ -197,7 +203,14 @@ def _fitted(model: nn.Module, train: Examples, n_classes: int, device: torch.dev
 
 
 def _tuned(
-    settings: Train, model: nn.Module, train: Examples, n_classes: int, device: torch.device, folds: int
+    settings: Train,
+    model: nn.Module,
+    train: Examples,
+    n_classes: int,
+    device: torch.device,
+    folds: int,
+    *,
+    half: bool,
 ) -> tuple[HyperParameters, Probabilities | None]:
     """Return the settings that serve held-out patients best, and what models trained with them say of these.
 
@@ -210,7 +223,7 @@ def _tuned(
     def trained(way: HyperParameters, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
         model.load_state_dict(start)
         some, others = (subset(train, np.flatnonzero(rows)) for rows in (seen, ~seen))
-        learner = learner_of(model, way, some, n_classes, device, bfloat16=settings.bfloat16)
+        learner = learner_of(model, way, some, n_classes, device, bfloat16=half)
         stream = CipherStream.seeded(settings.seed, "tuning")
         drawn = stream if settings.max_patches else None  # which patches are seen
         epochs = settings.rounds * settings.epochs_per_round
