@@ -110,6 +110,26 @@ def test_no_more_than_a_few_batches_are_read_ahead():
     assert 2 <= max(most) <= 5
 
 
+def test_the_next_batch_begins_before_the_last_one_is_waited_for():
+    events = []
+
+    class Noting(Slow):
+        def begin(self, batch):
+            k = int(batch[0, 0, 0, 0])
+            events.append(("begin", k))
+
+            def wait():
+                events.append(("wait", k))
+                return self(batch)
+
+            return wait
+
+    slides = [(k, [np.full((4, 8, 8, 3), k, np.uint8)]) for k in range(4)]
+    assert [one.item for one in encode_each(iter(slides), Noting(0))] == [0, 1, 2, 3]
+    for k in range(3):
+        assert events.index(("begin", k + 1)) < events.index(("wait", k))
+
+
 def out_of_memory_above(encoder, most):
     """The encoder runs out of memory for more patches than that."""
     whole, tried = encoder.network.forward, []

@@ -1,12 +1,10 @@
 """Both engines against a loop over single examples, ghost's rules layer by layer, and which engine a model gets."""
 
 import itertools
-from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from dpsteps import norms_are_those_of_what_is_summed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -370,28 +368,6 @@ def test_engines_agree_under_the_same_noise():
         vectors.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     for one, other in itertools.pairwise(vectors):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("engine", sorted(ENGINES))
-def test_norms_are_those_of_what_is_summed_where_models_compute_in_bfloat16(engine):
-    model = build("lenet5", n_classes=3, shape=Images(1, 28), seed=0)
-    how = partial(torch.autocast, "cpu", torch.bfloat16)
-    norms_are_those_of_what_is_summed(model, torch.randn(5, 1, 28, 28), engine, how)
-    learner = Learner(
-        model,
-        lr=1e-3,
-        weight_decay=0.0,
-        device=torch.device("cpu"),
-        dp=DPSettings(sigma=0.0, clip=0.5, batch_size=5),
-        bfloat16=True,
-    )
-    x, y = torch.randn(5, 1, 28, 28), torch.arange(5) % 3
-    before = learner.logits(x)
-    for _ in range(20):
-        supervised_step(learner, (x, y), CipherStream.fresh())
-    after = learner.logits(x)
-    assert before.dtype == after.dtype == torch.float32
-    assert functional.cross_entropy(after, y) < functional.cross_entropy(before, y)
 
 
 def test_hooks_of_opacus_are_quiet_about_inputs_without_gradients(recwarn):

@@ -351,3 +351,15 @@ def test_memory_that_does_not_hold_one_example_is_told_in_one_line():
         WsiFlError, match=r"^the GPU's memory does not hold one example; lower train.input_px$"
     ):
         supervised_step(one, one_batch(), CipherStream.fresh())
+
+
+def test_a_model_may_learn_in_bfloat16_and_answers_in_float32():
+    model = build("lenet5", n_classes=3, shape=Images(1, 28), seed=0)
+    one = Learner(model, lr=1e-3, weight_decay=0.0, device=CPU, dp=None, bfloat16=True)
+    x, y = torch.randn(5, 1, 28, 28), torch.arange(5) % 3
+    assert one.logits(x).dtype == torch.float32
+    assert not torch.equal(one.logits(x), model(x))
+    before = functional.cross_entropy(one.logits(x), y)
+    for _ in range(20):
+        supervised_step(one, (x, y), CipherStream.fresh())
+    assert functional.cross_entropy(one.logits(x), y) < before

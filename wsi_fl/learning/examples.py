@@ -236,7 +236,10 @@ def tensor_of(inputs: Inputs, device: torch.device | None = None) -> Tensor:
     if device is None or device.type == "cpu":
         return normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
     there = torch.from_numpy(np.ascontiguousarray(inputs)).pin_memory().to(device, non_blocking=True)
-    return there.permute(0, 3, 1, 2).float().div_(127.5).sub_(1) if inputs.dtype == np.uint8 else there
+    if inputs.dtype != np.uint8:
+        return there
+    planes = there.permute(0, 3, 1, 2)  # in this order of memory too: GPUs have no GroupNorm of another
+    return planes.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 
 def epoch_rows(n: int, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:

@@ -18,7 +18,7 @@ from wsi_fl.models.checkpoint import Adam, load_slots, slots_of, under
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
-from wsi_fl.privacy.gradients import Precision, trained
+from wsi_fl.privacy.gradients import trained
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.system.memory import Portion
 
@@ -61,7 +61,8 @@ class Learner:
         bfloat16: bool = False,
     ) -> None:
         self.model = model.to(device)
-        self._precision = partial(torch.autocast, device.type, torch.bfloat16) if bfloat16 else nullcontext
+        half = bfloat16 and dp is None
+        self._precision = partial(torch.autocast, device.type, torch.bfloat16) if half else nullcontext
         self.task = task
         self.device = device
         self._portion = Portion()
@@ -70,12 +71,12 @@ class Learner:
         self.fitted = False
         """Whether it was fitted to all rows at once, so that there are no steps to take."""
         self.class_weights = None if class_weights is None else torch.tensor(class_weights, device=device)
-        if dp is None:
+        if dp is None and device.type == "cpu":  # GPUs have no GroupNorm of that order
             self.model.to(memory_format=torch.channels_last)  # pooling and small convolutions gain a third
         self.optimizer = Adam(
             trained(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
         )
-        self.trainer = None if dp is None else _trainer(self.model, self.optimizer, dp, self._precision)
+        self.trainer = None if dp is None else _trainer(self.model, self.optimizer, dp)
         """What takes its steps with differential privacy; None without."""
 
     @property
@@ -175,13 +176,11 @@ class Learner:
         load_slots(self.optimizer, tensors, "optimizer")
 
 
-def _trainer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings, precision: Precision
-) -> DPTrainer | NoisySums:
+def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisySums:
     """Return the private trainer of a model: DP-SGD for most, noisy sums for heads that are made of sums."""
     if isinstance(model, SharedHead):
         return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit)
-    return DPTrainer(model, optimizer, **asdict(dp), precision=precision)
+    return DPTrainer(model, optimizer, **asdict(dp))
 
 
 def know_rows(learner: Learner, rows: Examples) -> None:

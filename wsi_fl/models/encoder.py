@@ -306,7 +306,10 @@ def _begun(
     before: list[Any] = []
     for item, batch, reading in stream:
         began = time.perf_counter()
-        started = encoder.begin(batch) if isinstance(batch, np.ndarray) else batch
+        if not isinstance(batch, np.ndarray):
+            before.append((item, batch, reading, 0.0))
+            continue
+        started = encoder.begin(batch)
         begun = time.perf_counter() - began
         yield from before
         before = [(item, started, reading, begun)]

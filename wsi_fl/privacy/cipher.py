@@ -214,7 +214,8 @@ class _Block:
         if self._sent is not None:
             self._sent.synchronize()  # the words of before
         cipher.update_into(self._zeros, self._bits)
-        self._uniform.copy_(self._words.bitwise_and_(2**_MANTISSA - 1), non_blocking=True)
+        words = self._words.to(self._uniform.device, non_blocking=True)
+        self._uniform.copy_(words.bitwise_and_(2**_MANTISSA - 1))
         if self._uniform.is_cuda:
             self._sent = torch.cuda.current_stream(self._uniform.device).record_event()
         # 2. √(−2 ln u) and 2πv

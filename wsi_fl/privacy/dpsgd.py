@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from math import isfinite
 
@@ -20,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from wsi_fl.models.checkpoint import laid_out_like
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ghost import GHOSTS
-from wsi_fl.privacy.gradients import ENGINES, LossOf, Precision, engine_of, summed_in_parts, trained
+from wsi_fl.privacy.gradients import ENGINES, LossOf, engine_of, summed_in_parts, trained
 from wsi_fl.privacy.patients import CHUNK, summed_by_patient
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.system.memory import Portion
@@ -168,7 +167,6 @@ class DPTrainer:
         batch_size: the divisor B, in units.
         unit: whose gradients are clipped: one "row"'s, or one "patient"'s, which asks for no engine.
         engine: a key of ENGINES that is known to be right about the model; None for `engine_of` it.
-        precision: what the model is called in where ghosts of rows' gradients are; elsewhere it is float32.
 
     Raises:
         UsageError: when the model has BatchNorm or another layer that ties examples, or noise is asked for without
@@ -185,14 +183,13 @@ class DPTrainer:
         batch_size: int,
         unit: str = "row",
         engine: str | None = None,
-        precision: Precision = nullcontext,
     ) -> None:
         check_trainable(model)
         if sigma > 0 and not isfinite(clip):
             raise UsageError(f"noise is a multiple of clip, which cannot be {clip:g}")
         self._model, self._optimizer = model, optimizer
         self.sigma, self.clip, self.batch_size = sigma, clip, batch_size
-        self.unit, self._precision, self._portion = unit, precision, Portion()
+        self.unit, self._portion = unit, Portion()
         self._parameters = trained(model)
         self.engine = engine or engine_of(model)
 
@@ -244,7 +241,7 @@ class DPTrainer:
             )
         elif len(x):
             rows_of = partial(summed_in_parts, ENGINES[self.engine], self._model, x, loss_of, weigh)
-            sums, loss = self._portion.tried(len(x), lambda k: rows_of(self._precision, at_once=k))
+            sums, loss = self._portion.tried(len(x), lambda k: rows_of(at_once=k))
         else:
             sums, loss = [torch.zeros_like(p) for p in self._parameters], torch.tensor(torch.nan)
         found = [total for total in sums if total is not None]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +29,11 @@ LossOf = Callable[[Tensor], Tensor]
 Weigh = Callable[[Tensor], Tensor]
 """Norms |g_i|, float64[b] → weights c_i [b]; an example of weight 0 has no part in the sums, even if g_i is NaN."""
 
-Precision = Callable[[], AbstractContextManager[Any]]
-"""What a model is called in, such as autocast to bfloat16."""
-
 GradientSums = list[Tensor | None]
 """Σ_i c_i g_i of each trained parameter, in the model's order; None where the loss does not depend on it."""
 
-Engine = Callable[..., tuple[GradientSums, Tensor]]
-"""(model, x[b, …], loss_of, weigh, how) → (sums, mean loss); `how` is what models are called in, if not float32."""
+Engine = Callable[[nn.Module, Tensor, LossOf, Weigh], tuple[GradientSums, Tensor]]
+"""(model, x[b, …], loss_of, weigh) → (sums, mean loss)."""
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -54,12 +51,10 @@ class _Recorded(NamedTuple):
     output: GradientEdge
 
 
-def _ghost(
-    model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh, how: Precision = nullcontext
-) -> tuple[GradientSums, Tensor]:
+def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
     # 1. forward: record input and output of every layer
-    with _recording(model) as records, how():
-        logits = model(x).float()
+    with _recording(model) as records:
+        logits = model(x)
     loss = loss_of(logits)
     # 2. backward with respect to outputs alone: autograd then leaves the weights' gradients out
     outputs = [record.output for record in records]
@@ -71,8 +66,7 @@ def _ghost(
         while records:
             record, g = records.pop(), backprops.pop()
             if g is not None:
-                # float32, so that norms are those of what is summed, however rough both are
-                uses.setdefault(record.module, []).append((_unchanged(record, len(x)).float(), g.float()))
+                uses.setdefault(record.module, []).append((_unchanged(record, len(x)), g))
         layers: list[Gradients] = [gradients_of(module, uses.pop(module)) for module in list(uses)]
         squares = x.new_zeros(len(x), dtype=torch.float64)
         c = weigh(sum((layer.squares for layer in layers), squares).sqrt()).to(loss.dtype)
@@ -130,9 +124,7 @@ def _unchanged(record: _Recorded, b: int) -> Tensor:
 # hooks
 
 
-def _hooks(
-    model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh, _: Precision = nullcontext
-) -> tuple[GradientSums, Tensor]:
+def _hooks(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
     with _sampling(model) as wrapped:
         with _OutOfPlace():
             logits = wrapped(x)
@@ -211,7 +203,6 @@ def summed_in_parts(
     x: Tensor,
     loss_of: LossOf,
     weigh: Weigh,
-    how: Precision = nullcontext,
     *,
     at_once: int,
 ) -> tuple[GradientSums, Tensor]:
@@ -221,7 +212,7 @@ def summed_in_parts(
         loss_of: maps logits [b, classes] of all rows to the mean of per-example losses.
     """
     if at_once >= len(x):
-        return engine(model, x, loss_of, weigh, how)
+        return engine(model, x, loss_of, weigh)
     sums: GradientSums = [None] * len(trained(model))
     said: list[Tensor] = []
 
@@ -234,7 +225,7 @@ def summed_in_parts(
         return loss
 
     for part in torch.split(x, at_once):
-        found, _ = engine(model, part, loss_of_part, weigh, how)
+        found, _ = engine(model, part, loss_of_part, weigh)
         sums = [added(total, more) for total, more in zip(sums, found, strict=True)]
     return sums, loss_of(torch.cat(said))
 

@@ -218,8 +218,8 @@ class Gpu(Section):
     encode: Literal["half", "float32"] = "half"
     """Precision of an encoder's matrix products on GPUs: `half` is bfloat16, or float16 where a GPU knows no other."""
     train: Literal["bfloat16", "float32"] = "float32"
-    """Precision of matrix products in training, on any device. Norms, clipped sums and noise are never rougher than
-    float32."""
+    """Precision of matrix products in training, on any device, of models without differential privacy. Those under it
+    stay in float32, where bfloat16 is no faster."""
     compile: bool = False
     """Whether encoders are compiled for the GPU. Vision transformers then encode a third more patches a second, after
     a minute; it takes a C compiler."""
