@@ -189,6 +189,21 @@ def test_without_annotations_patches_take_the_slides_label_and_tile_says_so(arch
     assert json.loads(done.stdout)["sites"][0]["tumor"] == int((table.label == 1).sum())
 
 
+def test_a_dry_run_says_what_tiling_takes_and_writes_nothing(study, wsi_fl):
+    before = files_of(study)
+    result = wsi_fl("tile", "--all", "--dry-run", "--json", cwd=study.root)
+    document = json.loads(result.stdout)
+    assert files_of(study) == before
+    whole = tile(study, site=None)["sites"]
+    for said, row in zip(document["sites"], whole, strict=True):
+        assert said["site"] == row["site"] and said["slides"] == row["slides"] == said["tried"]
+        assert said["patches"] == row["patches"] and said["seconds"] > 0
+        size = study.pipeline(study.pipeline_name(None)).tile.size_px
+        assert 0 < said["bytes"] <= row["patches"] * (3 * size**2 + 64)
+    assert document["patches"] == sum(row["patches"] for row in whole)
+    assert "nothing was written" in wsi_fl("tile", "--site", "C1", "--dry-run", cwd=study.root).stdout
+
+
 def test_a_full_disk_is_refused_before_anything_is_written(study, monkeypatch):
     usage = shutil.disk_usage(study.root)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))

@@ -59,6 +59,9 @@ def init(
 def tile(
     site: Annotated[str | None, typer.Option(help="The site to tile.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Tile every site of the pipeline.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would take, from a few slides of each site.")
+    ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
@@ -73,6 +76,15 @@ def tile(
     from wsi_fl.stages.prepare.tile import tile
     from wsi_fl.stages.work.console import Bars
 
+    if dry_run:
+        from wsi_fl.stages.prepare.tile_estimate import estimate, estimate_lines
+
+        with Bars("tile") as bars:
+            document = estimate(
+                study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars
+            )
+        show(document, as_json, estimate_lines)
+        return
     with Bars("tile") as bars:
         document = tile(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
     show(document, as_json, tile_lines)

@@ -138,7 +138,7 @@ def _plan_all(
     n, name = len(records), listed.site.name
     found = job.share(
         range(n),
-        _planner(listed, records, plans, job),
+        planner(listed, records, plans, job),
         lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
     )
     for record, (reason, _) in zip(records, found, strict=True):
@@ -148,7 +148,7 @@ def _plan_all(
     return [number for number, (reason, _) in enumerate(found) if reason is None], faulty
 
 
-def _planner(
+def planner(
     listed: Listed, records: Sequence[SlideRecord], plans: Plans, job: Job
 ) -> Callable[[Sequence[int]], Iterator[tuple[str | None, Quality | None]]]:
     """Return what plans slides: it yields why one cannot be used, and its quality where faults are the reason."""

@@ -223,10 +223,7 @@ def check_space(folder: Path, counts: Mapping[int, int], plans: Plans, spec: Gri
     Args:
         counts: slide → how many of its patches are kept.
     """
-    share, needed = _SHARE_OF_RAW["jpeg" if quality_of(content) else content], 0
-    for number, n in counts.items():
-        raw = content == "native" and not plans.in_tiles(number)
-        needed += round(n * (spec.size_px**2 * 3 * (1 if raw else share) + _COLUMNS_BYTES))
+    needed = bytes_of(counts, plans, spec, content)
     present = sum(path.stat().st_size for path in (folder / "slides").glob("*.h5"))
     free = shutil.disk_usage(folder).free
     if needed - present + _SPARE_BYTES > free:
@@ -235,4 +232,13 @@ def check_space(folder: Path, counts: Mapping[int, int], plans: Plans, spec: Gri
             f"{folder}: the disk is full: {needed / 1e9:.2f} GB of patches, {free / 1e9:.2f} GB free; "
             f"set {advice}tile.max_per_slide, or free some space"
         )
+    return needed
+
+
+def bytes_of(counts: Mapping[int, int], plans: Plans, spec: GridSpec, content: str) -> int:
+    """Return how many bytes so many patches of each slide take at most."""
+    share, needed = _SHARE_OF_RAW["jpeg" if quality_of(content) else content], 0
+    for number, n in counts.items():
+        raw = content == "native" and not plans.in_tiles(number)
+        needed += round(n * (spec.size_px**2 * 3 * (1 if raw else share) + _COLUMNS_BYTES))
     return needed
