@@ -201,7 +201,7 @@ def test_a_dry_run_says_what_tiling_takes_and_writes_nothing(study, wsi_fl):
         size = study.pipeline(study.pipeline_name(None)).tile.size_px
         assert 0 < said["bytes"] <= row["patches"] * (3 * size**2 + 64)
     assert document["patches"] == sum(row["patches"] for row in whole)
-    assert "nothing was written" in wsi_fl("tile", "--site", "C1", "--dry-run", cwd=study.root).stdout
+    assert "nothing was written" in wsi_fl("tile", "--site", "C1", "--dry-run", cwd=study.root).stderr
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(study, monkeypatch):
