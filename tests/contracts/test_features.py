@@ -21,7 +21,7 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.prepare.directions import directions, directions_lines
+from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
@@ -79,6 +79,9 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
     Image.new("RGB", (64, 64), "white").save(public / "thumbnail.png")
     again = directions(study, [public, tmp_path / "store.h5"], out=study.root / "e.safetensors", **options)
     assert again["digest"] == made["digest"]
+    options |= {"n": None, "letters": Letters(10**6, 4, 1.0)}
+    many = directions(study, [public, tmp_path / "store.h5"], out=study.root / "f.safetensors", **options)
+    assert many["directions"] > 32
     assert again["left_aside"] == ["README.md", "labels.csv", "thumbnail.png"]
     (said,) = (line.text for line in directions_lines(again) if "left aside" in line.text)
     assert "3 other files were left aside: README.md, labels.csv, thumbnail.png" in said

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from wsi_fl.models.directions import (
     Origin,
     Source,
+    enough_directions,
     normalised,
     public_directions,
     random_directions,
     read_directions,
     write_directions,
 )
+from wsi_fl.stages.prepare.directions import Letters
 from wsi_fl.types import WsiFlError
 
 ORIGIN = Origin(encoder="tiny sha256:0", sources=[Source(name="a.svs", rows=300, sha256="0" * 64)])
@@ -70,3 +72,18 @@ def test_few_rows_or_one_picture_are_no_public_tissue():
 def test_random_ones_are_the_same_everywhere():
     assert random_directions(1280).digest == random_directions(1280).digest
     assert random_directions(1280, 64).digest != random_directions(1280).digest
+
+
+def test_more_rows_and_less_noise_ask_for_more_directions():
+    x = rows(400, 60)
+    found = [enough_directions(x, n, 3.73**2) for n in (50, 400, 3000, 10**6)]
+    assert found == sorted(found) and found[0] == 16 < found[2] < found[3] == 96
+    assert enough_directions(x, 800, 16 * 3.73**2) < enough_directions(x, 800, 3.73**2)
+    assert enough_directions(rows(100, 60), 10**6, 1.0) == 50  # of so few public rows
+    v = public_directions(x).covariance.trace() / 32
+    assert enough_directions(x, 3000, 3.73**2) == int(9 * (v * 1500**2 / 3.73**2) ** (1 / 3))
+
+
+def test_shared_noise_is_that_of_all_letters_but_one_share():
+    own, shared = (Letters(800, 16, 1.0, one).variance() for one in (False, True))
+    assert own == pytest.approx(16 * 3.73**2, rel=0.01) and own / shared == pytest.approx(15)

@@ -142,11 +142,18 @@ def directions(
     ],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("directions.safetensors"),
     n: Annotated[
-        int,
-        typer.Option(
-            "--directions", min=2, max=1024, help="How many: 16 for few rows in all, 48 for thousands."
-        ),
-    ] = 32,
+        int | None,
+        typer.Option("--directions", min=2, max=1024, help="How many. Default: 32, or what --rows asks for."),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of all hospitals together, about: as many directions as suit these."),
+    ] = None,
+    hospitals: Annotated[int, typer.Option(min=1, help="With --rows: how many hospitals write.")] = 4,
+    epsilon: Annotated[float, typer.Option(min=1e-3, max=1e3, help="With --rows: ε of a letter.")] = 1.0,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="With --rows: hospitals share the noise (privacy.noise).")
+    ] = False,
     mpp: Annotated[float | None, typer.Option(help="µm per pixel of pictures that do not say.")] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
@@ -154,7 +161,9 @@ def directions(
 ) -> None:
     """Make the directions along which `oneshot` sums features, from tissue that is nobody's secret."""
     study = find_study()
-    from wsi_fl.stages.prepare.directions import directions, directions_lines
+    if n is not None and rows is not None:
+        raise UsageError("--directions and --rows exclude each other")
+    from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("directions") as bars:
@@ -165,6 +174,7 @@ def directions(
             pipeline_name=pipeline,
             overrides=overrides or [],
             n=n,
+            letters=None if rows is None else Letters(rows, hospitals, epsilon, shared),
             mpp=mpp,
             watcher=bars,
         )

@@ -24,6 +24,7 @@ N_PUBLIC = 32
 """Directions of public tissue. With 64 there is more noise than they tell, at ε = 1."""
 N_RANDOM = 128
 """Random directions, where there is no public tissue: with fewer too much of the features is lost."""
+_FEWEST, _MOST = 16, 96
 _LEAST = 0.1
 """Of the mean variance, added to each, so that none is divided by nearly nothing."""
 _SEED = 1_618_033
@@ -125,6 +126,26 @@ def public_directions(x: NDArray[np.float32], origin: Origin | None = None, n: i
     z = (rows - mean) @ components
     z /= np.linalg.norm(z, axis=1, keepdims=True).clip(min=1)
     return Directions(mean.astype(np.float32), components, np.cov(z.T), origin)
+
+
+def enough_directions(x: NDArray[np.float32], rows: int, variance: float) -> int:
+    """Return how many directions suit the letters of some hospitals, from 16 to 96: more where noise is little.
+
+    As many as 9 times the cube root of the rows that noise leaves a class's mean worth. These are v N² / s², with the
+    mean variance v of public rows and N half of all rows. The rule is the best of those tried in studies/LETTERS.md.
+    All that it asks is known before anything is sent.
+
+    Args:
+        x: float32[m, n_features], features of public patches.
+        rows: of all hospitals together, about.
+        variance: s², of the noise in each number of the sum of all letters, where a row's letter is 1 long.
+
+    Raises:
+        UsageError: as `public_directions`.
+    """
+    v = public_directions(x).covariance.trace() / N_PUBLIC
+    worth = v * (rows / 2) ** 2 / variance
+    return int(np.clip(9 * np.cbrt(worth), _FEWEST, max(_FEWEST, min(_MOST, len(x) // 2))))
 
 
 def normalised(x: NDArray[np.float32]) -> NDArray[np.float64]:

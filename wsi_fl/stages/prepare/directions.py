@@ -5,14 +5,23 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.models.directions import N_PUBLIC, Origin, Source, public_directions, write_directions
+from wsi_fl.models.directions import (
+    N_PUBLIC,
+    Origin,
+    Source,
+    enough_directions,
+    public_directions,
+    write_directions,
+)
 from wsi_fl.models.encoder import Encoder, encode
+from wsi_fl.privacy.accounting import sigma_for
 from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
@@ -30,6 +39,29 @@ MOST = 500
 """Patches of one source."""
 
 
+@dataclass(frozen=True)
+class Letters:
+    """What is known of the letters that hospitals are going to write.
+
+    Attributes:
+        rows: of all hospitals together, about: patches, slides or patients, whatever counts once.
+        hospitals: how many write.
+        epsilon, delta: of each.
+        shared: whether they add the noise together.
+    """
+
+    rows: int
+    hospitals: int
+    epsilon: float
+    shared: bool = False
+    delta: float = 1e-5
+
+    def variance(self) -> float:
+        """Return that of the noise in each number of the sum of all letters; of shared noise one share may be known."""
+        one: float = sigma_for(self.epsilon, 1.0, 1, self.delta) ** 2
+        return one * self.hospitals / max(1, self.hospitals - 1 if self.shared else 1)
+
+
 def directions(
     study: Study,
     sources: Sequence[Path],
@@ -37,7 +69,8 @@ def directions(
     out: Path,
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
-    n: int = N_PUBLIC,
+    n: int | None = None,
+    letters: Letters | None = None,
     mpp: float | None = None,
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
@@ -47,7 +80,8 @@ def directions(
         sources: slides or pictures of public tissue, cut as `[tile]` says, or stores of their features, or folders of
             such, in which files that are neither are left aside.
         out: the file to write.
-        n: number of directions.
+        n: number of directions; None takes 32, or as many as `letters` ask for.
+        letters: what the directions are for, as far as it is known.
         mpp: µm per pixel of sources that do not say.
 
     Raises:
@@ -78,7 +112,10 @@ def directions(
         told.update(path.name, 1, 1)
     if not rows:
         raise WsiFlError(f"--from: no slide, picture or feature store{_named(aside)}")
-    made = public_directions(np.concatenate(rows), Origin(encoder=encoder.label, sources=known), n)
+    x = np.concatenate(rows)
+    if n is None:
+        n = N_PUBLIC if letters is None else enough_directions(x, letters.rows, letters.variance())
+    made = public_directions(x, Origin(encoder=encoder.label, sources=known), n)
     write_directions(out, made)
     return {
         "file": study.relative(out.resolve()),
