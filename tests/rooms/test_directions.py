@@ -76,12 +76,12 @@ def test_random_ones_are_the_same_everywhere():
 
 def test_more_rows_and_less_noise_ask_for_more_directions():
     x = rows(400, 60)
-    found = [enough_directions(x, n, 3.73**2) for n in (50, 400, 3000, 10**6)]
+    found = [enough_directions(x, n, 3.73**2) for n in (50, 400, 800, 10**6)]
     assert found == sorted(found) and found[0] == 16 < found[2] < found[3] == 96
     assert enough_directions(x, 800, 16 * 3.73**2) < enough_directions(x, 800, 3.73**2)
     assert enough_directions(rows(100, 60), 10**6, 1.0) == 50  # of so few public rows
     v = public_directions(x).covariance.trace() / 32
-    assert enough_directions(x, 3000, 3.73**2) == int(9 * (v * 1500**2 / 3.73**2) ** (1 / 3))
+    assert enough_directions(x, 800, 3.73**2) == int(9 * (v * 400**2 / 3.73**2) ** (1 / 3))
 
 
 def test_shared_noise_is_that_of_all_letters_but_one_share():
