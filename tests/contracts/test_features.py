@@ -25,12 +25,14 @@ from wsi_fl.stages.prepare.directions import directions, directions_lines
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.study.preparing import Mosaic
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 HEADS = ["train.data=features", "model.private=mlp_head", "model.proxy=linear_head", "train.rounds=2"]
@@ -57,6 +59,13 @@ def study(made, tmp_path):
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("section", ["features", "mosaic"])
+def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
+    no_weights = Mosaic(encoder="test_efficientnet")
+    wanted = f"{section}.weights = 'FILE.safetensors'"
+    refused(lambda: encoder_of(made, no_weights, 1, section), wanted, error=WsiFlError)
 
 
 def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
+from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.preparing import Mosaic
@@ -42,6 +43,8 @@ def encoder_of(
             cache=study.root / "weights",
             tell=tell,
         )
+    except NoWeightsError as error:
+        raise NoWeightsError(f"[{section}] {error}: {section}.weights = 'FILE.safetensors'") from None
     except WsiFlError as error:
         raise type(error)(f"[{section}] {error}") from None
     if settings.encoder not in PRESETS:
