@@ -16,7 +16,7 @@ from wsi_fl.stages.prepare.importing import ImportFacts, import_features
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
-from wsi_fl.types import BagTable, GridSpec
+from wsi_fl.types import BagTable, GridSpec, NoCommonPlan
 
 CLASSES = ("KIRC", "KIRP")
 PIPELINE = """
@@ -121,7 +121,7 @@ def test_what_is_exported_comes_back_bit_for_bit_and_trains_the_same_model(study
 # as the tools themselves write
 
 
-def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, **attrs):
+def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, d=D, **attrs):
     """As TRIDENT's `save_h5` writes: chunks of one row, and attributes of the patching."""
     rng = np.random.default_rng(0)
     place = folder / "20x_256px_0px_overlap" / "features_uni_v1"
@@ -130,7 +130,7 @@ def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, **attrs):
     said = {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40}
     said |= {"target_magnification": 20, "overlap": 0, "name": "", "savetodir": "/x"} | attrs
     for name in names:
-        x = rng.normal(size=(4, D)).astype(np.float32)
+        x = rng.normal(size=(4, d)).astype(np.float32)
         made[name] = x
         with h5py.File(place / f"{name}.h5", "w") as file:
             stored = shape(x)
@@ -143,7 +143,7 @@ def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, **attrs):
     return place, made
 
 
-def of_stamp(folder, names=("a", "b", "c", "d"), **attrs):
+def of_stamp(folder, names=("a", "b", "c", "d"), d=D, **attrs):
     place = folder / "uni-0a1b2c3d"
     (place / "deeper").mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -151,7 +151,7 @@ def of_stamp(folder, names=("a", "b", "c", "d"), **attrs):
     said = {"stamp_version": "2.3.0", "extractor": "uni", "unit": "um", "tile_size_um": 256.0}
     said |= {"tile_size_px": 224, "code_hash": "0a1b2c3d", "feat_type": "tile"} | attrs
     for name in names:
-        made[name] = rng.normal(size=(4, D)).astype(np.float16)
+        made[name] = rng.normal(size=(4, d)).astype(np.float16)
         with h5py.File(place / "deeper" / f"{name}.h5", "w") as file:
             file["coords"] = (np.arange(8).reshape(4, 2) * 256).astype(np.float32)
             file["feats"] = made[name]
@@ -214,6 +214,52 @@ def test_tridents_folder(study, tmp_path, shape):
         (ImportFacts(patch_px=224), "256"),
     ):
         refused(lambda said=said: brought(study, "trident", folder, labels=table, said=said), word, "a.h5")
+
+
+def of_two_tools(study, tmp_path, **stamp):
+    """A hospital with TRIDENT's features of UNI, and one with STAMP's."""
+    trident, _ = of_trident(tmp_path / "trident", "abcdefgh", d=1024)
+    stamps, _ = of_stamp(
+        tmp_path / "stamp", "abcdefgh", d=1024, **{"extractor": "mahmood-uni-77ffbca1"} | stamp
+    )
+    for site, form, folder in (("S0", "trident", trident), ("S1", "stamp", stamps)):
+        table = labels(
+            tmp_path / f"{site}.csv", "abcdefgh", mpp=[0.25] * 8, split=["train"] * 6 + ["test"] * 2
+        )
+        import_features(study, site=site, form=form, source=folder, labels=table)
+    return trident, stamps
+
+
+def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(study, tmp_path):
+    of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
+    for site, written in (("S0", "uni_v1"), ("S1", "mahmood-uni-77ffbca1")):
+        with BagStore(study.mosaic(site)) as store:
+            assert store.meta.encoder == f"uni; written as {written}"
+    off = ["privacy.enabled=false"]
+    assert train(study, method="fedavg", overrides=off, backend="local")["run"]
+
+
+def test_features_of_another_field_of_view_are_refused_unless_somebody_says_that_they_may_be_used(
+    study, tmp_path
+):
+    of_two_tools(study, tmp_path)
+    off = ["privacy.enabled=false"]
+    words = ("256 µm (224 px at 1.14 µm/px)", "128 µm (256 px at 0.5 µm/px)", "train.any_patch_size")
+    refused(lambda: train(study, method="fedavg", overrides=off, backend="local"), *words, error=NoCommonPlan)
+    allowed = [*off, "train.any_patch_size=true"]
+    assert train(study, method="fedavg", overrides=allowed, backend="local")["run"]
+
+
+def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(study, tmp_path):
+    folder, _ = of_trident(tmp_path / "job")
+    table = labels(tmp_path / "labels.csv")
+    wrong = ImportFacts(called="UNI")
+    refused(lambda: brought(study, "trident", folder, labels=table, said=wrong), "1024", "has 5")
+    brought(study, "trident", folder, labels=table, said=ImportFacts(called="ours"))
+    with store_of(study) as store:
+        assert store.meta.encoder == "ours; written as uni_v1; so called on import"
+    other = ImportFacts(encoder="ours")
+    refused(lambda: brought(study, "trident", folder, labels=table, said=other), "uni_v1", "--as ours")
 
 
 def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):

@@ -206,6 +206,12 @@ def import_features(
     mpp: Annotated[
         float | None, typer.Option(min=1e-3, help="µm per pixel of the patches, where the files do not say.")
     ] = None,
+    called: Annotated[
+        str | None,
+        typer.Option(
+            "--as", metavar="NAME", help="The encoder's name from now on, whatever the files call it."
+        ),
+    ] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
@@ -223,7 +229,7 @@ def import_features(
             form=form,
             source=source,
             labels=labels,
-            said=ImportFacts(encoder, patch_px, mpp),
+            said=ImportFacts(encoder, patch_px, mpp, called),
             pipeline_name=pipeline,
             overrides=overrides or [],
             watcher=bars,

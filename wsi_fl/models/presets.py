@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -261,6 +262,24 @@ _OWN = {
 
 PRESETS = Table("wsi_fl.encoders", _OWN, Preset)
 """By the name that an encoder is asked for; another package adds its own as entry points of `wsi_fl.encoders`."""
+
+_OTHER_NAMES = {"univ1": "uni", "univ2": "uni2h", "uni2": "uni2h", "midnight": "midnight12k"}
+"""What other tools call them, where that is another word."""
+
+
+def preset_called(name: str) -> str | None:
+    """Return the preset that another tool's name of an encoder stands for; None where it stands for none.
+
+    Example:
+        >>> [preset_called(name) for name in ("uni_v1", "mahmood-uni-77ffbca1", "UNI2", "hoptimus0", "conch")]
+        ['uni', 'uni', 'uni2-h', 'h-optimus-0', None]
+    """
+    bare = _letters(re.sub("^mahmood-|-[0-9a-f]{8}$", "", name.lower()))
+    return next((one for one in PRESETS if _letters(one) == _OTHER_NAMES.get(bare, bare)), None)
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name)
 
 
 def warning_of(name: str, size_px: int, mpp: float) -> str | None:

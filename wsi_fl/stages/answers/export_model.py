@@ -14,7 +14,7 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json, write_text
-from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError
+from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError, encoder_differences
 
 if TYPE_CHECKING:
     from torch import nn
@@ -160,7 +160,7 @@ def _encoder(leaving: Leaving) -> Any:
         encoder = encoder_of(party.study, party.pipeline.encoding, 1, "features")
     except WsiFlError as error:
         raise UsageError(f"{error}; {alone}") from None
-    if encoder.label != wanted:
+    if any(encoder_differences([encoder.label, wanted])):
         raise UsageError(
             f"the model learned from features of {wanted}, the encoder here is {encoder.label}; {alone}"
         )
