@@ -29,6 +29,7 @@ from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -59,6 +60,18 @@ def study(made, tmp_path):
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_all_sites_are_in_the_progress_from_the_start(study, settings):
+    told = []
+
+    class Watching(Silent):
+        def update(self, part, done, total, note=""):
+            told.append((part, total, done))
+
+    features(study, site=None, overrides=settings, watcher=Watching())
+    assert [(part, done) for part, _, done in told[:3]] == [("S0", 0), ("S1", 0), ("S2", 0)]
+    assert len({(part, total) for part, total, _ in told}) == 3
 
 
 @pytest.mark.parametrize("section", ["features", "mosaic"])

@@ -58,8 +58,10 @@ def directions(
     encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features")
     told = watcher or Silent()
     rows, known, aside = [], [], []
-    for path in _files(sources):
+    files = _files(sources)
+    for path in files:
         told.update(path.name, 0, 1)
+    for path in files:
         try:
             found = (
                 _stored(path, encoder.label)

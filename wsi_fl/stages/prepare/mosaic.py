@@ -136,6 +136,8 @@ def mosaic(
         return known, encoder_of(study, settings, job.threads, tell=say if job.first else quiet)
 
     known, encoder = job.each(prepare)
+    for listed, labels in known:
+        told.update(listed.site.name, 0, len(labels.records))
     made = [_make_site(*one, encoder, job, told) for one in known]
     return {"sites": [row for row, _ in made], "speed": [speed for _, speed in made]} if job.first else {}
 
