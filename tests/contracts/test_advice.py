@@ -228,7 +228,7 @@ def test_progress_over_works_one_after_another_never_goes_back(capsys):
             shown.append(bars._line())
     shares = [int(line.split()[1].rstrip("%,")) for line in shown]
     assert shares == sorted(shares) == [0, 17, 33, 33, 50, 67, 67, 83, 100]
-    assert "0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
+    assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
 
 
 @pytest.mark.parametrize(("wanted", "taken", "said"), [("8,2", "2", True), ("2", "2", False)])
