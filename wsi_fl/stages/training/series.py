@@ -195,7 +195,10 @@ def _complete(
                 summaries.append(resume(study, run.name, backend=backend, watcher=part))
                 continue
             own = _pipeline_of(pipeline, series, member)
-            summaries.append(begin(study, own, method, name, backend=backend, watcher=part, series=series))
+            told = bool(to_do.index(member))
+            summaries.append(
+                begin(study, own, method, name, backend=backend, watcher=part, series=series, told=told)
+            )
     return {
         "method": method,
         "seeds": list(series.seeds),
