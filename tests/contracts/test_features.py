@@ -16,6 +16,8 @@ from torch.nn import functional
 from wsi_fl.demo import phantom
 from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
 from wsi_fl.models.directions import read_directions
+from wsi_fl.models.network import preset_model
+from wsi_fl.models.presets import PRESETS
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -72,6 +74,14 @@ def test_all_sites_are_in_the_progress_from_the_start(study, settings):
     features(study, site=None, overrides=settings, watcher=Watching())
     assert [(part, done) for part, _, done in told[:3]] == [("S0", 0), ("S1", 0), ("S2", 0)]
     assert len({(part, total) for part, total, _ in told}) == 3
+
+
+def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
+    said, file = [], tmp_path / "weights.safetensors"
+    state = preset_model(PRESETS["kaiko-vits16"]).state_dict()
+    save_file({name: torch.zeros(one.shape) for name, one in state.items()}, file)
+    encoder_of(made, Mosaic(encoder="kaiko-vits16", weights=str(file)), 1, tell=said.append)
+    assert any("licence Kaiko non-commercial" in line and "1.2 GiB of memory" in line for line in said), said
 
 
 @pytest.mark.parametrize("section", ["features", "mosaic"])

@@ -47,7 +47,12 @@ def encoder_of(
         raise NoWeightsError(f"[{section}] {error}: {section}.weights = 'FILE.safetensors'") from None
     except WsiFlError as error:
         raise type(error)(f"[{section}] {error}") from None
-    if settings.encoder not in PRESETS:
+    if preset := PRESETS.get(settings.encoder):
+        gib = preset.needed_bytes / (1 << 30)
+        tell(
+            f"{encoder.name}: licence {preset.licence} (its model card counts); takes about {gib:.1f} GiB of memory"
+        )
+    else:
         tell(f"{encoder.name}: as timm has it, {', '.join(encoder.parts)}")
     return encoder
 
