@@ -44,9 +44,9 @@ _THREE = {
 def timm_named(state: State, model: nn.Module) -> State:
     """Return the weights under timm's names where they have those of ViT or DINOv2 in transformers; else as they are.
 
-    Names are those of transformers 4 and 5. Query, key and value become one matrix. Where timm's model has registers, what the class token's place adds is
-    added to the token itself, as timm adds no place to it. Places are interpolated to the grid of the model as
-    `Dinov2Embeddings.interpolate_pos_encoding` does it.
+    Names are those of transformers 4 and 5. Query, key and value become one matrix. Where timm's model has registers,
+    what the class token's place adds is added to the token itself, as timm adds no place to it. Places are interpolated
+    to the grid of the model as `Dinov2Embeddings.interpolate_pos_encoding` does it.
     """
     prefix = next((name.removesuffix(_CLASS_TOKEN) for name in state if name.endswith(_CLASS_TOKEN)), None)
     if prefix is None:
