@@ -174,6 +174,22 @@ def of_clam(folder, names=("a", "b", "c", "d"), h5=True):
     return folder, made
 
 
+def of_lazyslide(folder, names=("a", "b", "c", "d"), **spec):
+    """As wsidata's `features_anndata` makes it and AnnData's `write_h5ad` writes it."""
+    folder.mkdir(parents=True)
+    rng, made = np.random.default_rng(0), {}
+    said = {"height": 256, "width": 256, "stride_width": 256, "mpp": 0.5, "base_downsample": 2.0} | spec
+    for name in names:
+        made[name] = rng.normal(size=(4, D)).astype(np.float32)
+        with h5py.File(folder / f"{name}.h5ad", "w") as file:
+            file.create_dataset("X", data=made[name], compression="gzip")
+            file["obsm/spatial"] = np.arange(8.0).reshape(4, 2) * 512
+            file["uns/slide_properties/mpp"] = 0.25
+            for key, value in said.items():
+                file[f"uns/tile_spec/{key}"] = value
+    return folder, made
+
+
 def labels(path, names=("a", "b", "c", "d"), heading="slide_id,case_id,label", **more):
     rows = [
         [name, f"patient {k}", CLASSES[k % 2], *[v[k] for v in more.values()]] for k, name in enumerate(names)
@@ -301,6 +317,42 @@ def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
         assert np.array_equal(store.bag(1).features, made["b"]) and not store.bag(1).placed
 
 
+def test_lazyslides_tiles_as_anndata(study, tmp_path):
+    folder, made = of_lazyslide(tmp_path / "h5ad", stride_width=224)
+    table = labels(tmp_path / "labels.csv")
+    refused(lambda: brought(study, "anndata", folder, labels=table), "encoder", "--encoder")
+    brought(study, "anndata", folder, labels=table, said=ImportFacts("uni2"))
+    with store_of(study) as store:
+        assert store.meta.encoder == "uni2" and store.meta.spec == GridSpec(256, 0.5, 224)
+        assert np.array_equal(store.mpp_l0, [0.25] * 4)
+        assert np.array_equal(store.bag(1).features, made["b"])
+        assert store.bag(1).xy_l0.tolist() == [[0, 512], [1024, 1536], [2048, 2560], [3072, 3584]]
+    with h5py.File(folder / "c.h5ad", "a") as file:
+        del file["obsm"]
+        file["obsm"] = h5py.ExternalLink(str(folder / "a.h5ad"), "obsm")
+    with h5py.File(folder / "d.h5ad", "a") as file:
+        del file["X"]
+        file["X/data"] = np.ones(4, np.float32)  # sparse
+    row = brought(study, "anndata", folder, labels=table, said=ImportFacts("uni2"))["sites"][0]
+    reasons = {one["slide"]: one["reason"] for one in row["failed"]}
+    assert "link" in reasons["c"] and "'X' is no dataset" in reasons["d"] and row["bags"] == 2
+    refused(lambda: brought(study, "anndata", tmp_path / "study", labels=table), "write_h5ad")
+    refused(lambda: export(study, site="S0", form="anndata"), "clam, trident, stamp")
+
+
+def test_one_vector_of_a_slide_is_a_bag_of_one(study, tmp_path):
+    """As TRIDENT's slide encoders write it: a vector, beside the places of the patches that it was made of."""
+    folder, made = of_trident(tmp_path / "job", shape=lambda x: x[0])
+    folder = folder.rename(folder.parent / "slide_features_titan")
+    for name in made:
+        with h5py.File(folder / f"{name}.h5", "a") as file:
+            del file["features"].attrs["encoder"]
+    row = brought(study, "trident", folder, labels=labels(tmp_path / "labels.csv"))["sites"][0]
+    assert row["encoder"] == "titan" and "whole slide" in row["notes"][0]["note"]
+    with store_of(study) as store:
+        assert np.array_equal(store.bag(2).features, made["c"][:1]) and not store.bag(2).placed
+
+
 class Harmful:
     def __reduce__(self):
         return (open, ("harm", "w"))
@@ -373,7 +425,7 @@ def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     refused(act(bad), "unknown split 'x'")
     bad.write_text("slide,patient,label,split\na,p,KIRC,train\nb,p,KIRC,test\n")
     refused(act(bad), "p is in two splits")
-    refused(act(bad, form="xyz"), "clam, trident, stamp")
+    refused(act(bad, form="xyz"), "clam, trident, stamp, anndata")
     refused(act(source=tmp_path / "none"), "no such folder")
     refused(act(source=tmp_path / "study"), "features_<encoder>")
     refused(act(tmp_path / "none.csv"), "no such file")

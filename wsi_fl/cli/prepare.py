@@ -196,7 +196,7 @@ def import_features(
             metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split."
         ),
     ],
-    form: Annotated[str, typer.Option("--format", help="trident, clam or stamp.")],
+    form: Annotated[str, typer.Option("--format", help="trident, clam, stamp or anndata.")],
     encoder: Annotated[
         str | None, typer.Option(help="What made the features, where the files do not say.")
     ] = None,
@@ -216,7 +216,7 @@ def import_features(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Take features that TRIDENT, CLAM or STAMP computed as a site's feature store."""
+    """Take features that TRIDENT, CLAM, STAMP or LazySlide computed as a site's feature store."""
     study = find_study()
     from wsi_fl.stages.prepare.importing import ImportFacts, import_features
     from wsi_fl.stages.prepare.tables import mosaic_lines

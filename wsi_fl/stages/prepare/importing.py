@@ -134,8 +134,10 @@ def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside
     looked = _Looked(record, path, n, d, own)
     if foreign.bag(looked.mpp_l0).placed:
         return looked
-    if foreign.places is None:
-        why = "a .pt has no coordinates, and there is no h5 file"
+    if foreign.places is None and n == 1:
+        why = "one vector stands for the whole slide"
+    elif foreign.places is None:
+        why = "its file has no coordinates"
     elif looked.mpp_l0 is None:
         why = "its coordinates are µm, and nobody says how large a pixel of the slide is (column mpp, or mpp_override)"
     else:
