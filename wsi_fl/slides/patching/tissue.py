@@ -190,8 +190,8 @@ def _absorbed(
 def ink_beside_any_stain(thumbnail: NDArray[np.uint8], seen: Colours, um_per_px: float) -> NDArray[np.bool_]:
     """Return where a thumbnail uint8[h, w, 3] has ink, whatever its tissue is stained with.
 
-    Blue counterstain has colours of ink. So ink is only what is vivid, or has such a colour and is
-    smooth: with what is around it or, as a thin line is, by itself.
+    Blue counterstain has colours of ink. So ink is only what is vivid, or has such a colour and is smooth: with what is
+    around it, or by itself as a thin line is.
 
     Args:
         seen: the colours of the thumbnail, smoothed.
@@ -199,9 +199,8 @@ def ink_beside_any_stain(thumbnail: NDArray[np.uint8], seen: Colours, um_per_px:
     ink = is_ink(seen)
     if ink.any():
         brightness = np.asarray(thumbnail.mean(-1, dtype=np.float32) / 255)
-        smooth = _SMOOTH * np.clip(
-            np.sqrt(_SMOOTH_AT / um_per_px), 0.45, 1
-        )  # coarse pixels show less of nuclei
+        fineness = np.sqrt(_SMOOTH_AT / um_per_px)  # coarse pixels show less of nuclei
+        smooth = _SMOOTH * np.clip(fineness, 0.45, 1)
         varied = _texture(brightness, um_per_px, ink) > _EVEN
         ink &= ~_without_smooth(ink, varied & (_texture(brightness, um_per_px) > smooth))
     return is_vivid(seen) | ink

@@ -17,12 +17,12 @@ const COLOURS = Array.from({ length: STEPS }, (_, k) => {
 });
 const ROOM_PX = 6;         // patches with longer sides get an edge, or a cross; shorter ones on a grid are one picture
 const FEW_PX = 2;          // and those off a grid, where they are so short that nobody sees it
-const LINE = { rim: 4.5, width: 2 }, THIN = { rim: 0, width: 1 };
+const RIM = [4.5, "#ffffff"];  // under a line, so that it shows on any ground
 const LINE_PX = 2;         // outlines are drawn as exactly as that
 const MOST_CELLS = 2048;   // of that picture, a side
 
-const css = ([red, green, blue, alpha = 255]) => `rgb(${red} ${green} ${blue} / ${alpha / 255})`;
-const groupRgb = (layer, group) => GROUPS[(layer.first + group) % GROUPS.length];
+const css = ([red, green, blue, alpha]) => `rgb(${red} ${green} ${blue} / ${alpha / 255})`;
+const groupRgb = (layer, group) => [...GROUPS[(layer.first + group) % GROUPS.length], 255];
 
 export const colours = COLOURS.map(css);
 export const groupColour = (layer, group) => css(groupRgb(layer, group));
@@ -55,15 +55,14 @@ function ofValues(values) {
 function drawLines(context, layer, how, view) {
   const step = 2 ** Math.floor(Math.log2(LINE_PX * view.density / view.zoom));  // from afar a line needs fewer points
   layer.paths ??= {};
-  stroke(context, layer.paths[step] ??= pathOf(layer.rings, step), lineColour(how.name), view);
+  stroke(context, layer.paths[step] ??= pathOf(layer.rings, step), [RIM, [2, lineColour(how.name)]], view);
 }
 
-/** Draw a path of level-0 pixels, where there is room on a light rim, so that it shows on any ground. */
-function stroke(context, path, ink, view, { rim, width: core } = LINE) {
+/** Draw a path of level-0 pixels, line upon line. @param lines [[width, colour]] */
+function stroke(context, path, lines, view) {
   context.setTransform(view.zoom, 0, 0, view.zoom, view.left, view.top);
   context.lineJoin = "bevel";
-  for (const [width, colour] of [[rim, "#ffffff"], [core, ink]]) {
-    if (!width) continue;
+  for (const [width, colour] of lines) {
     context.lineWidth = width * view.density / view.zoom;
     context.strokeStyle = colour;
     context.stroke(path);
@@ -76,24 +75,25 @@ function drawValues(context, layer, how, view) {
   const column = how.column ?? layer.shown, key = `${column} ${how.threshold}`;
   if (layer.edge?.key !== key) layer.edge = Object.assign(edgeOf(layer, layer.values[column], how.threshold), { key });
   context.globalAlpha = 1;
-  stroke(context, layer.edge, LINES.annotation, view, layer.side * view.zoom < ROOM_PX * view.density ? THIN : LINE);
+  const far = layer.side * view.zoom < ROOM_PX * view.density;  // a rim would hide patches as small as that
+  stroke(context, layer.edge, far ? [[1, LINES.annotation]] : [RIM, [2, LINES.annotation]], view);
 }
 
 /** Around the patches from a threshold on: each side of one that no other of them shares, where they lie on a grid. */
 function edgeOf({ xy, side, grid }, values, threshold) {
-  const { left, top, cell, exact, columns } = grid, path = new Path2D(), reached = new Map();
+  const { left, top, cell, exact, columns } = grid, row = columns + 2, path = new Path2D(), reached = new Map();
   values.forEach((value, k) => {
     if (value === null || value < threshold) return;
-    const at = Math.round((xy[2 * k + 1] - top) / cell) * (columns + 2) + Math.round((xy[2 * k] - left) / cell);
+    const at = Math.round((xy[2 * k + 1] - top) / cell) * row + Math.round((xy[2 * k] - left) / cell);
     reached.set(exact ? at : -k - 1, k);
   });
   for (const [at, k] of reached) {
     const x = xy[2 * k], y = xy[2 * k + 1];
-    const sides = [[-columns - 2, x, y, x + side, y], [columns + 2, x, y + side, x + side, y + side], [-1, x, y, x, y + side], [1, x + side, y, x + side, y + side]];
-    for (const [to, x0, y0, x1, y1] of sides) {
+    for (const [to, right, down] of [[-row, 0, 0], [row, 0, 1], [-1, 0, 0], [1, 1, 0]]) {
       if (exact && reached.has(at + to)) continue;
-      path.moveTo(x0, y0);
-      path.lineTo(x1, y1);
+      const across = Math.abs(to) === row;
+      path.moveTo(x + right * side, y + down * side);
+      path.lineTo(x + (across || right) * side, y + (!across || down) * side);
     }
   }
   return path;
@@ -186,8 +186,7 @@ function pictureOf({ xy, grid }, found) {
   for (const [colour, numbers] of found) {
     for (const k of numbers) {
       const at = Math.round((xy[2 * k + 1] - top) / cell) * columns + Math.round((xy[2 * k] - left) / cell);
-      const [red, green, blue, alpha = 255] = colour;
-      pixels.data.set([red, green, blue, alpha], 4 * at);
+      pixels.data.set(colour, 4 * at);
     }
   }
   small.getContext("2d").putImageData(pixels, 0, 0);
