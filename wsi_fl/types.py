@@ -113,6 +113,7 @@ def strange_character(text: str) -> str | None:
 
 
 _BETWEEN_PARTS = "; "
+_DIGEST = " sha256:"
 
 
 def encoder_label(head: str, parts: Sequence[str]) -> str:
@@ -123,12 +124,25 @@ def encoder_label(head: str, parts: Sequence[str]) -> str:
 def encoder_differences(labels: Sequence[str]) -> list[str]:
     """Return of each label the parts in which the labels differ; all are empty where they mean the same features.
 
+    A label without a digest of weights, as of features that another tool made, is compared by its name alone.
+
     Example:
         >>> encoder_differences(["a sha256:1; mean 0.5; bilinear", "a sha256:1; mean 0.4; bilinear"])
         ['mean 0.5', 'mean 0.4']
+        >>> encoder_differences(["uni; written as uni_v1", "uni at 224 px sha256:1; mean 0.5"])
+        ['', '']
     """
+    if len({_named(label) for label in labels}) == 1:
+        known = next((label for label in labels if _DIGEST in label), labels[0])
+        labels = [label if _DIGEST in label else known for label in labels]
     rows = list(zip_longest(*(label.split(_BETWEEN_PARTS) for label in labels), fillvalue=""))
     return [_BETWEEN_PARTS.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
+
+
+def _named(label: str) -> str:
+    """Return the name of an encoder."""
+    head = label.split(_BETWEEN_PARTS, maxsplit=1)[0]
+    return head.split(maxsplit=1)[0] if _DIGEST in head else head
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,19 @@ def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys)
     assert not capsys.readouterr().err
 
 
+def test_progress_over_works_one_after_another_never_goes_back(capsys):
+    bars, shown = console.Bars("train"), []
+    bars._began -= 60
+    for before in range(3):
+        one = console.OneOf(bars, before, 3)
+        for done in (0, 1, 2):
+            one.update("C1", done, 2)
+            shown.append(bars._line())
+    shares = [int(line.split()[1].rstrip("%,")) for line in shown]
+    assert shares == sorted(shares) == [0, 17, 33, 33, 50, 67, 67, 83, 100]
+    assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
+
+
 @pytest.mark.parametrize(("wanted", "taken", "said"), [("8,2", "2", True), ("2", "2", False)])
 def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch, wanted, taken, said):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))

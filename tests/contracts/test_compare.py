@@ -26,9 +26,10 @@ from wsi_fl.stages.answers import compare_baseline
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings
 from wsi_fl.stages.answers.compare_worth import _compared, verdict
-from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.train import train
+from wsi_fl.stages.work.console import Line, Table
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -623,6 +624,40 @@ def test_the_figure_of_what_joining_brings_says_it_in_words(n_sites, pooled):
     assert ("pooled" in drawn.alt) == pooled
     with Image.open(io.BytesIO(worth.png(found))) as image:
         assert image.size[0] > 1000
+
+
+def test_gains_are_paired_by_what_is_asked_about():
+    document, drawn = many()
+    page = comparison.render({**document, "examples": "patients"}, drawn, created="today", sites=["A"])
+    assert "seed by seed and patient by patient" in page and "patch by patch" not in page
+
+
+def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=3)
+    shared = run(study, "fedavg", "privacy.enabled=false", "train.alone=false")
+    document = evaluate(study, shared)
+    assert document["shared"] and document["merged"]["accuracy"]["sd"] == 0
+    (table,) = [line for line in evaluation_lines(document) if isinstance(line, Table)]
+    assert "shared model" in table.title and [row and row[0] for row in table.rows] == [
+        "S0",
+        "S1",
+        "S2",
+        None,
+        "all",
+    ]
+    page = report(study, shared).read_text()
+    assert "their shared model reaches" in " ".join(page.split())
+    assert "± 0.00" not in page.split("Against the other runs")[0]
+    assert not evaluate(study, run(study, "regular", "privacy.enabled=false"))["shared"]
+
+
+def test_what_nobody_can_say_of_a_part_is_said_in_words(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    document = evaluate(study, run(study, "regular", "privacy.enabled=false"))
+    document["parts"]["S1"]["accuracy"] = {"mean": None, "sd": None}
+    told = [one for one in evaluation_lines(document) if isinstance(one, Line)]
+    (line,) = [one.text for one in told if "each site's part" in one.text]
+    assert "S1 not known" in line and "–" not in line
 
 
 def test_many_methods_and_names_do_not_break_the_page():

@@ -119,6 +119,15 @@ def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
     assert ours.std(0).max() > 1e-3  # answers differ, so that agreeing says something
 
 
+def test_an_onnx_file_says_itself_what_it_takes(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+    model = build("cnn1", n_classes=2, shape=Images(3, SIZE), seed=0).eval()
+    write_onnx(tmp_path / "model.onnx", model, Images(3, SIZE), {"input": "pixels"})
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    assert session.get_modelmeta().custom_metadata_map == {"input": "pixels"}
+    assert session.get_inputs()[0].shape == ["batch", 3, SIZE, SIZE]
+
+
 @pytest.mark.slow
 def test_onnxruntime_says_the_same(done):
     study, run = done
@@ -202,6 +211,14 @@ def test_patches_are_reduced_as_in_training(tmp_path):
     x = torch.from_numpy(small).permute(0, 3, 1, 2) / 127.5 - 1
     ours = answers(study, run, "S0", "private", "cnn1", Images(3, 16), x)
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
+    document = export_model(study, run, called="private", form="onnx", site="S0", private=True)
+    whole = (
+        np.moveaxis(pixels, -1, 1) / 127.5 - 1
+    )  # as WSInfer's transform makes it: one contract for both files
+    assert np.abs(onnx_of(study.root / document["out"])(whole) - ours).max() < 1e-5
+    said = "`images` float32[batch, 3, 32, 32], pixels / 127.5 − 1; reduced inside to 16 px by area, as in training"
+    card, text = card_of(study, document)
+    assert card["model"]["input"] == said and said in text
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from torch.nn import functional
 from wsi_fl.demo import phantom
 from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
 from wsi_fl.models.directions import read_directions
+from wsi_fl.models.network import preset_model
+from wsi_fl.models.presets import PRESETS
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -25,12 +27,15 @@ from wsi_fl.stages.prepare.directions import Letters, directions, directions_lin
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.study.preparing import Mosaic
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
@@ -59,6 +64,33 @@ def study(made, tmp_path):
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_all_sites_are_in_the_progress_from_the_start(study, settings):
+    told = []
+
+    class Watching(Silent):
+        def update(self, part, done, total, note=""):
+            told.append((part, total, done))
+
+    features(study, site=None, overrides=settings, watcher=Watching())
+    assert [(part, done) for part, _, done in told[:3]] == [("S0", 0), ("S1", 0), ("S2", 0)]
+    assert len({(part, total) for part, total, _ in told}) == 3
+
+
+def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
+    said, file = [], tmp_path / "weights.safetensors"
+    state = preset_model(PRESETS["kaiko-vits16"]).state_dict()
+    save_file({name: torch.zeros(one.shape) for name, one in state.items()}, file)
+    encoder_of(made, Mosaic(encoder="kaiko-vits16", weights=str(file)), 1, tell=said.append)
+    assert any("licence Kaiko non-commercial" in line and "1.2 GiB of memory" in line for line in said), said
+
+
+@pytest.mark.parametrize("section", ["features", "mosaic"])
+def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
+    no_weights = Mosaic(encoder="test_efficientnet")
+    wanted = f"{section}.weights = 'FILE.safetensors'"
+    refused(lambda: encoder_of(made, no_weights, 1, section), wanted, error=WsiFlError)
 
 
 def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):

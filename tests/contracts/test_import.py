@@ -16,7 +16,7 @@ from wsi_fl.stages.prepare.importing import ImportFacts, import_features
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
-from wsi_fl.types import BagTable, GridSpec
+from wsi_fl.types import BagTable, GridSpec, NoCommonPlan
 
 CLASSES = ("KIRC", "KIRP")
 PIPELINE = """
@@ -121,7 +121,7 @@ def test_what_is_exported_comes_back_bit_for_bit_and_trains_the_same_model(study
 # as the tools themselves write
 
 
-def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, **attrs):
+def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, d=D, **attrs):
     """As TRIDENT's `save_h5` writes: chunks of one row, and attributes of the patching."""
     rng = np.random.default_rng(0)
     place = folder / "20x_256px_0px_overlap" / "features_uni_v1"
@@ -130,7 +130,7 @@ def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, **attrs):
     said = {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40}
     said |= {"target_magnification": 20, "overlap": 0, "name": "", "savetodir": "/x"} | attrs
     for name in names:
-        x = rng.normal(size=(4, D)).astype(np.float32)
+        x = rng.normal(size=(4, d)).astype(np.float32)
         made[name] = x
         with h5py.File(place / f"{name}.h5", "w") as file:
             stored = shape(x)
@@ -143,7 +143,7 @@ def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, **attrs):
     return place, made
 
 
-def of_stamp(folder, names=("a", "b", "c", "d"), **attrs):
+def of_stamp(folder, names=("a", "b", "c", "d"), d=D, **attrs):
     place = folder / "uni-0a1b2c3d"
     (place / "deeper").mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -151,7 +151,7 @@ def of_stamp(folder, names=("a", "b", "c", "d"), **attrs):
     said = {"stamp_version": "2.3.0", "extractor": "uni", "unit": "um", "tile_size_um": 256.0}
     said |= {"tile_size_px": 224, "code_hash": "0a1b2c3d", "feat_type": "tile"} | attrs
     for name in names:
-        made[name] = rng.normal(size=(4, D)).astype(np.float16)
+        made[name] = rng.normal(size=(4, d)).astype(np.float16)
         with h5py.File(place / "deeper" / f"{name}.h5", "w") as file:
             file["coords"] = (np.arange(8).reshape(4, 2) * 256).astype(np.float32)
             file["feats"] = made[name]
@@ -171,6 +171,22 @@ def of_clam(folder, names=("a", "b", "c", "d"), h5=True):
             with h5py.File(folder / "h5_files" / f"{name}.h5", "w") as file:
                 file["features"] = made[name]
                 file["coords"] = (np.arange(8).reshape(4, 2) * 512).astype(np.int32)
+    return folder, made
+
+
+def of_lazyslide(folder, names=("a", "b", "c", "d"), **spec):
+    """As wsidata's `features_anndata` makes it and AnnData's `write_h5ad` writes it."""
+    folder.mkdir(parents=True)
+    rng, made = np.random.default_rng(0), {}
+    said = {"height": 256, "width": 256, "stride_width": 256, "mpp": 0.5, "base_downsample": 2.0} | spec
+    for name in names:
+        made[name] = rng.normal(size=(4, D)).astype(np.float32)
+        with h5py.File(folder / f"{name}.h5ad", "w") as file:
+            file.create_dataset("X", data=made[name], compression="gzip")
+            file["obsm/spatial"] = np.arange(8.0).reshape(4, 2) * 512
+            file["uns/slide_properties/mpp"] = 0.25
+            for key, value in said.items():
+                file[f"uns/tile_spec/{key}"] = value
     return folder, made
 
 
@@ -216,6 +232,52 @@ def test_tridents_folder(study, tmp_path, shape):
         refused(lambda said=said: brought(study, "trident", folder, labels=table, said=said), word, "a.h5")
 
 
+def of_two_tools(study, tmp_path, **stamp):
+    """A hospital with TRIDENT's features of UNI, and one with STAMP's."""
+    trident, _ = of_trident(tmp_path / "trident", "abcdefgh", d=1024)
+    stamps, _ = of_stamp(
+        tmp_path / "stamp", "abcdefgh", d=1024, **{"extractor": "mahmood-uni-77ffbca1"} | stamp
+    )
+    for site, form, folder in (("S0", "trident", trident), ("S1", "stamp", stamps)):
+        table = labels(
+            tmp_path / f"{site}.csv", "abcdefgh", mpp=[0.25] * 8, split=["train"] * 6 + ["test"] * 2
+        )
+        import_features(study, site=site, form=form, source=folder, labels=table)
+    return trident, stamps
+
+
+def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(study, tmp_path):
+    of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
+    for site, written in (("S0", "uni_v1"), ("S1", "mahmood-uni-77ffbca1")):
+        with BagStore(study.mosaic(site)) as store:
+            assert store.meta.encoder == f"uni; written as {written}"
+    off = ["privacy.enabled=false"]
+    assert train(study, method="fedavg", overrides=off, backend="local")["run"]
+
+
+def test_features_of_another_field_of_view_are_refused_unless_somebody_says_that_they_may_be_used(
+    study, tmp_path
+):
+    of_two_tools(study, tmp_path)
+    off = ["privacy.enabled=false"]
+    words = ("256 µm (224 px at 1.14 µm/px)", "128 µm (256 px at 0.5 µm/px)", "train.any_patch_size")
+    refused(lambda: train(study, method="fedavg", overrides=off, backend="local"), *words, error=NoCommonPlan)
+    allowed = [*off, "train.any_patch_size=true"]
+    assert train(study, method="fedavg", overrides=allowed, backend="local")["run"]
+
+
+def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(study, tmp_path):
+    folder, _ = of_trident(tmp_path / "job")
+    table = labels(tmp_path / "labels.csv")
+    wrong = ImportFacts(called="UNI")
+    refused(lambda: brought(study, "trident", folder, labels=table, said=wrong), "1024", "has 5")
+    brought(study, "trident", folder, labels=table, said=ImportFacts(called="ours"))
+    with store_of(study) as store:
+        assert store.meta.encoder == "ours; written as uni_v1; so called on import"
+    other = ImportFacts(encoder="ours")
+    refused(lambda: brought(study, "trident", folder, labels=table, said=other), "uni_v1", "--as ours")
+
+
 def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
     folder, made = of_stamp(tmp_path / "stamp")
     table = labels(tmp_path / "labels.csv", mpp=[0.25, 0.5, 0.25, 0.25])
@@ -253,6 +315,42 @@ def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
     assert [note["slide"] for note in row["notes"]] == ["b"] and "no coordinates" in row["notes"][0]["note"]
     with store_of(study) as store:
         assert np.array_equal(store.bag(1).features, made["b"]) and not store.bag(1).placed
+
+
+def test_lazyslides_tiles_as_anndata(study, tmp_path):
+    folder, made = of_lazyslide(tmp_path / "h5ad", stride_width=224)
+    table = labels(tmp_path / "labels.csv")
+    refused(lambda: brought(study, "anndata", folder, labels=table), "encoder", "--encoder")
+    brought(study, "anndata", folder, labels=table, said=ImportFacts("uni2"))
+    with store_of(study) as store:
+        assert store.meta.encoder == "uni2" and store.meta.spec == GridSpec(256, 0.5, 224)
+        assert np.array_equal(store.mpp_l0, [0.25] * 4)
+        assert np.array_equal(store.bag(1).features, made["b"])
+        assert store.bag(1).xy_l0.tolist() == [[0, 512], [1024, 1536], [2048, 2560], [3072, 3584]]
+    with h5py.File(folder / "c.h5ad", "a") as file:
+        del file["obsm"]
+        file["obsm"] = h5py.ExternalLink(str(folder / "a.h5ad"), "obsm")
+    with h5py.File(folder / "d.h5ad", "a") as file:
+        del file["X"]
+        file["X/data"] = np.ones(4, np.float32)  # sparse
+    row = brought(study, "anndata", folder, labels=table, said=ImportFacts("uni2"))["sites"][0]
+    reasons = {one["slide"]: one["reason"] for one in row["failed"]}
+    assert "link" in reasons["c"] and "'X' is no dataset" in reasons["d"] and row["bags"] == 2
+    refused(lambda: brought(study, "anndata", tmp_path / "study", labels=table), "write_h5ad")
+    refused(lambda: export(study, site="S0", form="anndata"), "clam, trident, stamp")
+
+
+def test_one_vector_of_a_slide_is_a_bag_of_one(study, tmp_path):
+    """As TRIDENT's slide encoders write it: a vector, beside the places of the patches that it was made of."""
+    folder, made = of_trident(tmp_path / "job", shape=lambda x: x[0])
+    folder = folder.rename(folder.parent / "slide_features_titan")
+    for name in made:
+        with h5py.File(folder / f"{name}.h5", "a") as file:
+            del file["features"].attrs["encoder"]
+    row = brought(study, "trident", folder, labels=labels(tmp_path / "labels.csv"))["sites"][0]
+    assert row["encoder"] == "titan" and "whole slide" in row["notes"][0]["note"]
+    with store_of(study) as store:
+        assert np.array_equal(store.bag(2).features, made["c"][:1]) and not store.bag(2).placed
 
 
 class Harmful:
@@ -327,7 +425,7 @@ def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     refused(act(bad), "unknown split 'x'")
     bad.write_text("slide,patient,label,split\na,p,KIRC,train\nb,p,KIRC,test\n")
     refused(act(bad), "p is in two splits")
-    refused(act(bad, form="xyz"), "clam, trident, stamp")
+    refused(act(bad, form="xyz"), "clam, trident, stamp, anndata")
     refused(act(source=tmp_path / "none"), "no such folder")
     refused(act(source=tmp_path / "study"), "features_<encoder>")
     refused(act(tmp_path / "none.csv"), "no such file")

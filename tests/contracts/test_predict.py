@@ -16,8 +16,10 @@ from PIL import Image
 from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.patching.grid import grid_positions
+from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.geojson import features, write_geojson
 from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
+from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_slide import colors_of
@@ -126,6 +128,19 @@ def test_document_names_files_that_agree_with_each_other(trained, predicted):
         assert Image.open(study.root / row["heatmap"]).format == "PNG"
 
 
+def test_a_slide_without_a_resolution_is_predicted_with_the_one_that_is_said(trained, predicted, tmp_path):
+    study, run, slides = trained
+    with Slide(slides[0]) as slide:
+        picture = slide.thumbnail(max(slide.size_l0))[0]
+        mpp = slide.mpp
+    Image.fromarray(picture).save(tmp_path / "bare.png")
+    asked = {"site": "C1", "slides": [tmp_path / "bare.png"], "out": tmp_path}
+    (failed,) = predict(study, run, **asked)["failed"]
+    assert "µm per pixel" in failed["reason"] or "mpp" in failed["reason"]
+    (row,) = predict(study, run, **asked, mpp=mpp)["slides"]
+    assert row["patches"] == predicted["slides"][0]["patches"]
+
+
 def test_a_hospital_needs_its_run_and_the_slide_alone(copied, predicted, trained):
     study, run, slides = copied
     shutil.rmtree(study.root / "stores")
@@ -147,6 +162,14 @@ def test_the_stores_own_tiling_counts_where_the_pipeline_said_something_else(cop
     (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
     before = trained[0].root / predicted["slides"][0]["csv"]
     assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
+
+
+@pytest.mark.parametrize("stain", [(214, 150, 190), (120, 80, 160), (222, 222, 222)])
+def test_what_is_hot_stands_out_of_tissue_and_what_is_cold_does_not(stain):
+    colour, opacity = heatmap._colours(np.array([0.0, 0.5, 1.0]))
+    seen = stain + (colour - stain) * opacity[:, None]
+    away = np.linalg.norm(seen - stain, axis=1)
+    assert away[0] < 40 < away[2] and 2 * away[0] < away[2] and away[0] < away[1] < away[2]
 
 
 @pytest.mark.parametrize("fact", [{"channels": 1}, {"spec": {"size_px": 64, "mpp": 0.0, "stride_px": 64}}])

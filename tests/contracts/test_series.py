@@ -38,6 +38,13 @@ def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(study):
     assert resume_series(study, "3", backend="local") == document
 
 
+def test_what_is_unusual_of_the_stores_is_said_once_for_a_series(study, capsys):
+    train_series(
+        study, seeds=3, method="regular", overrides=["train.rounds=1", "tile.size_px=99"], backend="local"
+    )
+    assert capsys.readouterr().err.count("this pipeline would cut 99 px") == 1
+
+
 @pytest.mark.slow
 def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(study, monkeypatch):
     real = series.begin

@@ -5,6 +5,7 @@ import http.client
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ import pytest
 import shapely
 from browser import CHROMIUM, browser
 from conftest import REAL, SHARED, refused
+from matplotlib import colormaps
 from PIL import Image
 
 from wsi_fl.demo import phantom
@@ -676,17 +678,22 @@ def test_a_click_on_a_layer_changes_the_picture_and_the_page_asks_nobody_else(pa
     with served(gallery(study, run=run, site="C1")) as server:
         opened(page, server)
         assert {urlsplit(url).netloc for url in page.asked} <= {f"127.0.0.1:{server.port}", ""}
-        none = page.run(INK)
         page.run(f"(e => {{ e.value = 0; e.oninput() }})({THRESHOLD})")
         ink, before = page.run(INK), shot(page, tmp_path)
-        assert ink > 2 * none, "every patch reaches the threshold"
         page.click("#boxes [data-layer='model of C1']")
         assert page.run(INK) < ink / 2, "the heatmap is gone"
         assert np.abs(shot(page, tmp_path) - before)[100:700, 300:1000].max(axis=-1).mean() > 5
         page.key("1")
         assert page.run(INK) == ink
         page.run(f"(e => {{ e.value = 1; e.oninput() }})({THRESHOLD})")
-        assert page.run(INK) < ink / 2, "no patch reaches the threshold"
+        bare = shot(page, tmp_path)
+        assert 0.8 * ink < page.run(INK) < ink, "the line at the threshold is gone, and no patch with it"
+        assert (before.min(axis=-1) < 20).sum() > (bare.min(axis=-1) < 20).sum() + 200
+        told = page.run("import('./drawing.js').then(it => it.colours.join(';'))").split(";")
+        found = np.array([[float(n) for n in re.findall(r"[\d.]+", one)] for one in told])
+        wanted = 255 * colormaps["viridis"](np.linspace(0, 1, len(told)))[:, :3]
+        assert np.abs(found[:, :3] - wanted).max() < 14, "the map of the heatmaps"
+        assert (np.diff(found[:, 3]) >= 0).all() and found[0, 3] < 0.3 < found[-1, 3], "cold is faint"
         assert page.said == []
 
 

@@ -87,6 +87,40 @@ def test_transformers_names_become_timms(name):
     assert sum(shape.numel() for shape in wanted.values()) == PRESETS[name].n_parameters
 
 
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("UNI2", "did you mean 'uni2-h'?"),
+        ("conch_v1", "wsi-fl import"),
+        ("titan", "whole slide"),
+        ("musk", "import"),
+    ],
+)
+def test_who_asks_for_what_is_no_preset_is_told_what_to_do(name, word):
+    refused(lambda: Encoder(name), word)
+
+
+NEWER = {"attention.attention.query": "attention.q_proj", "attention.attention.key": "attention.k_proj"}
+NEWER |= {"attention.attention.value": "attention.v_proj", "attention.output.dense": "attention.o_proj"}
+NEWER |= {"intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2", "encoder.layer.": "layers."}
+"""What transformers 5 calls them when it saves a model."""
+
+
+@pytest.mark.parametrize("name", ["phikon", "phikon-v2"])
+def test_names_of_transformers_5_become_timms_too(name):
+    def newer(key):
+        for old, new in NEWER.items():
+            key = key.replace(old, new)
+        return key
+
+    model = preset_model(PRESETS[name])
+    older = in_transformers(*IN_TRANSFORMERS[name][1:])
+    saved = {newer(key): shape for key, shape in older.items()}
+    assert "layers.0.attention.k_proj.bias" in saved and len(saved) == len(older)
+    found = {key: one.shape for key, one in timm_named(meta(saved), model).items()}
+    assert found == {key: one.shape for key, one in model.state_dict().items()}
+
+
 @pytest.mark.parametrize("name", ["lunit-vits16", *nightly("h0-mini")])
 def test_weights_of_a_preset_give_the_features_of_the_plain_model(name, tmp_path):
     preset = PRESETS[name]

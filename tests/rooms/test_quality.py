@@ -21,7 +21,9 @@ from wsi_fl.slides.patching.quality import KINDS, QualityParams, first_reason
 from wsi_fl.slides.patching.tissue import TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.quality import quality_lines
 from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.work.console import Line
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -93,29 +95,37 @@ _KEPT = {}
 """Patches of the pictures, which live as long as this module: they are cut once."""
 
 
-def counts(folder, picture, hurt, where, kind):
-    """(found, hurt patches, wrongly found, sound patches) of the patches that the sound picture has."""
+def counts(folder, picture, hurt, where, kind, least=0.5):
+    """(found, hurt patches, wrongly found, sound patches) of the patches that the sound picture has.
+
+    Hurt are those that are at least so much fault.
+    """
     if id(picture) not in _KEPT:
         _KEPT[id(picture)] = planned(folder, picture).xy_l0
     kept = _KEPT[id(picture)]
     share = area_mean(where, kept.astype(np.float64), PATCH_PX)
     plan = planned(folder, hurt, (kind,))
     good, blamed = rows(plan.xy_l0), rows(plan.aside_xy_l0)
-    gone = rows(kept[share >= 0.5]) - good  # set aside, or no tissue any more
-    return len(gone), int((share >= 0.5).sum()), len(blamed & rows(kept[share == 0])), int((share == 0).sum())
+    gone = rows(kept[share >= least]) - good  # set aside, or no tissue any more
+    return (
+        len(gone),
+        int((share >= least).sum()),
+        len(blamed & rows(kept[share == 0])),
+        int((share == 0).sum()),
+    )
 
 
-def of_all(folder, pictures, make, kind):
+def of_all(folder, pictures, make, kind, least=0.5):
     """Recall and false alarms of a fault over pictures."""
     found = np.zeros(4)
     for picture in pictures:
-        found += counts(folder, picture, *make(picture), kind)
+        found += counts(folder, picture, *make(picture), kind, least)
     assert found[1] >= 20 and found[3] >= 20
     return found[0] / found[1], found[2] / found[3]
 
 
-def stroked(seed):
-    return lambda picture: artefacts.stroke(picture.shape[:2], MPP, np.random.default_rng(seed), 220)
+def stroked(seed, width_um=220):
+    return lambda picture: artefacts.stroke(picture.shape[:2], MPP, np.random.default_rng(seed), width_um)
 
 
 def middle(picture):
@@ -141,6 +151,16 @@ def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
     kind, make = FAULTS[fault]
     recall, false = of_all(tmp_path, tissue, make, kind)
     assert recall >= 0.9 and false <= 0.02, (recall, false)
+
+
+@pytest.mark.parametrize("colour", ["black", *nightly("blue", "green", "red")])
+def test_a_thin_line_of_ink_is_found_however_little_of_a_patch_it_covers(tissue, tmp_path, colour):
+    thin = made_with(stroked(0, 30), lambda picture, where: artefacts.inked(picture, where, colour))
+    recall, false = of_all(tmp_path, tissue, thin, "pen", least=0.08)
+    assert recall >= 0.95 and false <= 0.02, (recall, false)
+    for picture in tissue:  # a line of ink does not choose how tissue is found
+        small = np.asarray(Image.fromarray(thin(picture)[0]).reduce(4))
+        assert find_tissue(small, 4 * MPP).method == "saturation"
 
 
 def test_ink_that_tissue_shows_through_is_found(tissue, tmp_path):
@@ -240,6 +260,14 @@ def stained_blue(picture):
     density = -0.8 * np.log((picture.astype(float) + 1) / 256).mean(-1, keepdims=True)
     over = density * np.array([1.3, 1.15, 0.55])
     return (256 * np.exp(-over) - 1).clip(0, 255).round().astype(np.uint8)
+
+
+def test_a_blue_stain_is_tissue_in_a_coarse_thumbnail_too(tissue):
+    for picture in tissue[:4]:
+        small = np.asarray(Image.fromarray(picture).reduce(8))
+        before = find_tissue(small, 8 * MPP, TissueParams(method="saturation")).mask
+        after = find_tissue(stained_blue(small), 8 * MPP).mask
+        assert (before & after).sum() >= 0.9 * before.sum()
 
 
 def test_a_blue_stain_is_tissue_and_no_pen(tissue, tmp_path):
@@ -402,7 +430,10 @@ def drawn(folder, slide):
 def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
     study, _ = hurt
     row = tile(study, site="C1", overrides=masked(study, tmp_path, write))["sites"][0]
-    assert set(row["tissue"]) == {"masks"}
+    assert set(row["tissue"]) == {"masks"} and row["tissue"]["masks"]["gain"] is None
+    assert not any("saturation" in line.text for line in quality_lines(row) if isinstance(line, Line))
+    with (study.root / "stores/C1/quality.csv").open(newline="") as file:
+        assert {line["tissue_gain"] for line in csv.DictReader(file)} == {""}
     with h5py.File(study.root / "stores/C1/patches.h5") as file:
         corners = file["xy_l0"][:] + PATCH_PX / 2
     inside = ((corners > 256 - 64) & (corners < 1280 + 64)).all(1)

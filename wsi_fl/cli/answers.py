@@ -33,6 +33,10 @@ def predict(
         str | None,
         typer.Option(help="What is known of the slides, for runs on mosaics. Default: what the store says."),
     ] = None,
+    mpp: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: what they say."),
+    ] = None,
     overrides: PredictionOverrides = None,
     gpus: Gpus = None,
     as_json: Json = False,
@@ -51,6 +55,7 @@ def predict(
             slides=slide,
             out=out,
             tumor_type=tumor_type,
+            mpp=mpp,
             overrides=overrides or [],
             watcher=bars,
         )

@@ -222,7 +222,7 @@ def import_features(
             metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split."
         ),
     ],
-    form: Annotated[str, typer.Option("--format", help="trident, clam or stamp.")],
+    form: Annotated[str, typer.Option("--format", help="trident, clam, stamp or anndata.")],
     encoder: Annotated[
         str | None, typer.Option(help="What made the features, where the files do not say.")
     ] = None,
@@ -232,11 +232,17 @@ def import_features(
     mpp: Annotated[
         float | None, typer.Option(min=1e-3, help="µm per pixel of the patches, where the files do not say.")
     ] = None,
+    called: Annotated[
+        str | None,
+        typer.Option(
+            "--as", metavar="NAME", help="The encoder's name from now on, whatever the files call it."
+        ),
+    ] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Take features that TRIDENT, CLAM or STAMP computed as a site's feature store."""
+    """Take features that TRIDENT, CLAM, STAMP or LazySlide computed as a site's feature store."""
     study = find_study()
     from wsi_fl.stages.prepare.importing import ImportFacts, import_features
     from wsi_fl.stages.prepare.tables import mosaic_lines
@@ -249,7 +255,7 @@ def import_features(
             form=form,
             source=source,
             labels=labels,
-            said=ImportFacts(encoder, patch_px, mpp),
+            said=ImportFacts(encoder, patch_px, mpp, called),
             pipeline_name=pipeline,
             overrides=overrides or [],
             watcher=bars,

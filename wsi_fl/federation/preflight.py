@@ -89,6 +89,7 @@ MUST_AGREE = {
     "versions": "the package versions",
     "run": "the run's identity",
 }
+_FIELD = "the field of view of its patches (train.any_patch_size allows it)"
 _LONGEST, _LISTED = 480, 3
 
 
@@ -120,18 +121,29 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
 
 def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
     """Return what must agree, in words, with the value of each site."""
-    for key, words in MUST_AGREE.items():
-        values = [document.get(key) for document in brought]
-        told = [value for value in values if isinstance(value, str)]
-        yield words, encoder_differences(told) if key == "encoder" and len(told) == len(values) else values
     settings = [document.get("settings", {}) for document in brought]
+    encoders = [one for document in brought if isinstance(one := document.get("encoder"), str)]
+    of_features = len(encoders) == len(brought)
+    for key, words in MUST_AGREE.items():
+        if not (of_features and key in {"encoder", "size_px", "mpp"}):
+            yield words, [document.get(key) for document in brought]
+    if of_features:
+        yield MUST_AGREE["encoder"], encoder_differences(encoders)
+        if not all(one.get("train.any_patch_size") for one in settings):
+            yield _FIELD, [_field_of(document) for document in brought]
     for key in sorted({key for one in settings for key in one}):
         yield key, [one.get(key) for one in settings]
 
 
+def _field_of(document: Mapping[str, Any]) -> str:
+    """Return what an encoder saw of a patch, in words; equal where it differs by less than rounding."""
+    size_px, mpp = document.get("size_px") or 0, float(document.get("mpp") or 0)
+    return f"{size_px * mpp:.3g} µm ({size_px} px at {mpp:.3g} µm/px)"
+
+
 def _odd(words: str, values: Mapping[str, Any]) -> str:
     """Return the sites whose value differs from the most frequent one."""
-    texts = {site: json.dumps(value, sort_keys=True) for site, value in values.items()}
+    texts = {site: json.dumps(value, sort_keys=True, ensure_ascii=False) for site, value in values.items()}
     usual, count = Counter(texts.values()).most_common(1)[0]
     odd = [f"{_short(site)} brings {_said(text)}" for site, text in texts.items() if text != usual]
     if not odd:

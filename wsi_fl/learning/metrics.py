@@ -216,8 +216,11 @@ def recentred_at_half(score: NDArray[np.float64], threshold: float) -> NDArray[n
 
 
 def mean_and_sd(values: list[float | None]) -> dict[str, float | None]:
-    """Return the mean and population standard deviation over sites, as the paper reports; None when any is missing."""
+    """Return the mean and population standard deviation over sites, as the paper reports; None when any is missing.
+
+    What is the same everywhere has none, not what rounding leaves of it.
+    """
     if not values or any(value is None for value in values):
         return {"mean": None, "sd": None}
     numbers = np.array(values, float)
-    return {"mean": float(numbers.mean()), "sd": float(numbers.std())}
+    return {"mean": float(numbers.mean()), "sd": float(numbers.std()) if np.ptp(numbers) else 0.0}

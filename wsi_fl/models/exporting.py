@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -82,10 +82,13 @@ def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
         return _difference(path, model, read_back, shape)
 
 
-def write_onnx(path: Path, model: nn.Module, shape: Shape) -> float:
+def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, str] | None = None) -> float:
     """Write an ONNX file of one input and one output, `logits`; return how far its probabilities are from the model's.
 
-    The input is `images`, `bags` or `features`, as the model takes them; numbers of examples and of patches are free.
+    The input is `images`, `bags` or `features`, as the model takes them; its dimensions `batch` and `patches` are free.
+
+    Args:
+        facts: what the file says of itself (`custom_metadata_map`).
 
     Raises:
         UsageError: when the extra `export` is missing.
@@ -95,8 +98,7 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape) -> float:
         raise UsageError("ONNX files need the extra `export`: pip install 'wsi-fl[export]'")
     import onnxruntime
 
-    free = torch.export.Dim.DYNAMIC
-    dynamic = {0: free, 1: free} if isinstance(shape, Bags) else {0: free}
+    dynamic = {0: "batch", 1: "patches"} if isinstance(shape, Bags) else {0: "batch"}
     name = input_of(shape)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with atomic(path) as temporary, warnings.catch_warnings():
@@ -116,6 +118,7 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape) -> float:
             raise UsageError(
                 f"--format onnx: a {type(model).__name__} works bag by bag, which ONNX cannot express"
             )
+        program.model.metadata_props.update(facts or {})
         program.save(str(temporary), external_data=False)
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
 

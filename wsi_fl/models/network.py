@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.models.presets import PRESETS, Pooling, Preset, Transform
+from wsi_fl.models.presets import PRESETS, Pooling, Preset, Transform, instead_of
 from wsi_fl.types import UsageError
 
 _CLASS, _BOTH = "class token", "class token and mean of patches"
@@ -89,6 +89,8 @@ def timm_model(name: str) -> nn.Module:
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
     except Exception as error:  # each architecture has its own way to refuse
+        if advice := instead_of(name):
+            raise UsageError(f"encoder = {name!r}: {advice}") from None
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         near = timm.list_models(f"*{name.split('.', maxsplit=1)[0]}*")[:3]
         hint = f"; near: {', '.join(near)}" if near else ""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ _HIBOU: tuple[Rgb, Rgb] = ((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816))
 _NO_DERIVATIVES = "CC BY-NC-ND 4.0"
 _OWKIN, _KAIKO, _LUNIT_LICENCE = "Owkin non-commercial", "Kaiko non-commercial", "Lunit, research only"
 _ON_CARD = "see the model card"
+_GIB, _BYTES, _COPIES = 1 << 30, 4, 2
+"""Weights are single precision; while they are read they are there twice."""
 _EVERY_MPP = (0.25, 0.5, 1.0, 2.0)
 
 
@@ -106,6 +109,11 @@ class Preset:
     def parts(self) -> tuple[str, ...]:
         """What tells it apart besides its name and weights, in words."""
         return (*self.transform.parts, self.pooling, *([f"trained at {self.said_mpp}"] if self.mpp else []))
+
+    @property
+    def needed_bytes(self) -> int:
+        """Estimate of the memory that it takes with a batch of patches."""
+        return _COPIES * _BYTES * self.n_parameters + _GIB
 
     @property
     def said_mpp(self) -> str:
@@ -261,6 +269,51 @@ _OWN = {
 
 PRESETS = Table("wsi_fl.encoders", _OWN, Preset)
 """By the name that an encoder is asked for; another package adds its own as entry points of `wsi_fl.encoders`."""
+
+_OTHER_NAMES = {"univ1": "uni", "univ2": "uni2h", "uni2": "uni2h", "midnight": "midnight12k"}
+"""What other tools call them, where that is another word."""
+
+
+def preset_called(name: str) -> str | None:
+    """Return the preset that another tool's name of an encoder stands for; None where it stands for none.
+
+    Example:
+        >>> [preset_called(name) for name in ("uni_v1", "mahmood-uni-77ffbca1", "UNI2", "hoptimus0", "conch")]
+        ['uni', 'uni', 'uni2-h', 'h-optimus-0', None]
+    """
+    bare = _letters(re.sub("^mahmood-|-[0-9a-f]{8}$", "", name.lower()))
+    return next((one for one in PRESETS if _letters(one) == _OTHER_NAMES.get(bare, bare)), None)
+
+
+_NOT_HERE = {
+    "conch": "has attention pooling of its own",
+    "titan": "makes one vector of a whole slide",
+    "prism": "makes one vector of a whole slide",
+    "musk": "has an architecture of its own",
+    "ctranspath": "has an architecture of its own",
+    "keep": "has a projection of its own",
+    "gpfm": "has weights under names of their own",
+    "mstar": "has weights under names of their own",
+}
+"""Encoders that are no presets, by the letters that their names begin with."""
+
+
+def instead_of(name: str) -> str | None:
+    """Say in words what to do where no encoder has this name; None where nobody knows.
+
+    Example:
+        >>> instead_of("UNI2"), instead_of("conch_v15").split(";")[0]
+        ("did you mean 'uni2-h'?", 'it has attention pooling of its own, so it is no preset')
+    """
+    if meant := preset_called(name):
+        return f"did you mean {meant!r}?"
+    why = next((said for one, said in _NOT_HERE.items() if _letters(name.lower()).startswith(one)), None)
+    advice = "extract its features with TRIDENT or STAMP, then `wsi-fl import --format trident`"
+    return why and f"it {why}, so it is no preset; {advice}"
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name)
 
 
 def warning_of(name: str, size_px: int, mpp: float) -> str | None:

@@ -24,6 +24,7 @@ _IN_BLOCK = {
     "layernorm_before.": "norm1.",
     "layernorm_after.": "norm2.",
     "attention.output.dense.": "attn.proj.",
+    "attention.o_proj.": "attn.proj.",
     "intermediate.dense.": "mlp.fc1.",
     "output.dense.": "mlp.fc2.",
     "mlp.weights_in.": "mlp.fc1.",
@@ -31,16 +32,21 @@ _IN_BLOCK = {
     "layer_scale1.lambda1": "ls1.gamma",
     "layer_scale2.lambda1": "ls2.gamma",
 }
-_BLOCK = re.compile(r"encoder\.layer\.(\d+)\.(.+)")
-_QUERY = re.compile(r"(encoder\.layer\.(\d+)\.attention\.attention\.)query\.(weight|bias)")
+_BLOCK = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)")
+_QUERY = re.compile(r"((?:encoder\.)?layers?\.(\d+)\.attention\.)(attention\.query|q_proj)\.(weight|bias)")
+_THREE = {
+    "attention.query": ("attention.query", "attention.key", "attention.value"),
+    "q_proj": ("q_proj", "k_proj", "v_proj"),
+}
+"""Query, key and value by the first of them: of transformers 4, and of transformers 5."""
 
 
 def timm_named(state: State, model: nn.Module) -> State:
-    """Return the weights under timm's names where they have those of transformers' ViT or DINOv2, else as they are.
+    """Return the weights under timm's names where they have those of ViT or DINOv2 in transformers; else as they are.
 
-    Query, key and value become one matrix. Where timm's model has registers, what the class token's place adds is
-    added to the token itself, as timm adds no place to it. Places are interpolated to the grid of the model as
-    `Dinov2Embeddings.interpolate_pos_encoding` does it.
+    Names are those of transformers 4 and 5. Query, key and value become one matrix. Where timm's model has registers,
+    what the class token's place adds is added to the token itself, as timm adds no place to it. Places are interpolated
+    to the grid of the model as `Dinov2Embeddings.interpolate_pos_encoding` does it.
     """
     prefix = next((name.removesuffix(_CLASS_TOKEN) for name in state if name.endswith(_CLASS_TOKEN)), None)
     if prefix is None:
@@ -51,8 +57,8 @@ def timm_named(state: State, model: nn.Module) -> State:
     for query in [name for name in bare if _QUERY.fullmatch(name)]:
         found = _QUERY.fullmatch(query)
         assert found is not None
-        stem, block, kind = found.groups()
-        three = [f"{stem}{part}.{kind}" for part in ("query", "key", "value")]
+        stem, block, first, kind = found.groups()
+        three = [f"{stem}{part}.{kind}" for part in _THREE[first]]
         if all(name in bare for name in three):
             named[f"blocks.{block}.attn.qkv.{kind}"] = torch.cat([bare.pop(name) for name in three])
     named |= {_renamed(name): one for name, one in bare.items()}

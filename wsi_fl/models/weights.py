@@ -21,6 +21,11 @@ from wsi_fl.types import UsageError, WsiFlError, one_line
 
 State = Mapping[str, torch.Tensor]
 
+
+class NoWeightsError(WsiFlError):
+    """Published weights that cannot be had here; a file of them can be given."""
+
+
 _CLASSIFIERS = ("classifier", "fc", "fc_4", "head", "head.fc", "head_dist")
 """Where architectures keep what makes classes of features; `fc_4` is KimiaNet's."""
 _KIMIANET = "model.0."
@@ -68,14 +73,13 @@ def published_weights(name: str, hub_id: str | None, files: Sequence[str] = ("mo
         files: what it may be called, in the order in which they are wanted.
 
     Raises:
-        WsiFlError: when there is none or it cannot be had.
+        NoWeightsError: when there is none or it cannot be had.
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 
-    advice = "download its weights elsewhere and set weights = 'FILE.safetensors'"
     if not hub_id:
-        raise WsiFlError(f"{name}: timm publishes no weights of it by name; set weights")
+        raise NoWeightsError(f"{name}: timm publishes no weights of it by name; give them in a file")
     if found := cached_weights(hub_id, files):
         return found
     host = urlsplit(constants.ENDPOINT).hostname or ""
@@ -87,14 +91,15 @@ def published_weights(name: str, hub_id: str | None, files: Sequence[str] = ("mo
                 return Path(hf_hub_download(hub_id, file))
         return Path(hf_hub_download(hub_id, files[-1]))
     except GatedRepoError:
-        raise WsiFlError(
+        raise NoWeightsError(
             f"{name}: its authors give access to its weights on request; ask at https://{host}/{hub_id}, then run "
-            f"`hf auth login` with your token, or {advice}"
+            "`hf auth login` with your token, or give them in a file"
         ) from None
     except Exception as error:  # the hub's client has many ways to fail
         reason = one_line(error)[:120]
-        raise WsiFlError(
-            f"{name}: its published weights ({hub_id} at {host}) cannot be downloaded ({reason}); {advice}"
+        raise NoWeightsError(
+            f"{name}: its published weights ({hub_id} at {host}) cannot be downloaded ({reason}); download them "
+            "elsewhere and give them in a file"
         ) from None
 
 

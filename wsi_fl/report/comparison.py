@@ -200,6 +200,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "title": f"{len(document['rows'])} methods on the same {document.get('examples', 'patches')}",
         "where": WHERE[document["on"]],
         "over": repeated(document["rows"]),
+        "one": words.singular(document.get("examples", "patches")),
         "measure": (document.get("worth") or {}).get("measure", words.SCORES[scores[0]].lower()),
         "own": f"own_{scores[0]}",
         "rows": [_shown(row) for row in document["rows"]],

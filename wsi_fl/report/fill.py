@@ -54,6 +54,7 @@ def _environment(folder: Path) -> Environment:
         "known",
         "percent",
         "detected",
+        "singular",
     )
     environment.filters.update({name: getattr(words, name) for name in shown})
     environment.filters["svg"] = lambda chart: Markup(chart.svg)

@@ -40,7 +40,9 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         "slides": ((evaluated[0].get("slides") or {}).get("n")) if evaluated else None,
         "merged": merged,
         "reached": reached,
-        "whose": "private models"
+        "whose": "shared models"
+        if (page.evaluation or {}).get("shared")
+        else "private models"
         if _has_proxy(page.method) and all(s.get("with", "private") == "private" for s in evaluated)
         else "models",
         "references": references,

@@ -128,6 +128,15 @@ def percent(share: Any) -> str:
     return f"{number(100 * share, 0)} %" if known(share) else DASH
 
 
+def singular(examples: str) -> str:
+    """Return one of several examples, or models.
+
+    >>> singular("patches"), singular("patients"), singular("shared models")
+    ('patch', 'patient', 'shared model')
+    """
+    return "patch" if examples == "patches" else examples.removesuffix("s")
+
+
 def spread(metric: Mapping[str, Any] | None, digits: int = 3) -> str:
     """Mean ± standard deviation of ``{"mean", "sd"}``; the mean alone where nothing varies.
 

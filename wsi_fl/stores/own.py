@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 from pathlib import Path
+from typing import Any
 from zlib import decompressobj
 from zlib import error as ZlibError
 
@@ -25,7 +26,19 @@ _GROWTH = {_GZIP: 1032, _LZF: 88}
 _PIECE_BYTES = 1 << 20
 
 
-def own_dataset(file: h5py.File, name: str) -> h5py.Dataset:
+def own_group(file: h5py.Group, name: str) -> h5py.Group:
+    """Return a group of a file or group, without following links.
+
+    Raises:
+        WsiFlError: when there is none, or it lies behind a link.
+    """
+    found = _own(file, name)
+    if not isinstance(found, h5py.Group):
+        raise WsiFlError(f"{Path(file.file.filename).name}: its {name!r} is no group")
+    return found
+
+
+def own_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     """Return a dataset of numbers that may be read whole; nothing but the file itself is opened on the way.
 
     Raises:
@@ -33,12 +46,7 @@ def own_dataset(file: h5py.File, name: str) -> h5py.Dataset:
             states more than the file can hold.
         UsageError: when it is more than fits into memory.
     """
-    where, links = Path(file.filename).name, file.id.links
-    if not links.exists(name.encode()):
-        raise WsiFlError(f"{where}: has no {name!r}; it has {', '.join(file) or 'nothing'}")
-    if links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
-        raise WsiFlError(f"{where}: its {name!r} is a link, perhaps into another file; it is not followed")
-    found = file[name]
+    where, found = Path(file.file.filename).name, _own(file, name)
     if not isinstance(found, h5py.Dataset):
         raise WsiFlError(f"{where}: its {name!r} is no dataset")
     if found.external or found.is_virtual:
@@ -46,12 +54,26 @@ def own_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     if found.shape is None or found.dtype.kind not in "biuf":
         raise WsiFlError(f"{where}: its {name!r} holds no numbers")
     refuse_too_large(where, int(found.size) * found.dtype.itemsize)
-    if reason := _bomb(found, Path(file.filename).stat().st_size):
+    if reason := _bomb(found, Path(file.file.filename).stat().st_size):
         raise WsiFlError(f"{where}: its {name!r} {reason}; it is damaged, or made to fill the memory")
     return found
 
 
-def is_own(file: h5py.File, name: str) -> bool:
+def _own(file: h5py.Group, name: str) -> Any:
+    """Return what a file or group has of a name, which has no slash.
+
+    Raises:
+        WsiFlError: when there is none, or it lies behind a link.
+    """
+    where, links = Path(file.file.filename).name, file.id.links
+    if not links.exists(name.encode()):
+        raise WsiFlError(f"{where}: has no {name!r}; it has {', '.join(file) or 'nothing'}")
+    if links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
+        raise WsiFlError(f"{where}: its {name!r} is a link, perhaps into another file; it is not followed")
+    return file[name]
+
+
+def is_own(file: h5py.Group, name: str) -> bool:
     """Tell whether a file has anything of a name, without following links."""
     return bool(file.id.links.exists(name.encode()))
 

@@ -93,6 +93,9 @@ class Train(Section):
     max_patches: int | None = Field(None, ge=1, le=10_000_000)
     """Largest number of patches of a slide in one training step, drawn anew in each step; for bags of features. By
     default all are seen. A slide is predicted from all of its patches."""
+    any_patch_size: bool = False
+    """Whether sites may bring features of patches of different sizes or resolutions. An encoder makes other features
+    where it sees more tissue, or sees it finer, so by default sites that differ are refused."""
     folds: int | None = Field(None, ge=2, le=1000, json_schema_extra=_FOLDS)
     """Number of folds of a cross-validation. The patients of every site are divided into as many folds, drawn by
     `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each fold."""

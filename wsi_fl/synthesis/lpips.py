@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.vgg import cfgs, make_layers
 
-from wsi_fl.models.weights import digest_of, published_weights, read_weights
+from wsi_fl.models.weights import NoWeightsError, digest_of, published_weights, read_weights
 from wsi_fl.types import UsageError, WsiFlError
 
 PAIRWISE_BYTES = 512 << 20
@@ -109,7 +109,10 @@ def load_lpips(weights: str | None) -> Lpips:
     """
     if weights is not None and weights.startswith(RANDOM):
         return _random_lpips(weights)
-    path = published_weights("vgg16", _HUB) if weights is None else Path(weights)
+    try:
+        path = published_weights("vgg16", _HUB) if weights is None else Path(weights)
+    except NoWeightsError as error:
+        raise NoWeightsError(f"{error}: lpips.weights = 'FILE.safetensors'") from None
     trunk = _trunk(read_weights(path), path)
     label = f"vgg16 sha256:{digest_of(trunk)[:_DIGITS]}"
     return Lpips(trunk, _heads(), label, trained=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, nan
 from pathlib import Path
 
 import numpy as np
@@ -94,4 +94,4 @@ def _tissue_of(
     if not params.masks:
         return find_tissue(thumbnail, downsample * mpp, params)
     file = mask_file(Path(params.masks), record.slide)
-    return Found(read_mask(file, thumbnail.shape[:2], downsample), "masks")
+    return Found(read_mask(file, thumbnail.shape[:2], downsample), "masks", nan)

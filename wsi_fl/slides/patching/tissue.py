@@ -32,9 +32,11 @@ _STRIP_PX = 1 << 16
 _DIM_GLASS = 200 / 255
 """Glass is at least as bright as this."""
 _TEXTURE_UM = 32.0
-_SMOOTH = 0.07
-"""Standard deviation of brightness below which what has the colour of ink is ink: through it, tissue of H&E shows 0.05,
-and blue counterstain has 0.09 or more."""
+_SMOOTH, _SMOOTH_AT = 0.07, 2.0
+"""Standard deviation of brightness below which what has the colour of ink is ink, and the µm per pixel at which that
+holds: through it, tissue of H&E shows 0.05, and blue counterstain has 0.09 or more."""
+_EVEN = 0.03
+"""The same among the pixels of that colour alone: black ink has 0.02 in the thinnest line, dark tissue 0.03 or more."""
 _MISSED = 0.05
 """Share of the area by density beyond which saturation is not believed."""
 _JUDGED_PX = 384
@@ -84,7 +86,8 @@ class Found:
     Attributes:
         mask: bool[h, w].
         method: which of the three methods made it, or "masks".
-        gain: its area for each of that by saturation; infinity where saturation finds nothing.
+        gain: its area for each of that by saturation; infinity where saturation finds nothing, nan where it
+            was not asked.
     """
 
     mask: NDArray[np.bool_]
@@ -187,7 +190,8 @@ def _absorbed(
 def ink_beside_any_stain(thumbnail: NDArray[np.uint8], seen: Colours, um_per_px: float) -> NDArray[np.bool_]:
     """Return where a thumbnail uint8[h, w, 3] has ink, whatever its tissue is stained with.
 
-    Blue counterstain has colours of ink. So ink is only what is vivid, or has such a colour and is smooth.
+    Blue counterstain has colours of ink. So ink is only what is vivid, or has such a colour and is smooth: with what is
+    around it, or by itself as a thin line is.
 
     Args:
         seen: the colours of the thumbnail, smoothed.
@@ -195,17 +199,25 @@ def ink_beside_any_stain(thumbnail: NDArray[np.uint8], seen: Colours, um_per_px:
     ink = is_ink(seen)
     if ink.any():
         brightness = np.asarray(thumbnail.mean(-1, dtype=np.float32) / 255)
-        ink &= ~_without_smooth(ink, _texture(brightness, um_per_px) > _SMOOTH)
+        fineness = np.sqrt(_SMOOTH_AT / um_per_px)  # coarse pixels show less of nuclei
+        smooth = _SMOOTH * np.clip(fineness, 0.45, 1)
+        varied = _texture(brightness, um_per_px, ink) > _EVEN
+        ink &= ~_without_smooth(ink, varied & (_texture(brightness, um_per_px) > smooth))
     return is_vivid(seen) | ink
 
 
-def _texture(values: NDArray[np.float32], um_per_px: float) -> NDArray[np.float32]:
-    """Return the standard deviation of values [h, w] around each place."""
+def _texture(
+    values: NDArray[np.float32], um_per_px: float, within: NDArray[np.bool_] | None = None
+) -> NDArray[np.float32]:
+    """Return the standard deviation of values [h, w] around each place: of those in a mask, where one is given."""
     from scipy.ndimage import uniform_filter1d
 
     side = max(3, round(_TEXTURE_UM / um_per_px))
-    mean, of_squares = along_both(partial(uniform_filter1d, size=side), np.stack([values, np.square(values)]))
-    return np.asarray(np.sqrt(np.maximum(of_squares - np.square(mean), 0)), np.float32)
+    inside = np.ones_like(values) if within is None else within.astype(np.float32)
+    sums = np.stack([inside, inside * values, inside * np.square(values)])
+    share, mean, of_squares = along_both(partial(uniform_filter1d, size=side), sums)
+    share = np.maximum(share, 1e-3)
+    return np.asarray(np.sqrt(np.maximum(of_squares / share - np.square(mean / share), 0)), np.float32)
 
 
 def _without_smooth(mask: NDArray[np.bool_], rough: NDArray[np.bool_]) -> NDArray[np.bool_]:

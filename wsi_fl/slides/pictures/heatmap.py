@@ -62,11 +62,11 @@ def draw_heatmap(
 
 
 def _colours(p: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(colour [..., 3] of 0 to 255, opacity [...]): dark and dense is probable, in every kind of colour vision."""
+    """(colour [..., 3] of 0 to 255, opacity [...]): viridis, faint where cold, so that only what is hot stands out."""
     from matplotlib import colormaps
 
-    rgb = colormaps["inferno_r"](0.06 + 0.72 * p)[..., :3] * 255
-    return rgb, 0.35 + 0.4 * p
+    rgb = colormaps["viridis"](p)[..., :3] * 255
+    return rgb, 0.1 + 0.7 * p
 
 
 def _tinted(picture: Image.Image, heat: Heat, to_picture: float) -> Image.Image:

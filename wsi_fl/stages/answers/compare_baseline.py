@@ -13,7 +13,7 @@ from wsi_fl.stages.answers.compare_runs import Run, finished, flat, is_of, setti
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.series import Member
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.work.console import Watcher
+from wsi_fl.stages.work.console import OneOf, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Audit, Pipeline
 from wsi_fl.study.toml import toml_value
@@ -58,7 +58,7 @@ def with_baseline(
             f"The baseline of {said} was not trained ({problem}): "
             f"`{_command(name, overrides)}` trains that of {_members([missing[0].member])}{others}."
         ]
-    trained = [_trained(study, like, watcher) for like in missing]
+    trained = [_trained(study, like, OneOf(watcher, k, len(missing))) for k, like in enumerate(missing)]
     names = ", ".join(study.relative(run.folder.path) for run in trained)
     return [*runs, *trained], [f"The baseline of {said} was trained for this comparison ({names})."]
 
@@ -78,7 +78,13 @@ def _trained(study: Study, like: Run, watcher: Watcher) -> Run:
     party = RunContext.of(study, like.pipeline, BASELINE)
     backend = "local" if party.may_merge or len(party.sites) == 1 else "mpi"
     summary = train(
-        study, method=BASELINE, pipeline_name=name, overrides=overrides, backend=backend, watcher=watcher
+        study,
+        method=BASELINE,
+        pipeline_name=name,
+        overrides=overrides,
+        backend=backend,
+        watcher=watcher,
+        told=True,
     )
     return Run.of(study.run(summary["run"]))
 

@@ -21,9 +21,10 @@ from wsi_fl.learning.predictions import Level, Predictions, of_tumor_types
 from wsi_fl.learning.tasks import Task, scored
 from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.words import SCORES, SHORT, number, received
+from wsi_fl.report.words import SCORES, SHORT, known, number, received, spread
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_lines, between_of
+from wsi_fl.stages.answers.leaving import offered
 from wsi_fl.stages.answers.predictions import write_predictions
 from wsi_fl.stages.answers.trained import answering, settings_of
 from wsi_fl.stages.site.data import Data
@@ -92,6 +93,7 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         "scores": list(task.scores),
         "examples": party.examples,
         "with": pipeline.predict.with_,
+        "shared": several and all(row["with"] == offered(party.method).get("shared") for row in rows),
         "merged": _over_sites(rows, task) if merged else None,
         "internal": _over_sites([row["own"] for row in rows], task),
         "external": _over_sites([row["external"] for row in rows], task) if several else None,
@@ -293,13 +295,62 @@ def _whole(party: RunContext, name: str, classes: tuple[str, ...]) -> Examples:
 
 def evaluation_lines(document: dict[str, Any]) -> Lines:
     """Yield a row per site, then mean ± sd."""
+    scores = document["scores"]
+    first = scores[0]
+    if document["sites"]:
+        yield _table_of_one(document) if document["shared"] else _table_of_sites(document)
+    for said in received(document):
+        yield Line(f"  {said}")
+    if together := document["aggregated"]:
+        one = together["rules"][together["rule"]]
+        yield Line(
+            f"all sites' predictions as one ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
+        )
+    if document["parts"] and not document["shared"]:
+        reached = {name: part[first] for name, part in document["parts"].items()}
+        said = ", ".join(
+            f"{name} {spread(m)}"
+            if known(m["mean"])
+            else f"{name} not known (too few events or classes there)"
+            for name, m in reached.items()
+        )
+        yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {said}")
+    if document["sites"] and all(row["with"] == LONE for row in document["sites"]):
+        yield Line(
+            "each site answers as it would alone: no rows show that joining adds to it; "
+            "networks need validation rows for that (train.val_fraction)"
+        )
+    if document["between"]:
+        yield from between_lines(document["between"])
+    yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
+
+
+def _names(document: Mapping[str, Any]) -> list[str]:
+    """What the scores are called above columns."""
+    return [SHORT.get(name, SCORES[name].lower()) for name in document["scores"]]
+
+
+def _table_of_one(document: Mapping[str, Any]) -> Table:
+    """The model that all sites share, on each site's part and on the merged test set."""
+    scores = document["scores"]
+    rows: list[list[str] | None] = [
+        [row["site"], str(row["own"]["n"]), *(number(row["own"][name]) for name in scores)]
+        for row in document["sites"]
+    ]
+    whole = document["sites"][0]
+    rows += [None, ["all", str(whole["n"]), *(number(whole[name]) for name in scores)]]
+    title = f"the shared model on each site's part and the merged test set ({document['examples']})"
+    return Table(title, ["site", "n", *_names(document)], rows)
+
+
+def _table_of_sites(document: Mapping[str, Any]) -> Table:
+    """What answers for each site, then mean ± sd."""
     where = "merged test set" if document["merged"] is not None else "own test set"
     several = any(row["with"] != "private" for row in document["sites"])
     whose = "models" if several else "private models"
     scores = document["scores"]
     first = scores[0]
-    names = [SHORT.get(name, SCORES[name].lower()) for name in scores]
-    headings = ["site", "n", *names, "own part", "others'", *["with"] * several]
+    headings = ["site", "n", *_names(document), "own part", "others'", *["with"] * several]
     rows: list[list[str] | None] = [
         [
             row["site"],
@@ -314,28 +365,5 @@ def evaluation_lines(document: dict[str, Any]) -> Lines:
     if document["merged"] is not None:
         spreads = [document["merged"][name] for name in scores]
         spreads += [(document[which] or {}).get(first) or {} for which in ("internal", "external")]
-        rows += [
-            None,
-            ["mean ± sd", "", *(f"{number(m.get('mean'))} ± {number(m.get('sd'))}" for m in spreads)],
-        ]
-    if document["sites"]:
-        yield Table(f"{whose} on the {where} ({document['examples']})", headings, rows)
-    for said in received(document):
-        yield Line(f"  {said}")
-    if together := document["aggregated"]:
-        one = together["rules"][together["rule"]]
-        yield Line(
-            f"all sites' predictions as one ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
-        )
-    if document["parts"]:
-        reached = {name: part[first] for name, part in document["parts"].items()}
-        spread = ", ".join(f"{name} {number(m['mean'])} ± {number(m['sd'])}" for name, m in reached.items())
-        yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {spread}")
-    if document["sites"] and all(row["with"] == LONE for row in document["sites"]):
-        yield Line(
-            "each site answers as it would alone: no rows show that joining adds to it; "
-            "networks need validation rows for that (train.val_fraction)"
-        )
-    if document["between"]:
-        yield from between_lines(document["between"])
-    yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
+        rows += [None, ["mean ± sd", "", *map(spread, spreads)]]
+    return Table(f"{whose} on the {where} ({document['examples']})", headings, rows)

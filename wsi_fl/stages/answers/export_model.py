@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json, write_text
-from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError
+from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError, encoder_differences
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,19 +96,35 @@ def _write_onnx(leaving: Leaving, network: nn.Module, folder: Path, name: str) -
     del name
     from wsi_fl.models.exporting import input_of, write_onnx
 
-    shape = leaving.shape
-    difference = write_onnx(folder / "model.onnx", network, shape)
-    says = {
-        "images": "float32[b, channels, height, width], pixels / 127.5 − 1",
-        "bags": "float32[b, patches, features + 1], the last column 1 for a patch and 0 for padding",
-        "features": "float32[b, features]",
-    }[input_of(shape)]
-    return Made(["model.onnx"], difference, f"`{input_of(shape)}` {says}", leaving.architecture)
+    shape, encoder = leaving.shape, leaving.facts.get("encoder") or "its encoder"
+    if isinstance(shape, Images):
+        network, shape, says = _of_patches(network, shape, leaving.spec.size_px)
+    elif isinstance(shape, Bags):
+        filled = "the last column 1 for a patch and 0 for padding"
+        says = f"float32[batch, patches, {shape.n_features} + 1], {filled}; features of {encoder}"
+    else:
+        says = f"float32[batch, {shape.n_features}], features of {encoder}"
+    said = f"`{input_of(shape)}` {says}"
+    facts = {"input": said, "class_names": json.dumps(list(leaving.facts["classes"]))}
+    facts |= {"patch_size_pixels": str(leaving.spec.size_px), "spacing_um_px": str(leaving.spec.mpp)}
+    difference = write_onnx(folder / "model.onnx", network, shape, facts)
+    return Made(["model.onnx"], difference, said, leaving.architecture)
+
+
+def _of_patches(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.Module, Images, str]:
+    """A model of patches as they are cut, which reduces them itself as training did: its input, and what that is."""
+    from wsi_fl.models.exporting import Reduced
+
+    says = f"float32[batch, {shape.channels}, {size_px}, {size_px}], pixels / 127.5 − 1"
+    if shape.size_px == size_px:
+        return network, shape, says
+    inside = f"; reduced inside to {shape.size_px} px by area, as in training"
+    return Reduced(network, shape.size_px).eval(), Images(shape.channels, size_px), says + inside
 
 
 def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path, name: str) -> Made:
     """`torchscript_model.pt` and `config.json`, as WSInfer's zoo has them; it takes the softmax itself."""
-    from wsi_fl.models.exporting import Encoded, Reduced, write_torchscript
+    from wsi_fl.models.exporting import Encoded, write_torchscript
 
     shape, spec = leaving.shape, leaving.spec
     if isinstance(shape, Bags):
@@ -115,15 +132,14 @@ def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path, name: str
     if spec.mpp <= 0 or leaving.facts.get("channels", 3) != 3:
         raise UsageError("--format wsinfer: this model learned from images without a scale; use onnx")
     architecture = leaving.architecture
+    taken = Images(3, spec.size_px)
     if isinstance(shape, Vectors):
         encoder = _encoder(leaving)
         network, architecture = Encoded(encoder.network, network), f"{encoder.name}+{architecture}"
-    elif shape.size_px != spec.size_px:
-        network = Reduced(network, shape.size_px)
-    taken = Images(3, spec.size_px)
+        shape = taken
+    network, taken, says = _of_patches(network, shape, spec.size_px)
     difference = write_torchscript(folder / "torchscript_model.pt", network.eval(), taken)
     write_json(folder / "config.json", wsinfer_config(name, architecture, leaving.facts["classes"], spec))
-    says = f"float32[b, 3, {spec.size_px}, {spec.size_px}], pixels / 127.5 − 1"
     return Made(["torchscript_model.pt", "config.json"], difference, says, architecture)
 
 
@@ -164,7 +180,7 @@ def _encoder(leaving: Leaving) -> Any:
         )
     except WsiFlError as error:
         raise UsageError(f"{error}; {alone}") from None
-    if encoder.label != wanted:
+    if any(encoder_differences([encoder.label, wanted])):
         raise UsageError(
             f"the model learned from features of {wanted}, the encoder here is {encoder.label}; {alone}"
         )

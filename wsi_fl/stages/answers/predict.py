@@ -32,6 +32,7 @@ def predict(
     slides: Sequence[Path],
     out: Path | None = None,
     tumor_type: str | None = None,
+    mpp: float | None = None,
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def predict(
     Args:
         out: folder for one folder per slide; default RUN/predictions/SITE.
         tumor_type: what is known of the slides, for runs on mosaics; default: what the site's store says.
+        mpp: µm per level-0 pixel of these slides, whatever they say; default: the site file's, else theirs.
         overrides: `predict.KEY=VALUE` over the run's configuration.
     """
     began = time.perf_counter()
@@ -56,7 +58,7 @@ def predict(
     run, pipeline, where, predictor = job.each(prepare)
     folder = out.resolve() if out is not None else run.path / "predictions" / site
     records = [
-        SlideRecord(path, name, "", site, "negative", False, mpp_override=where.mpp_override)
+        SlideRecord(path, name, "", site, "negative", False, mpp_override=mpp or where.mpp_override)
         for path, name in zip(slides, names, strict=True)
     ]
     outcomes = job.share(records, lambda mine: (_outcome(predictor, record, folder, told) for record in mine))

@@ -30,7 +30,8 @@ COLUMNS = {
     "number": (("truth",), "said_{}"),
     "survival": (("time", "event"), "without_event_{}"),
 }
-"""The columns of what is true, and of what a model says, by kind of task."""
+"""The columns of what is true, and of what a model says, by kind of task. Of survival that is the chance of no event up
+to the end of each interval; the risk by which patients are ranked follows from all of them (`survival.risk`)."""
 _WHO = ("site", "model", "answers", "part", "slide", "patient")
 _MODEL, _ANSWERS = 1, 2
 _SKEWED = 0.5

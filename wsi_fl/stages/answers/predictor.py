@@ -39,7 +39,7 @@ from wsi_fl.stores.bags import Bag, BagMeta, BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import Images, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import Images, SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
 """Images a model sees at once: as many as `evaluate` shows it, fewer where they are large."""
@@ -123,7 +123,7 @@ class Predictor:
         encoder = encoder_of(
             self.study, settings, len(os.sched_getaffinity(0)), section, gpu=self.pipeline.gpu
         )
-        if encoder.label != self.meta.encoder:
+        if any(encoder_differences([encoder.label, self.meta.encoder])):
             raise WsiFlError(
                 f"{self.run.name} was trained on features of {self.meta.encoder}, but the configuration now names "
                 f"{encoder.label}; restore {section}.encoder and {section}.weights, or train again"
@@ -307,7 +307,7 @@ def _mosaics(study: Study, run: RunFolder, site: str, meta: BagMeta) -> BagStore
     if not study.mosaic(site).exists():
         return None
     store = open_bags(study, site, "mosaics")
-    if store.meta.encoder != meta.encoder:
+    if any(encoder_differences([store.meta.encoder, meta.encoder])):
         raise UsageError(
             f"site {site}: its mosaics are of {store.meta.encoder} now, but {run.name} learned from {meta.encoder}; "
             "run `wsi-fl mosaic` with that encoder, or train a new run"

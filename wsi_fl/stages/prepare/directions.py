@@ -33,7 +33,7 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import ordinary
-from wsi_fl.types import SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences
 
 MOST = 500
 """Patches of one source."""
@@ -92,8 +92,10 @@ def directions(
     encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features", gpu=pipeline.gpu)
     told = watcher or Silent()
     rows, known, aside = [], [], []
-    for path in _files(sources):
+    files = _files(sources)
+    for path in files:
         told.update(path.name, 0, 1)
+    for path in files:
         try:
             found = (
                 _stored(path, encoder.label)
@@ -136,7 +138,7 @@ def _files(sources: Sequence[Path]) -> list[Path]:
 def _stored(path: Path, encoder: str) -> NDArray[np.float32]:
     """Return features float32[m, d] of some patches of a store, of every slide as many."""
     with BagStore(path) as store:
-        if store.meta.encoder != encoder:
+        if any(encoder_differences([store.meta.encoder, encoder])):
             raise UsageError(
                 f"{path}: features of {store.meta.encoder}, but the pipeline names {encoder}; set features.encoder and "
                 "features.weights"

@@ -13,10 +13,6 @@ from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 
-_GIB = 1 << 30
-_BYTES, _COPIES = 4, 2
-"""Weights are single precision; while they are read they are there twice."""
-
 
 def encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str, Any]:
     """List the presets; return the `--json` document.
@@ -32,7 +28,7 @@ def encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str,
 
 def _row(name: str, preset: Preset, given: Path | None, memory: int) -> dict[str, Any]:
     weights = given or (cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None)
-    needed = _needed(preset)
+    needed = preset.needed_bytes
     return {
         "name": name,
         "n_features": preset.n_features,
@@ -49,11 +45,6 @@ def _row(name: str, preset: Preset, given: Path | None, memory: int) -> dict[str
         "needed_bytes": needed,
         "fits": needed <= memory,
     }
-
-
-def _needed(preset: Preset) -> int:
-    """Return an estimate of the memory that an encoder takes with a batch of patches."""
-    return _COPIES * _BYTES * preset.n_parameters + _GIB
 
 
 def _memory() -> int:

@@ -26,13 +26,14 @@ def export(
         UsageError: for an unknown format, or `.pt` files of another tool than CLAM.
         WsiFlError: when the site has no feature store, or it does not say how large its patches are on the slides.
     """
-    if form not in LAYOUTS:
-        raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
+    written = {name: layout.write for name, layout in LAYOUTS.items() if layout.write}
+    if form not in written:
+        raise UsageError(f"--format {form!r}: use {', '.join(written)}")
     if tensors and form != "clam":
         raise UsageError(f"--pt: {form} reads no .pt files; leave it out")
     study.site(site)
     folder = out or study.root / "exports" / form / site
-    write = partial(write_clam, tensors=True) if tensors else LAYOUTS[form].write
+    write = partial(write_clam, tensors=True) if tensors else written[form]
     table = folder / f"{site}.csv"
     with open_bags(study, site, "mosaics") as store:
         files = write(store, folder)

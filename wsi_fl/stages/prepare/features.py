@@ -93,7 +93,10 @@ def features(
         )
         return [_prepare(study, store, encoder) for store in stores]
 
-    made = [_make_site(study, way, job, told) for way in job.each(prepare)]
+    ways = job.each(prepare)
+    for way in ways:
+        told.update(way.site, 0, len(way.store.slides))
+    made = [_make_site(study, way, job, told) for way in ways]
     return {"sites": [row for row, _ in made], "speed": [speed for _, speed in made]} if job.first else {}
 
 

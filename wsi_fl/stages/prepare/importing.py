@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from wsi_fl.models.presets import PRESETS, preset_called
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare.bag_labels import Labelled, labelled, matched, stored_classes, table_of
 from wsi_fl.stages.prepare.sources import asked_for
@@ -26,7 +27,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.locks import locked
-from wsi_fl.types import GridSpec, SetAside, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import GridSpec, SetAside, SlideRecord, UsageError, WsiFlError, encoder_label
 
 _ROUNDED = 1.5
 """How far off the resolution may be that a magnification stands for: TRIDENT calls 0.3 to 0.6 µm 20×."""
@@ -34,11 +35,16 @@ _ROUNDED = 1.5
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """What is said on the command line of features whose files do not say it."""
+    """What is said on the command line of features whose files do not say it.
+
+    Attributes:
+        called: what the encoder is called from now on, whatever its files call it.
+    """
 
     encoder: str | None = None
     patch_px: int | None = None
     mpp: float | None = None
+    called: str | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,10 @@ def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside
     looked = _Looked(record, path, n, d, own)
     if foreign.bag(looked.mpp_l0).placed:
         return looked
-    if foreign.places is None:
-        why = "a .pt has no coordinates, and there is no h5 file"
+    if foreign.places is None and n == 1:
+        why = "one vector stands for the whole slide"
+    elif foreign.places is None:
+        why = "its file has no coordinates"
     elif looked.mpp_l0 is None:
         why = "its coordinates are µm, and nobody says how large a pixel of the slide is (column mpp, or mpp_override)"
     else:
@@ -149,27 +157,56 @@ def _at_scale(one: _Looked, spec: GridSpec) -> _Looked:
 
 def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: ImportFacts) -> BagMeta:
     """What holds for all slides, as all files and the command line say."""
-    _agreed(looked, "features of width", lambda one: one.d)
-    encoder = _settled(looked, "encoder", lambda one: one.encoder, said.encoder, "--encoder")
-    size = _settled(looked, "patch size", lambda one: one.size_px, said.patch_px, "--patch-px")
+    encoder = _encoder(looked, said)
+    found = _agreed(looked, "patch size", lambda one: one.facts.size_px)
+    size = _settled(found, said.patch_px, looked, "patch size", "--patch-px")
     mpp = _mpp(looked, said.mpp)
     overlap = _agreed(looked, "overlap", lambda one: one.facts.overlap_px) or 0
     subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
     return BagMeta(
         site.name,
         stored_classes(site, subtypes),
-        str(encoder),
+        encoder,
         GridSpec(int(size), mpp, int(size) - overlap),
         "import",
         subtypes,
     )
 
 
+def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:
+    """Return the label of the encoder: a preset's name where the features can be its own, and what the files call it.
+
+    Raises:
+        UsageError: when slides are of several encoders or widths, nobody names one, or it gives features of another
+            width.
+    """
+    width = int(_agreed(looked, "features of width", lambda one: one.d))
+    written = _agreed(looked, "encoder", lambda one: _known(one.facts.encoder, width))
+    if said.called is None:
+        name = str(_settled(written, _known(said.encoder, width), looked, "encoder", "--encoder"))
+    else:
+        name = preset_called(said.called) or said.called
+        if name in PRESETS and PRESETS[name].n_features != width:
+            gives = PRESETS[name].n_features
+            raise UsageError(
+                f"--as {said.called}: it gives {gives} numbers for a patch, {looked[0].path.name} has {width}"
+            )
+    theirs = next((one.facts.encoder for one in looked if one.facts.encoder), name)
+    word = ["so called on import"] if said.called else []
+    return name if theirs == name else encoder_label(name, [f"written as {theirs}", *word])
+
+
+def _known(name: str | None, width: int) -> str | None:
+    """Return the preset that a name stands for, where its features are as wide; else the name."""
+    preset = preset_called(name) if name else None
+    return preset if preset and PRESETS[preset].n_features == width else name
+
+
 def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
     """The resolution of the patches; one that is measured goes before one that a magnification stands for."""
+    found = _agreed(looked, "resolution", lambda one: one.facts.mpp)
     if said is None or not any(one.facts.nominal for one in looked):
-        return float(_settled(looked, "resolution", lambda one: one.mpp, said, "--mpp"))
-    found = float(_agreed(looked, "resolution", lambda one: one.facts.mpp))
+        return float(_settled(found, said, looked, "resolution", "--mpp"))
     if not 1 / _ROUNDED <= said / found <= _ROUNDED:
         raise UsageError(
             f"--mpp {said:g}: {looked[0].path.name} says about {found:g} µm per pixel (its magnification)"
@@ -177,13 +214,13 @@ def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
     return said
 
 
-def _settled(looked: Sequence[_Looked], what: str, of: Callable[[Facts], Any], said: Any, option: str) -> Any:
+def _settled(found: Any, said: Any, looked: Sequence[_Looked], what: str, option: str) -> Any:
     """What all files say, or the command line where they say nothing."""
-    found = _agreed(looked, what, lambda one: of(one.facts))
     if found is None and said is None:
         raise UsageError(f"{looked[0].path.name} and the others do not say their {what}; add {option}")
     if found is not None and said is not None and not _same(found, said):
-        raise UsageError(f"{option} {said}: {looked[0].path.name} says {found}; leave {option} out")
+        same = f", or say --as {said} if they are the same" if option == "--encoder" else ""
+        raise UsageError(f"{option} {said}: {looked[0].path.name} says {found}; leave {option} out{same}")
     return said if found is None else found
 
 

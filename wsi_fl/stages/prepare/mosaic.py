@@ -138,6 +138,8 @@ def mosaic(
         )
 
     known, encoder = job.each(prepare)
+    for listed, labels in known:
+        told.update(listed.site.name, 0, len(labels.records))
     made = [_make_site(*one, encoder, job, told) for one in known]
     return {"sites": [row for row, _ in made], "speed": [speed for _, speed in made]} if job.first else {}
 

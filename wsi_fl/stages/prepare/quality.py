@@ -7,7 +7,7 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Mapping
-from math import isfinite
+from math import isfinite, isnan
 from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict, cast
@@ -148,7 +148,8 @@ def write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
     table.writerow(["slide", "good", *KINDS, "tissue_by", "tissue_gain"])
     for slide, one in seen.items():
         counts = [one["aside"].get(kind, 0) for kind in KINDS]
-        table.writerow([slide, one["good"], *counts, one["tissue_by"], f"{one['tissue_gain']:.3g}"])
+        gain = "" if isnan(one["tissue_gain"]) else f"{one['tissue_gain']:.3g}"
+        table.writerow([slide, one["good"], *counts, one["tissue_by"], gain])
     write_text(path, text.getvalue())
 
 
@@ -181,11 +182,12 @@ def quality_lines(row: Mapping[str, Any]) -> Lines:
         )
     for name, one in row["tissue"].items():
         if name != "saturation":
-            area = (
-                "where saturation finds none"
-                if one["gain"] is None
-                else f"{one['gain']:.2g} × that by saturation"
-            )
+            area = "" if name == "masks" else f", its area {_area(one['gain'])}"
             yield Line(
-                f"  {row['site']}: tissue of {one['slides']} slides by {name}, its area {area}; by slide: {where}"
+                f"  {row['site']}: tissue of {one['slides']} slides by {name}{area}; by slide: {where}"
             )
+
+
+def _area(gain: float | None) -> str:
+    """Return how large tissue is beside that by saturation, in words."""
+    return "where saturation finds none" if gain is None else f"{gain:.2g} × that by saturation"

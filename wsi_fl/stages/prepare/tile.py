@@ -58,6 +58,8 @@ def tile(
             say_tables(one.site.name, one.said)
             if note := weak_note(one.records):
                 say(f"  {one.records[0].site}: {note}", style="yellow")
+    for one in listed:
+        told.update(one.site.name, 0, len(one.records))
     rows = [_tile_site(one, job, told) for one in listed]
     which = "--all" if site is None else f"--site {site}"
     named = "" if pipeline_name is None else f" --pipeline {pipeline_name}"

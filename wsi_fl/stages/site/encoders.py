@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
+from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Gpu
@@ -51,9 +52,16 @@ def encoder_of(
             cache=study.root / "weights",
             tell=tell,
         )
+    except NoWeightsError as error:
+        raise NoWeightsError(f"[{section}] {error}: {section}.weights = 'FILE.safetensors'") from None
     except WsiFlError as error:
         raise type(error)(f"[{section}] {error}") from None
-    if settings.encoder not in PRESETS:
+    if preset := PRESETS.get(settings.encoder):
+        gib = preset.needed_bytes / (1 << 30)
+        tell(
+            f"{encoder.name}: licence {preset.licence} (its model card counts); takes about {gib:.1f} GiB of memory"
+        )
+    else:
         tell(f"{encoder.name}: as timm has it, {', '.join(encoder.parts)}")
     return encoder
 

@@ -16,7 +16,7 @@ from wsi_fl.stages.site.data import Data
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.tensors import load_tensors, save_tensors
-from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError
+from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError, encoder_differences
 
 if TYPE_CHECKING:
     from wsi_fl.models.directions import Directions
@@ -175,7 +175,7 @@ def directions_of(data: Data) -> Directions:
         return random_directions(data.shape.n_features, wanted)
     directions = open_directions(data.study, wanted)
     assert directions.origin is not None
-    if directions.origin.encoder != encoder:
+    if any(encoder_differences([directions.origin.encoder, str(encoder)])):
         raise UsageError(
             f"model.directions = {wanted!r}: directions of {directions.origin.encoder}, but the features of site "
             f"{data.site} are of {encoder}; make directions with that encoder (wsi-fl directions)"

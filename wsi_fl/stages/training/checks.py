@@ -244,7 +244,10 @@ def warn_of_other_patches(party: RunContext) -> None:
     if not party.site(first).allows("patches"):
         return
     with open_data(study, first, party.pipeline) as data:
-        spec = data.store.meta.spec
+        meta = data.store.meta
+    if getattr(meta, "made_by", "") == "import":  # this pipeline cuts nothing
+        return
+    spec = meta.spec
     would = getattr(party.pipeline, party.kind.cut_by)
     if spec.mpp and (spec.size_px, spec.mpp) != (would.size_px, would.mpp):
         say(

@@ -16,7 +16,7 @@ from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.training.going_on import Series
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.train import begin, resume
-from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher, say
+from wsi_fl.stages.work.console import Line, Lines, OneOf, Silent, Watcher, say
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.ranks import launched_ranks
@@ -179,22 +179,26 @@ def _complete(
     watcher: Watcher,
 ) -> dict[str, Any]:
     """The runs of all members: those there are finished, the others begun."""
-    begun = _begun(study, series)
-    members = _members(series)
-    summaries = []
+    begun, members = _begun(study, series), _members(series)
+    to_do = [one for one in members if one not in begun or begun[one].summary() is None]
+    summaries: list[dict[str, Any]] = []
     for number, member in enumerate(members, 1):
         say(f"{member} ({number} of {len(members)})")
         run = begun.get(member)
         if run is not None and (summary := run.summary()) is not None:
             summaries.append(summary)
             continue
+        part = OneOf(watcher, to_do.index(member), len(to_do))
         first = next(iter(_begun(study, series).values()), None)
         with naming_resume(study, first) if first is not None else nullcontext():
             if run is not None:
-                summaries.append(resume(study, run.name, backend=backend, watcher=watcher))
+                summaries.append(resume(study, run.name, backend=backend, watcher=part))
                 continue
             own = _pipeline_of(pipeline, series, member)
-            summaries.append(begin(study, own, method, name, backend=backend, watcher=watcher, series=series))
+            told = bool(to_do.index(member))
+            summaries.append(
+                begin(study, own, method, name, backend=backend, watcher=part, series=series, told=told)
+            )
     return {
         "method": method,
         "seeds": list(series.seeds),
@@ -241,5 +245,5 @@ def series_lines(document: dict[str, Any]) -> Lines:
         f" from {len(document['seeds'])} seeds" if parts != "seeds" and len(document["seeds"]) > 1 else ""
     )
     yield Line(
-        f"{n} {parts}{seeded} of {document['method']} done in {seconds:.0f} s; next: wsi-fl compare {runs}"
+        f"{n} {parts}{seeded} of {document['method']} done, {seconds:.0f} s of training; next: wsi-fl compare {runs}"
     )

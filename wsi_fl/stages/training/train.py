@@ -44,11 +44,15 @@ def train(
     overrides: Sequence[str] = (),
     backend: str = "mpi",
     watcher: Watcher | None = None,
+    told: bool = False,
 ) -> dict[str, Any]:
     """Trains one run and returns its summary.
 
     Started by mpiexec or srun it joins as one rank; otherwise it starts one rank per site itself, or runs all
     sites in this process with backend "local".
+
+    Args:
+        told: whether what is unusual of the stores was said already, of another run with them.
     """
     watcher = watcher or Silent()
     name = study.pipeline_name(pipeline_name)
@@ -63,7 +67,7 @@ def train(
         check(party, backend, stores=False)
         everyone = tuple(range(len(party.sites)))
         return join(party, ranks, partial(which_run, party, Asked(name)), everyone)
-    return begin(study, pipeline, method, name, backend=backend, watcher=watcher)
+    return begin(study, pipeline, method, name, backend=backend, watcher=watcher, told=told)
 
 
 def begin(
@@ -75,11 +79,13 @@ def begin(
     backend: str,
     watcher: Watcher,
     series: Series | None = None,
+    told: bool = False,
 ) -> dict[str, Any]:
     """Starts the ranks of a new run, or runs it in this process."""
     party = RunContext.of(study, pipeline, method)
     check(party, backend)
-    warn_of_other_patches(party)
+    if not told:
+        warn_of_other_patches(party)
     tell_what_is_lost(party)
     if backend == "mpi":
         launch.find_mpiexec()

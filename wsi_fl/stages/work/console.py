@@ -50,6 +50,25 @@ class Silent:
         say(text, "yellow")
 
 
+class OneOf(Silent):
+    """Tells of one of several equal works as a part of them all, so that what is shown never goes back.
+
+    Args:
+        watcher: told of all works together.
+        before: how many are done.
+        n: how many there are.
+    """
+
+    def __init__(self, watcher: Watcher, before: int, n: int) -> None:
+        self._watcher, self._before, self._n = watcher, before, n
+
+    def update(self, part: str, done: float, total: float, note: str = "") -> None:
+        self._watcher.update(part, self._before * total + min(done, total), self._n * total, note)
+
+    def say(self, text: str, *, public: bool = False) -> None:
+        self._watcher.say(text, public=public)
+
+
 class Quiet(Silent):
     """Keeps at home what a real hospital has to say, in a log of its own, unless everybody may know it.
 
@@ -123,7 +142,8 @@ class Bars(Silent):
         done = sum(min(d, t) for d, t, _ in state.values())
         total = sum(t for _, t, _ in state.values())
         share = done / total if total else 0.0
-        left = f", about {elapsed / share - elapsed:.0f} s left" if share > 0.02 else ""
+        left = f", about {elapsed / share - elapsed:.0f} s left" if 0.02 < share < 1 else ""
+        left = ", finishing" if share >= 1 else left
         notes = ", ".join(f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MOST_PARTS] if note)
         more = f", and {len(state) - _MOST_PARTS} more" if len(state) > _MOST_PARTS else ""
         return f"{self.title}: {share:.0%}{left}" + (f" ({notes}{more})" if notes else "")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wsi_fl.stores.bags import BagStore
+from wsi_fl.stores.exchange.anndata import find_anndata, read_anndata
 from wsi_fl.stores.exchange.clam import find_clam, read_clam, write_clam
 from wsi_fl.stores.exchange.foreign import Foreign, mpp_of_each
 from wsi_fl.stores.exchange.stamp import find_stamp, read_stamp, write_stamp
@@ -23,18 +24,19 @@ class Layout:
     Attributes:
         find: folder → the file of every slide.
         read: a file → the features in it, or a WsiFlError of one line.
-        write: a store and a folder → the files of its slides.
+        write: a store and a folder → the files of its slides; None where nobody needs that.
     """
 
     find: Callable[[Path], dict[str, Path]]
     read: Callable[[Path], Foreign]
-    write: Callable[[BagStore, Path], list[Path]]
+    write: Callable[[BagStore, Path], list[Path]] | None = None
 
 
 LAYOUTS = {
     "clam": Layout(find_clam, read_clam, write_clam),
     "trident": Layout(find_trident, read_trident, write_trident),
     "stamp": Layout(find_stamp, read_stamp, write_stamp),
+    "anndata": Layout(find_anndata, read_anndata),
 }
 
 

@@ -102,13 +102,15 @@ def opened(path: Path) -> Iterator[h5py.File]:
 
 
 def checked_features(values: NDArray[Any], name: str) -> NDArray[np.float32]:
-    """Return features as float32[m, d]; [1, m, d] is one bag too.
+    """Return features as float32[m, d]; [1, m, d] is one bag too, and [d] one vector of a whole slide.
 
     Raises:
         WsiFlError: when they have another shape, are no numbers, or there are none.
     """
     if values.ndim == 3 and values.shape[0] == 1:
         values = values[0]
+    if values.ndim == 1:
+        values = values[None]
     if values.ndim != 2 or values.dtype.kind != "f":
         raise WsiFlError(
             f"{name}: features are {values.dtype}{list(values.shape)}, not float[patches, width]"

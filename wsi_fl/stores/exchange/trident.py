@@ -2,7 +2,7 @@
 
 `features` float[m, d] has the attribute `encoder`; `coords` int64[m, 2] in level-0 pixels has those of the patching:
 `patch_size` at the target magnification, `patch_size_level0`, `level0_magnification`, `target_magnification` and
-`overlap`.
+`overlap`. Of encoders of whole slides, `slide_features_<encoder>/<slide>.h5` has `features` float[d].
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def read_trident(path: Path) -> Foreign:
         features_of = own_dataset(file, "features")
         features = checked_features(features_of[:], path.name)
         coords = own_dataset(file, "coords")
-        places = checked_places(coords[:], len(features), path.name)
-        folder = path.parent.name
-        named = folder.removeprefix(_PREFIX) if folder.startswith(_PREFIX) else None
+        whole = features_of.ndim == 1  # one vector of the whole slide, beside the places of its patches
+        places = None if whole else checked_places(coords[:], len(features), path.name)
+        _, prefix, rest = path.parent.name.partition(_PREFIX)
+        named = rest if prefix else None
         facts = facts_of(coords.attrs, text_of(features_of.attrs, "encoder") or named)
         return Foreign(features, places, facts, **kept_besides(file, len(features)))
 

@@ -3,30 +3,36 @@
 // Okabe and Ito's colours, told apart with every kind of colour vision; the first two as in the overviews of `tile`.
 const GROUPS = [[0, 114, 178], [230, 159, 0], [213, 94, 0], [204, 121, 167], [240, 228, 66], [153, 153, 153], [86, 180, 233], [0, 158, 115]];
 const LINES = { tissue: "#009e73", annotation: "#000000" };
-// matplotlib's inferno from light to dark, as in the heatmaps of `predict`: dark and dense is probable.
-const RAMP = [[245, 219, 75], [252, 165, 10], [236, 105, 37], [197, 62, 65], [147, 38, 103], [88, 16, 110], [40, 11, 84]];
+// matplotlib's viridis, as in the heatmaps of `predict`: faint where cold, so that only what is hot stands out of a stain.
+const RAMP = [
+  [68, 1, 84], [72, 36, 117], [65, 68, 135], [53, 95, 141], [42, 120, 142], [33, 145, 140], [34, 168, 132], [68, 191, 112],
+  [122, 209, 81], [189, 223, 38], [253, 231, 37],
+];
+const FAINT = 0.15;
 const STEPS = 64;
 const COLOURS = Array.from({ length: STEPS }, (_, k) => {
-  const at = (k / (STEPS - 1)) * (RAMP.length - 1), low = Math.min(Math.floor(at), RAMP.length - 2);
-  return RAMP[low].map((from, i) => Math.round(from + (RAMP[low + 1][i] - from) * (at - low)));
+  const share = k / (STEPS - 1), at = share * (RAMP.length - 1), low = Math.min(Math.floor(at), RAMP.length - 2);
+  const mixed = RAMP[low].map((from, i) => Math.round(from + (RAMP[low + 1][i] - from) * (at - low)));
+  return [...mixed, Math.round(255 * (FAINT + (1 - FAINT) * share))];
 });
 const ROOM_PX = 6;         // patches with longer sides get an edge, or a cross; shorter ones on a grid are one picture
 const FEW_PX = 2;          // and those off a grid, where they are so short that nobody sees it
+const RIM = [4.5, "#ffffff"];  // under a line, so that it shows on any ground
 const LINE_PX = 2;         // outlines are drawn as exactly as that
 const MOST_CELLS = 2048;   // of that picture, a side
 
-const css = ([red, green, blue]) => `rgb(${red} ${green} ${blue})`;
-const groupRgb = (layer, group) => GROUPS[(layer.first + group) % GROUPS.length];
+const css = ([red, green, blue, alpha]) => `rgb(${red} ${green} ${blue} / ${alpha / 255})`;
+const groupRgb = (layer, group) => [...GROUPS[(layer.first + group) % GROUPS.length], 255];
 
 export const colours = COLOURS.map(css);
 export const groupColour = (layer, group) => css(groupRgb(layer, group));
 export const lineColour = name => LINES[name] ?? LINES.annotation;
 
-/** The patches of a layer that are drawn, by colour: [[red, green, blue], numbers of patches]. Kept until it changes. */
+/** The patches of a layer by colour: [[red, green, blue, alpha], numbers of patches]. Kept until it changes. */
 function batches(layer, how) {
-  const column = how.column ?? layer.shown, key = how.kind === "values" ? `${column} ${how.threshold}` : "";
+  const key = how.kind === "values" ? how.column ?? layer.shown : "";
   if (layer.batches?.key !== key) {
-    const found = how.kind === "values" ? ofValues(layer.values[column], how.threshold) : ofGroups(layer);
+    const found = how.kind === "values" ? ofValues(layer.values[key]) : ofGroups(layer);
     layer.batches = Object.assign(found.filter(([, numbers]) => numbers.length), { key });
   }
   return layer.batches;
@@ -38,10 +44,10 @@ function ofGroups(layer) {
   return found;
 }
 
-function ofValues(values, threshold) {
+function ofValues(values) {
   const found = COLOURS.map(colour => [colour, []]);
   values.forEach((value, k) => {
-    if (value !== null && value >= threshold) found[Math.min(STEPS - 1, Math.floor(value * STEPS))][1].push(k);
+    if (value !== null) found[Math.min(STEPS - 1, Math.floor(value * STEPS))][1].push(k);
   });
   return found;
 }
@@ -49,15 +55,48 @@ function ofValues(values, threshold) {
 function drawLines(context, layer, how, view) {
   const step = 2 ** Math.floor(Math.log2(LINE_PX * view.density / view.zoom));  // from afar a line needs fewer points
   layer.paths ??= {};
-  const path = layer.paths[step] ??= pathOf(layer.rings, step);
+  stroke(context, layer.paths[step] ??= pathOf(layer.rings, step), [RIM, [2, lineColour(how.name)]], view);
+}
+
+/** Draw a path of level-0 pixels, line upon line. @param lines [[width, colour]] */
+function stroke(context, path, lines, view) {
   context.setTransform(view.zoom, 0, 0, view.zoom, view.left, view.top);
   context.lineJoin = "bevel";
-  for (const [width, colour] of [[4.5, "#ffffff"], [2, lineColour(how.name)]]) {
+  for (const [width, colour] of lines) {
     context.lineWidth = width * view.density / view.zoom;
     context.strokeStyle = colour;
     context.stroke(path);
   }
   context.setTransform(1, 0, 0, 1, 0, 0);
+}
+
+function drawValues(context, layer, how, view) {
+  drawPatches(context, layer, how, view);
+  const column = how.column ?? layer.shown, key = `${column} ${how.threshold}`;
+  if (layer.edge?.key !== key) layer.edge = Object.assign(edgeOf(layer, layer.values[column], how.threshold), { key });
+  context.globalAlpha = 1;
+  const far = layer.side * view.zoom < ROOM_PX * view.density;  // a rim would hide patches as small as that
+  stroke(context, layer.edge, far ? [[1, LINES.annotation]] : [RIM, [2, LINES.annotation]], view);
+}
+
+/** Around the patches from a threshold on: each side of one that no other of them shares, where they lie on a grid. */
+function edgeOf({ xy, side, grid }, values, threshold) {
+  const { left, top, cell, exact, columns } = grid, row = columns + 2, path = new Path2D(), reached = new Map();
+  values.forEach((value, k) => {
+    if (value === null || value < threshold) return;
+    const at = Math.round((xy[2 * k + 1] - top) / cell) * row + Math.round((xy[2 * k] - left) / cell);
+    reached.set(exact ? at : -k - 1, k);
+  });
+  for (const [at, k] of reached) {
+    const x = xy[2 * k], y = xy[2 * k + 1];
+    for (const [to, right, down] of [[-row, 0, 0], [row, 0, 1], [-1, 0, 0], [1, 1, 0]]) {
+      if (exact && reached.has(at + to)) continue;
+      const across = Math.abs(to) === row;
+      path.moveTo(x + right * side, y + down * side);
+      path.lineTo(x + (across || right) * side, y + (!across || down) * side);
+    }
+  }
+  return path;
 }
 
 /** Rings as one path, without the points that are nearer than a step, in level-0 pixels, to the one before. */
@@ -147,14 +186,14 @@ function pictureOf({ xy, grid }, found) {
   for (const [colour, numbers] of found) {
     for (const k of numbers) {
       const at = Math.round((xy[2 * k + 1] - top) / cell) * columns + Math.round((xy[2 * k] - left) / cell);
-      pixels.data.set([...colour, 255], 4 * at);
+      pixels.data.set(colour, 4 * at);
     }
   }
   small.getContext("2d").putImageData(pixels, 0, 0);
   return small;
 }
 
-const DRAW = { outlines: drawLines, patches: drawPatches, values: drawPatches };
+const DRAW = { outlines: drawLines, patches: drawPatches, values: drawValues };
 
 /** Draw what is on, in order. @param layers [{layer, how: {name, kind, on, opacity, threshold, column}}] */
 export function draw(context, layers, view) {

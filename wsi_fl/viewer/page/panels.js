@@ -67,16 +67,15 @@ function swatch(colour, text) {
   return element("span", {}, square, ` ${text}`);
 }
 
-const ramp = () => element("canvas", { width: colours.length, height: 1, title: "colours of the values that are drawn" });
+const ramp = () => element("canvas", { width: colours.length, height: 1, title: "colours of values; the mark is the threshold" });
 const scale = bar => element("div", { className: "ramp" }, element("span", { textContent: 0 }), bar, element("span", { textContent: 1 }));
 
-/** Colour the ramp from the threshold on: what is below is not drawn. */
+/** Colour the ramp, with a mark at the threshold. */
 function paint({ how, parts }) {
-  const context = parts.ramp.getContext("2d");
+  const context = parts.ramp.getContext("2d"), mark = Math.min(colours.length - 1, Math.floor(how.threshold * colours.length));
   context.clearRect(0, 0, colours.length, 1);
   colours.forEach((colour, k) => {
-    if (how.threshold > (k + 0.5) / colours.length) return;
-    context.fillStyle = colour;
+    context.fillStyle = k === mark ? lineColour("annotation") : colour;
     context.fillRect(k, 0, 1, 1);
   });
 }

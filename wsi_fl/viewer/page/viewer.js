@@ -2,7 +2,7 @@
 import { draw, drawScale, patchAt, said } from "./drawing.js";
 import { counted, element, itemOf, tell } from "./panels.js";
 
-const OPACITY = { outlines: 1, patches: 0.5, values: 0.4 };
+const OPACITY = { outlines: 1, patches: 0.5, values: 0.7 };
 const by = id => document.getElementById(id);
 const state = {
   slides: [],     // of the catalogue, each with its number
