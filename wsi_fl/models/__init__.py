@@ -168,4 +168,5 @@ def schema(model: nn.Module) -> str:
 
 def started_from(model: nn.Module) -> str:
     """Return the SHA-256 of the weights that a model started from; "" for random ones."""
-    return str(getattr(model, "start", ""))
+    started = getattr(model, "started", None)
+    return bytes(started.tolist()).hex() if isinstance(started, torch.Tensor) else ""

@@ -32,15 +32,17 @@ class Pretrained(nn.Module):
         start: SHA-256 of the weights that it started from; "" where they are loaded afterwards.
 
     Attributes:
-        start: the same; models that started from others cannot be mixed.
+        started: the same, uint8[32], kept with the weights; models that started from others cannot be mixed.
     """
 
     mean: Tensor
     sd: Tensor
+    started: Tensor
 
     def __init__(self, model: Any, start: str) -> None:
         super().__init__()
-        self.model, self.start = model, start
+        self.model = model
+        self.register_buffer("started", torch.tensor([*bytes.fromhex(start or "00" * 32)], dtype=torch.uint8))
         for name, key in (("mean", "mean"), ("sd", "std")):
             self.register_buffer(name, torch.tensor(model.pretrained_cfg[key]).view(1, -1, 1, 1))
 
