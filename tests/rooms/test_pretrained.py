@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from conftest import published
 from safetensors.torch import save_file
 from torch.nn import functional
 
@@ -19,21 +20,6 @@ from wsi_fl.types import Images, UsageError, Vectors, WsiFlError
 SIZE, N_CLASSES = 32, 3
 PARTS = ("all", "head", "last", "norm", "lora")
 NAMES = ("test_resnet", "test_vit", "test_efficientnet")
-
-
-def published(folder, name, seed=0):
-    """A file of weights of a timm model with its classifier, no statistic of which is what it is at first."""
-    torch.manual_seed(seed)
-    model = timm.create_model(name)
-    with torch.no_grad():
-        for key, one in model.state_dict().items():
-            if one.is_floating_point() and one.numel() and one.min() == one.max():
-                one.uniform_(0.5, 1.5)
-            if key.endswith("running_mean"):
-                one.uniform_(-0.3, 0.3)
-    path = folder / f"{name}.safetensors"
-    save_file({key: one.contiguous() for key, one in model.state_dict().items()}, path)
-    return path
 
 
 @pytest.fixture(scope="module")

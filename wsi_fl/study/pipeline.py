@@ -194,7 +194,10 @@ class Model(Section):
     `mean_head`."""
     proxy: str = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
-    weights: str = ""
+    weights: str = Field(
+        "",
+        json_schema_extra=goes(needs={"train.data = patches": "heads on features and bags start at random"}),
+    )
     """What networks of patches start from, `timm:NAME` and `resnet18`: a file of weights, a folder with a file
     `NAME.safetensors` for each architecture, or `hub` for those that timm publishes. The classifier is fresh. By
     default all starts at random. All sites need the same weights, which must be public: ε is not about what made

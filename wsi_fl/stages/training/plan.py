@@ -137,7 +137,7 @@ def plan_lines(document: dict[str, Any]) -> Lines:
         n_patients = row["n_units"] - row["canaries"]
         of = f" of {n_patients} training patients" if n_patients != row["n_train"] else ""
         planted = f" and {row['canaries']} canaries" if row["canaries"] else ""
-        part = f" ({row['trained_parameters'] / 1e6:.2f} M trained)"
+        part = f" ({row['trained_parameters']} trained)"
         yield Line(
             f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
             f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
