@@ -179,6 +179,25 @@ bootstrap = 50
 """
 
 
+def published(folder: Path, name: str, seed: int = 0) -> Path:
+    """A file of weights of a timm model with its classifier, no statistic of which is what it is at first."""
+    import timm
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    model = timm.create_model(name)
+    with torch.no_grad():
+        for key, one in model.state_dict().items():
+            if one.is_floating_point() and one.numel() and one.min() == one.max():
+                one.uniform_(0.5, 1.5)
+            if key.endswith("running_mean"):
+                one.uniform_(-0.3, 0.3)
+    path = folder / f"{name}.safetensors"
+    save_file({key: one.contiguous() for key, one in model.state_dict().items()}, path)
+    return path
+
+
 def write_features(study: Study, site: str, x, labels, patients, splits, *slides) -> None:
     """A store of the features float32[n, d] of patches that nobody has seen, and no patch store.
 

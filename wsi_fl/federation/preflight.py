@@ -39,6 +39,7 @@ class Brought(Inputs):
     Attributes:
         run: the run's identity.
         settings: "section.key" of the pipeline → value, of the settings that must be the same everywhere.
+        weights: beginning of the SHA-256 of those that the model that travels starts from; empty for random ones.
         schema: of the model that travels; empty where none does.
         graph: the name of the graph, or the digest of its file; None for the method's own.
         directions: beginning of the SHA-256 of those along which features are summed; None where none are.
@@ -56,6 +57,7 @@ class Brought(Inputs):
     classes: _Classes
     size_px: Count
     mpp: Amount
+    weights: Words
     schema: Words
     sites: Annotated[list[Name], Field(max_length=10_000)]
     receivers: Annotated[list[Name], Field(max_length=10_000)]
@@ -77,6 +79,7 @@ MUST_AGREE = {
     "size_px": "the patch size",
     "mpp": "the resolution (µm/px)",
     "channels": "the number of channels",
+    "weights": "the weights that the model that travels starts from (model.weights)",
     "schema": "the architecture of the model that travels",
     "sites": "the list of sites",
     "receivers": "the list of receivers (role, in sites/*.toml)",

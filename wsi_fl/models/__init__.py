@@ -3,7 +3,7 @@
 What a builder returns maps a batch of its kind of input to logits float32[b, n_classes]: images
 float32[b, channels, size_px, size_px], bags float32[b, m, n_features + 1] (see `bags`), or vectors
 float32[b, n_features]. None uses BatchNorm, whose batch statistics tie the examples of a batch together and void
-differential privacy.
+differential privacy. Networks of images may start from published weights (see `pretrained`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -25,6 +28,9 @@ from wsi_fl.models.mlp import mlp
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.vgg import vgg11
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
+
+if TYPE_CHECKING:
+    from wsi_fl.models.pretrained import Part
 
 Builder = Callable[[int, int, int], nn.Module]
 """(n_classes, in_channels, size_px) → a model of images."""
@@ -71,15 +77,35 @@ _SEEN = {
 """What models of features see, in words; the `train.data` that gives it; and who sees it."""
 
 
-def build(name: str, *, n_classes: int, shape: Shape, seed: int) -> nn.Module:
+HUB: Literal["hub"] = "hub"
+"""Weights that timm publishes."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The weights that a network starts from, and the part of it that is trained.
+
+    Attributes:
+        train, weights, cache: as `pretrained_model` takes them.
+    """
+
+    train: Part = "all"
+    weights: Path | Literal["hub"] | None = None
+    cache: Path | None = None
+
+
+def build(name: str, *, n_classes: int, shape: Shape, seed: int, start: Start | None = None) -> nn.Module:
     """A freshly initialised model, the same for the same seed whatever ran before.
 
     Args:
         name: a key of the builders of this kind of input, or `timm:NAME` for any timm architecture of images (BatchNorm
             becomes GroupNorm).
+        start: what a timm architecture starts from, or `resnet18`, which is timm's then; None for random weights.
 
     Raises:
-        UsageError: for an unknown name, one that sees another kind of input, or images too small for it.
+        UsageError: for an unknown name, one that sees another kind of input, or images too small for it; one that has
+            no published weights where it is to start from some.
+        WsiFlError: when the weights cannot be had or do not fit.
 
     Example:
         >>> model = build("mlp", n_classes=10, shape=Images(1, 28), seed=0)
@@ -88,6 +114,8 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int) -> nn.Module:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if start is not None:
+            return _started(name, n_classes, shape, start)
         if not isinstance(shape, Images):
             return _of_features(name, n_classes, shape)
         if name.startswith("timm:"):
@@ -100,6 +128,17 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int) -> nn.Module:
         if name not in BUILDERS:
             raise UsageError(f"unknown model {name!r}; known: {', '.join(BUILDERS)}, timm:NAME")
         return BUILDERS[name](n_classes, shape.channels, shape.size_px)
+
+
+def _started(name: str, n_classes: int, shape: Shape, start: Start) -> nn.Module:
+    if not isinstance(shape, Images) or not (name == "resnet18" or name.startswith("timm:")):
+        raise UsageError(
+            f"model {name!r} starts from no weights; those that do are resnet18 and timm:NAME, of patches"
+        )
+    from wsi_fl.models.pretrained import pretrained_model
+
+    architecture = name.removeprefix("timm:")
+    return pretrained_model(architecture, n_classes, shape, start.train, start.weights, start.cache)
 
 
 def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
@@ -117,6 +156,17 @@ def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
 
 
 def schema(model: nn.Module) -> str:
-    """A digest of the trained parameters' names and shapes: peers can mix only what has the same one."""
-    shapes = [[name, list(p.shape)] for name, p in model.named_parameters() if p.requires_grad]
-    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    """A digest of the trained parameters' names and shapes: peers can mix only what has the same one.
+
+    It covers the weights that a model started from, since what is not trained never travels.
+    """
+    said: list[object] = [[name, list(p.shape)] for name, p in model.named_parameters() if p.requires_grad]
+    if start := started_from(model):
+        said.append(start)
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def started_from(model: nn.Module) -> str:
+    """Return the SHA-256 of the weights that a model started from; "" for random ones."""
+    started = getattr(model, "started", None)
+    return bytes(started.tolist()).hex() if isinstance(started, torch.Tensor) else ""

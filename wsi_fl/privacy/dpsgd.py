@@ -106,6 +106,8 @@ def _generic_copy(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
             if parameter.numel() and parameter.min() == parameter.max():  # a layer scale of 10⁻⁶, a gain of 0
                 parameter.uniform_(0.5, 1.5)
+                if parameter.dim() > 1:  # a matrix of a size that keeps that of what it is applied to
+                    parameter.div_(parameter[0].numel())
     return model
 
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
+from wsi_fl.models.norm import FrozenNorm
+
 Use = tuple[Tensor, Tensor]
 """Input A[b, …] and output gradient G[b, …] of a module, once."""
 
@@ -72,7 +74,7 @@ def gradients_of(module: nn.Module, uses: Sequence[Use]) -> Gradients:
     """Return the per-example gradients of a module that `obstacle` accepts, summed over its uses."""
     ghost = GHOSTS.get(type(module))
     found = ghost(module, *uses[0]) if ghost is not None and len(uses) == 1 else None
-    return found or _materialised([_per_example(module, a, g) for a, g in uses])
+    return found or _materialised([per_example(module, a, g) for a, g in uses])
 
 
 def _materialised(uses: Sequence[ByParameter]) -> Gradients:
@@ -88,10 +90,12 @@ def _materialised(uses: Sequence[ByParameter]) -> Gradients:
     return Gradients(torch.stack(squares).sum(0), weighted)
 
 
-def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> ByParameter:
+def per_example(module: nn.Module, a: Tensor, g: Tensor) -> ByParameter:
     """Return the gradients [b, …] of each trained parameter."""
     if isinstance(module, nn.Conv2d):
         return _conv2d_per_example(module, a, g)
+    if isinstance(module, FrozenNorm):
+        return _frozen_norm_per_example(module, a, g)
     from opacus import GradSampleModule
 
     sampler = GradSampleModule.GRAD_SAMPLERS[type(module)]
@@ -194,6 +198,13 @@ def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> ByParameter:
     return found if bias is None else {**found, bias: g.sum((2, 3))}
 
 
+def _frozen_norm_per_example(module: FrozenNorm, a: Tensor, g: Tensor) -> ByParameter:
+    """Return the gradients [b, channels] of each trained parameter: sums over all positions of a channel."""
+    of = {module.weight: lambda: g * module.normalised(a), module.bias: lambda: g}
+    trained = [p for p in of if p is not None and p.requires_grad]
+    return {p: of[p]().reshape(*g.shape[:2], -1).sum(2) for p in trained}
+
+
 def _weight_gradient(module: nn.Conv2d, a: Tensor, g: Tensor, n_examples: int = 1) -> Tensor:
     """Return the kernels' gradient; with several `n_examples` one for each, stacked along the first axis."""
     kernels, *kernel = module.weight.shape
@@ -264,4 +275,5 @@ _ROUND_OFF = 1e-6
 GHOSTS: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor], Gradients | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
+    FrozenNorm: lambda *_: None,  # its gradients are small
 }

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from wsi_fl.privacy.ghost import ByParameter, Gradients, Kept, Use, gradients_of, obstacle, squared_norms
+from wsi_fl.models.norm import FrozenNorm
+from wsi_fl.privacy.ghost import (
+    ByParameter,
+    Gradients,
+    Kept,
+    Use,
+    gradients_of,
+    obstacle,
+    per_example,
+    squared_norms,
+)
 from wsi_fl.types import WsiFlError
 
 LossOf = Callable[[Tensor], Tensor]
@@ -148,7 +158,9 @@ def _sampling(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model wrapped by Opacus, whose backward pass leaves `grad_sample` [b, …]; restore it afterwards."""
     from opacus import GradSampleModule
 
-    wrapped = GradSampleModule(model, batch_first=True, loss_reduction="mean")
+    GradSampleModule.GRAD_SAMPLERS[FrozenNorm] = lambda module, a, g: per_example(module, a[0], g)
+    # strict, it refuses constant statistics beside a trained gain; what ties examples was refused before
+    wrapped = GradSampleModule(model, batch_first=True, loss_reduction="mean", strict=False)
     handles = [
         module.register_forward_pre_hook(_contiguous)
         for module in model.modules()

@@ -197,7 +197,21 @@ class Model(Section):
     `mean_head`."""
     proxy: str = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
-
+    weights: str = Field(
+        "",
+        json_schema_extra=goes(needs={"train.data = patches": "heads on features and bags start at random"}),
+    )
+    """What networks of patches start from, `timm:NAME` and `resnet18`: a file of weights, a folder with a file
+    `NAME.safetensors` for each architecture, or `hub` for those that timm publishes. The classifier is fresh. By
+    default all starts at random. All sites need the same weights, which must be public: ε is not about what made
+    them."""
+    train: Literal["all", "head", "last", "norm", "lora"] = Field(
+        "all",
+        json_schema_extra=goes(needs={"model.weights": "the rest of a network stays as its weights are"}),
+    )
+    """Which part of a network with `model.weights` is trained: everything, the classifier (`head`), the last block and
+    the classifier, gains and biases of normalisation layers and the classifier (`norm`), or low-rank adapters and the
+    classifier (`lora`). Only that part travels, and is given noise."""
     directions: Annotated[int, Field(ge=2, le=65_536)] | str = 128
     """Directions along which `oneshot` sums features: the file that `wsi-fl directions` made of public tissue, by its
     path in the study, or a number of random ones, which lose more. All sites need the same ones."""

@@ -54,6 +54,7 @@ from wsi_fl.types import UsageError
 _OF_STORE = {
     "encoder": "features of the encoder",
     "n_features": "features per patch",
+    "weights": "weights (model.weights) with the SHA-256",
     "directions": "directions with the SHA-256",
     "classes": "classes",
     "channels": "channels",
@@ -189,7 +190,7 @@ def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -
 
 
 def _refuse_other_store(party: RunContext, document: PlanDocument, site: str) -> None:
-    """Refuse a plan for another encoder, other directions, classes or shape than the hospital's store has."""
+    """Refuse a plan for another encoder, other weights, directions, classes or shape than the hospital's store has."""
     own: dict[str, Any] = dict(of_store(party, site))
     said: dict[str, Any] = dict(document["learns"])
     for key, what in _OF_STORE.items():

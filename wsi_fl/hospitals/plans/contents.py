@@ -150,8 +150,14 @@ def _kind_of(party: RunContext, share: Share) -> _Kind:
 
 
 def _model_of(party: RunContext, share: Share) -> str:
-    """The name of the model that a share is the parameters of."""
-    return party.pipeline.model.proxy if share.of == "proxy" else party.pipeline.model.private
+    """The name of the model that a share is the parameters of, and which part of it where that is not all."""
+    name, part = _architecture(party, share.of), party.pipeline.model.train
+    return name if part == "all" else f"{name}, model.train = {part}"
+
+
+def _architecture(party: RunContext, role: str) -> str:
+    """The name of the model that all sites have in a role."""
+    return party.pipeline.model.proxy if role == "proxy" else party.pipeline.model.private
 
 
 def _receivers(party: RunContext, share: Share) -> str:
@@ -234,8 +240,10 @@ def _bytes(
         found: int | None = share.stage().n_bytes(party.pipeline, shape, n_classes)
         return found
     from wsi_fl.models import build  # and with it PyTorch
+    from wsi_fl.stages.training.learners import start_of
 
-    model = build(_model_of(party, share), n_classes=n_classes, shape=shape, seed=0)
+    name, start = _architecture(party, share.of), start_of(party.pipeline)
+    model = build(name, n_classes=n_classes, shape=shape, seed=0, start=start)
     return each * sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -248,6 +256,7 @@ class Learned(TypedDict):
         classes: the classes; of numbers and survival what each output is called.
         channels, size_px: of patches as models see them.
         n_features, encoder: of features and mosaics.
+        weights: that the model that travels starts from, by the SHA-256 of all its tensors.
         directions: along which features are summed, by the SHA-256 of their file or by how many random ones there are.
         says: where this is from, and what it rests on.
     """
@@ -260,6 +269,7 @@ class Learned(TypedDict):
     size_px: int | None
     n_features: int | None
     encoder: str | None
+    weights: str | None
     directions: str | None
     says: str
 
@@ -314,9 +324,22 @@ def _learned(party: RunContext, classes: list[str] | None, shape: Shape | None) 
         "size_px": shape.size_px if isinstance(shape, Images) else None,
         "n_features": shape.n_features if isinstance(shape, Bags | Vectors) else None,
         "encoder": None,
+        "weights": _weights(party, shape),
         "directions": _directions(party) if party.method.once else None,
         "says": "",
     }
+
+
+def _weights(party: RunContext, shape: Shape | None) -> str | None:
+    role = party.method.travels
+    if not party.pipeline.model.weights or role is None or shape is None:
+        return None
+    from wsi_fl.models import build, started_from  # and with it PyTorch
+    from wsi_fl.stages.training.learners import start_of
+
+    start = start_of(party.pipeline, party.study)
+    model = build(_architecture(party, role), n_classes=2, shape=shape, seed=0, start=start)
+    return started_from(model)
 
 
 def _directions(party: RunContext) -> str:

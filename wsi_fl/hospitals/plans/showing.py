@@ -27,6 +27,8 @@ def look_lines(looked: Looked) -> Lines:
     classes = ", ".join(learned["classes"] or ["unknown classes"])
     trained = f"trained on {learned['data']} ({learned['encoder'] or 'pixels'})"
     yield Line(f"  {trained} to answer {learned['asks']}: {classes}. {learned['says']}")
+    if learned["weights"] is not None:
+        yield Line(f"  models start from weights with the SHA-256 {learned['weights']}")
     if learned["directions"] is not None:
         yield Line(f"  features are summed along directions: {learned['directions']}")
     yield Line(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")

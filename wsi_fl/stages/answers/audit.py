@@ -171,8 +171,7 @@ def _attacked(party: RunContext, index: int) -> list[_Attacked]:
 
     def of_role(name: str, role: str, tensors: Mapping[str, torch.Tensor]) -> _Attacked:
         common = method.travels == "private"
-        network = build_model(site, party.pipeline, data, role, index, common=common)
-        network.load_state_dict(tensors)  # all of its initial weights
+        network = build_model(site, party.pipeline, data, role, index, common=common, state=tensors)
         if isinstance(network, SharedHead) and name != kept:
             network.forget()  # what left is the letter alone
         return _Attacked(name, _with_dp(party, role), network.to(device_of_rank()).eval())

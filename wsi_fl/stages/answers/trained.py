@@ -17,7 +17,7 @@ from wsi_fl.models import build
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import method_for
-from wsi_fl.stages.training.learners import architecture
+from wsi_fl.stages.training.learners import architecture, start_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -160,7 +160,7 @@ def _model(
     common = role == "private" == method_for(method_of(run), pipeline).travels
     name = architecture(site, pipeline, role, common=common)
     # its initial weights are all overwritten
-    model = build(name, n_classes=len(classes), shape=shape, seed=0)
+    model = build(name, n_classes=len(classes), shape=shape, seed=0, start=start_of(pipeline))
     try:
         model.load_state_dict(run.site(site.name).load_model(role))
     except RuntimeError:

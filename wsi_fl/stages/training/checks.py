@@ -70,6 +70,7 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
     _check_leave(party)
     _check_left_out(party)
     _check_heads(party)
+    _check_weights(party)
     _check_shared_noise(party)
     if stores and spends(pipeline) and not party.by_files:  # a rank of a hospital looks at its own file alone
         for site in sites:
@@ -170,6 +171,15 @@ def _check_heads(party: RunContext) -> None:
     model = party.pipeline.model
     if not party.method.once and any(one.startswith(SHARED) for one in (model.private, model.proxy)):
         raise UsageError(f"model {SHARED!r} needs --method {names_of(lambda row: row.once)}")
+
+
+def _check_weights(party: RunContext) -> None:
+    """Refuse weights that are not there, before anything starts."""
+    weights = party.pipeline.model.weights
+    if weights not in {"", "hub"} and not party.study.resolve(weights).exists():
+        raise UsageError(
+            f"model.weights = {weights!r}: no such file or folder; copy it here, or set model.weights = 'hub'"
+        )
 
 
 def _check_shared_noise(party: RunContext) -> None:

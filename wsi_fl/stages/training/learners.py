@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from wsi_fl.learning.local import (
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
 from wsi_fl.learning.validation import LONE
-from wsi_fl.models import build
+from wsi_fl.models import HUB, Start, build
 from wsi_fl.models.heads import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
@@ -33,6 +33,7 @@ from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import ReleasedSums, directions_of, of_patients, refuse_others, wanted_of
+from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import Bags, Images, Vectors
@@ -42,19 +43,47 @@ _PRIVATE_SEED_STEP = 1000
 
 
 def build_model(
-    site: SiteFile, pipeline: Pipeline, data: Data, role: str, index: int, *, common: bool = False
+    site: SiteFile,
+    pipeline: Pipeline,
+    data: Data,
+    role: str,
+    index: int,
+    *,
+    common: bool = False,
+    state: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.nn.Module:
-    """Return a fresh model: everybody's kind and seed for "proxy" or if `common`, else the site's own."""
+    """Return a model: everybody's kind and seed for "proxy" or if `common`, else the site's own.
+
+    Args:
+        state: all of its tensors by name; None for a fresh model.
+    """
     private = role != "proxy" and not common
     model = build(
         architecture(site, pipeline, role, common=common),
         n_classes=len(data.classes),
         shape=data.shape,
         seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
+        start=start_of(pipeline, data.study if state is None else None),
     )
+    if state is not None:
+        model.load_state_dict(state)
     if isinstance(model, SharedHead):
         model.look_along(directions_of(data), patients=of_patients(pipeline))
     return model
+
+
+def start_of(pipeline: Pipeline, study: Study | None = None) -> Start | None:
+    """Return what networks start from; None where that is chance.
+
+    Args:
+        study: where their weights lie; None where weights will be loaded afterwards.
+    """
+    said = pipeline.model
+    if not said.weights:
+        return None
+    if study is None or said.weights == HUB:
+        return Start(said.train, HUB if study else None)
+    return Start(said.train, study.resolve(said.weights), study.root / "weights")
 
 
 def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool = False) -> str:

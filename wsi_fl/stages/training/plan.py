@@ -17,6 +17,7 @@ from wsi_fl.learning.local import supervised_step
 from wsi_fl.learning.validation import LONE
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.gradients import trained
 from wsi_fl.privacy.guarantee import detection_of
 from wsi_fl.report.words import detected_of
 from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
@@ -122,6 +123,9 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
         "parameters": sum(
             p.numel() for learner in site.learners.values() for p in learner.model.parameters()
         ),
+        "trained_parameters": sum(
+            p.numel() for learner in site.learners.values() for p in trained(learner.model)
+        ),
         "gpu_bytes": torch.cuda.max_memory_allocated(site.device) if site.device.type == "cuda" else None,
         "cpu": site.device.type == "cpu",
     }
@@ -133,9 +137,11 @@ def plan_lines(document: dict[str, Any]) -> Lines:
         n_patients = row["n_units"] - row["canaries"]
         of = f" of {n_patients} training patients" if n_patients != row["n_train"] else ""
         planted = f" and {row['canaries']} canaries" if row["canaries"] else ""
+        part = f" ({row['trained_parameters']} trained)"
         yield Line(
             f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
             f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
+            f"{part if row['trained_parameters'] < row['parameters'] else ''}"
         )
         if row["group"] is not None:
             above = above_budget(row["group"], row["max_epsilon"])

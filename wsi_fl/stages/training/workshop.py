@@ -17,7 +17,7 @@ from wsi_fl.learning.canaries import Canaries, canaries, tossed
 from wsi_fl.learning.examples import Augment, Examples, joined
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.learning.validation import LONE, require_names, with_validation
-from wsi_fl.models import schema
+from wsi_fl.models import schema, started_from
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.runs.site import SiteFolder
@@ -134,6 +134,7 @@ def brought(site: Site, party: RunContext) -> Brought:
         "size_px": meta.spec.size_px,
         "mpp": meta.spec.mpp,
         **data.inputs(),
+        "weights": started_from(site.learners[travels].model)[:16] if travels else "",
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": party.names,
         "receivers": party.receivers,

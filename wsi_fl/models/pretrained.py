@@ -1,0 +1,200 @@
+"""Networks that start from published weights, and the part of them that is trained; the rest stays as it is.
+
+What is not trained is public and the same at all sites: it never travels, and costs no ε.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from timm.layers import LayerNorm
+from timm.models import group_parameters
+from torch import Tensor, nn
+
+from wsi_fl.models.renaming import timm_named
+from wsi_fl.models.timm import created, without_batch_norm
+from wsi_fl.models.weights import digest_of, fit, published_weights, read_weights
+from wsi_fl.types import Images, UsageError
+
+Part = Literal["all", "head", "last", "norm", "lora"]
+_RANK = 4
+"""Of low-rank adapters: a few, since noise grows with the number of trained parameters (Yu et al., ICLR 2022)."""
+
+
+class Pretrained(nn.Module):
+    """A timm model of images in [−1, 1], which it is shown as its weights expect them.
+
+    Args:
+        model: with its classifier.
+        start: SHA-256 of the weights that it started from; "" where they are loaded afterwards.
+
+    Attributes:
+        started: the same, uint8[32], kept with the weights; models that started from others cannot be mixed.
+    """
+
+    mean: Tensor
+    sd: Tensor
+    started: Tensor
+
+    def __init__(self, model: Any, start: str) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("started", torch.tensor([*bytes.fromhex(start or "00" * 32)], dtype=torch.uint8))
+        for name, key in (("mean", "mean"), ("sd", "std")):
+            self.register_buffer(name, torch.tensor(model.pretrained_cfg[key]).view(1, -1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits [b, classes] of images float32[b, 3, h, w]."""
+        logits: Tensor = self.model((images * 0.5 + 0.5 - self.mean) / self.sd)
+        return logits
+
+
+def pretrained_model(
+    name: str,
+    n_classes: int,
+    shape: Images,
+    train: Part,
+    weights: Path | Literal["hub"] | None,
+    cache: Path | None,
+) -> Pretrained:
+    """Return a timm architecture with given weights and a fresh classifier; its BatchNorm is frozen.
+
+    Args:
+        name: timm's, with or without the tag of its weights.
+        train: the part that is trained: everything, the classifier, the last block and what comes after it, gains and
+            biases of normalisation layers and the classifier, or low-rank adapters and the classifier.
+        weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture alone, whose weights will
+            be loaded afterwards.
+        cache: where the tensors of a pickle are kept when its own folder cannot be written.
+
+    Raises:
+        UsageError: when timm has no such model, or none of this size, or it has no such part.
+        WsiFlError: when the weights cannot be had or do not fit.
+    """
+    if shape.channels != 3:
+        raise UsageError(f"published weights are for images of 3 channels, and these have {shape.channels}")
+    model = created(name, "weights without classes", num_classes=0)
+    start = "" if weights is None else _load(model, name, weights, cache)
+    _fit_size(model, name, shape.size_px)
+    model.reset_classifier(n_classes)
+    trained = _PARTS[train](model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    for module in model.modules():
+        if type(module) is LayerNorm:  # timm's own, whose numbers are those of its base
+            module.__class__ = nn.LayerNorm
+    return Pretrained(without_batch_norm(model, frozen=True), start)
+
+
+def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
+    """Load weights into a model without classifier; return their digest, with what they expect of images."""
+    if isinstance(weights, str):
+        path = published_weights(name, model.pretrained_cfg.get("hf_hub_id"))
+    else:
+        path = weights / f"{name}.safetensors" if weights.is_dir() else weights
+    fit(model, timm_named(read_weights(path, cache), model), str(path))
+    return digest_of(Pretrained(model, ""))
+
+
+def _fit_size(model: Any, name: str, size_px: int) -> None:
+    """Let a model that sees one size of images see this one: its embeddings of places are interpolated."""
+    if hasattr(model, "set_input_size"):
+        try:
+            model.set_input_size(img_size=size_px)
+        except Exception as error:  # each architecture has its own way to refuse
+            reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+            raise UsageError(f"timm makes no {name} of images of {size_px} px: {reason}") from None
+
+
+def _classifier(model: Any) -> list[nn.Module]:
+    """Return the layers that make logits; some architectures have two."""
+    found = model.get_classifier()
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def _head(model: Any) -> list[nn.Parameter]:
+    return [parameter for layer in _classifier(model) for parameter in layer.parameters()]
+
+
+def _last(model: Any) -> list[nn.Parameter]:
+    """Return the parameters of the last block and of what comes after it, as timm divides its models."""
+    if not hasattr(model, "group_matcher"):
+        raise UsageError(
+            f"timm does not say what is last in a {type(model).__name__}; set model.train = 'norm'"
+        )
+    depth = group_parameters(model, model.group_matcher(), return_values=False, reverse=True)
+    last = sorted(set(depth.values()))[-2:]
+    named = dict(model.named_parameters())
+    return [*_head(model), *(named[name] for name, k in depth.items() if k in last)]
+
+
+def _norm(model: Any) -> list[nn.Parameter]:
+    layers = [module for module in model.modules() if "Norm" in type(module).__name__]
+    return [*_head(model), *(p for layer in layers for p in layer.parameters(recurse=False))]
+
+
+def _lora(model: Any) -> list[nn.Parameter]:
+    """Give linear layers low-rank adapters (Hu et al., 2021), or convolutions where there are none; return these."""
+    kept = {id(module) for layer in _classifier(model) for module in layer.modules()}
+    layers = [module for module in model.modules() if id(module) not in kept]
+    linear = [one for one in layers if type(one) is nn.Linear]
+    convolutions = [one for one in layers if type(one) is nn.Conv2d and one.groups == 1]
+    return [*_head(model), *(p for layer in linear or convolutions for p in _adapt(layer))]
+
+
+class _Adapted(nn.Module):
+    """Adds a product of two small layers to what a layer says; at first it is 0 (Hu et al., 2021)."""
+
+    down: nn.Module
+    up: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        more: Tensor = self.up(self.down(x))
+        said: Tensor = super().forward(x)
+        return said + more
+
+
+class AdaptedLinear(_Adapted, nn.Linear):
+    """A linear layer with an adapter."""
+
+
+class AdaptedConv2d(_Adapted, nn.Conv2d):
+    """A convolution with an adapter: a convolution of the same kernel to few channels, and one of 1 × 1."""
+
+
+def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
+    """Turn a layer into one with an adapter, in place: its own parameters keep their names. Return the adapter's."""
+    if isinstance(layer, nn.Linear):
+        down: nn.Module = nn.Linear(layer.in_features, _RANK, bias=False)
+        up: nn.Linear | nn.Conv2d = nn.Linear(_RANK, layer.out_features, bias=False)
+        layer.__class__ = AdaptedLinear
+    else:
+        down = nn.Conv2d(
+            layer.in_channels,
+            _RANK,
+            layer.kernel_size,  # type: ignore[arg-type]
+            layer.stride,  # type: ignore[arg-type]
+            layer.padding,  # type: ignore[arg-type]
+            layer.dilation,  # type: ignore[arg-type]
+            bias=False,
+            padding_mode=layer.padding_mode,
+        )
+        up = nn.Conv2d(_RANK, layer.out_channels, 1, bias=False)
+        layer.__class__ = AdaptedConv2d
+    nn.init.zeros_(up.weight)
+    layer.down, layer.up = down, up
+    return [*down.parameters(), *up.parameters()]
+
+
+_PARTS: dict[Part, Callable[[Any], list[nn.Parameter]]] = {
+    "all": lambda model: list(model.parameters()),
+    "head": _head,
+    "last": _last,
+    "norm": _norm,
+    "lora": _lora,
+}
