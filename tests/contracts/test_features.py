@@ -35,6 +35,7 @@ from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Gpu
 from wsi_fl.study.preparing import Mosaic
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
@@ -82,7 +83,7 @@ def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
     said, file = [], tmp_path / "weights.safetensors"
     state = preset_model(PRESETS["kaiko-vits16"]).state_dict()
     save_file({name: torch.zeros(one.shape) for name, one in state.items()}, file)
-    encoder_of(made, Mosaic(encoder="kaiko-vits16", weights=str(file)), 1, tell=said.append)
+    encoder_of(made, Mosaic(encoder="kaiko-vits16", weights=str(file)), 1, tell=said.append, gpu=Gpu())
     assert any("licence Kaiko non-commercial" in line and "1.2 GiB of memory" in line for line in said), said
 
 
@@ -90,7 +91,7 @@ def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
 def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
     no_weights = Mosaic(encoder="test_efficientnet")
     wanted = f"{section}.weights = 'FILE.safetensors'"
-    refused(lambda: encoder_of(made, no_weights, 1, section), wanted, error=WsiFlError)
+    refused(lambda: encoder_of(made, no_weights, 1, section, gpu=Gpu()), wanted, error=WsiFlError)
 
 
 def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):
