@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from scipy.stats import kstest
 from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples, batches
@@ -84,16 +85,17 @@ def test_norms_are_those_of_what_is_summed(name, engine):
         assert 0.99 * told[0][k] <= found <= (1 + 1e-5) * told[0][k]  # never too short
 
 
-def test_noise_is_that_of_the_processor():
-    drawn = []
-    for device in (CPU, CUDA):
-        there = torch.zeros(300_001, device=device)
-        CipherStream.seeded(3, "noise").add_normal([there], 2.0)
-        drawn.append(there.cpu())
-    assert abs(float(drawn[1].std()) - 2) < 0.02
-    longest = min(len(one) for one in drawn)
-    assert torch.isfinite(drawn[1][:longest]).all()
-    assert len(torch.unique(drawn[1])) > 0.99 * longest
+def test_noise_is_normal_and_the_same_whether_it_was_drawn_ahead():
+    found = []
+    for ahead in (False, True):
+        there, noise = torch.zeros(300_001, device=CUDA), CipherStream.seeded(3, "noise")
+        if ahead:
+            noise.draw_ahead(len(there), CUDA)
+        noise.add_normal([there], 2.0)
+        found.append(there.cpu())
+    assert torch.equal(*found)
+    assert kstest(found[0].double().numpy() / 2, "norm").pvalue > 1e-4
+    assert len(torch.unique(found[0])) > 0.99 * len(found[0])
 
 
 @pytest.mark.parametrize("dp", [False, True])
@@ -144,7 +146,7 @@ def test_memory_that_runs_out_makes_parts_smaller(little_memory, dp):
     examples = Examples.of(x, np.arange(64) % 2)
     for batch in batches(examples, iter([np.arange(64)]), augment=None, device=CUDA):
         assert np.isfinite(supervised_step(learner, batch, CipherStream.fresh()))
-    assert learner.trainer is not None if dp else learner._portion._most < 64
+    assert (learner.trainer if dp else learner)._portion._most < 64
 
 
 @pytest.mark.story
