@@ -159,3 +159,14 @@ def test_what_cannot_start_is_refused_before_anything_does(study):
     heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
     tried(("needs train.data = patches",), *settings()[2:], *heads)
     assert len(list(study.runs.glob("0*"))) == before
+
+
+def test_who_lacks_published_weights_is_told_the_key_that_takes_them(study):
+    named = "timm:mobilenetv4_conv_small_035"  # timm publishes none of it
+    sets = settings(weights="hub", proxy=named, private=named)
+    refused(
+        lambda: train(study, method="proxyfl", overrides=sets, backend="local"),
+        "timm publishes no weights of it",
+        "model.weights = 'FILE.safetensors'",
+        error=WsiFlError,
+    )

@@ -107,8 +107,10 @@ def estimate_lines(document: dict[str, Any]) -> Lines:
         for row in document["sites"]
     ]
     yield Table("estimate", ["site", "slides", "tried", "patches", "GB", "minutes"], rows)
+    minutes = document["seconds"] / 60
     yield Line(
         f"about {document['patches']:,} patches, {document['bytes'] / 1e9:.1f} GB "
-        f"({document['free_bytes'] / 1e9:.0f} GB are free) and {document['seconds'] / 3600:.1f} h on this machine; "
+        f"({document['free_bytes'] / 1e9:.0f} GB are free) and "
+        f"{f'{minutes / 60:.1f} h' if minutes > 90 else f'{minutes:.1f} min'} on this machine; "
         "nothing was written"
     )

@@ -27,6 +27,7 @@ from wsi_fl.learning.validation import LONE
 from wsi_fl.models import HUB, Start, build
 from wsi_fl.models.heads import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.plan import PrivacyPlan
@@ -58,13 +59,16 @@ def build_model(
         state: all of its tensors by name; None for a fresh model.
     """
     private = role != "proxy" and not common
-    model = build(
-        architecture(site, pipeline, role, common=common),
-        n_classes=len(data.classes),
-        shape=data.shape,
-        seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
-        start=start_of(pipeline, data.study if state is None else None),
-    )
+    try:
+        model = build(
+            architecture(site, pipeline, role, common=common),
+            n_classes=len(data.classes),
+            shape=data.shape,
+            seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
+            start=start_of(pipeline, data.study if state is None else None),
+        )
+    except NoWeightsError as error:
+        raise NoWeightsError(f"{error}: model.weights = 'FILE.safetensors'") from None
     if state is not None:
         model.load_state_dict(state)
     if isinstance(model, SharedHead):
