@@ -14,10 +14,10 @@ from conftest import SHARED, nightly, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.patching.areas import area_mean
 from wsi_fl.slides.patching.masks import read_mask
 from wsi_fl.slides.patching.patches import PlanParams, plan_slide
 from wsi_fl.slides.patching.quality import KINDS, QualityParams, first_reason
+from wsi_fl.slides.patching.regions import area_mean
 from wsi_fl.slides.patching.tissue import TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init

@@ -13,8 +13,8 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.documents import Amount, Count, Name, Words
 from wsi_fl.types import NoCommonPlan, encoder_differences
 
-Scalar = Words | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
-Setting = Scalar | Annotated[list[Scalar], Field(max_length=1000)]
+_Scalar = Words | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
+Setting = _Scalar | Annotated[list[_Scalar], Field(max_length=1000)]
 _Key = Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_]+$", max_length=100)]
 _Classes = Annotated[list[Words], Field(max_length=10_000)]
 
@@ -70,7 +70,7 @@ class Brought(Inputs):
     affordable: Count
 
 
-MUST_AGREE = {
+_MUST_AGREE = {
     "method": "the method",
     "encoder": "the encoder of its features",
     "n_features": "the number of features per patch",
@@ -127,11 +127,11 @@ def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
     settings = [document.get("settings", {}) for document in brought]
     encoders = [one for document in brought if isinstance(one := document.get("encoder"), str)]
     of_features = len(encoders) == len(brought)
-    for key, words in MUST_AGREE.items():
+    for key, words in _MUST_AGREE.items():
         if not (of_features and key in {"encoder", "size_px", "mpp"}):
             yield words, [document.get(key) for document in brought]
     if of_features:
-        yield MUST_AGREE["encoder"], encoder_differences(encoders)
+        yield _MUST_AGREE["encoder"], encoder_differences(encoders)
         if not all(one.get("train.any_patch_size") for one in settings):
             yield _FIELD, [_field_of(document) for document in brought]
     for key in sorted({key for one in settings for key in one}):

@@ -63,10 +63,10 @@ def tile(
     rows = [_tile_site(one, job, told) for one in listed]
     which = "--all" if site is None else f"--site {site}"
     named = "" if pipeline_name is None else f" --pipeline {pipeline_name}"
-    return {"sites": rows, "next": next_steps(listed[0].pipeline, which, named)} if job.first else {}
+    return {"sites": rows, "next": _next_steps(listed[0].pipeline, which, named)} if job.first else {}
 
 
-def next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
+def _next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
     """The commands between stores and a trained model.
 
     Example:
