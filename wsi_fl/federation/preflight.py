@@ -70,7 +70,7 @@ class Brought(Inputs):
     affordable: Count
 
 
-_MUST_AGREE = {
+MUST_AGREE = {
     "method": "the method",
     "encoder": "the encoder of its features",
     "n_features": "the number of features per patch",
@@ -127,11 +127,11 @@ def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
     settings = [document.get("settings", {}) for document in brought]
     encoders = [one for document in brought if isinstance(one := document.get("encoder"), str)]
     of_features = len(encoders) == len(brought)
-    for key, words in _MUST_AGREE.items():
+    for key, words in MUST_AGREE.items():
         if not (of_features and key in {"encoder", "size_px", "mpp"}):
             yield words, [document.get(key) for document in brought]
     if of_features:
-        yield _MUST_AGREE["encoder"], encoder_differences(encoders)
+        yield MUST_AGREE["encoder"], encoder_differences(encoders)
         if not all(one.get("train.any_patch_size") for one in settings):
             yield _FIELD, [_field_of(document) for document in brought]
     for key in sorted({key for one in settings for key in one}):

@@ -52,7 +52,7 @@ def _crc_of(*arrays: NDArray[Any]) -> int:
     """Return the CRC-32 of the bytes of some arrays, one after the other.
 
     Example:
-        >>> crc_of(np.array([1, 2], np.uint8), np.array([3], np.uint8)) == crc_of(np.array([1, 2, 3], np.uint8))
+        >>> _crc_of(np.array([1, 2], np.uint8), np.array([3], np.uint8)) == _crc_of(np.array([1, 2, 3], np.uint8))
         True
     """
     value = 0

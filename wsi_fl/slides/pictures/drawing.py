@@ -35,7 +35,7 @@ def _round_length(most: float) -> float:
     """The longest of 1, 2 and 5 times a power of ten that is no longer than `most`.
 
     Example:
-        >>> round_length(740), round_length(2.5)
+        >>> _round_length(740), _round_length(2.5)
         (500.0, 2.0)
     """
     power = float(10 ** floor(log10(most)))

@@ -70,7 +70,7 @@ def _next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
     """The commands between stores and a trained model.
 
     Example:
-        >>> next_steps(Pipeline(train={"data": "features"}), "--site C1", " --pipeline deep")
+        >>> _next_steps(Pipeline(train={"data": "features"}), "--site C1", " --pipeline deep")
         ['wsi-fl features --site C1 --pipeline deep', 'wsi-fl train --method proxyfl --pipeline deep']
     """
     steps = [f"wsi-fl features {which}"] if pipeline.train.data == "features" else []
