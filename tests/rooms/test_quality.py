@@ -221,7 +221,7 @@ def immunostained(picture):
 
 
 def kept_of(pictures, change, side_px=32, um_per_px=4.0):
-    """Which share of the patches that saturation keeps on each picture, and not by a hair, is kept on the changed one."""
+    """Which share of the patches that saturation keeps on a picture, and not by a hair, is kept on the changed one."""
     kept, still = 0, 0
     for picture in pictures:
         small = np.asarray(Image.fromarray(picture).reduce(8))
