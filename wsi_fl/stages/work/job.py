@@ -17,7 +17,6 @@ from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
-
 if TYPE_CHECKING:
     import torch
 
