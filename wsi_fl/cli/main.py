@@ -114,7 +114,15 @@ _LONG = {
         prepare.partition,
         prepare.pack,
     ),
-    *(training.release, training.train, answers.export, answers.evaluate, answers.predict, answers.compare),
+    *(
+        training.release,
+        training.train,
+        training.bench,
+        answers.export,
+        answers.evaluate,
+        answers.predict,
+        answers.compare,
+    ),
     *(answers.audit, answers.report, prepare.check, prepare.encoders, doctor),
 }
 """Commands that read, train or import for longer than a second."""
@@ -140,7 +148,7 @@ for command in (
         answers.evaluate,
         answers.predict,
     ),
-    *(answers.compare, answers.audit, answers.report, training.privacy, config),
+    *(answers.compare, answers.audit, answers.report, training.privacy, training.bench, config),
 ):
     described = training.Described if command is training.train else None
     app.command(cls=described)(announced(command) if command in _LONG else command)  # in the order of --help

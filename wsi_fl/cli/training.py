@@ -182,3 +182,60 @@ def privacy(
         group=group,
     )
     show(document, as_json, privacy_lines)
+
+
+def bench(
+    table: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TABLE",
+            help="Features with labels: .npz (x, y, patient), .csv, a store (.h5), or a folder of TRIDENT's.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Results, a line for each seed and hospital.")
+    ] = Path("bench.csv"),
+    methods: Annotated[
+        str, typer.Option("--method", help="Names, with commas between.")
+    ] = "oneshot,proxyfl,fedavg",
+    epsilon: Annotated[str, typer.Option(help="Of each hospital, at δ = 1e-5.")] = "1",
+    hospitals: Annotated[
+        str, typer.Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
+    ] = "4x150",
+    skew: Annotated[
+        str,
+        typer.Option(
+            help="alike, lacks (one has never seen a class), or shares of one class such as 0.9 and 1."
+        ),
+    ] = "alike,0.9",
+    unit: Annotated[str, typer.Option(help="What ε protects: row or patient.")] = "row",
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="How often hospitals are drawn.")] = 5,
+    along: Annotated[
+        Path | None,
+        typer.Option("--directions", metavar="FILE", help="Of public tissue, or a table of its features."),
+    ] = None,
+    labels: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Measure methods on hospitals drawn from one table of features, beside each alone and all data pooled."""
+    from wsi_fl.stages.bench import bench, bench_lines, cells_of, numbers_of
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("bench") as bars:
+        document = bench(
+            table,
+            out=out,
+            methods=methods.split(","),
+            epsilons=numbers_of(epsilon),
+            cells=cells_of(hospitals, skew),
+            unit=unit,
+            seeds=seeds,
+            along=along,
+            labels=labels,
+            jobs=jobs,
+            watcher=bars,
+        )
+    show(document, as_json, bench_lines)

@@ -80,13 +80,13 @@ def fitted_head(x: NDArray[Any], labels: Labels, patient: NDArray[np.str_], n_cl
         for fold in folds:
             seen = ~fold
             weight, bias = _logistic(rows[seen], labels[seen], strength, n_classes)
-            said[fold] = _softmax(rows[fold] @ weight.T + bias)
+            said[fold] = softmax(rows[fold] @ weight.T + bias)
         found.append((balanced_loss(said, labels), strength, said))
     loss, strength, held_out = min(found, key=lambda one: one[0]) if found else (None, _USUAL / d, None)
     weight, bias = _logistic(rows, labels, strength, n_classes)
     if loss is not None and held_out is not None:
         middle = _middle(held_out, labels)
-        moved = _softmax(_logs(held_out) - middle)
+        moved = softmax(_logs(held_out) - middle)
         if (better := balanced_loss(moved, labels)) < loss:
             bias, loss, held_out = bias - middle, better, moved
     return FittedHead(weight @ basis.T, bias, strength, loss, held_out)
@@ -153,7 +153,8 @@ def balanced_loss(said: Probabilities, labels: Labels) -> float:
     return float(np.mean([losses[labels == one].mean() for one in np.unique(labels)]))
 
 
-def _softmax(logits: NDArray[np.float64]) -> Probabilities:
+def softmax(logits: NDArray[np.float64]) -> Probabilities:
+    """Return probabilities of logits float64[n, classes]."""
     raised = np.exp(logits - logits.max(1, keepdims=True))
     found: Probabilities = raised / raised.sum(1, keepdims=True)
     return found

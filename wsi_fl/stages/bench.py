@@ -1,0 +1,452 @@
+"""`bench`: what methods bring hospitals drawn from one table of features, beside staying alone and pooling all.
+
+Every method trains linear heads in memory, by the loop of every study. No store, no run and no ledger is made.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from wsi_fl.federation.in_memory import Learned, federate
+from wsi_fl.federation.methods import ALONE, METHODS, POOLED
+from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.metrics import Probabilities
+from wsi_fl.learning.stacking import gated_stack, harms, own_alone, shared_alone, stack_by_rows
+from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
+from wsi_fl.models.directions import N_RANDOM, Directions, normalised, public_directions, read_directions
+from wsi_fl.models.heads import linear_head
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.plan import Unit, planned, proposals
+from wsi_fl.stages.prepare.feature_table import FeatureTable, read_table, together
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
+from wsi_fl.system.files import ordinary, read_json, write_json, write_text
+from wsi_fl.types import UsageError
+
+DELTA = 1e-5
+_TEST = 500
+"""Of each class, where so many are left."""
+_TUNING = -1
+"""The seed of the draw on which the rounds and the learning rate of a method are chosen."""
+_WAYS = tuple(itertools.product((5, 20), (1e-3, 1e-2)))
+"""(rounds, learning rate) that are tried."""
+_NAMED_SKEWS = ("alike", "lacks")
+_COLUMNS = (
+    *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
+    *("rounds", "lr", "spent", "guarantee", "seconds"),
+)
+Labels = NDArray[np.int64]
+
+
+class Cell(NamedTuple):
+    """How hospitals are drawn: so many, of so many patients each, and how unlike they are.
+
+    `skew` is the share of one class at a hospital, by turns: "0.9"; "alike" draws at random; with
+    "lacks" the last one has never seen the first class.
+    """
+
+    sites: int
+    n: int
+    skew: str
+
+
+def cells_of(hospitals: str, skews: str) -> list[Cell]:
+    """Return the cells of "4x150,16x50" and "alike,0.9".
+
+    Raises:
+        UsageError: for anything else.
+
+    Example:
+        >>> cells_of("4x150", "alike,0.9")
+        [Cell(sites=4, n=150, skew='alike'), Cell(sites=4, n=150, skew='0.9')]
+    """
+    found = []
+    for size, skew in itertools.product(hospitals.split(","), skews.split(",")):
+        sites, _, n = size.partition("x")
+        if not (sites.isdecimal() and n.isdecimal() and int(sites) > 1 and int(n) > 1):
+            raise UsageError(f"--hospitals {size!r}: write 4x150 for four hospitals of 150 patients each")
+        if skew not in _NAMED_SKEWS and not 0 < numbers_of(skew, "--skew")[0] <= 1:
+            raise UsageError(f"--skew {skew!r}: known are {', '.join(_NAMED_SKEWS)} and shares up to 1")
+        found.append(Cell(int(sites), int(n), skew))
+    return found
+
+
+def numbers_of(text: str, option: str = "--epsilon") -> list[float]:
+    """Return the numbers above 0 that are written with commas between; UsageError for anything else."""
+    try:
+        found = [float(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < one < 1e6 for one in found):
+        raise UsageError(f"{option} {text!r}: write numbers above 0 with commas between")
+    return found
+
+
+def drawn(table: FeatureTable, cell: Cell, seed: int) -> tuple[list[FeatureTable], FeatureTable]:
+    """Draw hospitals and a test that none of them has; whole patients, who count as of the class of their first row.
+
+    Raises:
+        UsageError: where there are too few.
+    """
+    rng = np.random.default_rng(seed + 1000)
+    names = np.array([name or f"row {row}" for row, name in enumerate(table.patient.tolist())])
+    _, first, whose = np.unique(names, return_index=True, return_inverse=True)
+    label = table.y[first]
+    left = {one: list(rng.permutation(np.flatnonzero(label == one))) for one in range(len(table.classes))}
+    shares = np.bincount(label) / len(label)
+
+    def some(one: int, count: int) -> list[int]:
+        if count > len(left[one]):
+            raise UsageError(
+                f"{cell.sites}x{cell.n} {cell.skew}: too few patients (or rows) of {table.classes[one]}"
+            )
+        found, left[one] = left[one][:count], left[one][count:]
+        return found
+
+    def rows_of(entities: Iterable[int]) -> FeatureTable:
+        return table.taken(np.flatnonzero(np.isin(whose, list(entities))))
+
+    sites = []
+    for index in range(cell.sites):
+        part = shares.copy()
+        if cell.skew == "lacks" and index == cell.sites - 1:
+            part[0] = 0
+        elif cell.skew not in _NAMED_SKEWS:
+            major, share = index % len(part), float(cell.skew)
+            part[np.arange(len(part)) != major] *= (1 - share) / (part.sum() - part[major])
+            part[major] = share
+        counts = np.floor(cell.n * part / part.sum()).astype(int)
+        counts[np.argmax(part)] += cell.n - counts.sum()
+        sites.append(rows_of([entity for one, count in enumerate(counts) for entity in some(one, count)]))
+    return sites, rows_of([entity for rest in left.values() for entity in rest[:_TEST]])
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One training of all hospitals: a line of the result for each of them."""
+
+    method: str
+    epsilon: float
+    cell: Cell
+    seed: int
+    way: tuple[int, float] = (1, 1e-3)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        ways = [str(one) for one in self.way] if self.seed == _TUNING else []
+        return (self.method, f"{self.epsilon:g}", *map(str, self.cell), str(self.seed), *ways)
+
+
+def _key(row: Mapping[str, str]) -> tuple[str, ...]:
+    ways = [row["rounds"], row["lr"]] if row["seed"] == str(_TUNING) else []
+    return (*(row[name] for name in ("method", "epsilon", "sites", "n", "skew", "seed")), *ways)
+
+
+_shared: dict[str, Any] = {}
+"""In each process, what all works have in common."""
+
+
+def _begin(table: FeatureTable, along: Directions | int, unit: Unit) -> None:
+    torch.set_num_threads(1)
+    _shared.update(table=table, along=along, unit=unit)
+
+
+def _done(work: _Work) -> list[dict[str, Any]]:
+    """Return the lines of one training."""
+    began = time.monotonic()
+    parts, test = drawn(_shared["table"], work.cell, work.seed)
+    own: list[Probabilities] = []
+    spent: list[tuple[float | None, str]] = [(None, "none")] * len(parts)
+    if work.method == POOLED:
+        answers = [_said(_fitted(together(parts)), test)] * len(parts)
+    elif work.method == ALONE:
+        answers = [_said(head, test) for head in _alone(work.cell, work.seed)]
+    else:
+        learned = _learned(parts, work)
+        own = [_asked(_own_model(site), test) for site in learned]
+        answers = own if work.seed == _TUNING else _mixed(learned, parts, test, work)
+        spent = [(site.epsilon, site.guarantee) for site in learned]
+    seconds = f"{time.monotonic() - began:.1f}"
+    rows = []
+    for index, (said, (epsilon, guarantee)) in enumerate(zip(answers, spent, strict=True)):
+        before = (work.method, f"{work.epsilon:g}", *work.cell, work.seed, f"S{index + 1}")
+        scores = (*_scores(said, test.y), _scores(own[index], test.y)[0] if own else "")
+        after = (*work.way, "" if epsilon is None else f"{epsilon:.4f}", guarantee, seconds)
+        rows.append(dict(zip(_COLUMNS, (*before, *scores, *after), strict=True)))
+    return rows
+
+
+def _scores(said: Probabilities, y: Labels) -> tuple[str, str]:
+    """Return balanced accuracy, and AUROC averaged over classes."""
+    from sklearn.metrics import balanced_accuracy_score, roc_auc_score
+
+    areas = [roc_auc_score(y == one, said[:, one]) for one in np.unique(y)]
+    return f"{balanced_accuracy_score(y, said.argmax(1)):.5f}", f"{np.mean(areas):.5f}"
+
+
+def _fitted(part: FeatureTable) -> FittedHead:
+    return fitted_head(normalised(part.x), part.y, part.patient, len(part.classes))
+
+
+@lru_cache(maxsize=2)
+def _alone(cell: Cell, seed: int) -> list[FittedHead]:
+    """Return the head that each hospital has alone, tuned on its own held-out patients."""
+    return [_fitted(part) for part in drawn(_shared["table"], cell, seed)[0]]
+
+
+def _said(head: FittedHead, rows: FeatureTable) -> Probabilities:
+    return softmax(normalised(rows.x) @ head.weight.T + head.bias)
+
+
+def _asked(model: nn.Module, rows: FeatureTable) -> Probabilities:
+    with torch.inference_mode():
+        return softmax(model.eval()(torch.from_numpy(rows.x)).double().numpy())
+
+
+def _own_model(site: Learned) -> nn.Module:
+    return site.models.get("private") or next(iter(site.models.values()))
+
+
+def _learned(parts: Sequence[FeatureTable], work: _Work) -> list[Learned]:
+    """Return what hospitals have after training together."""
+    row, unit = METHODS[work.method], _shared["unit"]
+    fewest = min(len(np.unique(part.patient)) if unit == "patient" else len(part.y) for part in parts)
+    rounds, lr = work.way
+    plans = proposals(fewest, 1, work.epsilon, DELTA)[:1] if row.once else []
+    plan = plans[0] if plans else planned(fewest, rounds, work.epsilon, DELTA)
+    shape = len(parts[0].classes), parts[0].x.shape[1]
+    learned = federate(
+        {f"S{k + 1}": Examples.of(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
+        row,
+        private=lambda: linear_head(*shape),
+        rounds=rounds,
+        batch_size=plan.batch_size,
+        lr=lr,
+        sigma=plan.mechanism.sigma,
+        delta=DELTA,
+        unit=unit,
+        directions=_shared["along"],
+        seed=max(work.seed, 0),
+    )
+    return list(learned.values())
+
+
+def _mixed(
+    learned: Sequence[Learned], parts: Sequence[FeatureTable], test: FeatureTable, work: _Work
+) -> list[Probabilities]:
+    """Return what each hospital answers with: a mixture with the head that it has alone, as a study does."""
+    answers = []
+    for site, part, lone in zip(learned, parts, _alone(work.cell, work.seed), strict=True):
+        model = site.models.get("proxy") or next(iter(site.models.values()))
+        if len(np.unique(part.y)) < len(part.classes):
+            stack = shared_alone(len(part.classes))
+        elif lone.held_out is None:
+            stack = own_alone(len(part.classes))
+        elif isinstance(model, SharedHead):
+            stack = stack_by_rows(lone.held_out, _asked(model, part), part.y, *model.worth())
+            if harms(stack, lone.held_out, _asked(model, part), part.y):
+                stack = own_alone(len(part.classes))
+        else:
+            stack = gated_stack(lone.held_out, _asked(model, part), part.y, part.patient)
+        answers.append(stack(_said(lone, test), _asked(model, test)))
+    return answers
+
+
+def bench(
+    path: Path,
+    *,
+    out: Path,
+    methods: Sequence[str] = ("oneshot", "proxyfl", "fedavg"),
+    epsilons: Sequence[float] = (1.0,),
+    cells: Sequence[Cell],
+    unit: str = "row",
+    seeds: int = 5,
+    along: Path | None = None,
+    labels: Path | None = None,
+    jobs: int = 1,
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Measure methods on hospitals drawn from a table; return the `--json` document.
+
+    A hospital alone and all data pooled are heads without noise, tuned by cross-validation. Rounds and learning rate of
+    a method that has rounds are the best of four on a draw of its own, for each cell, at the middle ε. What a hospital
+    answers with is measured (`score`), which contains its lone head as in a study, and what the method's model says by
+    itself (`own_score`).
+
+    Args:
+        path, labels: see `read_table`.
+        out: CSV with a line for each method, ε, cell, seed and hospital. What is there already is not computed again.
+        methods: names in METHODS, those of other packages included.
+        cells: how hospitals are drawn.
+        along: directions of public tissue for `oneshot`, or a table of its features; random ones without.
+        jobs: processes.
+
+    Raises:
+        UsageError: for a table, methods or cells that do not go, or a CSV of another table.
+    """
+    table, told = read_table(path, labels), watcher or Silent()
+    if unit not in get_args(Unit):
+        raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
+    for method in methods:
+        if method not in METHODS:
+            raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+        if METHODS[method].without_dp or METHODS[method].learns_from != "own":
+            raise UsageError(f"{method} needs more than features; train it in a study")
+    for cell in cells:
+        drawn(table, cell, 0)
+    if unit == "patient" and not all(table.patient):
+        raise UsageError(f"{path}: --unit patient needs the patient of every row")
+    towards = _directions(along)
+    _same_table(
+        out, {"rows": len(table.y), "width": table.x.shape[1], "unit": unit, "classes": [*table.classes]}
+    )
+    there = _read(out)
+    middle = sorted(epsilons)[len(epsilons) // 2]
+    in_rounds = [name for name in methods if not METHODS[name].once]
+    tuning = [_Work(m, middle, c, _TUNING, way) for m in in_rounds for c in cells for way in _WAYS]
+    with _workers(jobs, (table, towards, unit)) as pool:
+        _work_off(pool, tuning, out, there, told, "tuning")
+        best = {(m, c): _best(there, m, c, middle) for m in in_rounds for c in cells}
+        works = [
+            work
+            for seed in range(seeds)
+            for cell in cells
+            for work in (
+                _Work(ALONE, 0.0, cell, seed),
+                _Work(POOLED, 0.0, cell, seed),
+                *(_Work(m, e, cell, seed, best.get((m, cell), (1, 1e-3))) for m in methods for e in epsilons),
+            )
+        ]
+        _work_off(pool, works, out, there, told, "trainings")
+    rows = [_gain(there, m, epsilon, c, seeds) for c in cells for m in methods for epsilon in epsilons]
+    return {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds, "cells": rows}
+
+
+def _directions(path: Path | None) -> Directions | int:
+    if path is None:
+        return N_RANDOM
+    if path.suffix == ".safetensors":
+        return read_directions(path, str(path))
+    return public_directions(read_table(path).x)
+
+
+def _same_table(out: Path, facts: Mapping[str, Any]) -> None:
+    beside = out.with_suffix(".json")
+    if beside.exists() and read_json(beside) != facts:
+        raise UsageError(f"{out}: holds results of another table or unit; choose another --out")
+    write_json(beside, facts)
+
+
+def _read(out: Path) -> dict[tuple[str, ...], list[dict[str, str]]]:
+    """Return the lines that are there, by training."""
+    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    if out.exists():
+        with ordinary(out).open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                found.setdefault(_key(row), []).append(row)
+    return found
+
+
+def _workers(jobs: int, common: tuple[Any, ...]) -> ProcessPoolExecutor:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=common)
+
+
+def _work_off(
+    pool: ProcessPoolExecutor,
+    works: Sequence[_Work],
+    out: Path,
+    there: dict[tuple[str, ...], list[dict[str, str]]],
+    told: Watcher,
+    name: str,
+) -> None:
+    """Do what is not there; after each training the CSV holds it."""
+    asked = [work for work in works if work.key not in there]
+    told.update(name, len(works) - len(asked), len(works))
+    pending = {pool.submit(_done, work): work for work in asked}
+    try:
+        for number, future in enumerate(as_completed(pending), len(works) - len(asked) + 1):
+            there[pending[future].key] = [{k: str(v) for k, v in row.items()} for row in future.result()]
+            write_text(out, "\n".join(_lines(there)) + "\n")
+            told.update(name, number, len(works), " ".join(pending[future].key[:2]))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
+def _lines(there: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]]) -> Iterator[str]:
+    yield ",".join(_COLUMNS)
+    for key in sorted(there):
+        for row in there[key]:
+            yield ",".join(row[name] for name in _COLUMNS)
+
+
+def _best(
+    there: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]], method: str, cell: Cell, epsilon: float
+) -> tuple[int, float]:
+    return max(_WAYS, key=lambda way: _mean(there[_Work(method, epsilon, cell, _TUNING, way).key]))
+
+
+def _mean(rows: Sequence[Mapping[str, str]]) -> float:
+    return float(np.mean([float(row["own_score"]) for row in rows]))
+
+
+def _gain(
+    there: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]],
+    method: str,
+    epsilon: float,
+    cell: Cell,
+    seeds: int,
+) -> dict[str, Any]:
+    """Return what a method brings in a cell: balanced accuracy less that of staying alone, in pairs."""
+    from scipy.stats import t
+
+    def scores(name: str, at: float) -> NDArray[np.float64]:
+        rows = [there[_Work(name, at, cell, seed).key] for seed in range(seeds)]
+        return np.array([[float(row["score"]) for row in hospitals] for hospitals in rows])
+
+    alone, pooled, joined = scores(ALONE, 0.0), scores(POOLED, 0.0), scores(method, epsilon)
+    gains = (joined - alone).mean(1)
+    half = float(t.ppf(0.975, seeds - 1) * gains.std(ddof=1) / np.sqrt(seeds)) if seeds > 1 else None
+    return {
+        "method": method,
+        "epsilon": epsilon,
+        **cell._asdict(),
+        "alone": float(alone.mean()),
+        "joined": float(joined.mean()),
+        "pooled": float(pooled.mean()),
+        "gain": float(gains.mean()),
+        "half_width": half,
+        "worst_site": float((joined - alone).mean(0).min()),
+    }
+
+
+def bench_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row for each cell, method and ε."""
+    rows = []
+    for one in document["cells"]:
+        half = "" if one["half_width"] is None else f" ± {one['half_width']:.3f}"
+        numbers = [f"{one[name]:.3f}" for name in ("alone", "joined", "pooled")]
+        cell = f"{one['sites']} × {one['n']}, {one['skew']}"
+        what = f"{one['method']}, ε = {one['epsilon']:g}"
+        rows.append([cell, what, *numbers, f"{one['gain']:+.3f}{half}", f"{one['worst_site']:+.3f}"])
+    headings = ["hospitals", "method", "alone", "joined", "pooled", "gain", "worst site"]
+    yield Table("balanced accuracy", headings, rows)
+    yield Line(
+        f"{document['seeds']} seeds; a gain is paired with staying alone, ± its 95 % interval over seeds"
+    )
+    yield Line(f"{document['rows']}: a line for every seed and hospital")

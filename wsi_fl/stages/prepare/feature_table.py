@@ -1,0 +1,118 @@
+"""A table of features with labels, from an array file, a CSV, a store, or a folder of another tool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.slides.layouts.rows import rows_of
+from wsi_fl.stores.bags import BagStore
+from wsi_fl.stores.exchange import LAYOUTS
+from wsi_fl.system.files import ordinary
+from wsi_fl.types import UsageError
+
+_NAMES = ("label", "patient")
+
+
+@dataclass(frozen=True)
+class FeatureTable:
+    """Rows of features with labels.
+
+    Attributes:
+        x: float32[n, d].
+        y: int64[n], numbers of `classes`.
+        patient: str[n]; "" where it is not known.
+    """
+
+    x: NDArray[np.float32]
+    y: NDArray[np.int64]
+    patient: NDArray[np.str_]
+    classes: tuple[str, ...]
+
+    def taken(self, rows: NDArray[np.int64]) -> FeatureTable:
+        """Return some rows."""
+        return FeatureTable(self.x[rows], self.y[rows], self.patient[rows], self.classes)
+
+
+def together(parts: Sequence[FeatureTable]) -> FeatureTable:
+    """Return the rows of several tables of the same classes."""
+    x, y, patient = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y", "patient")
+    )
+    return FeatureTable(x, y, patient, parts[0].classes)
+
+
+def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
+    """Read features with labels.
+
+    Args:
+        path: `.npz` with x [n, d], y [n] and perhaps patient [n]; `.csv` with the columns label, perhaps patient, and
+            numbers; a store of features (`.h5`) of this program; or a folder as TRIDENT writes it, whose slides count
+            with their mean.
+        labels: CSV with the columns slide, label and perhaps patient, for such a folder.
+
+    Raises:
+        UsageError: for anything else, fewer than two classes, or numbers that are none.
+    """
+    if path.is_dir():
+        x, y, patient = _of_folder(path, labels)
+    elif path.suffix == ".npz":
+        x, y, patient = _of_arrays(path)
+    elif path.suffix == ".csv":
+        x, y, patient = _of_csv(path)
+    elif path.suffix == ".h5":
+        x, y, patient = _of_store(path)
+    else:
+        raise UsageError(f"{path}: features are read from .npz, .csv, .h5, or a folder of TRIDENT's")
+    classes, numbers = np.unique(y, return_inverse=True)
+    if x.ndim != 2 or len(x) != len(y) or len(patient) != len(y):
+        raise UsageError(f"{path}: x is {list(x.shape)}, y {list(y.shape)}; wanted are [n, d] and [n]")
+    if len(classes) < 2 or not np.isfinite(x).all():
+        raise UsageError(f"{path}: needs two classes at least, and features that are finite numbers")
+    names = tuple(str(name) for name in classes)
+    return FeatureTable(x.astype(np.float32), numbers.astype(np.int64), patient.astype(np.str_), names)
+
+
+def _of_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    try:
+        with np.load(ordinary(path), allow_pickle=False) as file:
+            x, y = file["x"], file["y"]
+            return x, y, file["patient"] if "patient" in file else np.full(len(y), "")
+    except (KeyError, OSError, ValueError, BadZipFile) as error:
+        raise UsageError(f"{path}: not a file of NumPy with x and y ({error})") from None
+
+
+def _of_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    rows = rows_of(path, ["label"])
+    try:
+        x = np.array([[float(row[name]) for name in row if name not in _NAMES] for row in rows])
+    except ValueError as error:
+        raise UsageError(f"{path}: all columns but label and patient are numbers ({error})") from None
+    return x, np.array([row["label"] for row in rows]), np.array([row.get("patient", "") for row in rows])
+
+
+def _of_store(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    with BagStore(path) as store:
+        columns, bags = store.table, [store.bag(k).features for k in range(len(store.table.slide))]
+        names = np.array(store.meta.classes)[columns.label]
+        if max(map(len, bags)) == 1:
+            return np.concatenate(bags), names, np.array(columns.patient)
+        return np.stack([bag.mean(0) for bag in bags]), names, np.array(columns.patient)
+
+
+def _of_folder(path: Path, labels: Path | None) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    if labels is None:
+        raise UsageError(f"{path}: --labels names a CSV with the columns slide, label and perhaps patient")
+    layout, rows = LAYOUTS["trident"], rows_of(labels, ["slide", "label"])
+    files = layout.find(path)
+    known = [row for row in rows if row["slide"] in files and row["label"]]
+    if not known:
+        raise UsageError(f"{labels}: none of its slides has a label and features in {path}")
+    x = np.stack([layout.read(files[row["slide"]]).features.mean(0) for row in known])
+    return x, np.array([row["label"] for row in known]), np.array([row.get("patient", "") for row in known])
