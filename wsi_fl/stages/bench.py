@@ -156,6 +156,8 @@ def _key(row: Mapping[str, str]) -> tuple[str, ...]:
     return (*(row[name] for name in ("method", "epsilon", "sites", "n", "skew", "seed")), *ways)
 
 
+_Results = dict[tuple[str, ...], list[dict[str, str]]]
+"""The lines of each training, by what it was."""
 _shared: dict[str, Any] = {}
 """In each process, what all works have in common."""
 
@@ -318,20 +320,17 @@ def bench(
     middle = sorted(epsilons)[len(epsilons) // 2]
     in_rounds = [name for name in methods if not METHODS[name].once]
     tuning = [_Work(m, middle, c, _TUNING, way) for m in in_rounds for c in cells for way in _WAYS]
-    with _workers(jobs, (table, towards, unit)) as pool:
-        _work_off(pool, tuning, out, there, told, "tuning")
-        best = {(m, c): _best(there, m, c, middle) for m in in_rounds for c in cells}
+    common = (table, towards, unit)
+    _work_off(tuning, jobs, common, out, there, told)
+    best = {(m, c): _best(there, m, c, middle) for m in in_rounds for c in cells}
+    for seed in range(seeds):
         works = [
-            work
-            for seed in range(seeds)
-            for cell in cells
-            for work in (
-                _Work(ALONE, 0.0, cell, seed),
-                _Work(POOLED, 0.0, cell, seed),
-                *(_Work(m, e, cell, seed, best.get((m, cell), (1, 1e-3))) for m in methods for e in epsilons),
-            )
+            _Work(m, e, c, seed, best.get((m, c), (1, 1e-3)))
+            for c in cells
+            for m in (ALONE, POOLED, *methods)
+            for e in ([0.0] if m in (ALONE, POOLED) else epsilons)
         ]
-        _work_off(pool, works, out, there, told, "trainings")
+        _work_off(works, jobs, common, out, there, told)
     rows = [_gain(there, m, epsilon, c, seeds) for c in cells for m in methods for epsilon in epsilons]
     return {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds, "cells": rows}
 
@@ -351,9 +350,9 @@ def _same_table(out: Path, facts: Mapping[str, Any]) -> None:
     write_json(beside, facts)
 
 
-def _read(out: Path) -> dict[tuple[str, ...], list[dict[str, str]]]:
+def _read(out: Path) -> _Results:
     """Return the lines that are there, by training."""
-    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    found: _Results = {}
     if out.exists():
         with ordinary(out).open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
@@ -361,43 +360,42 @@ def _read(out: Path) -> dict[tuple[str, ...], list[dict[str, str]]]:
     return found
 
 
-def _workers(jobs: int, common: tuple[Any, ...]) -> ProcessPoolExecutor:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=common)
-
-
 def _work_off(
-    pool: ProcessPoolExecutor,
-    works: Sequence[_Work],
-    out: Path,
-    there: dict[tuple[str, ...], list[dict[str, str]]],
-    told: Watcher,
-    name: str,
+    works: Sequence[_Work], jobs: int, common: tuple[Any, ...], out: Path, there: _Results, told: Watcher
 ) -> None:
     """Do what is not there; after each training the CSV holds it."""
     asked = [work for work in works if work.key not in there]
-    told.update(name, len(works) - len(asked), len(works))
-    pending = {pool.submit(_done, work): work for work in asked}
-    try:
-        for number, future in enumerate(as_completed(pending), len(works) - len(asked) + 1):
-            there[pending[future].key] = [{k: str(v) for k, v in row.items()} for row in future.result()]
-            write_text(out, "\n".join(_lines(there)) + "\n")
-            told.update(name, number, len(works), " ".join(pending[future].key[:2]))
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
+    for number, (work, rows) in enumerate(_results(asked, jobs, common), len(works) - len(asked) + 1):
+        there[work.key] = [{key: str(value) for key, value in row.items()} for row in rows]
+        write_text(out, "\n".join(_lines(there)) + "\n")
+        told.update(f"seed {work.seed}" if work.seed >= 0 else "tuning", number, len(works), work.method)
 
 
-def _lines(there: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]]) -> Iterator[str]:
+def _results(
+    works: Sequence[_Work], jobs: int, common: tuple[Any, ...]
+) -> Iterator[tuple[_Work, list[dict[str, Any]]]]:
+    if jobs == 1:
+        _begin(*common)
+        yield from ((work, _done(work)) for work in works)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=common) as pool:
+        pending = {pool.submit(_done, work): work for work in works}
+        try:
+            for future in as_completed(pending):
+                yield pending[future], future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _lines(there: _Results) -> Iterator[str]:
     yield ",".join(_COLUMNS)
     for key in sorted(there):
         for row in there[key]:
             yield ",".join(row[name] for name in _COLUMNS)
 
 
-def _best(
-    there: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]], method: str, cell: Cell, epsilon: float
-) -> tuple[int, float]:
+def _best(there: _Results, method: str, cell: Cell, epsilon: float) -> tuple[int, float]:
     return max(_WAYS, key=lambda way: _mean(there[_Work(method, epsilon, cell, _TUNING, way).key]))
 
 
@@ -406,7 +404,7 @@ def _mean(rows: Sequence[Mapping[str, str]]) -> float:
 
 
 def _gain(
-    there: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]],
+    there: _Results,
     method: str,
     epsilon: float,
     cell: Cell,

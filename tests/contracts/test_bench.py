@@ -1,0 +1,125 @@
+"""`wsi-fl bench`: methods on hospitals drawn from a table of features."""
+
+import csv
+
+import h5py
+import numpy as np
+import pytest
+from conftest import refused
+
+import wsi_fl.stages.bench as module
+from wsi_fl.stages.bench import Cell, bench, cells_of, drawn
+from wsi_fl.stages.prepare.feature_table import FeatureTable, read_table
+
+
+def table(n=240, d=8, patients=True, seed=0):
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % 2
+    x = rng.normal(size=(n, d)).astype(np.float32)
+    x[:, 0] += 2.0 * y
+    whose = np.array([f"p{k // 4}" if patients else "" for k in range(n)])
+    return x, np.sort(y), whose  # four rows of a patient are of one class
+
+
+@pytest.fixture
+def npz(tmp_path):
+    x, y, patient = table()
+    x[:, 0] = np.random.default_rng(1).normal(size=len(y)) + 2.0 * y
+    np.savez(tmp_path / "features.npz", x=x, y=y, patient=patient)
+    return tmp_path / "features.npz"
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_method_seed_and_hospital_has_a_line_and_nothing_is_computed_twice(npz, tmp_path, monkeypatch):
+    out = tmp_path / "bench.csv"
+    asked = {"out": out, "methods": ["oneshot", "fedavg"], "cells": cells_of("2x8", "1"), "seeds": 2}
+    monkeypatch.setattr(module, "_WAYS", ((1, 1e-2), (2, 1e-2)))
+    document = bench(npz, **asked)
+    rows = rows_of(out)
+    named = {(row["method"], row["skew"], row["seed"], row["site"]) for row in rows}
+    for method in ("regular", "joint", "oneshot", "fedavg"):
+        assert {(method, "1", str(seed), site) for seed in (0, 1) for site in ("S1", "S2")} <= named
+    assert all(float(row["spent"]) <= 1.0 for row in rows if row["method"] == "oneshot")
+    assert {row["guarantee"] for row in rows if row["method"] in ("oneshot", "fedavg")} == {"guaranteed"}
+    for cell in document["cells"]:  # the document says what the lines say
+        scores = {
+            (row["method"], row["seed"], row["site"]): float(row["score"])
+            for row in rows
+            if row["skew"] == cell["skew"] and row["seed"] != "-1"
+        }
+        gains = [
+            scores[cell["method"], seed, site] - scores["regular", seed, site]
+            for seed in "01"
+            for site in ("S1", "S2")
+        ]
+        assert cell["gain"] == pytest.approx(np.mean(gains), abs=1e-9)
+    whole = out.read_text()
+    out.write_text("\n".join(line for line in whole.splitlines() if ",1,S" not in line) + "\n")
+    trained = []
+    done = module._done
+    monkeypatch.setattr(module, "_done", lambda work: trained.append(work.seed) or done(work))
+    bench(npz, **asked)
+    assert set(trained) == {1} and len(trained) == 4  # methods
+    refused(lambda: bench(npz, **asked, unit="patient"), "another table or unit")
+
+
+def test_who_has_one_class_alone_gains_and_pooled_is_best(npz, tmp_path):
+    (one,) = bench(
+        npz, out=tmp_path / "b.csv", methods=["oneshot"], cells=cells_of("2x12", "1"), epsilons=[8.0], seeds=2
+    )["cells"]
+    assert one["alone"] == pytest.approx(0.5) and one["pooled"] > 0.7 and one["gain"] > 0.1
+
+
+@pytest.mark.parametrize("skew", ["alike", "lacks", "0.75"])
+def test_hospitals_and_test_share_no_patient(skew):
+    x, y, patient = table()
+    sites, test = drawn(FeatureTable(x, y, patient, ("a", "b")), Cell(3, 8, skew), seed=0)
+    parts = [set(part.patient) for part in (*sites, test)]
+    assert sum(map(len, parts)) == len(set().union(*parts))
+    assert [len(one) for one in parts[:3]] == [8, 8, 8]
+    shares = [np.mean(site.y == 0) for site in sites]
+    assert shares == {"alike": [0.5] * 3, "lacks": [0.5, 0.5, 0.0], "0.75": [0.75, 0.25, 0.75]}[skew]
+
+
+def test_tables_of_all_forms_say_the_same(tmp_path, npz):
+    x, y, patient = table()
+    lines = ["label,patient," + ",".join(f"f{k}" for k in range(x.shape[1]))]
+    lines += [",".join([str(b), c, *map(repr, map(float, a))]) for a, b, c in zip(x, y, patient, strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    folder = tmp_path / "trident" / "features_uni"
+    folder.mkdir(parents=True)
+    for k, row in enumerate(x[:6]):
+        with h5py.File(folder / f"s{k}.h5", "w") as file:
+            file["features"] = np.stack([row, row + 2])
+            file["coords"] = np.zeros((2, 2), np.int64)
+    (tmp_path / "labels.csv").write_text("slide,label\n" + "".join(f"s{k},{'ab'[k % 2]}\n" for k in range(6)))
+    found = read_table(tmp_path / "t.csv")
+    assert np.array_equal(found.x, x) and np.array_equal(found.y, y) and list(found.patient) == list(patient)
+    slides = read_table(tmp_path / "trident", tmp_path / "labels.csv")
+    assert np.allclose(slides.x, x[:6] + 1) and slides.classes == ("a", "b") and list(slides.y) == [0, 1] * 3
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        ({"cells": [Cell(4, 500, "alike")]}, "too few patients"),
+        ({"methods": ["mpcpa"]}, "needs more than features"),
+        ({"methods": ["nosuch"]}, "unknown method"),
+        ({"unit": "slide"}, "--unit"),
+    ],
+)
+def test_what_does_not_go_is_refused_in_one_line(npz, tmp_path, ask, words):
+    asked = {"cells": cells_of("2x8", "alike"), "out": tmp_path / "b.csv", **ask}
+    refused(lambda: bench(npz, **asked), words)
+    assert not (tmp_path / "b.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "skew"), [("4", "alike"), ("1x50", "alike"), ("4x50", "2"), ("4x50", "some")]
+)
+def test_cells_that_mean_nothing_are_refused(sizes, skew):
+    refused(lambda: cells_of(sizes, skew), "--")
