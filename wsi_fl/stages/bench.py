@@ -32,6 +32,7 @@ from wsi_fl.models.directions import N_RANDOM, Directions, normalised, public_di
 from wsi_fl.models.heads import linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.plan import Unit, planned, proposals
+from wsi_fl.report.fill import fill
 from wsi_fl.stages.prepare.feature_table import FeatureTable, read_table, together
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.system.files import ordinary, read_json, write_json, write_text
@@ -331,8 +332,16 @@ def bench(
             for e in ([0.0] if m in (ALONE, POOLED) else epsilons)
         ]
         _work_off(works, jobs, common, out, there, told)
-    rows = [_gain(there, m, epsilon, c, seeds) for c in cells for m in methods for epsilon in epsilons]
-    return {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds, "cells": rows}
+    gains = [[_gain(there, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells]
+    document = {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds}
+    page = {
+        "document": document,
+        "columns": [f"{one['method']}, ε = {one['epsilon']:g}" for one in gains[0]],
+        "rows": gains,
+        "most": max(abs(one["gain"]) for row in gains for one in row),
+    }
+    write_text(out.with_suffix(".html"), fill("bench", page))
+    return document | {"page": str(out.with_suffix(".html")), "cells": [one for row in gains for one in row]}
 
 
 def _directions(path: Path | None) -> Directions | int:
@@ -447,4 +456,4 @@ def bench_lines(document: dict[str, Any]) -> Lines:
     yield Line(
         f"{document['seeds']} seeds; a gain is paired with staying alone, ± its 95 % interval over seeds"
     )
-    yield Line(f"{document['rows']}: a line for every seed and hospital")
+    yield Line(f"{document['rows']}: a line for every seed and hospital; {document['page']}: the map")
