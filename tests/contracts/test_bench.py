@@ -1,13 +1,19 @@
 """`wsi-fl bench`: methods on hospitals drawn from a table of features."""
 
 import csv
+import re
+import sys
+import tomllib
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 from conftest import refused
+from test_plugins import installed
 
 import wsi_fl.stages.bench as module
+from wsi_fl import plugins
 from wsi_fl.stages.bench import Cell, bench, cells_of, drawn
 from wsi_fl.stages.prepare.feature_table import FeatureTable, read_table
 
@@ -123,3 +129,32 @@ def test_what_does_not_go_is_refused_in_one_line(npz, tmp_path, ask, words):
 )
 def test_cells_that_mean_nothing_are_refused(sizes, skew):
     refused(lambda: cells_of(sizes, skew), "--")
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+
+
+def test_the_method_of_the_page_stands_in_the_same_table(npz, tmp_path, monkeypatch):
+    toml, python = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
+    groups = tomllib.loads(toml)["project"]["entry-points"]
+    monkeypatch.setattr(module, "_WAYS", ((2, 1e-2),))
+    monkeypatch.syspath_prepend(str(installed(tmp_path / "site", name="careful", groups=groups, text=python)))
+    for known in (plugins._found, plugins._loaded):
+        known.cache_clear()
+    try:
+        document = bench(
+            npz, out=tmp_path / "b.csv", methods=["careful", "oneshot"], cells=cells_of("2x8", "1"), seeds=1
+        )
+    finally:
+        monkeypatch.undo()
+        sys.modules.pop("careful", None)
+        for known in (plugins._found, plugins._loaded):
+            known.cache_clear()
+    assert [one["method"] for one in document["cells"]] == ["careful", "oneshot"]
+    (row,) = {
+        (row["spent"], row["guarantee"])
+        for row in rows_of(tmp_path / "b.csv")
+        if row["method"] == "careful" and row["seed"] == "0"
+    }
+    assert 0 < float(row[0]) <= 1 and row[1] == "guaranteed"
+    assert len([line for line in python.splitlines() if line.strip()]) <= 60

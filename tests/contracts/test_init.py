@@ -10,7 +10,7 @@ from conftest import refused
 from test_layouts import HEADER, camelyon17, generic, touch
 
 from wsi_fl.slides.layouts import read_site
-from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.init import init, init_lines
 from wsi_fl.stages.prepare.sources import sources_of
 from wsi_fl.study.folder import Study, shipped
 
@@ -77,3 +77,30 @@ def test_command_prints_one_document_and_refuses_the_second_time(tmp_path, wsi_f
     second = wsi_fl("init", "study", "--from", archive, "--json", cwd=tmp_path)
     assert (second.returncode, second.stdout) == (2, "")
     assert len(second.stderr.strip().split("\n")) == 1 and "exists" in second.stderr
+
+
+def test_sites_without_an_archive_have_files_to_import_into(tmp_path):
+    document = init(tmp_path / "s", names=["A", "B"], pipeline="features", real=True)
+    assert document["pipelines"] == ["features"] and [row["site"] for row in document["sites"]] == ["A", "B"]
+    study = Study(tmp_path / "s")
+    site = study.site("B")
+    assert site.real and site.max_epsilon and not site.slides
+    assert study.pipeline(study.pipeline_name(None)).train.example == "patient"
+    assert any("wsi-fl import --site A" in str(line) for line in init_lines(document))
+
+
+def test_the_first_thing_a_hospital_is_told_is_what_it_should_begin_with(tmp_path):
+    lines = [
+        str(line) for line in init_lines(init(tmp_path / "s", archive=camelyon17(tmp_path / "a", "images")))
+    ]
+    assert any("camelyon17_pretrained" in line for line in lines)
+    assert "camelyon17_pretrained" in {path.stem for path in shipped("pipelines").glob("*.toml")}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"real": True}, {"pipeline": "features"}, {"names": ["A"], "layout": "tcga"}, {"names": ["a b/c"]}],
+)
+def test_what_means_nothing_makes_no_study(tmp_path, asked):
+    refused(lambda: init(tmp_path / "s", **asked))
+    assert not (tmp_path / "s" / "sites").exists()

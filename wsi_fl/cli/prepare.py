@@ -16,6 +16,12 @@ def init(
     archive: Annotated[
         Path | None, typer.Option("--from", help="Archive of slides to write site files for.")
     ] = None,
+    sites: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--site", metavar="NAME", help="A site without an archive, such as of features. Repeatable."
+        ),
+    ] = None,
     layout: Annotated[
         str | None, typer.Option(help="camelyon17, camelyon16, tcga or generic. Default: recognised.")
     ] = None,
@@ -52,7 +58,9 @@ def init(
     from wsi_fl.stages.prepare.init import Tables, init, init_lines
 
     tables = Tables(group_by, clinical, codes, tuple(columns or ()))
-    document = init(folder, archive=archive, layout=layout, real=real, pipeline=pipeline, tables=tables)
+    document = init(
+        folder, archive=archive, names=sites or [], layout=layout, real=real, pipeline=pipeline, tables=tables
+    )
     show(document, as_json, init_lines)
 
 

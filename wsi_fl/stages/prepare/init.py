@@ -18,9 +18,10 @@ from wsi_fl.system.files import write_text
 from wsi_fl.types import SlideRecord, UsageError
 
 _PIPELINES = {"tcga": "tcga_subtypes"}
+"""What a study of an archive is given unless it asks for another pipeline; that of the paper elsewhere."""
+_PAPER, _START = "camelyon17", "camelyon17_pretrained"
 _BUDGET, _DELTA = 3.0, 1e-5
 """What a new site file of a real hospital lets it spend; it may change both before its first run."""
-"""What a study of an archive is given unless it asks for another pipeline; camelyon17 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def init(
     folder: Path,
     *,
     archive: Path | None = None,
+    names: Sequence[str] = (),
     layout: str | None = None,
     real: bool = False,
     pipeline: str | None = None,
@@ -64,6 +66,7 @@ def init(
 
     Args:
         archive: folder of slides; its layout is recognised unless `layout` names it.
+        names: of sites without an archive, whose features are imported or whose site files say more later.
         real: whether the sites are real hospitals, whose patches no other site may read.
         pipeline: the shipped pipeline that a study of an archive gets (default: the one for its layout); a study made
             without an archive gets all.
@@ -71,10 +74,12 @@ def init(
     """
     if layout is not None and layout not in LAYOUTS:
         raise UsageError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
-    if archive is None and (
-        layout is not None or real or pipeline is not None or tables not in (None, Tables())
-    ):
-        raise UsageError("--layout, --real and options of archives go with --from ARCHIVE")
+    if archive is None and (layout is not None or tables not in (None, Tables())):
+        raise UsageError("--layout and options of archives go with --from ARCHIVE")
+    if archive is None and not names and (real or pipeline is not None):
+        raise UsageError("--real and --pipeline go with --from ARCHIVE or --site NAME")
+    if archive is not None and names:
+        raise UsageError("--from ARCHIVE finds its sites; --site NAME is for those without an archive")
     written = [name for name in ("sites", "pipelines") if any((folder / name).glob("*"))]
     if "sites" in written or (archive is None and written):
         raise UsageError(f"{folder}: is a study already ({written[0]}/ exists); choose another folder")
@@ -83,15 +88,19 @@ def init(
     found = None
     if archive is not None:
         layout = layout or detect(archive)
-        pipeline = pipeline or _PIPELINES.get(layout, "camelyon17")
-        if pipeline not in pipelines:
-            raise UsageError(f"unknown pipeline {pipeline!r}; shipped: {', '.join(sorted(pipelines))}")
+        pipeline = pipeline or _PIPELINES.get(layout, _PAPER)
+    if pipeline is not None and pipeline not in pipelines:
+        raise UsageError(f"unknown pipeline {pipeline!r}; shipped: {', '.join(sorted(pipelines))}")
+    if archive is not None and layout is not None and pipeline is not None:
         mosaics = Study(folder).pipeline(pipeline).train.data == "mosaics"
         found = _find(archive, layout, tables or Tables(), labelled=mosaics)
         sites = {site.name: _site_file(site, found, real) for site in found.sites}
         pipelines = {pipeline: pipelines[pipeline] + _subtypes_text(found.subtypes)}
+    elif names:
+        sites = {name: _named_site(name, real) for name in names}
+        pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
     _write(folder, pipelines, sites)
-    return _document(folder, layout, found)
+    return _document(folder, layout, found, names)
 
 
 def _write(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
@@ -106,12 +115,13 @@ def _write(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str])
     unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
 
 
-def _document(folder: Path, layout: str | None, found: _Found | None) -> dict[str, Any]:
+def _document(folder: Path, layout: str | None, found: _Found | None, names: Sequence[str]) -> dict[str, Any]:
     document: dict[str, Any] = {
         "study": str(folder),
         "layout": layout,
         "pipelines": sorted(p.stem for p in (folder / "pipelines").glob("*.toml")),
-        "sites": [{"site": site.name, "slides": site.n_slides} for site in (found.sites if found else [])],
+        "sites": [{"site": site.name, "slides": site.n_slides} for site in (found.sites if found else [])]
+        or [{"site": name, "slides": 0} for name in names],
     }
     if found is not None and (found.subtypes or found.notes):
         document |= {"subtypes": found.subtypes, "notes": found.notes}
@@ -196,15 +206,23 @@ def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
         "labels": found.labels,
         "columns": dict(archive.columns),
     }
-    if real:
-        values |= {"max_epsilon": _BUDGET, "delta": _DELTA}
     if archive.layout == "tcga":
         values |= {"manifest": _plain(found.manifests) or None, "slide_types": ["DX"]}
-    site = validated(SiteFile, values, f"site {found.name!r} of the archive")
+    return _text_of(values, f"site {found.name!r} of the archive", _next(archive.subtypes))
+
+
+def _named_site(name: str, real: bool) -> str:
+    """The site file of a site without an archive."""
+    return _text_of({"name": name, "real": real}, f"--site {name!r}", "import")
+
+
+def _text_of(values: dict[str, Any], what: str, command: str) -> str:
     note = "simulated: other sites' evaluation may read its test patches"
-    if real:
+    if values["real"]:
+        values |= {"max_epsilon": _BUDGET, "delta": _DELTA}
         note = "a real hospital: max_epsilon and delta are its budget, for good"
-    first = f"# wsi-fl {_next(archive.subtypes)} --site {found.name}    ({note})"
+    site = validated(SiteFile, values, what)
+    first = f"# wsi-fl {command} --site {site.name}    ({note})"
     return dump_toml(site.model_copy(update={"allow": None}), first)
 
 
@@ -219,13 +237,24 @@ def _next(subtypes: Mapping[str, Sequence[str]]) -> str:
 
 def init_lines(document: dict[str, Any]) -> Lines:
     for row in document["sites"]:
-        yield Line(f"  sites/{row['site']}.toml: {row['slides']} slides")
+        yield Line(
+            f"  sites/{row['site']}.toml" + (f": {row['slides']} slides" if document["layout"] else "")
+        )
     for kind, diagnoses in document.get("subtypes", {}).items():
         yield Line(f"  {kind or 'tumour type unknown'}: {'; '.join(diagnoses)}")
     for note in document.get("notes", []):
         yield Line(f"  {note}", "yellow")
     yield Line(f"  pipelines/: {', '.join(document['pipelines'])}")
-    if document["sites"]:
+    if document["pipelines"] == [_PAPER]:
+        yield Line(
+            f"  {_PAPER} repeats the paper, from random weights; --pipeline {_START} starts from published weights "
+            "and guarantees ε: a hospital should begin with it"
+        )
+    if document["sites"] and document["layout"] is None:
+        yield Line(
+            f"study ready; next: cd {document['study']} && wsi-fl import --site {document['sites'][0]['site']} …"
+        )
+    elif document["sites"]:
         command = _next(document.get("subtypes", {}))
         yield Line(f"study ready; next: cd {document['study']} && wsi-fl {command} --all")
     else:
