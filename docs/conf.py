@@ -6,9 +6,12 @@ project = "wsi-fl"
 author = "The wsi-fl authors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
+nb_execution_mode = "force"  # a notebook that fails ends `make docs`
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
 exclude_patterns = ["_build"]
 html_extra_path = ["llms.txt"]
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Slide": "slides.reading.reader",
+    "paint_archive": "demo.phantom",
     "GridSpec": "types",
     "tissue_mask": "slides.patching.tissue",
     "PatchStore": "stores.patches",
@@ -40,6 +41,7 @@ _HOME = {
     "PrivacyPlan": "privacy.plan",
     "plan_of_round": "privacy.plan",
     "epsilon": "privacy.accounting",
+    "detection": "privacy.accounting",
     "DPTrainer": "privacy.dpsgd",
     "NoisySums": "privacy.sums",
     "SharedHead": "models.shared_head",

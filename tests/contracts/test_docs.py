@@ -110,4 +110,4 @@ def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_pat
 
 
 def test_the_readme_is_a_first_page():
-    assert len(text_of("README.md").splitlines()) <= 120
+    assert len(text_of("README.md").splitlines()) <= 110

@@ -1,0 +1,55 @@
+"""The first page of each reader: its commands, as they stand there, reach the end."""
+
+import re
+import shlex
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def trident(folder, table, first, n, rng):
+    """Features of slides as TRIDENT leaves them, and their labels."""
+    folder.mkdir()
+    lines = ["slide,label,patient"]
+    for k in range(first, first + n):
+        label = k % 2
+        with h5py.File(folder / f"s{k}.h5", "w") as file:
+            file["features"] = (rng.normal(size=(5, 16)) + label).astype(np.float32)
+            file["features"].attrs["encoder"] = "somebody's"
+            file["coords"] = rng.integers(0, 100, (5, 2)) * 512
+            file["coords"].attrs.update(
+                {"patch_size": 256, "patch_size_level0": 512, "target_magnification": 20, "overlap": 0}
+            )
+        lines.append(f"s{k},{('healthy', 'tumor')[label]},p{k}")
+    table.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.story
+def test_features_become_a_score_and_a_gain(tmp_path, wsi_fl):
+    rng = np.random.default_rng(0)
+    trident(tmp_path / "features_uni_v1", tmp_path / "labels.csv", 0, 24, rng)
+    trident(tmp_path / "features_b", tmp_path / "labels_b.csv", 100, 24, rng)
+    page = (DOCS / "your-features.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    (wsi-fl .+)$", page, re.MULTILINE)
+    assert len(commands) == 9
+    place, said = tmp_path, ""
+    for command in commands:
+        words = shlex.split(
+            command.replace(" && cd ", " ").replace("--folds 5", "--folds 2").replace("1-5", "1-2")
+        )
+        if words[1] == "init":
+            place = tmp_path / words.pop()
+            ran = wsi_fl(*words[1:], cwd=tmp_path)
+            assert not ran.returncode, ran.stderr
+            continue
+        if words[1] == "train":
+            words += ["--backend", "local", *(["--set", "train.rounds=4"] if "regular" in words else [])]
+        ran = wsi_fl(*words[1:], cwd=place)
+        assert not ran.returncode, (command, ran.stderr)
+        said += ran.stderr
+    assert "Regular without DP" in said and "One-shot" in said
+    assert list(tmp_path.glob("*/comparisons/*/index.html"))
