@@ -43,7 +43,7 @@ _TEST = 500
 """Of each class, where so many are left."""
 _TUNING = -1
 """The seed of the draw on which the rounds and the learning rate of a method are chosen."""
-_WAYS = tuple(itertools.product((5, 20), (1e-3, 1e-2)))
+_WAYS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
 """(rounds, learning rate) that are tried."""
 _NAMED_SKEWS = ("alike", "lacks")
 _COLUMNS = (
@@ -286,7 +286,7 @@ def bench(
     """Measure methods on hospitals drawn from a table; return the `--json` document.
 
     A hospital alone and all data pooled are heads without noise, tuned by cross-validation. Rounds and learning rate of
-    a method that has rounds are the best of four on a draw of its own, for each cell, at the middle ε. What a hospital
+    a method that has rounds are the best of six on a draw of its own, for each cell, at the middle ε. What a hospital
     answers with is measured (`score`), which contains its lone head as in a study, and what the method's model says by
     itself (`own_score`).
 
