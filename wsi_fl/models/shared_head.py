@@ -1,10 +1,11 @@
 """A head that several sites make together from one letter each: the sums of their features by class, with noise.
 
 z is a row's feature vector along directions that all know (`directions`), clipped to norm 1. A site's letter holds, for
-each class, the sum of z over its rows and their number. Noise of a known variance is added to each of these numbers
-before they leave. Letters add up. Who receives them knows its own class means exactly and the others' up to noise,
-weighs each by its precision, and solves linear discriminant analysis with the covariance within its own classes,
-shrunk to that of public rows (Fisher, 1936; Friedman, "Regularized discriminant analysis", JASA 1989).
+each of some columns, the sum of z over its rows and their number. A row counts in columns with weights that add up to
+1: its class is a column. Noise of a known variance is added to each of these numbers before they leave. Letters add up.
+Who receives them knows its own class means exactly and the others' up to noise, weighs each by its precision, and
+solves linear discriminant analysis with the covariance within its own classes, shrunk to that of public rows (Fisher,
+1936; Friedman, "Regularized discriminant analysis", JASA 1989).
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ class SharedHead(nn.Module):
         torch.Size([3, 2])
 
     Attributes:
-        sums: float32[k + classes], `packed` sums and counts, and the variances of the noise in each class's numbers,
+        shape: (columns, d + 1).
+        sums: float32[k + columns], `packed` sums and counts, and the variances of the noise in each column's numbers,
             which are no secret.
-        released: float64[k + classes], the site's own letter as it left, and `exact` float64[k], without noise.
-        own: float64[classes, d + 1], sums and numbers of the site's own rows, and `scatter` float64[d, d], how these
+        released: float64[k + columns], the site's own letter as it left, and `exact` float64[k], without noise.
+        own: float64[columns, d + 1], sums and numbers of the site's own rows, and `scatter` float64[d, d], how these
             vary about the means of their classes.
         alike: how many times wider the means of own rows vary than those of as many unlike rows; 1 where every row is
             of another patient.
@@ -121,16 +123,25 @@ class SharedHead(nn.Module):
         return _embedded(self.pooled(x), self.mean, self.components)
 
     def packed(self, z: Tensor, y: Tensor) -> Tensor:
-        """Return float64[k], the letter of rows z[b, d] with labels int64[b]; that of one row is at most 1 long."""
-        return self._letter(_by_class(z, y, self.shape[0]))
+        """Return float64[k], the letter of rows z[b, d]; that of one row is at most 1 long.
+
+        (w z, 0.3 w) over all columns is |w| long beside the same of one class, and |w| is at most the sum of w, which is
+        1.
+
+        Args:
+            y: int64[b], the column of each row, such as its class; or float64[b], the weight from 0 to 1 with which it
+                counts in the second of two columns, and with what is left in the first.
+        """
+        return self._letter(_by_column(z, y, self.shape[0]))
 
     def packed_means(self, z: Tensor, y: Tensor) -> Tensor:
         """Return float64[k], the letter of one patient's rows: the mean of each class that is among them, counted once.
 
-        It is clipped by whoever adds it up.
+        A patient whose rows share columns counts with the mean of their letters. It is clipped by whoever adds it up.
         """
-        sums = _by_class(z, y, self.shape[0])
-        means = sums / sums[:, -1:].clamp(min=1)
+        sums = _by_column(z, y, self.shape[0])
+        counts = sums[:, -1:].sum() if y.is_floating_point() else sums[:, -1:]
+        means = sums / counts.clamp(min=1)
         means[:, :-1] /= self.length
         long = means[:, :-1].norm().clamp(min=1) * (1 + _ROUND_OFF)
         means[:, :-1] /= long
@@ -140,7 +151,7 @@ class SharedHead(nn.Module):
         return torch.cat([sums[:, :-1], COUNT * sums[:, -1:]], dim=1).flatten() * _SCALE
 
     def unpacked(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums float64[classes, d] and counts float64[classes] of a letter."""
+        """Return sums float64[columns, d] and counts float64[columns] of a letter."""
         both = sums[: self.shape[0] * self.shape[1]].double().view(self.shape) / _SCALE
         return both[:, :-1] * self.length, both[:, -1] / COUNT
 
@@ -157,7 +168,7 @@ class SharedHead(nn.Module):
             variance of means of clusters.
         """
         n_classes = self.shape[0]
-        self.own.copy_(_by_class(z, y, n_classes))
+        self.own.copy_(_by_column(z, y, n_classes))
         means = self.own[:, :-1] / self.own[:, -1:].clamp(min=1)
         apart = z - means[y]
         self.scatter.copy_(apart.mT @ apart)
@@ -177,7 +188,7 @@ class SharedHead(nn.Module):
         """Keep the site's own letter float64[k], as it is and with noise of this variance, as it may leave it.
 
         Args:
-            variance: of the noise in all numbers, or float64[classes].
+            variance: of the noise in all numbers, or float64[columns].
         """
         self.exact.copy_(exact)
         self.sums.copy_(torch.cat([noisy, noisy.new_ones(self.shape[0]) * variance]))
@@ -349,10 +360,13 @@ def _embedded(x: Tensor, mean: Tensor, components: Tensor) -> Tensor:
     return torch.where(z.isfinite().all(1, keepdim=True), z, 0.0)
 
 
-def _by_class(z: Tensor, y: Tensor, n_classes: int) -> Tensor:
-    """Return float64[classes, d + 1], the sum of the rows z[b, d] of each class, and their number."""
+def _by_column(z: Tensor, y: Tensor, n_columns: int) -> Tensor:
+    """Return float64[columns, d + 1], the sum of the rows z[b, d] in each column, and their number."""
     counted = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
-    return _summed(counted, y, n_classes)
+    if not y.is_floating_point():
+        return _summed(counted, y, n_columns)
+    share, first = y[:, None], torch.zeros(len(y), dtype=torch.int64)
+    return _summed(counted * (1 - share), first, n_columns) + _summed(counted * share, first + 1, n_columns)
 
 
 def _summed(rows: Tensor, of: Tensor, n: int) -> Tensor:
