@@ -243,10 +243,17 @@ def intervals(
 
 
 def strata(truth: Truth, task: Task) -> NDArray[np.int64]:
-    """Return int64[n], the strata of folds: classes, whether the event was seen, or the half of a number."""
+    """Return int64[n], the strata of folds: classes, whether the event was seen, or the half of a number.
+
+    Where all had the event it is the half of their times.
+    """
     if task.kind == "classes":
         return truth
-    halves = truth[:, 1] > 0.5 if task.kind == "survival" else truth > np.median(truth)
+    if task.kind == "survival":
+        seen = truth[:, 1] > 0.5
+        halves = truth[:, 0] > np.median(truth[:, 0]) if seen.all() else seen
+    else:
+        halves = truth > np.median(truth)
     return np.asarray(halves, np.int64)
 
 

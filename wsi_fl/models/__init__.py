@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from wsi_fl.models.heads import linear_head, mean_head, mlp_head
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mil import abmil, clam_sb, transmil
 from wsi_fl.models.mlp import mlp
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.models.shared_head import Kind, SharedHead
 from wsi_fl.models.vgg import vgg11
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
@@ -143,11 +143,12 @@ def _started(name: str, n_classes: int, shape: Shape, start: Start) -> nn.Module
 
 def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     kind = "bags" if isinstance(shape, Bags) else "vectors"
-    made, _, directions = name.partition(":")
-    if made == "shared_head":  # of `oneshot` alone
-        return SharedHead(
-            n_classes, shape.n_features, bags=kind == "bags", directions=int(directions or N_RANDOM)
-        )
+    made, *how = name.split(":")
+    if (
+        made == "shared_head"
+    ):  # of `oneshot` alone: how many directions, and where no classes are asked what is
+        n, asked = int(how[0]) if how else N_RANDOM, cast(Kind, how[1] if len(how) > 1 else "classes")
+        return SharedHead(n_classes, shape.n_features, bags=kind == "bags", directions=n, kind=asked)
     sees, _, builders = _SEEN[kind]
     if name not in builders:
         sees = kind if kind == "bags" else sees
