@@ -10,6 +10,7 @@ from conftest import refused
 from sklearn.linear_model import LinearRegression, Ridge
 from test_questions import NUMBER, OPEN, SURVIVAL, make, sksurv
 
+from wsi_fl.hospitals.plans.contents import leaving
 from wsi_fl.learning.local import DPSettings, Learner, sum_up
 from wsi_fl.learning.stacking import Stack, harms
 from wsi_fl.learning.survival import risk
@@ -21,9 +22,11 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.release import release
 from wsi_fl.stages.training.train import train
-from wsi_fl.types import WsiFlError
+from wsi_fl.stages.training.workshop import _settings
+from wsi_fl.types import Bags, WsiFlError
 
 D, ENDS = 24, (6.0, 12.0, 24.0)
 TASKS = [Number(0.0, 10.0), Survival(ENDS)]
@@ -348,6 +351,20 @@ def test_a_release_costs_what_one_gaussian_mechanism_costs_and_fits_no_other_que
     refused(
         lambda: release(study, site="S0", overrides=[*other, *HOW]), "put the settings back, or release anew"
     )
+
+
+def test_a_plan_says_how_large_such_a_letter_is(study):
+    for target, kind, columns, outputs in ((NUMBER, "number", 2, 1), (SURVIVAL, "survival", 9, 4)):
+        pipeline = study.pipeline("q", [*target, *HOW])
+        with RunContext.of(study, pipeline, "oneshot") as party:
+            row = leaving(party, Bags(8), outputs)[0]
+        assert row["what"] == f"sums of features (shared_head:8:{kind})"
+        assert row["bytes"] == 4 * columns * (
+            8 + 2
+        )  # of each column a sum along each direction, a count, a variance
+        wrong = "target.range=[0, 2]" if kind == "number" else "target.intervals=[6, 12]"
+        other = study.pipeline("q", [*target, *HOW, wrong])
+        assert _settings(pipeline) != _settings(other)  # what the preflight compares
 
 
 def test_shared_noise_carries_a_number_too_and_its_letter_is_agreed_on(study):
