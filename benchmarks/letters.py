@@ -97,8 +97,12 @@ class World:
         return x[chosen], truth[chosen]
 
 
-def measured(setting: Setting, task: Task, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield what every variant reaches at each hospital, with own and with shared noise."""
+def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Iterator[dict[str, Any]]:
+    """Yield what every variant reaches at each hospital, with own and with shared noise.
+
+    Args:
+        spoil: what the second hospital's letter is multiplied by.
+    """
     world, k = World(task, seed), 1 if task.kind == "number" else 4
     along = public_directions(world.drawn(PUBLIC)[0])
     parts = [world.hospital(setting, index) for index in range(setting.sites)]
@@ -116,13 +120,13 @@ def measured(setting: Setting, task: Task, seed: int) -> Iterator[dict[str, Any]
     for shared in (False, True):
         sigma = sigma_for(EPSILON, 1.0, 1, DELTA) / (np.sqrt(setting.sites - 1) if shared else 1)
         heads = []
-        for part, answer in parts:
+        for index, (part, answer) in enumerate(parts):
             head = SharedHead(k, D, directions=along, kind=task.kind)
             z, columns = head.embedded(torch.from_numpy(part)), task.columns(torch.from_numpy(answer))
             head.know(z, columns)
             exact = head.packed(z, columns)
             noise = torch.from_numpy(world.rng.normal(size=len(exact)))
-            head.hold(exact, exact + sigma * noise, sigma**2)
+            head.hold(exact, (exact + sigma * noise) * (spoil if index == 1 else 1.0), sigma**2)
             heads.append(head)
         directions = [said(head(torch.from_numpy(test)).detach().numpy()) for head in heads[:ASKED]]
         SharedHead.combine(heads)
@@ -185,6 +189,7 @@ def main() -> None:
     )
     parser.add_argument("--question", choices=TASKS, default="number")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--spoil", type=float, default=1.0, help="multiplies the second hospital's letter")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--show", type=Path, nargs="+")
     args = parser.parse_args()
@@ -194,7 +199,7 @@ def main() -> None:
         return
     for setting in SETTINGS:
         for seed in range(args.seeds):
-            for row in measured(setting, TASKS[args.question], seed):
+            for row in measured(setting, TASKS[args.question], seed, args.spoil):
                 line = json.dumps(
                     {key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()}
                 )

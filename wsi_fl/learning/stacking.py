@@ -124,13 +124,20 @@ _LEAST_OWN, _ALONE = 0.5, 4.0
 def harms(stack: Stack, own: Predicted, shared: Predicted, labels: Truth, task: Task = CLASSES) -> bool:
     """Return whether a stack does worse than the own model on these rows, by `tuning.criterion`.
 
+    Of survival it is also where the Brier score is worse: the order of rows that a shared head has seen says little.
+
     A letter that was spoilt, or is of tissue that looks otherwise, is noticed so.
 
     Args:
         own, shared: float64[n, k], of rows whose patients the own model had not seen.
         labels: of the rows.
     """
-    return criterion(stack(own, shared), labels, task) > criterion(own, labels, task)
+    mixed = stack(own, shared)
+    if task.kind == "survival":
+        far, before = (task.scored(one, labels)["integrated_brier"] or 0.0 for one in (mixed, own))
+        if far > before:
+            return True
+    return criterion(mixed, labels, task) > criterion(own, labels, task)
 
 
 def _spread(logits: NDArray[np.float64], labels: Labels) -> float:
