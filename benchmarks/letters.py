@@ -134,7 +134,8 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
             (own_x, own), mine = parts[index], lone[index]
             alone, joined = by(mine, test), said(head(torch.from_numpy(test)).detach().numpy())
             theirs = said(head(torch.from_numpy(own_x)).detach().numpy())
-            stack = stack_by_rows(alone, joined, own, *head.worth(), task=task)
+            own_rows, all_rows = head.worth()
+            stack = stack_by_rows(alone, joined, own, own_rows, all_rows, task)
             seen = mine.held_out
             if seen is not None and stack.weight and harms(stack, seen, theirs, own, task):
                 stack = own_alone(k)
