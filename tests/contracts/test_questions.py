@@ -2,7 +2,6 @@
 
 import csv
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -438,6 +437,3 @@ def test_what_works_with_classes_alone_is_refused_for_other_questions(study, ove
     refused(
         lambda: train(study, method="proxyfl", overrides=[*SURVIVAL, OPEN, *overrides], backend="local"), said
     )
-    if "canaries" in said:
-        with_sums = partial(train, study, method="oneshot", overrides=[*NUMBER], backend="local")
-        refused(with_sums, "target.range", "excludes a method of sums")

@@ -15,6 +15,7 @@ from wsi_fl.federation.mixing import PushSum, Vector, mix
 from wsi_fl.federation.site import Site
 from wsi_fl.federation.topology import Matrix, receivers, senders
 from wsi_fl.models import schema
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.ledger_file import Release
 
 _FAR = 10.0
@@ -77,7 +78,7 @@ def _mix_in(
         stranger = site.index in back or message.sender in back
         heard = () if stranger else site.heard
         problem = _problem(message, agreed, n_sites) or (
-            _no_sums(message, site.n_classes, noisy=bool(site.plan and site.plan.sigma))
+            _no_sums(message, _n_columns(learner.model), noisy=bool(site.plan and site.plan.sigma))
             if method.once
             else _too_far(message, own, heard)
         )
@@ -111,9 +112,15 @@ def _problem(message: Message, agreed: str, n_sites: int) -> str:
     return ""
 
 
-def _no_sums(message: Message, n_classes: int, *, noisy: bool) -> str:
+def _n_columns(head: object) -> int:
+    """Return how many variances of noise stand at the end of a shared head's letters."""
+    assert isinstance(head, SharedHead)
+    return head.shape[0]
+
+
+def _no_sums(message: Message, n_columns: int, *, noisy: bool) -> str:
     """Return why numbers cannot be sums of rows of norm at most 1, and the variances of their noise, or "" for none."""
-    largest, variance = float(np.abs(message.vector).max(initial=0)), float(message.vector[-n_classes:].min())
+    largest, variance = float(np.abs(message.vector).max(initial=0)), float(message.vector[-n_columns:].min())
     if variance < 0 or (noisy and variance == 0):
         return f"it says that its noise has a variance of {variance:.3g}"
     return f"it holds {largest:.3g}, which is no sum of rows" if largest > _MOST_ROWS else ""

@@ -27,7 +27,7 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
 from wsi_fl.learning.stacking import Stack, gated_stack, harms, own_alone, shared_alone, stack_by_rows
-from wsi_fl.learning.tasks import scored
+from wsi_fl.learning.tasks import scored, strata
 from wsi_fl.learning.validation import LONE, STACK, answered, best_answer, reached, roles
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.ledger_file import SCORES, digest
@@ -65,8 +65,9 @@ def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[
 def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
     """Return which model or mixture should answer at a site, as its run keeps it; None where there is no choice.
 
-    Of classes it is the mixture of what the site would answer alone with what it has by joining, where it knows both.
-    Else it is what does best on the site's validation split; without one nothing speaks against staying alone.
+    Of classes, and with a shared head, it is the mixture of what the site would answer alone with what it has by
+    joining, where it knows both. Else it is what does best on the site's validation split; without one nothing speaks
+    against staying alone.
     """
     task, examples, lone = site.train.task, site.validation, LONE in site.learners
     if len(site.learners) == 1:
@@ -80,7 +81,7 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
         name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
         found[name] = reached(said, examples.label, task)
     shared = "proxy" in site.learners and isinstance(site.learners["proxy"].model, SharedHead)
-    if schedule.answer == STACK or ((lone or shared) and task.kind == "classes"):
+    if schedule.answer == STACK or shared or (lone and task.kind == "classes"):
         mixture = _mixture(site, said, alive) | found
         stays = lone and schedule.answer != STACK and not mixture["stack"]["weight"]
         return mixture | {"with": LONE} if stays else mixture
@@ -92,17 +93,18 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
 def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
     """Return a site's mixture, as its run keeps it.
 
-    A site of one class asks what it has by joining, and so does one that lacks a class which a shared head knows. Any
-    other keeps to its lone model, unless rows that neither has learned by heart speak for more; it also does where a
-    shared head does harm on them.
+    A site of one class, of one number or without an event asks what it has by joining, and so does one that lacks a
+    class which a shared head knows. Any other keeps to its lone model, unless rows that neither has learned by heart
+    speak for more; it also does where a shared head does harm on them.
 
     Args:
         validated: what its models say of its validation split, by role; empty where it has none.
     """
     lone = LONE if LONE in site.learners else "private"
     joined = "proxy" if "proxy" in site.learners else "private"
-    head = site.learners[joined].model
-    if len(np.unique(site.train.label)) < (site.n_classes if isinstance(head, SharedHead) else 2):
+    head, task = site.learners[joined].model, site.train.task
+    wanted = site.n_classes if task.kind == "classes" and isinstance(head, SharedHead) else 2
+    if len(np.unique(strata(site.train.label, task))) < wanted:
         stack, seen = shared_alone(site.n_classes), None
     else:
         if site.validation is not None and lone == LONE:
@@ -112,8 +114,8 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
         if isinstance(head, SharedHead):
             said = {} if seen else _predictions(site, (lone, joined), site.train, alive)
             rows, own, theirs = seen or (site.train, said[lone], said[joined])
-            stack = stack_by_rows(own, theirs, rows.label, *head.worth())
-            if seen and harms(stack, own, theirs, rows.label):
+            stack = stack_by_rows(own, theirs, rows.label, *head.worth(), task)
+            if seen and stack.weight and harms(stack, own, theirs, rows.label, task):
                 stack = own_alone(site.n_classes)
         elif seen is None:
             stack = own_alone(site.n_classes)
@@ -124,7 +126,7 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
         "with": STACK,
         "by": STACK,
         "n": 0 if seen is None else len(seen[0]),
-        "stack": asdict(replace(stack, own=lone, shared=joined)),
+        "stack": asdict(replace(stack, own=lone, shared=joined, of_logits=task.kind == "classes")),
         "slide_threshold": None if seen is None else _slide_threshold(stack(*seen[1:]), seen[0]),
     }
 
@@ -150,7 +152,7 @@ def _unseen(
         theirs = answered(_predictions(site, roles(joined), site.train, alive), joined)
         return site.train, site.held_out, theirs
     rows = site.validation
-    if rows is None or len(np.unique(rows.label)) < 2:
+    if rows is None or len(np.unique(strata(rows.label, rows.task))) < 2:
         return None
     return rows, validated[lone], answered(validated, joined)
 

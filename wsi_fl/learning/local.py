@@ -192,7 +192,7 @@ def know_rows(learner: Learner, rows: Examples) -> None:
     names = [name or f"row {k}" for k, name in enumerate(rows.patient.tolist())]
     patient = torch.from_numpy(np.unique(names, return_inverse=True)[1]).to(learner.device)
     for x, y in batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
-        head.know(head.embedded(x), y, patient)
+        head.know(head.embedded(x), learner.task.columns(y), patient)
 
 
 def sum_up(learner: Learner, batch: Batch, noise: CipherStream) -> None:
@@ -201,7 +201,7 @@ def sum_up(learner: Learner, batch: Batch, noise: CipherStream) -> None:
     assert isinstance(head, SharedHead)
     x, y, *whose = batch
     dp = learner.trainer if isinstance(learner.trainer, NoisySums) else NoisySums(0.0, 1.0, len(x))
-    dp.fill(head, x, y, noise, whose[0] if whose else None)
+    dp.fill(head, x, learner.task.columns(y), noise, whose[0] if whose else None)
 
 
 def supervised_step(learner: Learner, batch: Batch, noise: CipherStream) -> float:

@@ -7,27 +7,29 @@ not learned it by heart. So neither is believed for what it has memorised (stack
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import Labels, Probabilities
-from wsi_fl.learning.tuning import balanced_loss
+from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth
+from wsi_fl.learning.tuning import criterion
 
 _LEAST = 1e-12
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A mixture of two models' logits, calibrated so that all classes count alike.
+    """A mixture of two models' logits, calibrated so that all classes count alike, or of what they say of other tasks.
 
     Attributes:
         weight: of the shared model, from 0 to 1.
         scales: what the logits of the own and of the shared model are divided by.
         slope, bias: of the mixture, one number and one for each class.
         own, shared: the answers that are mixed, as `validation.answered` knows them.
+        of_logits: whether both say probabilities of classes; numbers and curves of survival are averaged as they are.
     """
 
     weight: float
@@ -36,9 +38,12 @@ class Stack:
     bias: tuple[float, ...]
     own: str = "private"
     shared: str = "proxy"
+    of_logits: bool = True
 
     def __call__(self, own: Probabilities, shared: Probabilities) -> Probabilities:
         """Return probabilities float64[n, classes] of both models' probabilities float64[n, classes]."""
+        if not self.of_logits:
+            return self.mixed(own, shared)
         mixed = self.mixed(_logits(own), _logits(shared)) * self.slope + np.array(self.bias)
         impossible = (own == 0) & (shared == 0)
         raised = np.where(impossible, 0.0, np.exp(mixed - mixed.max(1, keepdims=True)))
@@ -56,7 +61,10 @@ class Stack:
         scales = (float(document["scales"][0]), float(document["scales"][1]))
         bias = tuple(map(float, document["bias"]))
         whose = {key: str(document[key]) for key in ("own", "shared") if key in document}
-        return Stack(float(document["weight"]), scales, float(document["slope"]), bias, **whose)
+        of_logits = bool(document.get("of_logits", True))
+        return Stack(
+            float(document["weight"]), scales, float(document["slope"]), bias, **whose, of_logits=of_logits
+        )
 
 
 def shared_alone(n_classes: int) -> Stack:
@@ -70,18 +78,23 @@ def own_alone(n_classes: int) -> Stack:
 
 
 def stack_by_rows(
-    own: Probabilities, shared: Probabilities, labels: Labels, own_rows: float, shared_rows: float
+    own: Predicted,
+    shared: Predicted,
+    labels: Truth,
+    own_rows: float,
+    shared_rows: float,
+    task: Task = CLASSES,
 ) -> Stack:
     """Return the stack that follows from how many rows both models rest on; nothing is fitted.
 
     A head along few directions is never worth more than `_ENOUGH` rows of each class to a model that sees all features.
     The own one counts as much as twice the squared ratio of both numbers, at least half as much as the shared one, and
     answers alone where it would count four times as much. Both models' logits are brought to the spread of the own
-    one's.
+    one's; what they say of other tasks is in one unit.
 
     Args:
-        own, shared: float64[n, classes], of the same rows.
-        labels: int64[n].
+        own, shared: float64[n, k], of the same rows.
+        labels: of the rows.
         own_rows, shared_rows: of each class, that the models have learned from.
 
     Example:
@@ -96,6 +109,8 @@ def stack_by_rows(
     part = max(_LEAST_OWN, 2 * ratio**2)
     if part > _ALONE:
         return own_alone(own.shape[1])
+    if task.kind != "classes":
+        return replace(shared_alone(own.shape[1]), weight=1 / (1 + part), of_logits=False)
     spread = tuple(_spread(_logits(said), labels) for said in (own, shared))
     scales = (spread[0], spread[1])
     return Stack(1 / (1 + part), scales, scales[0], (0.0,) * own.shape[1])
@@ -106,16 +121,23 @@ _LEAST_OWN, _ALONE = 0.5, 4.0
 """Part of the own model beside 1 of the shared one: at least, and from where on it answers alone."""
 
 
-def harms(stack: Stack, own: Probabilities, shared: Probabilities, labels: Labels) -> bool:
-    """Return whether a stack does worse than the own model on these rows, all classes counting alike.
+def harms(stack: Stack, own: Predicted, shared: Predicted, labels: Truth, task: Task = CLASSES) -> bool:
+    """Return whether a stack does worse than the own model on these rows, by `tuning.criterion`.
+
+    Of survival it is also where the Brier score is worse: the order of rows that a shared head has seen says little.
 
     A letter that was spoilt, or is of tissue that looks otherwise, is noticed so.
 
     Args:
-        own, shared: float64[n, classes], of rows whose patients the own model had not seen.
-        labels: int64[n].
+        own, shared: float64[n, k], of rows whose patients the own model had not seen.
+        labels: of the rows.
     """
-    return balanced_loss(stack(own, shared), labels) > balanced_loss(own, labels)
+    mixed = stack(own, shared)
+    if task.kind == "survival":
+        far, before = (task.scored(one, labels)["integrated_brier"] or 0.0 for one in (mixed, own))
+        if far > before:
+            return True
+    return criterion(mixed, labels, task) > criterion(own, labels, task)
 
 
 def _spread(logits: NDArray[np.float64], labels: Labels) -> float:

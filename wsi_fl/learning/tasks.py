@@ -54,6 +54,10 @@ class Task(ABC):
         """Return the predictions that outputs stand for."""
 
     @abstractmethod
+    def columns(self, truth: Tensor) -> Tensor:
+        """Return the columns in which a letter counts rows (`SharedHead.packed`), int64[b] or float64[b]."""
+
+    @abstractmethod
     def guess(self, n_outputs: int) -> Predicted:
         """Return float64[k], the prediction of a model that knows nothing."""
 
@@ -84,6 +88,9 @@ class Classes(Task):
     def said(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(dim=1)
 
+    def columns(self, truth: Tensor) -> Tensor:
+        return truth
+
     def guess(self, n_outputs: int) -> Predicted:
         return np.full(n_outputs, 1 / n_outputs)
 
@@ -112,6 +119,10 @@ class Number(Task):
 
     def said(self, outputs: Tensor) -> Tensor:
         return self.low + (outputs.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
+
+    def columns(self, truth: Tensor) -> Tensor:
+        """Return float64[b]: a number counts in the second of two columns by its place in the range, clipped to it."""
+        return ((truth.double() - self.low) / (self.high - self.low)).clamp(0, 1)
 
     def guess(self, n_outputs: int) -> Predicted:
         return np.full(n_outputs, (self.low + self.high) / 2)
@@ -158,13 +169,18 @@ class Survival(Task):
     def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
         from torch.nn import functional
 
-        time, seen = truth[:, :1], truth[:, 1:] > 0.5
-        ends = outputs.new_tensor(self.ends)
+        passed, failed = (known.to(outputs.dtype) for known in self._known(truth))
+        return -(passed * functional.logsigmoid(-outputs) + failed * functional.logsigmoid(outputs)).sum(1)
+
+    def _known(self, truth: Tensor) -> tuple[Tensor, Tensor]:
+        """Return bool[b, k] twice: which intervals a patient is known to have passed, and in which the event came."""
+        from torch.nn import functional
+
+        time, seen, ends = truth[:, :1], truth[:, 1:] > 0.5, truth.new_tensor(self.ends)
         begins = functional.pad(ends[:-1], (1, 0))
         left_late = time >= (begins + ends) / 2  # in the second half of an interval: that counts as through
-        through = (time > ends).where(seen, left_late).to(outputs.dtype)
-        failed = (seen & ((begins < time) | (begins == 0)) & (time <= ends)).to(outputs.dtype)
-        return -(through * functional.logsigmoid(-outputs) + failed * functional.logsigmoid(outputs)).sum(1)
+        passed = (time > ends).where(seen, left_late)
+        return passed, seen & ((begins < time) | (begins == 0)) & (time <= ends)
 
     def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
         """Return KL of the events in each interval, summed over the intervals."""
@@ -177,6 +193,15 @@ class Survival(Task):
 
     def said(self, outputs: Tensor) -> Tensor:
         return (-outputs).sigmoid().cumprod(dim=1)
+
+    def columns(self, truth: Tensor) -> Tensor:
+        """Return int64[b]: the interval of the event, or of k intervals k + how many a patient is known to have passed.
+
+        It is all that `losses` asks of a patient.
+        """
+        passed, failed = self._known(truth)
+        through = passed.sum(1)
+        return through.where(failed.any(1), through + len(self.ends))
 
     def guess(self, n_outputs: int) -> Predicted:
         return np.cumprod(np.full(n_outputs, 0.5))
@@ -218,10 +243,17 @@ def intervals(
 
 
 def strata(truth: Truth, task: Task) -> NDArray[np.int64]:
-    """Return int64[n], the strata of folds: classes, whether the event was seen, or the half of a number."""
+    """Return int64[n], the strata of folds: classes, whether the event was seen, or the half of a number.
+
+    Where all had the event it is the half of their times.
+    """
     if task.kind == "classes":
         return truth
-    halves = truth[:, 1] > 0.5 if task.kind == "survival" else truth > np.median(truth)
+    if task.kind == "survival":
+        seen = truth[:, 1] > 0.5
+        halves = truth[:, 0] > np.median(truth[:, 0]) if seen.all() else seen
+    else:
+        halves = truth > np.median(truth)
     return np.asarray(halves, np.int64)
 
 

@@ -6,7 +6,7 @@ classes that serve rows of patients best that it has not seen. Nothing here look
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,10 +29,10 @@ class FittedHead:
     """A linear head fitted to all rows of a site, its decision boundary midway between the classes on unseen rows.
 
     Attributes:
-        weight, bias: float64[classes, d], float64[classes].
+        weight, bias: float64[outputs, d], float64[outputs].
         strength: C of the regularisation, in scikit-learn's sense.
-        loss: balanced log-loss of `held_out`; None where nothing could be held out.
-        held_out: float64[n, classes], what heads that had not seen a row's patient said of it; None likewise.
+        loss: balanced log-loss of `held_out`, or the mean loss of another task; None where nothing could be held out.
+        held_out: float64[n, outputs], what heads that had not seen a row's patient said of it; None likewise.
     """
 
     weight: NDArray[np.float64]
@@ -47,8 +47,12 @@ class FittedHead:
         return {"by": "cross-validation", "strength": self.strength, "loss": self.loss}
 
 
-def fitted_head(x: NDArray[Any], labels: Labels, patient: NDArray[np.str_], n_classes: int) -> FittedHead:
-    """Fit a balanced logistic regression whose regularisation is the best on patients that were held out.
+def fitted_head(
+    x: NDArray[Any], labels: Truth, patient: NDArray[np.str_], n_classes: int, task: Task = CLASSES
+) -> FittedHead:
+    """Fit a linear head whose regularisation is the best on patients that were held out.
+
+    For classes it is a balanced logistic regression, for a number ridge regression, for survival one of hazards.
 
     Few rows of a class leave its scores too low, since the head knows them by heart. So the bias is moved to where the
     scores of held-out rows are equal midway between the classes' means, if that lessens their balanced log-loss.
@@ -56,8 +60,9 @@ def fitted_head(x: NDArray[Any], labels: Labels, patient: NDArray[np.str_], n_cl
 
     Args:
         x: float[n, d], features as the linear layer sees them.
-        labels: int64[n].
+        labels: int64[n], or what another task asks for.
         patient: str[n]; "" where it is not known, and then the row is one of its own.
+        n_classes: or the number of outputs of another task.
 
     Example:
         >>> x = np.array([[0.0, 1.0], [0.1, 1.0], [1.0, 0.0], [0.9, 0.0]])
@@ -65,31 +70,117 @@ def fitted_head(x: NDArray[Any], labels: Labels, patient: NDArray[np.str_], n_cl
         >>> (x @ found.weight.T + found.bias).argmax(1).tolist()
         [0, 0, 1, 1]
     """
+    if task.kind != "classes":
+        return _fitted_line(x, labels, patient, n_classes, task)
     present = np.unique(labels)
     d = x.shape[1]
     if len(present) < 2:  # it can say nothing else
         bias = np.full(n_classes, 0.0)
         bias[present] = 1.0
         return FittedHead(np.zeros((n_classes, d)), bias, _USUAL / d, None, None)
-    x = x.astype(np.float64)
+
+    def judged(logits: NDArray[np.float64]) -> tuple[float, Probabilities]:
+        said = softmax(logits)
+        return balanced_loss(said, labels), said
+
+    head = _by_cross_validation(
+        x, labels, n_classes, _logistic, judged, list(held_out_folds(labels, patient))
+    )
+    if head.loss is not None and head.held_out is not None:
+        middle = _middle(head.held_out, labels)
+        moved = softmax(_logs(head.held_out) - middle)
+        if (better := balanced_loss(moved, labels)) < head.loss:
+            return replace(head, bias=head.bias - middle, loss=better, held_out=moved)
+    return head
+
+
+def _fitted_line(
+    x: NDArray[Any], truth: Truth, patient: NDArray[np.str_], n_outputs: int, task: Task
+) -> FittedHead:
+    """Return the head of a number, by ridge regression, or of hazards.
+
+    The hazards of all intervals share one slope. That is logistic regression with a row for each interval that a
+    patient is known to have reached (Allison, "Discrete-time methods for the analysis of event histories", Sociological
+    Methodology 1982).
+    """
+    import torch
+
+    known = torch.from_numpy(truth)
+
+    def judged(outputs: NDArray[np.float64]) -> tuple[float, Predicted]:
+        told = torch.from_numpy(outputs)
+        return float(task.losses(told, known).mean()), task.said(told).numpy()
+
+    column, fit = task.columns(known).numpy(), _ridge if task.kind == "number" else _hazards
+    folds = list(held_out_folds(column > np.median(column), patient))
+    return _by_cross_validation(x, column, n_outputs, fit, judged, folds)
+
+
+_Fit = Callable[
+    [NDArray[np.float64], NDArray[Any], float, int], tuple[NDArray[np.float64], NDArray[np.float64]]
+]
+"""(rows, what is true of them, strength, number of outputs) → weights [outputs, d] and bias [outputs]."""
+
+
+def _by_cross_validation(
+    x: NDArray[Any],
+    truth: NDArray[Any],
+    n_outputs: int,
+    fit: _Fit,
+    judged: Callable[[NDArray[np.float64]], tuple[float, Predicted]],
+    folds: Sequence[NDArray[np.bool_]],
+) -> FittedHead:
+    """Return the head of that strength whose outputs for rows that were held out have the least loss.
+
+    Args:
+        judged: outputs float64[n, k] of all rows → their loss, and what they say.
+    """
+    d, x = x.shape[1], x.astype(np.float64)
     basis = np.linalg.qr(x.T)[0] if len(x) < d else np.eye(d)
-    rows, folds = x @ basis, list(held_out_folds(labels, patient))
-    found: list[tuple[float, float, Probabilities]] = []
+    rows, found = x @ basis, []
     for strength in (one / d for one in _STRENGTHS) if folds else ():
-        said = np.empty((len(rows), n_classes))
+        outputs = np.empty((len(rows), n_outputs))
         for fold in folds:
-            seen = ~fold
-            weight, bias = _logistic(rows[seen], labels[seen], strength, n_classes)
-            said[fold] = softmax(rows[fold] @ weight.T + bias)
-        found.append((balanced_loss(said, labels), strength, said))
-    loss, strength, held_out = min(found, key=lambda one: one[0]) if found else (None, _USUAL / d, None)
-    weight, bias = _logistic(rows, labels, strength, n_classes)
-    if loss is not None and held_out is not None:
-        middle = _middle(held_out, labels)
-        moved = softmax(_logs(held_out) - middle)
-        if (better := balanced_loss(moved, labels)) < loss:
-            bias, loss, held_out = bias - middle, better, moved
-    return FittedHead(weight @ basis.T, bias, strength, loss, held_out)
+            weight, bias = fit(rows[~fold], truth[~fold], strength, n_outputs)
+            outputs[fold] = rows[fold] @ weight.T + bias
+        loss, said = judged(outputs)
+        found.append((loss, strength, said))
+    best = min(found, key=lambda one: one[0]) if found else (None, _USUAL / d, None)
+    weight, bias = fit(rows, truth, best[1], n_outputs)
+    return FittedHead(weight @ basis.T, bias, best[1], best[0], best[2])
+
+
+def _ridge(
+    rows: NDArray[np.float64], share: NDArray[np.float64], strength: float, n_outputs: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return weights [1, d] and bias [1] of ridge regression on places in the range, from −1 to 1."""
+    from sklearn.linear_model import Ridge
+
+    found = Ridge(alpha=1 / strength).fit(rows, 2 * share - 1)
+    return found.coef_[None], np.full(n_outputs, found.intercept_)
+
+
+def _hazards(
+    rows: NDArray[np.float64], column: Labels, strength: float, n_outputs: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return weights [k, d], the same for all, and bias [k] of the logits of hazards in k intervals."""
+    from sklearn.linear_model import LogisticRegression
+
+    seen, interval = column < n_outputs, np.arange(n_outputs)
+    reached = np.where(seen, column + 1, column - n_outputs)
+    row, at = np.nonzero(interval < reached[:, None])
+    event = seen[row] & (at == column[row])
+    if not 0 < event.sum() < len(event):
+        return np.zeros((n_outputs, rows.shape[1])), np.full(n_outputs, -_NEVER if event.any() else _NEVER)
+    scale = _FREE * np.sqrt(rows.shape[1])
+    person_periods = np.concatenate([rows[row], scale * (at[:, None] == interval)], axis=1)
+    found = LogisticRegression(C=strength, fit_intercept=False, solver="newton-cg").fit(person_periods, event)
+    slope, bias = np.split(found.coef_[0], [rows.shape[1]])
+    return np.tile(slope, (n_outputs, 1)), scale * bias
+
+
+_FREE = 10.0
+"""How much less the hazard of an interval is drawn to even odds than the slope is to 0."""
 
 
 def _middle(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
@@ -182,8 +273,8 @@ Trained = Callable[[HyperParameters, NDArray[np.bool_]], Probabilities]
 """(settings, rows bool[n] to learn from) → what a model that learned from these says of all others, in order."""
 
 
-def _loss(said: Predicted, truth: Truth, task: Task) -> float:
-    """Return the criterion of settings, lower is better: balanced log-loss of classes, else minus the first score."""
+def criterion(said: Predicted, truth: Truth, task: Task) -> float:
+    """Return how bad answers are by what is chosen: the balanced log-loss of classes, else minus the first score."""
     if task.kind == "classes":
         return balanced_loss(said, truth)
     reached = quality(said, truth, task)
@@ -219,7 +310,7 @@ def tuned(
     def loss(way: HyperParameters) -> float:
         if way not in tried:
             said = [trained(way, ~fold) for fold in parts]
-            tried[way] = _loss(np.concatenate(said), labels[asked], task), said
+            tried[way] = criterion(np.concatenate(said), labels[asked], task), said
         return tried[way][0]
 
     balances = (True, False) if task.kind == "classes" else (False,)

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small, lenet5, mlp, vgg
 from wsi_fl.models.directions import N_RANDOM
 from wsi_fl.models.heads import linear_head, mean_head, mlp_head
 from wsi_fl.models.mil import abmil, clam_sb, deepset, deepset_attention, deepset_max, transmil
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.models.shared_head import Kind, SharedHead
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
 if TYPE_CHECKING:
@@ -139,11 +139,12 @@ def _started(name: str, n_classes: int, shape: Shape, start: Start) -> nn.Module
 
 def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     kind = "bags" if isinstance(shape, Bags) else "vectors"
-    made, _, directions = name.partition(":")
-    if made == "shared_head":  # of `oneshot` alone
-        return SharedHead(
-            n_classes, shape.n_features, bags=kind == "bags", directions=int(directions or N_RANDOM)
-        )
+    made, *how = name.split(":")
+    if (
+        made == "shared_head"
+    ):  # of `oneshot` alone: how many directions, and where no classes are asked what is
+        n, asked = int(how[0]) if how else N_RANDOM, cast(Kind, how[1] if len(how) > 1 else "classes")
+        return SharedHead(n_classes, shape.n_features, bags=kind == "bags", directions=n, kind=asked)
     sees, _, builders = _SEEN[kind]
     if name not in builders:
         sees = kind if kind == "bags" else sees

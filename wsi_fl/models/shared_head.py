@@ -1,10 +1,12 @@
 """A head that several sites make together from one letter each: the sums of their features by class, with noise.
 
 z is a row's feature vector along directions that all know (`directions`), clipped to norm 1. A site's letter holds, for
-each class, the sum of z over its rows and their number. Noise of a known variance is added to each of these numbers
-before they leave. Letters add up. Who receives them knows its own class means exactly and the others' up to noise,
-weighs each by its precision, and solves linear discriminant analysis with the covariance within its own classes,
-shrunk to that of public rows (Fisher, 1936; Friedman, "Regularized discriminant analysis", JASA 1989).
+each of some columns, the sum of z over its rows and their number. A row counts in columns with weights that add up to
+1: its class is a column. Noise of a known variance is added to each of these numbers before they leave. Letters add up.
+Who receives them knows its own class means exactly and the others' up to noise, weighs each by its precision, and
+solves linear discriminant analysis with the covariance within its own classes, shrunk to that of public rows (Fisher,
+1936; Friedman, "Regularized discriminant analysis", JASA 1989). For a number or the time of an event it takes one
+Newton step of a linear model (`residuals`), by the same precision and with the same kind of covariance.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from math import sqrt
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from wsi_fl.models.directions import N_RANDOM, Directions, random_directions
 from wsi_fl.models.heads import MeanOfBag
+from wsi_fl.models.residuals import Featureless, of_numbers, of_times, slope_of
 
+Kind = Literal["classes", "number", "survival"]
 COUNT = 0.3
 """What a row adds to the count of its class, beside z of length 1: counts need less precision than sums."""
 _SCALE = 1 / sqrt(1 + COUNT**2)
@@ -39,21 +44,24 @@ class SharedHead(nn.Module):
     alone may know, its own sums without noise, stands in buffers and never travels.
 
     Args:
-        n_classes, n_features: of the task and of the encoder.
+        n_classes, n_features: of the task and of the encoder; of other tasks the number of outputs.
         bags: whether rows are bags of features, float32[b, m, d + 1], of which the mean counts.
         directions: along which rows are summed, or how many random ones.
         patients: whether units are patients with many rows each.
+        kind: of the task.
 
     Example:
         >>> SharedHead(2, 1280)(torch.zeros(3, 1280)).shape
         torch.Size([3, 2])
 
     Attributes:
-        sums: float32[k + classes], `packed` sums and counts, and the variances of the noise in each class's numbers,
+        shape: (columns, d + 1).
+        sums: float32[k + columns], `packed` sums and counts, and the variances of the noise in each column's numbers,
             which are no secret.
-        released: float64[k + classes], the site's own letter as it left, and `exact` float64[k], without noise.
-        own: float64[classes, d + 1], sums and numbers of the site's own rows, and `scatter` float64[d, d], how these
-            vary about the means of their classes.
+        released: float64[k + columns], the site's own letter as it left, and `exact` float64[k], without noise.
+        own: float64[columns, d + 1], sums and numbers of the site's own rows, and `scatter` float64[d, d], how these
+            vary about the means of their classes, or about that of all where classes are not asked.
+        spread: where a number is asked, Σ (u − ū)² of the own rows' places in the range.
         alike: how many times wider the means of own rows vary than those of as many unlike rows; 1 where every row is
             of another patient.
         size: how many rows a unit is the mean of: 1, or of own patients the mean number.
@@ -66,6 +74,7 @@ class SharedHead(nn.Module):
     exact: Tensor
     own: Tensor
     scatter: Tensor
+    spread: Tensor
     alike: Tensor
     size: Tensor
     length: Tensor
@@ -82,26 +91,29 @@ class SharedHead(nn.Module):
         bags: bool = False,
         directions: Directions | int = N_RANDOM,
         patients: bool = False,
+        kind: Kind = "classes",
     ) -> None:
         super().__init__()
+        self.kind, self.n_outputs = kind, n_classes
         self.pooled: nn.Module = MeanOfBag() if bags else nn.Identity()
         if isinstance(directions, int):
             directions = random_directions(n_features, directions)
-        self.shape = (n_classes, directions.n + 1)
-        size = n_sums(n_classes, directions.n)
+        self.shape = (n_columns(n_classes, kind), directions.n + 1)
+        size = n_sums(self.shape[0], directions.n)
         self.sums = nn.Parameter(torch.zeros(size))
         for name, value in {
             "mean": torch.from_numpy(directions.mean),
             "components": torch.from_numpy(directions.components),
             "covariance": torch.from_numpy(directions.covariance),
             "released": torch.zeros(size, dtype=torch.float64),
-            "exact": torch.zeros(size - n_classes, dtype=torch.float64),
+            "exact": torch.zeros(size - self.shape[0], dtype=torch.float64),
             "own": torch.zeros(self.shape, dtype=torch.float64),
             "scatter": torch.zeros(directions.n, directions.n, dtype=torch.float64),
             "alike": torch.ones((), dtype=torch.float64),
             "size": torch.ones((), dtype=torch.float64),
             "length": torch.tensor(PATIENT if patients else 1.0, dtype=torch.float64),
             "n_sites": torch.zeros((), dtype=torch.int64),
+            **({"spread": torch.zeros((), dtype=torch.float64)} if kind == "number" else {}),
         }.items():
             self.register_buffer(name, value)
 
@@ -121,16 +133,24 @@ class SharedHead(nn.Module):
         return _embedded(self.pooled(x), self.mean, self.components)
 
     def packed(self, z: Tensor, y: Tensor) -> Tensor:
-        """Return float64[k], the letter of rows z[b, d] with labels int64[b]; that of one row is at most 1 long."""
-        return self._letter(_by_class(z, y, self.shape[0]))
+        """Return float64[k], the letter of rows z[b, d]; that of one row is at most 1 long.
+
+        Weights w make it |w| times as long as that of a row of one class, and |w| is at most the sum of w, which is 1.
+
+        Args:
+            y: int64[b], the column of each row, such as its class; or float64[b], the weight from 0 to 1 with which it
+                counts in the second of two columns, and with what is left in the first.
+        """
+        return self._letter(_by_column(z, y, self.shape[0]))
 
     def packed_means(self, z: Tensor, y: Tensor) -> Tensor:
         """Return float64[k], the letter of one patient's rows: the mean of each class that is among them, counted once.
 
-        It is clipped by whoever adds it up.
+        A patient whose rows share columns counts with the mean of their letters. It is clipped by whoever adds it up.
         """
-        sums = _by_class(z, y, self.shape[0])
-        means = sums / sums[:, -1:].clamp(min=1)
+        sums = _by_column(z, y, self.shape[0])
+        counts = sums[:, -1:].sum() if y.is_floating_point() else sums[:, -1:]
+        means = sums / counts.clamp(min=1)
         means[:, :-1] /= self.length
         long = means[:, :-1].norm().clamp(min=1) * (1 + _ROUND_OFF)
         means[:, :-1] /= long
@@ -140,15 +160,16 @@ class SharedHead(nn.Module):
         return torch.cat([sums[:, :-1], COUNT * sums[:, -1:]], dim=1).flatten() * _SCALE
 
     def unpacked(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums float64[classes, d] and counts float64[classes] of a letter."""
+        """Return sums float64[columns, d] and counts float64[columns] of a letter."""
         both = sums[: self.shape[0] * self.shape[1]].double().view(self.shape) / _SCALE
         return both[:, :-1] * self.length, both[:, -1] / COUNT
 
     @torch.no_grad()
     def know(self, z: Tensor, y: Tensor, patient: Tensor | None = None) -> None:
-        """Keep what the site alone may know of its rows z[n, d] with labels int64[n]: exact sums and their scatter.
+        """Keep what the site alone may know of its rows z[n, d]: exact sums and their scatter.
 
         Args:
+            y: the columns in which they count, as `packed` has them.
             patient: int64[n], whose each row is. Rows of one patient are alike, and tell less than as many of different
                 patients. None where every row is of another one.
 
@@ -156,15 +177,20 @@ class SharedHead(nn.Module):
             Liang and Zeger, "Longitudinal data analysis using generalized linear models", Biometrika 1986, for the
             variance of means of clusters.
         """
-        n_classes = self.shape[0]
-        self.own.copy_(_by_class(z, y, n_classes))
-        means = self.own[:, :-1] / self.own[:, -1:].clamp(min=1)
-        apart = z - means[y]
+        self.own.copy_(_by_column(z, y, self.shape[0]))
+        group, sums = y, self.own
+        if self.kind != "classes":
+            group = torch.zeros(len(y), dtype=torch.int64, device=y.device)
+            sums = self.own.sum(0, keepdim=True)
+        if self.kind == "number" and len(y):
+            self.spread.copy_((y - y.mean()).square().sum())
+        means = sums[:, :-1] / sums[:, -1:].clamp(min=1)
+        apart = z - means[group]
         self.scatter.copy_(apart.mT @ apart)
         if patient is None or not len(z):
             return
-        _, of = torch.unique(patient * n_classes + y, return_inverse=True)
-        n, units, seen = len(z), int(of.max()) + 1, int((self.own[:, -1] > 0).sum())
+        _, of = torch.unique(patient * len(sums) + group, return_inverse=True)
+        n, units, seen = len(z), int(of.max()) + 1, int((sums[:, -1] > 0).sum())
         self.alike.fill_(n / units)  # as where nobody knows how patients differ
         self.size.copy_(torch.where(self.length < 1, self.alike, 1.0))
         if units > seen:
@@ -177,7 +203,7 @@ class SharedHead(nn.Module):
         """Keep the site's own letter float64[k], as it is and with noise of this variance, as it may leave it.
 
         Args:
-            variance: of the noise in all numbers, or float64[classes].
+            variance: of the noise in all numbers, or float64[columns].
         """
         self.exact.copy_(exact)
         self.sums.copy_(torch.cat([noisy, noisy.new_ones(self.shape[0]) * variance]))
@@ -191,11 +217,13 @@ class SharedHead(nn.Module):
         Many sites' sums of n rows, with variance v within and noise of variance s², tell most of a class's mean where
         each counts as n / (v n + s²) of itself. The numbers of rows are the noisy ones, drawn to their mean as far as
         noise may part them, so that nothing but what has been released says the weights. The most frequent class counts
-        fully, and none for nothing.
+        fully, and none for nothing. Where columns are no classes, all count fully.
 
         Reference:
             Cochran, "Problems arising in the analysis of a series of similar experiments", JRSS supplement 1937.
         """
+        if self.kind != "classes":
+            return noisy, noisy.new_full(self.shape[:1], variance)
         both = noisy.view(self.shape)
         counts, noise = both[:, -1] / (COUNT * _SCALE), variance / _SCALE**2
         apart = counts - counts.mean()
@@ -252,12 +280,56 @@ class SharedHead(nn.Module):
         return means, precision * v, within
 
     @torch.no_grad()
-    def head(self) -> tuple[Tensor, Tensor]:
-        """Return weights float64[d, classes] and bias float64[classes] of linear discriminant analysis.
+    def step(self) -> tuple[Tensor, Tensor, Featureless, Tensor]:
+        """Return the linear model of a number or of hazards, one Newton step from the one that knows no features.
 
-        All classes are as likely beforehand, however rare one is. The square of a mean that is known up to noise is
-        too large by the variance of that noise, which is taken off.
+        A row of others counts for less than one of its own, by as much as noise hides. Σ r z over their rows has the
+        variance w v V, where V is their information, v that of z in each direction and w that of residuals, and noise
+        adds s² Σ r² over the columns.
+
+        Returns:
+            The slope float64[d], the z float64[d] where it says what the featureless model does, that model, and
+            float64[2], how many rows of each of two classes own rows and all that it rests on are worth: a quarter of
+            their information.
         """
+        d, of = self.shape[1] - 1, of_numbers if self.kind == "number" else of_times
+        # 1. How z and residuals vary: as of public rows, or evenly over the range, counts as much as d own rows.
+        n = float((self.own[:, -1].sum() - 1).clamp(min=0))
+        within = (self.scatter + d * self.covariance) / (n + d)
+        varied = (self.spread + d / 12) / (n + d) if self.kind == "number" else 1.0
+        # 2. The sums of others, and how much each of their rows counts.
+        letters = self.others()
+        sums, counts = self.unpacked(letters)
+        theirs, own = torch.cat([sums, counts.clamp(min=0)[:, None]], dim=1), self.own / self.alike
+        noise = letters[-len(counts) :].clamp(min=0).max() / _SCALE**2 * self.length**2
+        guess = of(own[:, -1] + theirs[:, -1])
+        told, likeness = guess.information @ theirs[:, -1], self.alike / self.size
+        hidden = noise * guess.residuals.square().sum() / (varied * within.trace() / d)
+        weight = told / (told * likeness + hidden).clamp(min=_TINY)
+        # 3. The step from all rows together.
+        both = own + theirs * weight
+        model = of(both[:, -1])
+        middle = both[:, :-1].sum(0) / both[:, -1].sum().clamp(min=_TINY)
+        gradient = model.residuals @ (both[:, :-1] - both[:, -1:] * middle)
+        information = torch.stack([model.information @ own[:, -1], model.information @ both[:, -1]])
+        sampled = varied * (information[0] + weight**2 * told * likeness)
+        unsure = weight**2 * noise * model.residuals.square().sum()
+        slope = slope_of(gradient, information[1].clamp(min=_TINY), within, varied, sampled, unsure)
+        return slope, middle, model, information / 4
+
+    @torch.no_grad()
+    def head(self) -> tuple[Tensor, Tensor]:
+        """Return weights float64[d, outputs] and bias float64[outputs] of a linear model.
+
+        For classes it is linear discriminant analysis. All classes are as likely beforehand, however rare one is. The
+        square of a mean that is known up to noise is too large by the variance of that noise, which is taken off. For
+        other tasks see `step`.
+        """
+        if self.kind != "classes":
+            slope, middle, model, _ = self.step()
+            weights = slope[:, None].expand(-1, self.n_outputs)
+            bias = model.offsets - middle @ weights
+            return (2 * weights, 2 * bias - 1) if self.kind == "number" else (weights, bias)
         means, rows, within = self.means()
         if not bool((rows > 0).any()):  # nobody has released anything
             return means.new_zeros(means.shape[1], len(means)), means.new_zeros(len(means))
@@ -271,6 +343,9 @@ class SharedHead(nn.Module):
     @torch.no_grad()
     def worth(self) -> tuple[float, float]:
         """Return how many unlike rows of each class own rows and the head's means are worth, as harmonic means."""
+        if self.kind != "classes":
+            own, shared = self.step()[3].tolist()
+            return own, shared
         both = self.own[:, -1] / self.alike, self.means()[1]
         own, shared = (float(len(rows) / (1 / rows.clamp(min=_TINY)).sum()) for rows in both)
         return own, shared
@@ -306,6 +381,8 @@ class SharedHead(nn.Module):
         """Forget all that the site alone knows, so that its own letter is one of the others'."""
         for mine in (self.released, self.exact, self.own, self.scatter):
             mine.zero_()
+        if self.kind == "number":
+            self.spread.zero_()
         for mine in (self.alike, self.size):
             mine.fill_(1)
         self.n_sites.clamp_(min=1)
@@ -349,10 +426,13 @@ def _embedded(x: Tensor, mean: Tensor, components: Tensor) -> Tensor:
     return torch.where(z.isfinite().all(1, keepdim=True), z, 0.0)
 
 
-def _by_class(z: Tensor, y: Tensor, n_classes: int) -> Tensor:
-    """Return float64[classes, d + 1], the sum of the rows z[b, d] of each class, and their number."""
+def _by_column(z: Tensor, y: Tensor, n_columns: int) -> Tensor:
+    """Return float64[columns, d + 1], the sum of the rows z[b, d] in each column, and their number."""
     counted = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
-    return _summed(counted, y, n_classes)
+    if not y.is_floating_point():
+        return _summed(counted, y, n_columns)
+    share, first = y[:, None], torch.zeros(len(y), dtype=torch.int64)
+    return _summed(counted * (1 - share), first, n_columns) + _summed(counted * share, first + 1, n_columns)
 
 
 def _summed(rows: Tensor, of: Tensor, n: int) -> Tensor:
@@ -364,11 +444,21 @@ def _summed(rows: Tensor, of: Tensor, n: int) -> Tensor:
     return sums.index_add_(0, of.cpu(), rows.cpu()).to(rows.device)
 
 
-def n_sums(n_classes: int, n_directions: int) -> int:
-    """Return how many numbers `SharedHead.sums` has: each class's sum and count, and the variance of their noise.
+def n_columns(n_outputs: int, kind: Kind = "classes") -> int:
+    """Return how many columns a letter has: a class each, two for a number, and of k intervals 2k + 1.
+
+    Example:
+        >>> n_columns(2), n_columns(1, "number"), n_columns(5, "survival")
+        (2, 2, 11)
+    """
+    return {"classes": n_outputs, "number": 2, "survival": 2 * n_outputs + 1}[kind]
+
+
+def n_sums(n_columns: int, n_directions: int) -> int:
+    """Return how many numbers `SharedHead.sums` has: each column's sum and count, and the variance of their noise.
 
     Example:
         >>> n_sums(2, 32), SharedHead(2, 1280, directions=32).sums.numel()
         (68, 68)
     """
-    return n_classes * (n_directions + 2)
+    return n_columns * (n_directions + 2)

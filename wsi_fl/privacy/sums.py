@@ -54,7 +54,7 @@ class NoisySums:
         """Give a head the letter of these rows, as it may leave the site, with noise.
 
         Args:
-            x, y: all rows of the site, float32[n, d] or bags float32[n, m, d + 1], and their labels int64[n].
+            x, y: all rows of the site, float32[n, d] or bags float32[n, m, d + 1], and the columns in which they count.
             patient: int64[n], whose each row is, where the unit is a patient.
         """
         z = head.embedded(x)
@@ -65,10 +65,10 @@ class NoisySums:
     def clipped(self, head: SharedHead, z: Tensor, y: Tensor, patient: Tensor | None = None) -> Tensor:
         """Return the letter float64[k] of n rows in which no unit counts for more than `clip`.
 
-        A patient counts with the mean of its rows of each class, jointly clipped.
+        A patient counts with the mean of its rows of each class, or of all where they share columns, jointly clipped.
 
         Args:
-            z, y: the rows as the head sees them, float64[n, d], and their labels int64[n].
+            z, y: the rows as the head sees them, float64[n, d], and their columns, as `SharedHead.packed` has them.
             patient: int64[n], whose each row is, where the unit is a patient.
 
         Raises:

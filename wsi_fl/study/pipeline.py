@@ -29,7 +29,6 @@ _GRAPH = goes(excludes={"a method that orders sites anew": "its graph is another
 _NO_CLASSES = goes(
     excludes=dict.fromkeys(
         (
-            "a method of sums",
             "train.balance",
             "audit.canaries",
             "predict.with = stack",
@@ -180,6 +179,11 @@ class Target(Section):
     def of(self) -> str:
         """Return what one example is: survival is asked of patients whatever `per` says."""
         return "patient" if self.intervals else self.per
+
+    @property
+    def kind(self) -> Literal["classes", "number", "survival"]:
+        """Return the kind of question."""
+        return "survival" if self.intervals else "number" if self.range else "classes"
 
     @property
     def asked(self) -> bool:

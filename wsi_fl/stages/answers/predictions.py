@@ -49,7 +49,10 @@ def write_predictions(folder: SiteFolder, table: Predictions, *, known: bool = T
     if table.task.kind == "classes":
         true = [(table.outputs[label] if known else "" for label in table.truth)]
     else:
-        true = [(f"{v:.9g}" for v in column) for column in np.reshape(table.truth, (-1, len(truth))).T]
+        true = [
+            (f"{v:.9g}" if known else "" for v in column)
+            for column in np.reshape(table.truth, (-1, len(truth))).T
+        ]
     examples = zip(table.part, table.slide, table.patient, *table.about.values(), *true, strict=True)
     heads = {model: f"{table.site},{model},{model == table.answer}," for model in table.said}
     # nine digits tell all numbers of single precision apart

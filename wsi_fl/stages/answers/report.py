@@ -141,13 +141,14 @@ def _generated_samples(path: Path) -> Patches:
 
 
 def _said(party: RunContext) -> dict[str, Any]:
-    """Of each site whose predictions lie here, (truth, answers) on its own test part, where no classes are asked.
+    """Of each member whose predictions lie here, (truth, answers) on its own test part, where no classes are asked.
 
     Each dot and step in their figures is a patient.
     """
     if party.task.kind == "classes":
         return {}
-    found = {name: read_predictions(party.run.site(name), party.task) for name in party.names}
+    members = [site.name for site in party.members]
+    found = {name: read_predictions(party.run.site(name), party.task) for name in members}
     own = {name: one.own for name, one in found.items() if one is not None}
     return {name: (one.truth.reshape(len(one), -1), one.answers) for name, one in own.items() if len(one)}
 

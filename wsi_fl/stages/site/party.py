@@ -54,7 +54,8 @@ def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
     once = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
     wanted = pipeline.model.directions
     n = wanted if isinstance(wanted, int) else open_directions(study, wanted).n
-    model = {"private": linear, "proxy": f"{SHARED}:{n}"}
+    kind = pipeline.target.kind
+    model = {"private": linear, "proxy": f"{SHARED}:{n}" + (f":{kind}" if kind != "classes" else "")}
     return pipeline.model_copy(
         update={
             "train": pipeline.train.model_copy(update=once),

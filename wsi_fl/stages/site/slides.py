@@ -69,7 +69,7 @@ class _Bagged(Data):
         table = self._whole()
         if not self.receives:
             return table
-        return replace(table, label=np.zeros(len(table), np.int64), split=np.full(len(table), "test"))
+        return replace(table, label=np.zeros_like(table.label), split=np.full(len(table), "test"))
 
     def _whole(self) -> Table:
         if self.answers is not None:

@@ -1,4 +1,4 @@
-"""The letters that sites have released once, `releases/<site>.safetensors`: sums of features by class, with noise."""
+"""The letters that sites have released once, `releases/<site>.safetensors`: sums of features by column, with noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from wsi_fl.privacy.ledger_file import Guarantee, digest
 from wsi_fl.stages.site.data import Data
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import Pipeline, Target
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError, encoder_differences
 
@@ -32,7 +32,7 @@ class Facts(BaseModel):
         site: whose sums they are.
         data, example: what a row is, as `train.data` and `train.example` say it.
         encoder, n_features: of the features.
-        classes: of the labels.
+        classes: of the labels; of other questions what each output is called.
         asks: what `[target]` asked, in full; empty for what stores are labelled with.
         directions, projection: along how many directions features are summed, and the SHA-256 of these.
         unit, n: what ε protects, and how many of them there are.
@@ -48,7 +48,7 @@ class Facts(BaseModel):
     example: Literal["patch", "slide", "patient"]
     encoder: str
     n_features: int = Field(ge=1)
-    classes: list[str] = Field(min_length=2)
+    classes: list[str] = Field(min_length=1)
     asks: str = ""
     directions: int = Field(ge=1)
     projection: str
@@ -60,13 +60,25 @@ class Facts(BaseModel):
     guarantee: Guarantee
     digest: str
 
+    @property
+    def columns(self) -> int:
+        """Return how many columns features are summed in.
+
+        Raises:
+            ValidationError: when `asks` is no `[target]`.
+        """
+        from wsi_fl.models.shared_head import n_columns  # and with it PyTorch
+
+        asked = Target.model_validate_json(self.asks or "{}")
+        return n_columns(len(self.classes), asked.kind)
+
 
 @dataclass(frozen=True, eq=False)
 class ReleasedSums:
     """A letter as its site released it.
 
     Attributes:
-        vector: float32[k + classes], what left: see `SharedHead.sums`.
+        vector: float32[k + columns], what left: see `SharedHead.sums`.
     """
 
     facts: Facts
@@ -97,14 +109,14 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
     try:
         facts = Facts.model_validate(document)
         vector = tensors["sums"].numpy()
-        size = n_sums(len(facts.classes), facts.directions)
+        size = n_sums(facts.columns, facts.directions)
         whole = (
             facts.directions <= facts.n_features
             and vector.dtype == np.float32
             and vector.shape == (size,)
             and digest(vector) == facts.digest
             and bool(np.isfinite(vector).all())
-            and vector[-len(facts.classes) :].max() == np.float32(facts.sigma**2)
+            and vector[-facts.columns :].max() == np.float32(facts.sigma**2)
         )
     except (ValidationError, KeyError, TypeError, OverflowError):
         whole = False

@@ -120,9 +120,9 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> T
     """
     path = Path(f"sites/{site.name}.toml") if site.receives else _table_path(study, site)
     said = {} if site.receives else _values(path, site, target)
-    known, aside = [], []
+    known, aside, nothing = [], [], (0.0, 0.0) if target.intervals else 0
     for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
-        value = 0 if site.receives else said.get(("slide", slide), said.get(("patient", patient)))
+        value = nothing if site.receives else said.get(("slide", slide), said.get(("patient", patient)))
         if value is None:
             aside.append(slide)
         else:

@@ -188,7 +188,7 @@ def tune(party: RunContext, site: Site) -> None:
     if not own:
         return
     model = next(iter(own.values())).model
-    if _is_linear(model) and train.task.kind == "classes":
+    if _is_linear(model):
         head = _fitted(model, train, site.n_classes, site.device)
         for learner in own.values():
             _set_layer(learner.model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
@@ -232,7 +232,7 @@ def _fitted(model: nn.Module, train: Examples, n_classes: int, device: torch.dev
     every = [np.arange(len(train))[k : k + size] for k in range(0, len(train), size)]
     with torch.no_grad():
         x = torch.cat([below(x) for x, _ in batches(train, iter(every), augment=None, device=device)])
-    return fitted_head(x.cpu().numpy(), train.label, train.patient, n_classes)
+    return fitted_head(x.cpu().numpy(), train.label, train.patient, n_classes, train.task)
 
 
 def _tuned(
@@ -288,7 +288,7 @@ def bring_released(party: RunContext, site: Site) -> None:
         if own := party.releases.get(name):
             assert isinstance(learner.model, SharedHead)
             letter = torch.from_numpy(own.vector).double()
-            k = len(letter) - len(own.facts.classes)
+            k = len(letter) - own.facts.columns
             learner.model.hold(letter[:k], letter[:k], letter[k:])
         learner.load_vector(mean, n_sites=n)
         return

@@ -175,7 +175,9 @@ def _summed(
     assert isinstance(model, SharedHead)
     noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
     keys = pipeline.train
-    learner = Learner(model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=noise)
+    learner = Learner(
+        model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=noise, task=train.task
+    )
     if plan is not None and learner.trainer is not None:
         require_planned(plan, learner.trainer, n=units.n, steps=1, delta=delta, mode="strict")
     stream = CipherStream.fresh()
