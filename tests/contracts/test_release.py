@@ -477,7 +477,8 @@ def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
         letter = sums_at(study.release(name))
         vector = letter.vector.copy()
         if spoilt:
-            vector[:-2] = 10 * letter.vector[:-2].reshape(2, -1)[::-1].ravel()
+            vector[:-2] = letter.vector[:-2].reshape(2, -1)[::-1].ravel()
+            vector[-2:] = letter.vector[-2:][::-1]
         facts = letter.facts.model_copy(update={"digest": digest(vector)})
         stage.write_sums(study.release(name), stage.ReleasedSums(facts, vector))
         shutil.rmtree(study.store(name).parent)  # it takes part by its letter alone
