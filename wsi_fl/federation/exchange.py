@@ -57,7 +57,7 @@ def exchange(
     for site in sites:
         mine = [message for message in arrived if message.receiver == site.index]
         if mine or site.push is not None:
-            site.push = _mix_in(site, method, matrix, mine, comm.n_sites, back, hop)
+            site.push = _mix_in(site, method, matrix, mine, comm.n_sites, back, alone=hop == 0)
 
 
 def _mix_in(
@@ -67,11 +67,15 @@ def _mix_in(
     messages: Sequence[Message],
     n_sites: int,
     back: Collection[int],
-    hop: int,
+    *,
+    alone: bool,
 ) -> PushSum:
     """Return a site's state after a hop, and log what it rejects.
 
     A rejected message counts as if its sender had sent the receiver's own state, and a rejected letter as an empty one.
+
+    Args:
+        alone: whether messages are of their senders alone, and not mixtures.
     """
     learner = site.traveller(method)
     own = learner.vector()
@@ -83,7 +87,7 @@ def _mix_in(
         problem = _problem(message, agreed, n_sites) or (
             (
                 _no_sums(message, site.n_classes, noisy=bool(site.plan and site.plan.sigma))
-                or _no_letter(message, site, method, own=hop == 0)
+                or _no_letter(message, site, method, alone=alone)
             )
             if method.once
             else _too_far(message, own, heard)
@@ -126,15 +130,15 @@ def _no_sums(message: Message, n_classes: int, *, noisy: bool) -> str:
     return f"it holds {largest:.3g}, which is no sum of rows" if largest > _MOST_ROWS else ""
 
 
-def _no_letter(message: Message, site: Site, method: Method, *, own: bool) -> str:
+def _no_letter(message: Message, site: Site, method: Method, *, alone: bool) -> str:
     """Return why numbers cannot be sums of what their sender announced, or "" where they can.
 
     Args:
-        own: whether they are the sender's letter, and not a mean of several.
+        alone: whether they are the sender's letter, and not a mean of several.
     """
     head, none = site.traveller(method).model, (None, None)
     assert isinstance(head, SharedHead)
-    told = site.announced.get(message.sender, none) if own else none
+    told = site.announced.get(message.sender, none) if alone else none
     rows = site.units.kind == "row" and site.canaries is None  # of canaries about half have a row
     return impossible(head, torch.tensor(_state(message).z), *told, rows=rows)
 

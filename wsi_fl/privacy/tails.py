@@ -30,14 +30,12 @@ WORST = 0.01
 """The share of units that counts as the most exposed."""
 _CHANCE = 1e-6
 """That noise as it is promised is called too little by one comparison."""
-_CERTAIN = 1e6
-"""A distance in standard deviations beyond which nobody asks."""
 _AT_ONCE = 4096
 """Units attacked at a time."""
 
 
 def distances(parts: Values, noise: float, *, others_known: bool = True) -> Values:
-    """Return μ float64[n] of each unit: by how many standard deviations it moves the best test's statistic, up to 10⁶.
+    """Return μ float64[n] of each unit: by how many standard deviations it moves the statistic of the best test.
 
     Args:
         parts: float64[n, k], what each unit adds to the sum.
@@ -50,12 +48,14 @@ def distances(parts: Values, noise: float, *, others_known: bool = True) -> Valu
         ([0.5, 0.5, 0.5, 0.5], [0.41, 0.41, 0.41, 0.5])
     """
     if others_known:
-        return np.minimum(np.linalg.norm(parts, axis=1) / max(noise, 1e-300), _CERTAIN)
+        length = np.linalg.norm(parts, axis=1)
+        return length / noise if noise else np.where(length > 0, np.inf, 0.0)
     moments, axes = np.linalg.eigh(parts.T @ parts)
     moments = moments.clip(min=0) + noise**2
     seen = moments > 1e-12 * max(moments.max(initial=0), 1e-300)
     leverage = np.square(parts @ axes[:, seen]) @ (1 / moments[seen])
-    return np.sqrt(leverage / np.maximum(1 - leverage, 1 / _CERTAIN**2)).clip(max=_CERTAIN)
+    alone = leverage > 1 - 1e-9  # nobody else is where this one is
+    return np.where(alone, np.inf, np.sqrt(leverage / np.where(alone, 1.0, 1 - leverage)))
 
 
 def found(mu: Values | float, rate: float) -> Values:
@@ -68,7 +68,8 @@ def found(mu: Values | float, rate: float) -> Values:
 def found_in(parts: Values, drawn: Values, noise: float, rate: float) -> Values:
     """Return float64[n], the share of redraws of the noise in which each unit is found by one who knows all others.
 
-    One threshold holds for all; the first half of the redraws sets it, so noise that is less than `noise` says shows.
+    One threshold holds for all, since noise is alike in all directions. The first half of the redraws sets it, so noise
+    that is less than `noise` says shows.
 
     Args:
         parts: float64[n, k], what each unit adds.
@@ -78,8 +79,7 @@ def found_in(parts: Values, drawn: Values, noise: float, rate: float) -> Values:
     mu = distances(parts, noise)
     along = parts / np.maximum(np.linalg.norm(parts, axis=1, keepdims=True), 1e-300)
     first, second = np.array_split(drawn / noise, 2)
-    some = along[:: ceil(len(along) / 1000)]
-    threshold = np.quantile(first @ some.T, 1 - rate)
+    threshold = np.quantile(first, 1 - rate)
     shares = [
         (second @ along[k : k + _AT_ONCE].T + mu[k : k + _AT_ONCE] > threshold).mean(0)
         for k in range(0, len(along), _AT_ONCE)
@@ -107,7 +107,7 @@ def tail_of(
     Returns:
         `sigma`, `draws`, what is `guaranteed` at each rate (None without noise), and by attacker (`others` known, or
         the `population`) its `groups` and a `curve` of (false positive rate, found of all, found of the worst). A group
-        has its median and largest μ, and by rate what is found: `exact`, and by redraws `drawn` with a 95 % `interval`.
+        has its median and largest μ (None where it is infinite), and by rate what is found: `exact`, and by redraws `drawn` with a 95 % `interval`.
         `beyond` names groups of which more are found than is guaranteed, but for a chance of 10⁻⁶ each.
     """
     from scipy.stats import binomtest
@@ -137,7 +137,7 @@ def tail_of(
                     over = over or test.pvalue < _CHANCE
                 if over:
                     beyond.add(name)
-            middle, most = float(np.median(mu[of])), float(mu[of].max())
+            middle, most = (float(m) if np.isfinite(m) else None for m in (np.median(mu[of]), mu[of].max()))
             rows.append({"group": name, "n": int(of.sum()), "median": middle, "most": most, "found": told})
         curve = [[x, *(float(found(mu[named[g]], x).mean()) for g in list(named)[:2])] for x in _CURVE]
         attackers[attacker] = {"groups": rows, "curve": curve}
