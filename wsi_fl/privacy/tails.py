@@ -107,8 +107,9 @@ def tail_of(
     Returns:
         `sigma`, `draws`, what is `guaranteed` at each rate (None without noise), and by attacker (`others` known, or
         the `population`) its `groups` and a `curve` of (false positive rate, found of all, found of the worst). A group
-        has its median and largest μ (None where it is infinite), and by rate what is found: `exact`, and by redraws `drawn` with a 95 % `interval`.
-        `beyond` names groups of which more are found than is guaranteed, but for a chance of 10⁻⁶ each.
+        has its median and largest μ (None where it is infinite), and by rate what is found: `exact`, and by redraws
+        `drawn` with an `interval` of 95 % or more. `beyond` names groups of which more are found than is guaranteed,
+        but for a chance of 10⁻⁶ each.
     """
     from scipy.stats import binomtest
 
@@ -125,9 +126,8 @@ def tail_of(
             for rate in RATES:
                 one = told[f"{rate:g}"] = {"exact": float(found(mu[of], rate).mean())}
                 over = rate in limits and one["exact"] > limits[rate] * (1 + 1e-5)
-                if (
-                    drawn and attacker == "others"
-                ):  # of groups the interval is too wide: patients share the noise
+                if drawn and attacker == "others":
+                    # each redraw is of all units: a share over units varies no more than that of one would
                     n = DRAWS // 2
                     test = binomtest(
                         round(n * drawn[rate][of].mean()), n, limits[rate], alternative="greater"
