@@ -64,11 +64,11 @@ def _tail(site: Json) -> tuple[str, Chart]:
     tail = site["tail"]
     attacker = "others" if tail["sigma"] else "population"
     points = tail["attackers"][attacker]["curve"]
-    curves = {
-        name: [(point[0], point[k]) for point in points] for k, name in ((1, "all"), (2, "most exposed"))
-    }
+    named = ((1, "all"), (2, "most exposed"))
+    curves = {name: [(point[0], point[k]) for point in points] for k, name in named}
     if tail["sigma"]:
-        curves["guarantee"] = [(point[0], float(found(1 / tail["sigma"], point[0]))) for point in points]
+        limit = {"guarantee": [(point[0], float(found(1 / tail["sigma"], point[0]))) for point in points]}
+        curves = limit | curves
     colors = {"all": INK, "most exposed": ACCENT, "guarantee": MUTED}
     return f"Found in the letter of {site['site']}", roc_chart(curves, colors, f"Letter of {site['site']}")
 

@@ -32,23 +32,14 @@ def tables(audit: Json) -> list[Cells]:
         for row in audit.get("influence") or ()
     ]
     found = [
-        ("Who is found in a letter, with 1 false alarm in 100", _TAIL, tails),
+        ("Who is found in a letter, with so many false alarms", _TAIL, tails),
         ("What each letter changes", _MOVED, moved),
     ]
     return [one for one in found if one[2]]
 
 
-_TAIL = (
-    "site",
-    "who",
-    "n",
-    "μ at most",
-    "found",
-    "noise redrawn",
-    "guarantee",
-    "1 in 1000",
-    "others unknown",
-)
+_FOUND = ("μ at most", "found at 1 %", "noise redrawn", "guarantee", "found at 0.1 %", "others unknown")
+_TAIL = ("site", "who", "n", *_FOUND)
 _MOVED = ("site", "moves the sum by at most", "length with noise", "head without it", "answers without it")
 
 
