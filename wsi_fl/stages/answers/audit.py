@@ -158,7 +158,8 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
         found["canaries"] = _canaries(model, planted, upper, account["delta"], level, device)
         rows.append(found)
     kept = ("epsilon", "delta", "guarantee", "unit")
-    tail = exposure_of(party, name) if party.method.once else None
+    wrote = party.method.once and (not party.by_files or name in party.releases)
+    tail = exposure_of(party, name) if wrote else None
     return {"site": name, **{key: account[key] for key in kept}, "models": rows, "tail": tail}
 
 

@@ -47,7 +47,7 @@ def exposure_of(party: RunContext, name: str) -> dict[str, Any]:
     parts = _parts(head, mechanism, train, units, rows)
     groups, row_of = _groups(party, train, units)
     empty = torch.zeros(parts.shape[1], dtype=torch.float64)
-    told = tail_of(parts, sigma, groups, lambda: mechanism.noisy(empty, stream).numpy() if sigma else None)
+    told = tail_of(parts, sigma, groups, lambda: mechanism.noisy(empty, stream).numpy())
     _keep(folder, parts, sigma, train, units, row_of)
     return {"unit": units.kind, "n": units.n, **told}
 
