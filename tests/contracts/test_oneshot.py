@@ -514,7 +514,9 @@ def test_a_forged_letter_is_refused_where_it_arrives(study, monkeypatch, forged)
         real(head, exact, forged * noisy if float(head.own[0, -1]) == 0 else noisy, variance)  # S1's
 
     monkeypatch.setattr(SharedHead, "hold", hold)
-    run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
+    run, document = an_audit(study, monkeypatch, "privacy.sigma=2.0")
+    assert [bool(row["refused"]) for row in document["influence"]] == [False, True, False]
+    assert [row["moved"] > 0 for row in document["influence"]] == [True, False, True]
     assert "rejected the model from site 1" in (run / "sites/S0/log.txt").read_text()
     assert float(model(run, "S0", "proxy")["sums"].abs().max()) < 60
 

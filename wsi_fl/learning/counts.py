@@ -25,7 +25,8 @@ FEWEST = 5
 _TOP = nextafter(1.0, 2.0)
 """The upper end of the last bin, so that a probability of 1 lies in it."""
 _MOST = 1 << 53
-_KIND = np.dtype("<i8")
+_KIND = np.dtype("<f8")
+"""Of counts, which are exact in it, and of the ends of bins."""
 
 Flat = NDArray[np.uint8]
 
@@ -144,21 +145,16 @@ def _n_values(n_classes: int) -> int:
 
 
 def packed(told: Sequence[Counts]) -> Flat:
-    """Return the counts of several models as uint8[d]: what leaves a hospital.
-
-    They are int64 with the lowest byte first, and float64 for the ends of bins.
-    """
+    """Return the counts of several models as uint8[d], float64 with the lowest byte first: what leaves a hospital."""
     rows = [
-        np.concatenate(
-            [
-                np.array([*np.ravel(one["confusion"]), *one["positives"], *one["negatives"]], _KIND),
-                np.array([one["concordant"]] if "concordant" in one else [], _KIND),
-                np.array(one.get("high", []), "<f8").view(_KIND),
-            ]
-        )
+        [*np.ravel(one["confusion"]), *one["positives"], *one["negatives"], *_pairs_and_ends(one)]
         for one in told
     ]
-    return np.concatenate([np.zeros(0, _KIND), *rows]).view(np.uint8)
+    return np.array(rows, _KIND).reshape(-1).view(np.uint8)
+
+
+def _pairs_and_ends(told: Counts) -> list[float]:
+    return [told["concordant"], *told["high"]] if "high" in told else []
 
 
 def unpacked(values: Flat, n_models: int, n_classes: int) -> list[Counts]:
@@ -168,31 +164,31 @@ def unpacked(values: Flat, n_models: int, n_classes: int) -> list[Counts]:
         values: uint8[d] of an agreed length, from a hospital that is not trusted.
 
     Raises:
-        ValueError: when they cannot be counts: a number is negative or too large, bins and confusion disagree, or bins
-            overlap.
+        ValueError: when they cannot be counts: a number is negative, broken or too large, bins overlap, or what they
+            count disagrees.
     """
     if len(values) != n_bytes(n_models, n_classes):
         raise ValueError(f"they have {len(values)} bytes, agreed on {n_bytes(n_models, n_classes)}")
     rows = np.frombuffer(values.tobytes(), _KIND).reshape(n_models, -1)
     whole = rows[:, : rows.shape[1] - (N_BINS if n_classes == 2 else 0)]
-    if whole.size and not 0 <= int(whole.min()) <= int(whole.max()) <= _MOST // whole.size:
+    if not ((whole >= 0) & (whole <= _MOST // max(1, rows.size)) & (whole % 1 == 0)).all():
         raise ValueError("they hold a negative or an impossibly large number")
-    return [_parsed(row.astype(np.int64), n_classes) for row in rows]
+    return [_parsed(row, n_classes) for row in rows]
 
 
-def _parsed(row: NDArray[np.int64], n_classes: int) -> Counts:
-    table, rest = row[: n_classes**2].reshape(n_classes, n_classes), row[n_classes**2 :]
+def _parsed(row: NDArray[np.float64], n_classes: int) -> Counts:
+    table = row[: n_classes**2].reshape(n_classes, n_classes).astype(int)
     found: Counts = {"n": int(table.sum()), "confusion": table.tolist(), "positives": [], "negatives": []}
-    if len(rest):
-        bins, high = rest[: 2 * N_BINS].reshape(2, N_BINS), rest[-N_BINS:].view(np.float64)
-        if [int(bins[0].sum()), int(bins[1].sum())] != [int(table[1].sum()), int(table[0].sum())]:
-            raise ValueError("their bins and their confusion matrix count different examples")
+    if n_classes == 2:
+        bins, high = row[4 : 4 + 2 * N_BINS].reshape(2, N_BINS).astype(int), row[-N_BINS:]
         wide = np.diff(high, prepend=0.0)
+        if (bins.sum(1) != table.sum(1)[::-1]).any():
+            raise ValueError("their bins and their confusion matrix count different examples")
         if not ((wide >= 0).all() and high[-1] <= _TOP and (wide[bins.any(0)] > 0).all()):
             raise ValueError("their bins overlap")
         found |= {"positives": bins[0].tolist(), "negatives": bins[1].tolist(), "high": high.tolist()}
-        found["concordant"] = int(rest[2 * N_BINS])
-        area, within = _pairs([found])
+        found["concordant"] = int(row[-N_BINS - 1])
+        area, within = _pairs(found, found)
         if abs(found["concordant"] / 2 - area) > within:
             raise ValueError("their bins and their pairs of examples disagree")
     return found
@@ -232,38 +228,27 @@ def scores_of(told: Sequence[Counts]) -> dict[str, Any]:
 
 def _auroc(told: Sequence[Counts]) -> tuple[float, float] | tuple[None, None]:
     """Return the area under the ROC curve, uncertain pairs counting half, and how far the exact one may lie away."""
-    pairs = int(np.prod([sum(sum(one[name]) for one in told) for name in ("positives", "negatives")]))
-    if not pairs:
-        return None, None
-    area, within = _pairs(told)
+    area = within = 0.0
     for one in told:
-        if "concordant" in one:  # of pairs within a hospital nothing is uncertain
-            own, unsure = _pairs([one])
-            area, within = area + one["concordant"] / 2 - own, within - unsure
-    return area / pairs, max(0.0, within) / pairs
+        for other in told:
+            exact = one is other and "concordant" in one  # nothing is uncertain within a hospital
+            ordered, unsure = (one["concordant"] / 2, 0.0) if exact else _pairs(one, other)
+            area, within = area + ordered, within + unsure
+    positives, negatives = (sum(sum(one[name]) for one in told) for name in ("positives", "negatives"))
+    pairs = positives * negatives
+    return (area / pairs, within / pairs) if pairs else (None, None)
 
 
-def _pairs(told: Sequence[Counts]) -> tuple[float, float]:
-    """Return how many pairs bins alone put in order, uncertain ones counting half, and half of the uncertain."""
-    positives, negatives = (
-        np.concatenate([np.asarray(one[name]) for one in told]) for name in ("positives", "negatives")
+def _pairs(positive: Counts, negative: Counts) -> tuple[float, float]:
+    """Return how many pairs are in order by their bins, uncertain ones counting half, and half of the uncertain."""
+    highs = [np.asarray(one.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for one in (positive, negative)]
+    low, under = (np.concatenate([[0.0], high])[:-1] for high in highs)
+    above = low[:, None] >= highs[1]
+    unsure = ~above & (highs[0][:, None] > under)
+    ordered, half = (
+        np.asarray(positive["positives"]) @ one @ np.asarray(negative["negatives"]) for one in (above, unsure)
     )
-    highs = [np.asarray(one.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for one in told]
-    low, high = np.concatenate([[0.0, *one[:-1]] for one in highs]), np.concatenate(highs)
-    below = _up_to(high, negatives, low)
-    maybe = (negatives.sum() - _up_to(-low, negatives, -high) - below).clip(min=0)
-    within = float((positives * maybe).sum() / 2)
-    return float((positives * below).sum()) + within, within
-
-
-def _up_to(
-    ends: NDArray[np.float64], weights: NDArray[np.float64], limits: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return for each limit the weight of all bins that end at it or before."""
-    order = np.argsort(ends)
-    total = np.concatenate([[0.0], np.cumsum(weights[order])])
-    found: NDArray[np.float64] = total[np.searchsorted(ends[order], limits, side="right")]
-    return found
+    return float(ordered + half / 2), float(half / 2)
 
 
 def results(document: Scores) -> dict[str, Any]:

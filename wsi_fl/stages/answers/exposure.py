@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,9 @@ from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.units import Units
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.letters import without
+from wsi_fl.privacy.letters import impossible, without
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.privacy.tails import distances, found, tail_of
-from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.ledgers import units_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.learners import build_model
@@ -38,17 +38,19 @@ def exposure_of(party: RunContext, name: str) -> dict[str, Any]:
     Where patients have more rows than a letter takes of each, rows are drawn anew.
     """
     train, _ = learned_from(party, name)
-    units, head, folder = units_of(party.pipeline, train, name), _head(party, name), party.run.site(name)
-    sigma = (
-        party.releases[name].facts.sigma if party.by_files else (folder.kept("plan") or {}).get("sigma", 0.0)
+    units, folder, stream = units_of(party.pipeline, train, name), party.run.site(name), CipherStream.fresh()
+    sigma = (folder.kept("plan") or {}).get("sigma", 0.0)
+    if party.by_files:
+        sigma = party.releases[name].facts.sigma
+    mechanism = NoisySums(sigma, 1.0, units.n, units.kind)
+    parts = _parts(_head(party, name), mechanism, train, units, units.rows(np.arange(units.n), stream))
+    empty, groups = (
+        torch.zeros(parts.shape[1], dtype=torch.float64),
+        _groups(party.data(name).classes, train, units),
     )
-    mechanism, stream = NoisySums(sigma, 1.0, units.n, units.kind), CipherStream.fresh()
-    rows = units.rows(np.arange(units.n), stream)
-    parts = _parts(head, mechanism, train, units, rows)
-    groups, row_of = _groups(party, train, units)
-    empty = torch.zeros(parts.shape[1], dtype=torch.float64)
     told = tail_of(parts, sigma, groups, lambda: mechanism.noisy(empty, stream).numpy())
-    _keep(folder, parts, sigma, train, units, row_of)
+    known, unknown = (distances(parts, sigma, others_known=others) for others in (True, False))
+    _keep(folder.path / EXPOSURE, known, unknown, train, units)
     return {"unit": units.kind, "n": units.n, **told}
 
 
@@ -75,39 +77,30 @@ def _parts(
     )
 
 
-def _groups(
-    party: RunContext, train: Examples, units: Units
-) -> tuple[dict[str, NDArray[np.bool_]], NDArray[np.int64]]:
-    """Return which units are of each class and have how many slides, where that differs, and a row of each."""
-    _, row_of = np.unique(units.of_row, return_index=True)
-    label, classes = train.label[row_of], party.data(party.names[0]).classes
+def _groups(classes: Sequence[str], train: Examples, units: Units) -> dict[str, NDArray[np.bool_]]:
+    """Return which units are of each class, and have how many slides where some have several."""
+    label = train.label[np.unique(units.of_row, return_index=True)[1]]
+    slide_of = np.unique(train.slide, return_inverse=True)[1]
+    slides = np.bincount(np.unique([units.of_row, slide_of], axis=1)[0], minlength=units.n).clip(max=3)
     groups = {f"class {name}": label == k for k, name in enumerate(classes)}
-    pairs = np.unique(np.stack([units.of_row, np.unique(train.slide, return_inverse=True)[1]]), axis=1)
-    slides = np.bincount(pairs[0], minlength=units.n).clip(max=3)
-    names = {1: "1 slide", 2: "2 slides", 3: "3 slides or more"}
-    groups |= {name: slides == k for k, name in names.items() if (slides > 1).any()}
-    return {name: of for name, of in groups.items() if of.any()}, row_of
+    names = ("1 slide", "2 slides", "3 slides or more") if slides.max() > 1 else ()
+    groups |= {name: slides == k for k, name in enumerate(names, 1)}
+    return {name: of for name, of in groups.items() if of.any()}
 
 
 def _keep(
-    folder: SiteFolder,
-    parts: NDArray[np.float64],
-    sigma: float,
-    train: Examples,
-    units: Units,
-    row_of: NDArray[np.int64],
+    path: Path, known: NDArray[np.float64], unknown: NDArray[np.float64], train: Examples, units: Units
 ) -> None:
-    """Write the file of all units, the most exposed first."""
-    known, unknown = (distances(parts, sigma, others_known=others) for others in (True, False))
+    """Write μ of all units, the most exposed first, to one who knows all others and to one who knows none."""
+    _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
+    slide = train.slide[row] if units.kind == "row" else [""] * units.n
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(("patient", "slide", "rows", "mu", "found_at_0.01", "mu_population"))
-    n_rows = np.bincount(units.of_row, minlength=units.n)
     for k in np.lexsort((-unknown, -known)):
-        slide = train.slide[row_of[k]] if units.kind == "row" else ""
-        numbers = (f"{value:.6g}" for value in (known[k], float(found(known[k], 0.01)), unknown[k]))
-        table.writerow((train.patient[row_of[k]], slide, n_rows[k], *numbers))
-    write_text(folder.path / EXPOSURE, text.getvalue())
+        numbers = (f"{value:.6g}" for value in (known[k], found(known[k], 0.01), unknown[k]))
+        table.writerow((train.patient[row[k]], slide[k], n_rows[k], *numbers))
+    write_text(path, text.getvalue())
 
 
 def influence_of(party: RunContext, here: list[str]) -> list[dict[str, Any]]:
@@ -118,11 +111,11 @@ def influence_of(party: RunContext, here: list[str]) -> list[dict[str, Any]]:
     Args:
         here: sites whose stores are here; on their own test parts answers are compared.
     """
-    head = _head(party, here[0])
+    heads = {name: _head(party, name) for name in here}
+    head = heads[here[0]]
     if int(head.n_sites) < 2:
         return []
-    heads = {name: _head(party, name) for name in here}
-    letters: Mapping[str, Tensor] = {name: one.released for name, one in heads.items()}
+    letters: Mapping[str, Tensor] = {name: one.released.clone() for name, one in heads.items()}
     n_units = {row["site"]: row["n_units"] for row in (party.run.summary() or {})["sites"]}
     if party.by_files:
         n_units = {name: one.facts.n for name, one in party.releases.items()}
@@ -130,15 +123,18 @@ def influence_of(party: RunContext, here: list[str]) -> list[dict[str, Any]]:
     head.forget()
     tests = [one for name in here if len(one := party.data(name).held_out)]
     weights, answers = head.head()[0], _answers(head, tests)
-    rows = []
-    for name, letter in letters.items():
-        left = without(head, letter)
-        moved = (left.head()[0] - weights).norm() / weights.norm()
+
+    rows = party.pipeline.privacy.unit == "row" and not party.pipeline.audit.canaries
+
+    def row_of(name: str, letter: Tensor) -> dict[str, Any]:
+        refused = impossible(head, letter, n_units[name], rows=rows)  # as where it arrived
+        left = head if refused else without(head, letter)
+        moved = float((left.head()[0] - weights).norm() / weights.norm())
         changed = float((_answers(left, tests) != answers).mean()) if len(answers) else None
-        length = float(letter[: -head.shape[0]].norm())
-        told = {"site": name, "n": n_units[name], "length": length, "moved": float(moved)}
-        rows.append(told | {"answers_changed": changed})
-    return rows
+        told = {"site": name, "n": n_units[name], "length": float(letter[: -head.shape[0]].norm())}
+        return told | {"refused": refused, "moved": moved, "answers_changed": changed}
+
+    return [row_of(name, letter) for name, letter in letters.items()]
 
 
 def _answers(head: SharedHead, tests: list[Examples]) -> NDArray[np.int64]:
