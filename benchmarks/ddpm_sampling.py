@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import Sampling, drawn
 from wsi_fl.synthesis.sampling import balanced_labels

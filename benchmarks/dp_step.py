@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wsi_fl.models import build
-from wsi_fl.models.deepset import deepset
+from wsi_fl.models.mil import deepset
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.types import Images, WsiFlError

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.patching.splits import sample_rows
-from wsi_fl.slides.reading.patches import read_patches
+from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.slides.reading.tiff import tiled_images
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.system import jpeg

@@ -21,8 +21,7 @@ from wsi_fl.federation import loop, shared
 from wsi_fl.hospitals.lines import relayed
 from wsi_fl.hospitals.plans.signed import Plan, approve, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.work import by_folder
-from wsi_fl.hospitals.work.by_folder import take_part_by_folder
+from wsi_fl.hospitals.work import start as starting
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.training import ranks
 from wsi_fl.study.folder import Study
@@ -47,10 +46,10 @@ def be(job, killed):
         while not any(share.rglob(f"{job['after']}~hello~*.letter")):
             time.sleep(0.02)
     relayed._END_S = job.get("end_s", relayed._END_S)
-    by_folder._LEAVING_S = job.get("leaving_s", by_folder._LEAVING_S)
+    starting._LEAVING_S = job.get("leaving_s", starting._LEAVING_S)
     try:
         for _ in range(job.get("calls", 1)):
-            found = take_part_by_folder(
+            found = starting.take_part_by_folder(
                 Study(study), Kit.open(Path(job["kit"])), without=job.get("without", ())
             )
         document = {"summary": found}
@@ -66,7 +65,7 @@ def _lie(how):
     if how == "spoils":
         shared.masked = lambda values, *args: masked(values, *args) ^ np.uint64(0x5A5A5A5A5A5A5A5A)
     shared._is_done = lambda *_: False
-    by_folder.finished_summary = lambda *_: None
+    starting.finished_summary = lambda *_: None
     PrivacyLedger.affords = lambda *_: True
     shared._refusal = lambda *_: ""
     PrivacyLedger._check = lambda *_: None

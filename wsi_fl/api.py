@@ -84,7 +84,7 @@ def patches(
     """
     from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
     from wsi_fl.slides.patching.tissue import tissue_fraction, tissue_mask
-    from wsi_fl.slides.reading.patches import read_patches
+    from wsi_fl.slides.reading.sweep import read_patches
     from wsi_fl.types import SlideRecord
 
     thumbnail, downsample = slide.thumbnail()

@@ -35,8 +35,8 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, audit_lines
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.slides import open_data
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.stages.work.console import render

@@ -28,7 +28,7 @@ from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.encoders import encoder_of
-from wsi_fl.stages.site.kinds import open_data
+from wsi_fl.stages.site.slides import open_data
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Silent

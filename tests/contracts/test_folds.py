@@ -16,7 +16,7 @@ from wsi_fl.stages.answers.compare import _require_one_store, compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.kinds import open_data
+from wsi_fl.stages.site.slides import open_data
 from wsi_fl.stages.training import series
 from wsi_fl.stages.training.series import train_series
 from wsi_fl.stages.training.train import train

@@ -11,8 +11,7 @@ import pytest
 import torch
 from conftest import model, refused, same
 
-from wsi_fl.stages.prepare.export import export
-from wsi_fl.stages.prepare.importing import ImportFacts, import_features
+from wsi_fl.stages.prepare.importing import ImportFacts, export, import_features
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study

@@ -10,8 +10,8 @@ from wsi_fl.learning.bags import bag_examples, with_drawn_patches
 from wsi_fl.learning.examples import batches
 from wsi_fl.models import mil
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import summed_by_patient
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.predictor import load_predictor
 from wsi_fl.stages.training.train import train

@@ -26,7 +26,7 @@ from wsi_fl.slides.patching.mosaic import choose
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.prepare import sources
-from wsi_fl.stages.prepare.export import export
+from wsi_fl.stages.prepare.importing import export
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.mosaic import mosaic
 from wsi_fl.stages.training.train import train

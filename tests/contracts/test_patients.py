@@ -19,10 +19,9 @@ from wsi_fl.models import build
 from wsi_fl.privacy import groups
 from wsi_fl.privacy.accounting import WHOLE_ORDERS, Mechanism, epsilon, plan
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import DPTrainer
+from wsi_fl.privacy.dpsgd import DPTrainer, summed_by_patient
 from wsi_fl.privacy.groups import by_mixture, by_textbook, group_epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
-from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.privacy import privacy

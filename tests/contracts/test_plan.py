@@ -15,10 +15,9 @@ from wires import Wire
 from wsi_fl.hospitals.plans import approving
 from wsi_fl.hospitals.plans import code as plan_code
 from wsi_fl.hospitals.plans import signed as signed_plans
-from wsi_fl.hospitals.plans.approving import look, sign
+from wsi_fl.hospitals.plans.approving import cost_words, look, look_lines, sign
 from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.hospitals.plans.showing import cost_words, look_lines
 from wsi_fl.hospitals.plans.signed import Plan, approvals, plan_path
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import approved, fingerprint, new_key, new_request, new_root

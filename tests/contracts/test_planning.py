@@ -16,10 +16,9 @@ from PIL import Image
 from wsi_fl.slides.patching.patches import PlanParams, plan_slide
 from wsi_fl.slides.patching.tissue import NoTissueError
 from wsi_fl.slides.pictures.overview import draw_overview
-from wsi_fl.slides.reading import patches as reading
-from wsi_fl.slides.reading.patches import read_patches
+from wsi_fl.slides.reading import sweep as reading
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.sweep import Sweep
+from wsi_fl.slides.reading.sweep import Sweep, read_patches
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"

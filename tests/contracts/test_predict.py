@@ -18,7 +18,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.geojson import features, write_geojson
-from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
+from wsi_fl.slides.pictures.heatmap import Heat, leading, patch_boxes, score
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
@@ -27,7 +27,7 @@ from wsi_fl.stages.answers.predictor import Predictor
 from wsi_fl.stages.answers.trained import TrainedModels
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.kinds import kind_of
+from wsi_fl.stages.site.slides import kind_of
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study

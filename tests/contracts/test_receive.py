@@ -24,8 +24,8 @@ from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.importing import import_features
 from wsi_fl.stages.prepare.tables import tile_lines
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.slides import open_data
 from wsi_fl.stages.training.plan import dry_run, plan_lines
 from wsi_fl.stages.training.release import release
 from wsi_fl.stages.training.train import resume, summary_lines, train

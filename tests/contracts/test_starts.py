@@ -9,9 +9,8 @@ import torch
 from conftest import REAL, interrupted_after, make_study, metrics, model, published, refused, same
 
 from wsi_fl.federation import preflight
-from wsi_fl.hospitals.plans.approving import look
+from wsi_fl.hospitals.plans.approving import look, look_lines
 from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.hospitals.plans.showing import look_lines
 from wsi_fl.models import Start, build, schema
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.audit import audit

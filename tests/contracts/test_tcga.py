@@ -14,8 +14,7 @@ from test_layouts import generic
 
 from wsi_fl.demo.phantom import write_pyramid
 from wsi_fl.slides.layouts import Sources, describe, detect, list_site, read_site
-from wsi_fl.slides.layouts.tcga import parse_barcode
-from wsi_fl.slides.layouts.tcga_codes import site_of
+from wsi_fl.slides.layouts.tcga import parse_barcode, site_of
 from wsi_fl.stages.prepare.init import Tables, init
 from wsi_fl.stages.prepare.sources import sources_of
 from wsi_fl.stages.prepare.tile import tile

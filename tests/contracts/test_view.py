@@ -45,8 +45,8 @@ from wsi_fl.viewer import server as servers
 from wsi_fl.viewer import site_layers
 from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
 from wsi_fl.viewer.layers import patches, values
-from wsi_fl.viewer.predictions import Prediction
 from wsi_fl.viewer.server import ADDRESS, ViewServer
+from wsi_fl.viewer.site_layers import Prediction
 from wsi_fl.viewer.tiles import TILE_PX, Pyramid, TileReader, read_tile
 from wsi_fl.viewer.viewing import gallery
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wsi_fl.slides.reading.cuts import cut
+from wsi_fl.slides.reading.sweep import cut
 from wsi_fl.slides.reading.tiff import TiledImage
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step
 from wsi_fl.models import build
-from wsi_fl.models.deepset import deepset
 from wsi_fl.models.encoder import Encoder, encode
+from wsi_fl.models.mil import deepset
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.gradients import ENGINES, trained
 from wsi_fl.types import Images

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from wsi_fl.learning.local import DPSettings, Learner, supervised_step
 from wsi_fl.models import build
-from wsi_fl.models.deepset import deepset
+from wsi_fl.models.mil import deepset
 from wsi_fl.privacy import ghost
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients

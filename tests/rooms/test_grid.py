@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.slides.patching.grid import grid_positions
-from wsi_fl.slides.patching.labels import HEALTHY, TUMOR, label_patches
+from wsi_fl.slides.patching.patches import HEALTHY, TUMOR, label_patches
 from wsi_fl.types import GridSpec
 
 sizes = st.integers(1, 3000)

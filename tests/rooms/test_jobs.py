@@ -101,12 +101,11 @@ def kit(founded, tmp_path):
 @pytest.fixture
 def asking(monkeypatch, kit):
     """Ask this server, on whose clock everything happens."""
-    from wsi_fl.hospitals.flare import jobs, watching
+    from wsi_fl.hospitals.flare import jobs
 
     def ask(server):
         monkeypatch.setattr(jobs, "_session", lambda _: nullcontext(server))
-        for module in (jobs, watching):
-            monkeypatch.setattr(module, "time", server)
+        monkeypatch.setattr(jobs, "time", server)
         return server
 
     return ask

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from wsi_fl.learning.tasks import mutual
 from wsi_fl.models import build
-from wsi_fl.models.deepset import deepset
+from wsi_fl.models.mil import deepset
 from wsi_fl.privacy import dpsgd
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from wsi_fl.cli.main import app
 from wsi_fl.privacy.accounting import WHOLE_ORDERS, Mechanism, epsilon, sigma_for
-from wsi_fl.privacy.planner import planned, proposals
+from wsi_fl.privacy.plan import planned, proposals
 from wsi_fl.types import UsageError
 
 

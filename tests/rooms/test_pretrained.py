@@ -11,10 +11,9 @@ from wsi_fl.models import Start, build, schema, started_from
 from wsi_fl.models.norm import FrozenNorm
 from wsi_fl.models.weights import fit, read_weights
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
+from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients, summed_by_patient
 from wsi_fl.privacy.ghost import gradients_of
 from wsi_fl.privacy.gradients import ENGINES, trained
-from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.types import Images, UsageError, Vectors, WsiFlError
 
 SIZE, N_CLASSES = 32, 3

@@ -6,7 +6,7 @@ import torch
 from scipy.signal import convolve2d, upfirdn
 from torch import nn
 
-from wsi_fl.synthesis.gan import GanState, GanTerms, path_penalty, r1_penalty, step
+from wsi_fl.synthesis.gan import GanState, GanTerms, path_penalty, projected, r1_penalty, step
 from wsi_fl.synthesis.layers import (
     EqualConv,
     EqualLinear,
@@ -18,7 +18,6 @@ from wsi_fl.synthesis.layers import (
 )
 from wsi_fl.synthesis.lpips import load_lpips
 from wsi_fl.synthesis.privacy_loss import Keepaway
-from wsi_fl.synthesis.projection import projected
 from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_pixels
 from wsi_fl.synthesis.state import move_average
 from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator

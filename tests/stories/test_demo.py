@@ -5,10 +5,9 @@ import pytest
 import torch
 from conftest import make_study, nightly, refused, write_features
 
-from wsi_fl.demo.encoder import INPUT_PX, public_patches
+from wsi_fl.demo.encoder import INPUT_PX, public_patches, untrained_weights
 from wsi_fl.demo.phantom import plan_slides
 from wsi_fl.demo.run import _STEPS, demo
-from wsi_fl.models.untrained import untrained_weights
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.training.train import train
 

@@ -28,7 +28,7 @@ from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Writer
-from wsi_fl.hospitals.work.by_folder import take_part_by_folder
+from wsi_fl.hospitals.work.start import take_part_by_folder
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.going_on import Asked, choose_run, which_run
 from wsi_fl.stages.training.train import train

@@ -27,8 +27,7 @@ from wsi_fl.learning.tasks import scored
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.going_on import Asked, Begun, Runs, _Claimed, _Proposal, which_run
 from wsi_fl.stages.training.summary import SummaryRow

@@ -14,7 +14,7 @@ from conftest import refused
 
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.work import by_folder
+from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work.start import _end, start
 from wsi_fl.types import WsiFlError
 
@@ -107,11 +107,11 @@ def test_a_kit_that_runs_is_not_started_again(held, tmp_path, monkeypatch):
 
 
 def test_a_kit_that_runs_is_not_started_again_over_a_folder(held, tmp_path, monkeypatch):
-    monkeypatch.setattr(by_folder, "approved_plan", lambda *_: SimpleNamespace(digest="0" * 64, most_bytes=1))
-    monkeypatch.setattr(by_folder, "_until_done", lambda *_: pytest.fail("a second one takes part"))
+    monkeypatch.setattr(starting, "approved_plan", lambda *_: SimpleNamespace(digest="0" * 64, most_bytes=1))
+    monkeypatch.setattr(starting, "_until_done", lambda *_: pytest.fail("a second one takes part"))
     study = SimpleNamespace(root=tmp_path / "other")
     (tmp_path / "share").mkdir()
-    again = lambda: by_folder.take_part_by_folder(study, held, folder=str(tmp_path / "share"))  # noqa: E731
+    again = lambda: starting.take_part_by_folder(study, held, folder=str(tmp_path / "share"))  # noqa: E731
     refused(again, "C1 runs already", error=WsiFlError)
 
 

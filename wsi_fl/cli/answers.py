@@ -155,6 +155,6 @@ def export(
         return
     if site is None or model is not None or private:
         raise UsageError("export needs --site NAME for mosaics, or --run RUN with --model for a model")
-    from wsi_fl.stages.prepare.export import export, export_lines
+    from wsi_fl.stages.prepare.importing import export, export_lines
 
     show(export(study, site=site, form=form, out=out, tensors=tensors), as_json, export_lines)

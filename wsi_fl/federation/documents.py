@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 MOST_BYTES = 16 << 20
 """The longest text of a document."""
-MOST_VALUES = 1 << 18
+_MOST_VALUES = 1 << 18
 """A short text may stand for much memory: `[[],[],…` for a hundred times its own length."""
 _MOST_FAULTS, _LONGEST_KEY, _LONGEST_FAULT = 1000, 100, 250
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -68,7 +68,7 @@ def check_length(n_bytes: int, site: object) -> None:
         raise NotAgreed(f"site {site} announced a document of {n_bytes} bytes; at most {MOST_BYTES}")
 
 
-def decoded(text: bytes, kind: type[T], site: object, *, most_values: int = MOST_VALUES) -> T:
+def decoded(text: bytes, kind: type[T], site: object, *, most_values: int = _MOST_VALUES) -> T:
     """Return the document that a text stands for.
 
     Args:

@@ -217,7 +217,7 @@ _OF_ROUNDS = (
 )
 PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common=True)}
 PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}
-TAUGHT_PAIR = {"private": Role(dp=False, taught=True), "proxy": Role(dp=True, common=True, taught=True)}
+_TAUGHT_PAIR = {"private": Role(dp=False, taught=True), "proxy": Role(dp=True, common=True, taught=True)}
 """A private model and a proxy under differential privacy that learn from each other."""
 _PAIR = {"private": Role(dp=False), "proxy": Role(dp=True, common=True)}
 
@@ -282,10 +282,14 @@ _OWN = {
     ),
     "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, supervised, (Share("model", "ring"),)),
     "fml": Method(
-        "FML", "proxies averaged, central", TAUGHT_PAIR, mutual, (Share("model", "star", "proxy"),)
+        "FML", "proxies averaged, central", _TAUGHT_PAIR, mutual, (Share("model", "star", "proxy"),)
     ),
     DEFAULT: Method(
-        "ProxyFL", "proxies travel, no centre", TAUGHT_PAIR, mutual, (Share("model", "exponential", "proxy"),)
+        "ProxyFL",
+        "proxies travel, no centre",
+        _TAUGHT_PAIR,
+        mutual,
+        (Share("model", "exponential", "proxy"),),
     ),
     "oneshot": _oneshot(),
 }

@@ -13,8 +13,8 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.documents import Amount, Count, Name, Words
 from wsi_fl.types import NoCommonPlan, encoder_differences
 
-Scalar = Words | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
-Setting = Scalar | Annotated[list[Scalar], Field(max_length=1000)]
+_Scalar = Words | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
+Setting = _Scalar | Annotated[list[_Scalar], Field(max_length=1000)]
 _Key = Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_]+$", max_length=100)]
 _Classes = Annotated[list[Words], Field(max_length=10_000)]
 

@@ -157,8 +157,7 @@ def approve(
 
 
 def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
-    from wsi_fl.hospitals.plans.approving import look, sign
-    from wsi_fl.hospitals.plans.showing import above_words, look_lines, signed_lines
+    from wsi_fl.hospitals.plans.approving import above_words, look, look_lines, sign, signed_lines
     from wsi_fl.hospitals.plans.signed import Plan
     from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import render
@@ -220,7 +219,7 @@ def start(
         start(opened, found, told=say)
     if found is None:
         raise UsageError(f"{kit} is the kit of a {opened.role}; over a folder hospitals alone start")
-    from wsi_fl.hospitals.work.by_folder import take_part_by_folder
+    from wsi_fl.hospitals.work.start import take_part_by_folder
     from wsi_fl.stages.training.train import summary_lines
 
     show(take_part_by_folder(found, opened, folder=shared, without=without or []), as_json, summary_lines)

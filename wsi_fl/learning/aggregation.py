@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import Labels, Probabilities, counted_once, measure_of_classes
 
-MEANS = ("mean", "weighted_mean")
-VOTES = ("absolute", "relative", "weighted")
-RULES = (*MEANS, *VOTES)
+_MEANS = ("mean", "weighted_mean")
+_VOTES = ("absolute", "relative", "weighted")
+RULES = (*_MEANS, *_VOTES)
 REJECTED = -1
 """The decision of an absolute majority vote where no class has more than half of the votes."""
 
@@ -29,7 +29,7 @@ def averaged(said: Sequence[Probabilities], weights: Sequence[float] | None = No
     return mean
 
 
-def tallied(said: Sequence[Probabilities], weights: Sequence[float] | None = None) -> Probabilities:
+def _tallied(said: Sequence[Probabilities], weights: Sequence[float] | None = None) -> Probabilities:
     """Return shares of the votes [n, classes]: each site gives its weight to its most probable class."""
     n, n_classes = said[0].shape
     w = np.ones(len(said)) if weights is None else np.asarray(weights, np.float64)
@@ -55,9 +55,9 @@ def decided(
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; known: {', '.join(RULES)}")
     own = weights if rule.startswith("weighted") else None
-    if rule in MEANS:
+    if rule in _MEANS:
         return _largest(averaged(said, own))
-    shares, mean = tallied(said, own), averaged(said, own)
+    shares, mean = _tallied(said, own), averaged(said, own)
     if rule == "absolute":
         return np.where(shares.max(1) > 0.5, shares.argmax(1), REJECTED)
     most = shares >= shares.max(1, keepdims=True) - 1e-12
@@ -78,7 +78,7 @@ def aggregated_scores(
         decision = decided(said, rule, weights)
         right = decision == labels
         own = weights if rule.startswith("weighted") else None
-        score = averaged(said, own) if rule in MEANS else tallied(said, own)
+        score = averaged(said, own) if rule in _MEANS else _tallied(said, own)
         found[rule] = {
             "n": len(labels),
             **counted_once(measure_of_classes(right, score, labels), len(labels)),

@@ -94,12 +94,12 @@ def rows_alone(n: int) -> Units:
 
 def whole_patients(examples: Examples, max_rows: int | None, site: str) -> Units:
     """Return the patients of rows, each a unit; every row must have one."""
-    require_patients(examples.patient, site)
+    _require_patients(examples.patient, site)
     names, which = np.unique(examples.patient, return_inverse=True)
     return Units("patient", len(names), which.astype(np.int64), max_rows)
 
 
-def require_patients(patient: NDArray[np.str_], site: str) -> None:
+def _require_patients(patient: NDArray[np.str_], site: str) -> None:
     """Refuse rows without a patient where the patient is the unit of privacy.
 
     Taken for a patient of its own such a row would be promised what may not hold: whom it comes from may have others.

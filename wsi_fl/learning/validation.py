@@ -15,9 +15,9 @@ from wsi_fl.learning.stacking import Stack
 from wsi_fl.learning.tasks import CLASSES, Task, quality
 from wsi_fl.types import UsageError
 
-PredictionSource = Literal["private", "mean", "proxy"]
+_PredictionSource = Literal["private", "mean", "proxy"]
 """Whose probabilities are a site's answer; of equally good ones the first."""
-ANSWERS: tuple[PredictionSource, ...] = get_args(PredictionSource)
+ANSWERS: tuple[_PredictionSource, ...] = get_args(_PredictionSource)
 LONE = "alone"
 """The role of the model that a site would have alone: it learns from the site's rows beside those of the method."""
 STACK = "stack"

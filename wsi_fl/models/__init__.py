@@ -18,34 +18,30 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small
-from wsi_fl.models.deepset import deepset, deepset_attention, deepset_max
+from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small, lenet5, mlp, vgg11
 from wsi_fl.models.directions import N_RANDOM
 from wsi_fl.models.heads import linear_head, mean_head, mlp_head
-from wsi_fl.models.lenet import lenet5
-from wsi_fl.models.mil import abmil, clam_sb, transmil
-from wsi_fl.models.mlp import mlp
+from wsi_fl.models.mil import abmil, clam_sb, deepset, deepset_attention, deepset_max, transmil
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.models.vgg import vgg11
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
 if TYPE_CHECKING:
     from wsi_fl.models.pretrained import Part
 
-Builder = Callable[[int, int, int], nn.Module]
+_Builder = Callable[[int, int, int], nn.Module]
 """(n_classes, in_channels, size_px) → a model of images."""
 
-FeatureBuilder = Callable[[int, int], nn.Module]
+_FeatureBuilder = Callable[[int, int], nn.Module]
 """(n_classes, n_features) → a model of bags, or of vectors."""
 
 
 def _resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    from wsi_fl.models.resnet import resnet18  # torchvision costs every rank half a second
+    from wsi_fl.models.cnn import resnet18  # torchvision costs every rank half a second
 
     return resnet18(n_classes, in_channels, size_px)
 
 
-BUILDERS: dict[str, Builder] = {
+BUILDERS: dict[str, _Builder] = {
     "resnet18": _resnet18,
     "gn_cnn": gn_cnn,
     "gn_cnn_small": gn_cnn_small,
@@ -57,7 +53,7 @@ BUILDERS: dict[str, Builder] = {
 }
 
 
-BAG_BUILDERS: dict[str, FeatureBuilder] = {
+BAG_BUILDERS: dict[str, _FeatureBuilder] = {
     "deepset": deepset,
     "deepset_max": deepset_max,
     "deepset_attention": deepset_attention,
@@ -67,7 +63,7 @@ BAG_BUILDERS: dict[str, FeatureBuilder] = {
     "mean_head": mean_head,
 }
 
-VECTOR_BUILDERS: dict[str, FeatureBuilder] = {"linear_head": linear_head, "mlp_head": mlp_head}
+VECTOR_BUILDERS: dict[str, _FeatureBuilder] = {"linear_head": linear_head, "mlp_head": mlp_head}
 
 
 _SEEN = {
@@ -119,7 +115,7 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int, start: Start | 
         if not isinstance(shape, Images):
             return _of_features(name, n_classes, shape)
         if name.startswith("timm:"):
-            from wsi_fl.models.timm import timm_model
+            from wsi_fl.models.pretrained import timm_model
 
             return timm_model(name.removeprefix("timm:"), n_classes, shape.channels)
         for sees, data, builders in _SEEN.values():

@@ -321,7 +321,7 @@ def _stream(
 ) -> Iterator[tuple[T, NDArray[np.uint8] | Exception | None, float]]:
     """Yield (item, batch, seconds of reading), and at the end of an item its error or None in the place of a batch."""
     for item, batches in items:
-        ready = regrouped(batches, encoder)
+        ready = _regrouped(batches, encoder)
         while True:
             began = time.perf_counter()
             try:
@@ -346,7 +346,7 @@ def encode(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> NDArray[np
     return one.features
 
 
-def regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterator[NDArray[np.uint8]]:
+def _regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterator[NDArray[np.uint8]]:
     """Yield the same patches in batches as the encoder wants them, copied."""
     waiting: NDArray[np.uint8] | None = None
     filled = 0

@@ -19,7 +19,7 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.system.files import atomic
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
-TOLERANCE = 1e-5
+_TOLERANCE = 1e-5
 """How far a file's probabilities may be from the model's."""
 _EXAMPLES, _PATCHES = 3, 5
 
@@ -72,7 +72,7 @@ def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
     """Write a traced model and return how far its probabilities are from the model's.
 
     Raises:
-        WsiFlError: when that is more than `TOLERANCE`; then there is no file.
+        WsiFlError: when that is more than `_TOLERANCE`; then there is no file.
     """
     example = example_of(shape)
     with atomic(path) as temporary, warnings.catch_warnings():
@@ -92,7 +92,7 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, s
 
     Raises:
         UsageError: when the extra `export` is missing.
-        WsiFlError: when the difference is more than `TOLERANCE`; then there is no file.
+        WsiFlError: when the difference is more than `_TOLERANCE`; then there is no file.
     """
     if any(find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")):
         raise UsageError("ONNX files need the extra `export`: pip install 'wsi-fl[export]'")
@@ -141,6 +141,6 @@ def _difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tens
     for x in (whole, whole[:1].contiguous()):
         ours, theirs = (cast(Tensor, of(x)) for of in (model, read_back))
         found = max(found, float((ours - theirs).abs().max()) / max(1.0, float(ours.abs().max())))
-    if not found <= TOLERANCE:
+    if not found <= _TOLERANCE:
         raise WsiFlError(f"{path}: gives other numbers than the model (by {found:.1e}); it is not written")
     return found

@@ -1,4 +1,7 @@
-"""Heads that pathology knows by name: gated attention, CLAM's single branch, and a small TransMIL.
+"""Models of bags: Deep Sets, and heads that pathology knows by name: gated attention, CLAM's branch, a small TransMIL.
+
+A batch of bags is one tensor float32[b, m, d + 1] whose last column is 1 for a patch and 0 for padding. What
+stands in the other columns of padding is never looked at.
 
 All begin with a LayerNorm, since encoders differ in scale, and tie no examples together. All their parameters lie in
 layers, so that differential privacy has the gradients of single examples (`wsi_fl.privacy.ghost`).
@@ -6,19 +9,128 @@ layers, so that differential privacy has the gradients of single examples (`wsi_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import log
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wsi_fl.models.bags import BagModel, opened
-from wsi_fl.models.deepset import ATTENDING, HIDDEN, Attention, PooledBag
+HIDDEN, ATTENDING = 256, 128
+"""Units of φ and ρ, and of the attention."""
+
+Pool = Callable[[Tensor, Tensor], Tensor]
+"""(φ float32[b, m, hidden] ≥ 0 and 0 at padding, mask bool[b, m]) → float32[b, hidden]."""
+
+
+class BagModel(nn.Module):
+    """A model of bags, which may say what its answer rests on."""
+
+    def attention(self, bags: Tensor) -> Tensor | None:
+        """Return weights float32[b, m] of the patches, 0 at padding; None for a model that weighs none."""
+        del bags
+        return None
+
+
+class _PooledBag(BagModel):
+    """ρ of the pooled φ of each patch; φ ends in a ReLU."""
+
+    def __init__(self, phi: nn.Module, pool: Pool, rho: nn.Module) -> None:
+        super().__init__()
+        self.phi, self.pool, self.rho = phi, pool, rho
+
+    def _embedded(self, bags: Tensor) -> tuple[Tensor, Tensor]:
+        features, present = opened(bags)
+        return self.phi(features) * present.unsqueeze(2), present
+
+    def forward(self, bags: Tensor) -> Tensor:
+        logits: Tensor = self.rho(self.pool(*self._embedded(bags)))
+        return logits
+
+    def attention(self, bags: Tensor) -> Tensor | None:
+        return self.pool.weights(*self._embedded(bags)) if isinstance(self.pool, Attention) else None
+
+
+def opened(bags: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (features float32[b, m, d], 0 at padding, and bool[b, m], where there is a patch).
+
+    Example:
+        >>> features, present = opened(torch.tensor([[[5.0, 1.0], [torch.nan, 0.0]]]))
+        >>> features.tolist(), present.tolist()
+        ([[[5.0], [0.0]]], [[True, False]])
+    """
+    present = bags[..., -1] > 0.5
+    return torch.where(present.unsqueeze(2), bags[..., :-1], 0.0), present
+
 
 CLAM_HIDDEN, CLAM_ATTENDING = 512, 256
 """Units of CLAM's projection and of its attention, `small` in the paper's code."""
 TOKEN, HEADS, LANDMARKS = 128, 4, 1024
 """Units of a token of TransMIL, heads of its attention, and the most patches that a patch attends to one by one."""
+
+
+def _mean(phi: Tensor, present: Tensor) -> Tensor:
+    return phi.sum(1) / present.sum(1, keepdim=True).clamp(min=1)
+
+
+def _max(phi: Tensor, present: Tensor) -> Tensor:
+    del present  # φ ends in a ReLU, so that the zeros of padding exceed nothing
+    return phi.amax(1)
+
+
+class Attention(nn.Module):
+    """A mean of the patches, weighted by the softmax of their scores over the bag (Ilse et al., ICML 2018).
+
+    Args:
+        score: φ float32[b, m, hidden] → float32[b, m, 1].
+    """
+
+    def __init__(self, score: nn.Module) -> None:
+        super().__init__()
+        self.score = score
+
+    def weights(self, phi: Tensor, present: Tensor) -> Tensor:
+        """Return float32[b, m], 0 at padding; sums to 1 over each bag that has a patch."""
+        scores = self.score(phi).squeeze(2).masked_fill(~present, torch.finfo(phi.dtype).min)
+        return torch.softmax(scores, dim=1) * present
+
+    def forward(self, phi: Tensor, present: Tensor) -> Tensor:
+        return (self.weights(phi, present).unsqueeze(2) * phi).sum(1)
+
+
+def _deepset(n_classes: int, n_features: int, hidden: int, pool: Pool) -> nn.Module:
+    """φ begins with a LayerNorm, since encoders differ in scale."""
+    phi = nn.Sequential(
+        nn.LayerNorm(n_features),
+        nn.Linear(n_features, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+    )
+    return _PooledBag(
+        phi, pool, nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, n_classes))
+    )
+
+
+def deepset(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
+    """The mean over the bag.
+
+    Example:
+        >>> deepset(2, 1024)(torch.zeros(3, 50, 1025)).shape
+        torch.Size([3, 2])
+    """
+    return _deepset(n_classes, n_features, hidden, _mean)
+
+
+def deepset_max(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
+    """The largest value of each unit of φ over the bag."""
+    return _deepset(n_classes, n_features, hidden, _max)
+
+
+def deepset_attention(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
+    """A mean weighted by attention, which says what the answer rests on."""
+    score = nn.Sequential(nn.Linear(hidden, ATTENDING), nn.Tanh(), nn.Linear(ATTENDING, 1))
+    return _deepset(n_classes, n_features, hidden, Attention(score))
 
 
 class _Gated(nn.Module):
@@ -36,7 +148,7 @@ class _Gated(nn.Module):
 
 def _gated(n_classes: int, n_features: int, hidden: int, attending: int) -> nn.Module:
     phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, hidden), nn.ReLU())
-    return PooledBag(phi, Attention(_Gated(hidden, attending)), nn.Linear(hidden, n_classes))
+    return _PooledBag(phi, Attention(_Gated(hidden, attending)), nn.Linear(hidden, n_classes))
 
 
 def abmil(n_classes: int, n_features: int) -> nn.Module:
@@ -107,7 +219,7 @@ def _self_attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _attended(q, _landmarks(k), _landmarks(v), bias)
 
 
-class TransMil(BagModel):
+class _TransMil(BagModel):
     """See `transmil`. The token of the class comes first, then those of the patches."""
 
     def __init__(self, n_classes: int, n_features: int) -> None:
@@ -163,4 +275,4 @@ def transmil(n_classes: int, n_features: int) -> nn.Module:
         >>> transmil(2, 1024)(torch.zeros(3, 50, 1025)).shape
         torch.Size([3, 2])
     """
-    return TransMil(n_classes, n_features)
+    return _TransMil(n_classes, n_features)

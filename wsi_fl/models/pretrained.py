@@ -9,15 +9,63 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import timm
 import torch
 from timm.layers import LayerNorm
 from timm.models import group_parameters
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from wsi_fl.models.norm import FrozenNorm, group_norm
 from wsi_fl.models.renaming import timm_named
-from wsi_fl.models.timm import created, without_batch_norm
 from wsi_fl.models.weights import digest_of, fit, published_weights, read_weights
 from wsi_fl.types import Images, UsageError
+
+
+def timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
+    """The architecture with fresh weights, ready for per-example gradients."""
+    what = f"{n_classes} classes and {in_channels} channels"
+    return _without_batch_norm(created(name, what, num_classes=n_classes, in_chans=in_channels))
+
+
+def created(name: str, what: str, **arguments: Any) -> Any:
+    """Return a timm model with fresh weights, as timm makes it.
+
+    Args:
+        what: is asked for, in words.
+
+    Raises:
+        UsageError: when timm has no such model, or makes none like that.
+    """
+    try:
+        return timm.create_model(name, pretrained=False, **arguments)
+    except Exception as error:  # each architecture has its own way to refuse
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        if timm.is_model(name):
+            raise UsageError(f"timm makes no {name} of {what}: {reason}") from None
+        near = timm.list_models(f"*{name}*")[:3]
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise UsageError(f"timm knows no model {name!r} ({reason}){hint}") from None
+
+
+def _without_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
+    """Replaces every 2-d BatchNorm by GroupNorm (timm's fused norm-act layers included), in place.
+
+    Args:
+        frozen: replaces every BatchNorm by its frozen form instead, with its own statistics, gain and bias.
+    """
+    for name, child in list(model.named_children()):
+        if isinstance(child, _BatchNorm if frozen else nn.BatchNorm2d):
+            norm = FrozenNorm(child) if frozen else group_norm(child.num_features)
+            after = [getattr(child, part) for part in ("drop", "act") if hasattr(child, part)]
+            setattr(model, name, nn.Sequential(norm, *after) if after else norm)
+        else:
+            _without_batch_norm(child, frozen=frozen)
+    for module in model.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+    return model
+
 
 Part = Literal["all", "head", "last", "norm", "lora"]
 _RANK = 4
@@ -88,7 +136,7 @@ def pretrained_model(
     for module in model.modules():
         if type(module) is LayerNorm:  # timm's own, whose numbers are those of its base
             module.__class__ = nn.LayerNorm
-    return Pretrained(without_batch_norm(model, frozen=True), start)
+    return Pretrained(_without_batch_norm(model, frozen=True), start)
 
 
 def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
@@ -159,11 +207,11 @@ class _Adapted(nn.Module):
         return said + more
 
 
-class AdaptedLinear(_Adapted, nn.Linear):
+class _AdaptedLinear(_Adapted, nn.Linear):
     """A linear layer with an adapter."""
 
 
-class AdaptedConv2d(_Adapted, nn.Conv2d):
+class _AdaptedConv2d(_Adapted, nn.Conv2d):
     """A convolution with an adapter: a convolution of the same kernel to few channels, and one of 1 × 1."""
 
 
@@ -172,7 +220,7 @@ def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
     if isinstance(layer, nn.Linear):
         down: nn.Module = nn.Linear(layer.in_features, _RANK, bias=False)
         up: nn.Linear | nn.Conv2d = nn.Linear(_RANK, layer.out_features, bias=False)
-        layer.__class__ = AdaptedLinear
+        layer.__class__ = _AdaptedLinear
     else:
         down = nn.Conv2d(
             layer.in_channels,
@@ -185,7 +233,7 @@ def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
             padding_mode=layer.padding_mode,
         )
         up = nn.Conv2d(_RANK, layer.out_channels, 1, bias=False)
-        layer.__class__ = AdaptedConv2d
+        layer.__class__ = _AdaptedConv2d
     nn.init.zeros_(up.weight)
     layer.down, layer.up = down, up
     return [*down.parameters(), *up.parameters()]

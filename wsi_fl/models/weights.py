@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import socket
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -16,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from wsi_fl.models.converted import PICKLES, as_safetensors
-from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.system.tensors import load_document, save_tensors
+from wsi_fl.types import DiskFull, UsageError, WsiFlError, one_line
 
 State = Mapping[str, torch.Tensor]
 
@@ -48,8 +50,8 @@ def read_weights(
     """
     if not path.is_file():
         raise WsiFlError(f"{path}: no such file; weights are a safetensors, .bin, .pt or .pth file")
-    if path.suffix.lower() in PICKLES:
-        path = as_safetensors(path, cache, tell)
+    if path.suffix.lower() in _PICKLES:
+        path = _as_safetensors(path, cache, tell)
     try:
         state = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
@@ -196,5 +198,80 @@ def _others(names: list[str]) -> str:
 def refuse_file_name(name: str) -> None:
     """An encoder is a name; a path belongs into `weights`."""
     path = "/" in name and not name.startswith("hf-hub:")
-    if path or name.endswith((".safetensors", *PICKLES)):
+    if path or name.endswith((".safetensors", *_PICKLES)):
         raise UsageError(f"encoder = {name!r} is a preset's or a timm model's name; a file goes into weights")
+
+
+_PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar", ".torch")
+_INNER = ("state_dict", "model", "teacher")
+"""Under which key training programs put the weights."""
+
+
+def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None]) -> Path:
+    """Return a safetensors file with the tensors of a pickle, made once beside it, or else in the cache.
+
+    Only tensors and plain containers are unpickled (`torch.load(weights_only=True)`).
+
+    Args:
+        tell: is told what is written.
+
+    Raises:
+        WsiFlError: when the pickle is damaged or holds anything else, which might run any program.
+    """
+    state = path.stat()
+    made_of = {"bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
+    beside = path.with_name(f"{path.name}.safetensors")
+    places = [beside] if os.access(path.parent, os.W_OK) or beside.exists() else []
+    if cache is not None:
+        known = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+        places.append(cache / f"{path.stem}-{known}.safetensors")
+    current = next((place for place in places if place.exists() and _is_of(place, made_of)), None)
+    if current is not None:
+        return current
+    tensors = _tensors(path)
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            save_tensors(place, tensors, made_of)
+        except DiskFull:
+            raise
+        except OSError:
+            continue
+        tell(f"{path.name}: tensors alone were read and kept as {place}")
+        return place
+    raise WsiFlError(f"{path}: its folder cannot be written; {_advice('out.safetensors')}")
+
+
+def _is_of(place: Path, made_of: Mapping[str, int]) -> bool:
+    try:
+        return load_document(place, "weights") == made_of
+    except WsiFlError:
+        return False
+
+
+def _advice(out: str) -> str:
+    return (
+        "convert it once where you trust it: "
+        f"safetensors.torch.save_file(torch.load('in.pth', weights_only=True), '{out}')"
+    )
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a pickle by name; those that share memory get their own."""
+    try:
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle and PyTorch have many ways to refuse
+        reason = one_line(error).split(". ")[0][:120]
+        raise WsiFlError(
+            f"{path}: damaged, or a pickle of more than tensors; it could run any program, so it is never opened "
+            f"({reason}); {_advice('out.safetensors')}"
+        ) from None
+    for key in _INNER:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    tensors = {}
+    if isinstance(found, Mapping):
+        tensors = {str(name): one.clone() for name, one in found.items() if isinstance(one, torch.Tensor)}
+    if not tensors:
+        raise WsiFlError(f"{path}: holds no tensors by name; give the encoder's state_dict")
+    return tensors

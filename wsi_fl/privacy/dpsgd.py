@@ -7,7 +7,7 @@ batch that came out (ProxyFL, eq. 7).
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
 
@@ -18,12 +18,75 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from wsi_fl.models.checkpoint import laid_out_like
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.ghost import GHOSTS
-from wsi_fl.privacy.gradients import ENGINES, LossOf, engine_of, summed_in_parts, trained
-from wsi_fl.privacy.patients import CHUNK, summed_by_patient
+from wsi_fl.privacy.ghost import GHOSTS, squared_norms
+from wsi_fl.privacy.gradients import (
+    ENGINES,
+    GradientSums,
+    LossOf,
+    Weigh,
+    added,
+    engine_of,
+    summed_in_parts,
+    trained,
+)
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.system.memory import Portion
 from wsi_fl.types import UsageError, WsiFlError
+
+_CHUNK = 64
+"""Rows that go through the model at a time, however many a patient has."""
+
+
+def summed_by_patient(
+    model: nn.Module, x: Tensor, patient: Tensor, loss_of: LossOf, weigh: Weigh, *, chunk: int = _CHUNK
+) -> tuple[GradientSums, Tensor]:
+    """Return (Σ_p c_p g_p of each trained parameter, mean loss over all rows): ε protects the patient and not a row.
+
+    A patient's gradient g_p is the *mean* over its rows in the batch, and c_p = min(1, C / |g_p|). Whatever a
+    patient's rows are, and however many, the sum changes by at most C when the patient is added or removed; patients
+    are sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian mechanism with noise
+    multiplier σ, its unit being one patient. Which of its rows a patient brings is drawn anew in each step and
+    independent of all others: given the draw the bound holds, and so it does on average (Rényi divergence is
+    quasi-convex). The mean, and not the sum, since its length does not grow with the number of rows: the same C suits
+    rows and patients.
+
+    By plain backward passes, one patient after the other: memory holds two gradients and the activations of one chunk.
+
+    Args:
+        x: [b, …], b > 0.
+        patient: int64[b], whose each row is.
+        loss_of: logits [b, classes] → the mean of per-row losses.
+        weigh: norm |g_p|, float64[1] → weight c_p [1]; a patient of weight 0 has no part in the sums.
+    """
+    sums: GradientSums = [None] * len(trained(model))
+    said: Tensor | None = None
+    for one in sorted(set(patient.tolist())):
+        rows = (patient == one).nonzero().flatten()
+        gradient: GradientSums = [None] * len(sums)
+        for part, logits in _forward(model, x, rows, chunk):
+            if said is None:
+                said = logits.new_zeros(len(x), *logits.shape[1:])
+            # rows beside this part are constants here, so that only its own losses have a gradient
+            whole = torch.zeros_like(said).index_copy(0, part, logits)
+            loss = loss_of(whole) * (len(x) / len(rows))
+            found = torch.autograd.grad(loss, trained(model), allow_unused=True)
+            gradient = [added(total, more) for total, more in zip(gradient, found, strict=True)]
+            said[part] = logits.detach()
+        squares = x.new_zeros(1, dtype=torch.float64)
+        squares = sum((squared_norms(g.reshape(1, -1)) for g in gradient if g is not None), squares)
+        c = float(weigh(squares.sqrt()))
+        scaled = [None if g is None else g * c if c > 0 else torch.zeros_like(g) for g in gradient]
+        sums = [added(total, more) for total, more in zip(sums, scaled, strict=True)]
+    assert said is not None
+    with torch.no_grad():
+        return sums, loss_of(said)
+
+
+def _forward(model: nn.Module, x: Tensor, rows: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for first in range(0, len(rows), chunk):
+        part = rows[first : first + chunk]
+        yield part, model(x[part])
+
 
 _UNTRAINABLE = "model cannot be trained with differential privacy"
 
@@ -237,7 +300,7 @@ class DPTrainer:
         if len(x) and self.unit == "patient":
             if patient is None:
                 raise WsiFlError("a step with patients as units must know whose each row is")
-            of, rows = patient, min(len(x), CHUNK)
+            of, rows = patient, min(len(x), _CHUNK)
             sums, loss = self._portion.tried(
                 rows, lambda k: summed_by_patient(self._model, x, of, loss_of, weigh, chunk=k)
             )

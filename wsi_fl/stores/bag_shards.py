@@ -15,8 +15,7 @@ from wsi_fl import __version__
 from wsi_fl.stores.bags import ROW_SUMMED, Bag
 from wsi_fl.stores.checksums import ROWS, check_rows, crc_of_rows, seal, sums_of
 from wsi_fl.stores.fields import VERSION, Marked, marked_columns, read_marked, read_spec, spec_attrs
-from wsi_fl.stores.file import StoreFile
-from wsi_fl.stores.hdf5 import created
+from wsi_fl.stores.hdf5 import StoreFile, created
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, WsiFlError
 

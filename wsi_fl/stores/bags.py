@@ -25,12 +25,11 @@ from wsi_fl.stores.fields import (
     require_sound,
     spec_attrs,
 )
-from wsi_fl.stores.file import StoreFile
-from wsi_fl.stores.hdf5 import created
+from wsi_fl.stores.hdf5 import StoreFile, created
 from wsi_fl.system.files import atomic
 from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
-BAG_FORMAT = "wsi-fl bag store"
+_BAG_FORMAT = "wsi-fl bag store"
 UNPLACED = -1
 """Both coordinates of a patch whose place on the slide is unknown."""
 ROW_SUMMED = ("features",)
@@ -162,7 +161,7 @@ def write_bags(
 
 def _root_attrs(meta: BagMeta) -> dict[str, Any]:
     said = {
-        "format": BAG_FORMAT,
+        "format": _BAG_FORMAT,
         "version": VERSION,
         "tool_version": __version__,
         "site": meta.site,
@@ -215,7 +214,7 @@ class BagStore(StoreFile):
         mpp_l0: float64[s] µm per level-0 pixel of each slide; None where the store does not say.
     """
 
-    format = BAG_FORMAT
+    format = _BAG_FORMAT
     rows = ROW_SUMMED
 
     def __init__(self, path: Path) -> None:

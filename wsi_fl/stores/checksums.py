@@ -15,7 +15,7 @@ from typing_extensions import Buffer
 ROWS, HEAD, SHARDS = "crc32", "head_crc32", "shard_crc32"
 """The dataset of the rows' checksums, the attribute of the checksum of everything else, and the dataset that knows the
 shards."""
-CHANGED = "not the bytes that were written"
+_CHANGED = "not the bytes that were written"
 DAMAGE = (ArithmeticError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 """What reading a damaged HDF5 file raises."""
 _AT_ONCE = 1 << 16
@@ -44,15 +44,15 @@ class RowChecksums:
         """
         if not self.seen[row]:
             if crc32(data) != self.values[row]:
-                raise ValueError(CHANGED)
+                raise ValueError(_CHANGED)
             self.seen[row] = True
 
 
-def crc_of(*arrays: NDArray[Any]) -> int:
+def _crc_of(*arrays: NDArray[Any]) -> int:
     """Return the CRC-32 of the bytes of some arrays, one after the other.
 
     Example:
-        >>> crc_of(np.array([1, 2], np.uint8), np.array([3], np.uint8)) == crc_of(np.array([1, 2, 3], np.uint8))
+        >>> _crc_of(np.array([1, 2], np.uint8), np.array([3], np.uint8)) == _crc_of(np.array([1, 2, 3], np.uint8))
         True
     """
     value = 0
@@ -103,7 +103,7 @@ def sums_of(node: Any, n: int) -> RowChecksums:
 
 def shard_sum(shard: Any) -> int:
     """Return the checksum of the checksums of a shard's patches, which identifies its pixels; 0 where it holds none."""
-    return crc_of(shard[ROWS][:]) if ROWS in shard else 0
+    return _crc_of(shard[ROWS][:]) if ROWS in shard else 0
 
 
 def seal(node: Any, rows: Collection[str] = ()) -> None:
@@ -119,7 +119,7 @@ def check_seal(node: Any, rows: Collection[str] = ()) -> None:
         ValueError: when it differs.
     """
     if int(node.attrs[HEAD]) != _head(node, rows):
-        raise ValueError(f"columns or attributes: {CHANGED}")
+        raise ValueError(f"columns or attributes: {_CHANGED}")
 
 
 def _head(node: Any, rows: Collection[str]) -> int:

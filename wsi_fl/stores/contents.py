@@ -16,7 +16,7 @@ from wsi_fl.stores.checksums import RowChecksums, sums_of
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
-QUALITIES = range(1, 101)
+_QUALITIES = range(1, 101)
 PIXELS = ("pixels", "bytes")
 """The datasets of a shard that hold pixels."""
 
@@ -55,7 +55,7 @@ def quality_of(content: str) -> int | None:
     if content in {"raw", "native", "none"}:
         return None
     name, _, number = content.partition(":")
-    if name == "jpeg" and number.isascii() and number.isdigit() and int(number) in QUALITIES:
+    if name == "jpeg" and number.isascii() and number.isdigit() and int(number) in _QUALITIES:
         return int(number)
     raise UsageError(
         f"pixels are stored as raw, native, none or jpeg:Q with Q from 1 to 100, not {content!r}"
@@ -110,13 +110,13 @@ def rows_of(
         pixels = shard["pixels"]
         return _RawRows(pixels, sums_of(shard, len(pixels)) if sums is None else sums)
     if content == "none":
-        return _SlideRows(source_of(shard), spec, shard["xy_l0"][:], read_slide)
+        return _SlideRows(_source_of(shard), spec, shard["xy_l0"][:], read_slide)
     start = shard["start"][:]
     sums = sums_of(shard, len(start) - 1) if sums is None else sums
     return _StreamRows(shard["bytes"], start, spec.size_px, sums)
 
 
-def source_of(shard: h5py.Group) -> SlideSource:
+def _source_of(shard: h5py.Group) -> SlideSource:
     """Return the slide of a shard without pixels, from its attributes."""
     attrs = shard.attrs
     override = float(attrs["mpp_override"])

@@ -57,11 +57,11 @@ def write_root(file: h5py.File, meta: StoreMeta) -> None:
             "site": meta.site,
             "classes": json.dumps(meta.classes),
         }
-        | origin_attrs(meta)
+        | _origin_attrs(meta)
     )
 
 
-def origin_attrs(meta: StoreMeta) -> dict[str, Any]:
+def _origin_attrs(meta: StoreMeta) -> dict[str, Any]:
     """Return the optional root attributes that say where patches come from."""
     synthetic = {} if meta.generator is None else {"synthetic": True, "generator": meta.generator}
     return synthetic | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue})

@@ -16,9 +16,9 @@ import h5py
 from wsi_fl.stores.fields import refuse_too_large
 from wsi_fl.types import WsiFlError
 
-HARMLESS_BYTES = 1 << 28
+_HARMLESS_BYTES = 1 << 28
 """What may be taken whatever a file holds."""
-MOST_PACKED = 100
+_MOST_PACKED = 100
 """Numbers of slides never take less than a hundredth of their bytes."""
 _GZIP, _SHUFFLE, _FLETCHER, _LZF = h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, 3, h5py.h5z.FILTER_LZF
 _GROWTH = {_GZIP: 1032, _LZF: 88}
@@ -80,7 +80,7 @@ def is_own(file: h5py.Group, name: str) -> bool:
 
 def packs_too_much(n_bytes: int, held: int) -> bool:
     """Return whether so many bytes in so few on disk are a decompression bomb."""
-    return n_bytes > max(HARMLESS_BYTES, MOST_PACKED * held)
+    return n_bytes > max(_HARMLESS_BYTES, _MOST_PACKED * held)
 
 
 def _bomb(found: h5py.Dataset, file_bytes: int) -> str:
@@ -107,7 +107,9 @@ def _chunk_bomb(found: h5py.Dataset, packers: list[int], chunk_bytes: int, file_
     large: list[tuple[tuple[int, ...], int]] = []
     growth = max((_GROWTH[one] for one in packers), default=1)
     found.id.chunk_iter(
-        lambda one: large.append((one.chunk_offset, one.size)) if one.size * growth > HARMLESS_BYTES else None
+        lambda one: (
+            large.append((one.chunk_offset, one.size)) if one.size * growth > _HARMLESS_BYTES else None
+        )
     )
     for corner, size in large:
         if size > file_bytes or packers != [_GZIP]:

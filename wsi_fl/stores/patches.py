@@ -32,8 +32,7 @@ from wsi_fl.stores.fields import (
     spec_attrs,
     too_large,
 )
-from wsi_fl.stores.file import StoreFile
-from wsi_fl.stores.hdf5 import opened
+from wsi_fl.stores.hdf5 import StoreFile, opened
 from wsi_fl.system.memory import BufferPool
 from wsi_fl.types import WsiFlError
 

@@ -11,7 +11,7 @@ from wsi_fl.study.toml import Section
 Fault = Literal["pen", "black", "fold", "bubble", "blur"]
 USUAL_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
 """How much of a patch may be at fault where only the fault is named; docs/quality.md says what that finds."""
-TissueMethod = Literal["auto", "saturation", "density", "texture"]
+_TissueMethod = Literal["auto", "saturation", "density", "texture"]
 
 
 class Slides(Section):
@@ -79,16 +79,16 @@ class Tissue(Section):
     @field_validator("method")
     @classmethod
     def _known_or_folder(cls, method: str) -> str:
-        if method not in get_args(TissueMethod) and "/" not in method:
+        if method not in get_args(_TissueMethod) and "/" not in method:
             raise ValueError(
-                f"use {', '.join(map(repr, get_args(TissueMethod)))}, or a folder of masks, 'masks/C1'"
+                f"use {', '.join(map(repr, get_args(_TissueMethod)))}, or a folder of masks, 'masks/C1'"
             )
         return method
 
     @property
     def masks(self) -> str | None:
         """The folder of masks that others made; None to find tissue here."""
-        return self.method if self.method not in get_args(TissueMethod) else None
+        return self.method if self.method not in get_args(_TissueMethod) else None
 
 
 class Store(Section):

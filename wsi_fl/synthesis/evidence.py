@@ -21,11 +21,11 @@ Features = NDArray[np.float32]
 
 ALPHA = 0.01
 """Of each one-sided test of the verdict."""
-NEARER = 0.6
+_NEARER = 0.6
 """A shift fails where a training image is nearer than a held-out one in so many pairs (half without copying)."""
-TAIL = 0.05
+_TAIL = 0.05
 """The tail are distances below this quantile of the held-out images'."""
-TAIL_EXCESS = 2.0
+_TAIL_EXCESS = 2.0
 """A tail fails where training images are in it so many times as often."""
 COPY = 0.1
 """A copy is nearer to its original than this share of what the nearest training image of another patient is."""
@@ -89,14 +89,14 @@ class Comparison:
                 f"{what}: {self.copies_training} of {self.training.n} training images are met almost exactly "
                 f"(held-out images: {self.copies_held_out} of {self.held_out.n})"
             )
-        if self.p_nearer < ALPHA and self.nearer >= NEARER:
+        if self.p_nearer < ALPHA and self.nearer >= _NEARER:
             found.append(
                 f"{what}: training images are nearer than held-out ones in {self.nearer:.0%} of pairs "
                 f"(p = {self.p_nearer:.1g})"
             )
-        if self.p_tail < ALPHA and self.tail_training >= TAIL_EXCESS * max(self.tail_held_out, TAIL):
+        if self.p_tail < ALPHA and self.tail_training >= _TAIL_EXCESS * max(self.tail_held_out, _TAIL):
             found.append(
-                f"{what}: {self.tail_training:.0%} of the training images are nearer than {TAIL:.0%} of the "
+                f"{what}: {self.tail_training:.0%} of the training images are nearer than {_TAIL:.0%} of the "
                 f"held-out ones are (p = {self.p_tail:.1g})"
             )
         return found
@@ -121,7 +121,7 @@ def compared(training: Distances, held_out: Distances, *, copy_below: float = CO
     """
     a, b = np.asarray(training, np.float64), np.asarray(held_out, np.float64)
     test = mannwhitneyu(a, b, alternative="less")
-    edge = float(np.quantile(b, TAIL))
+    edge = float(np.quantile(b, _TAIL))
     inside = [int((a < edge).sum()), int((b < edge).sum())]
     table = [inside, [len(a) - inside[0], len(b) - inside[1]]]
     return Comparison(

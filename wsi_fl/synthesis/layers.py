@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-FIR_TAPS = (1.0, 3.0, 3.0, 1.0)
+_FIR_TAPS = (1.0, 3.0, 3.0, 1.0)
 """The binomial filter for changes of resolution."""
 _SLOPE = 0.2
 _DEMODULATION_EPSILON = 1e-8
 
 
-def activated(x: Tensor) -> Tensor:
+def _activated(x: Tensor) -> Tensor:
     """Leaky ReLU of slope 0.2 with gain √2, which keeps the variance."""
     return functional.leaky_relu(x, _SLOPE) * sqrt(2)
 
@@ -33,9 +33,9 @@ def full_precision(x: Tensor) -> Tensor:
     return x.float() if x.dtype in {torch.bfloat16, torch.float16} else x
 
 
-def fir_filtered(x: Tensor, padding: tuple[int, int], gain: float = 1.0) -> Tensor:
+def _fir_filtered(x: Tensor, padding: tuple[int, int], gain: float = 1.0) -> Tensor:
     """x [b, c, h, w] padded by (before, after) on both axes, under the binomial filter, whose taps sum to `gain`."""
-    taps = torch.tensor(FIR_TAPS, dtype=x.dtype, device=x.device)
+    taps = torch.tensor(_FIR_TAPS, dtype=x.dtype, device=x.device)
     taps = taps / taps.sum()
     kernel = (taps[:, None] * taps[None, :] * gain).expand(x.shape[1], 1, -1, -1)
     before, after = padding
@@ -46,12 +46,12 @@ def upsampled(x: Tensor) -> Tensor:
     """[b, c, h, w] → [b, c, 2h, 2w]: zeros between the samples, then the filter with gain 4."""
     b, c, h, w = x.shape
     spread = functional.pad(x.reshape(b, c, h, 1, w, 1), (0, 1, 0, 0, 0, 1)).reshape(b, c, 2 * h, 2 * w)
-    return fir_filtered(spread, (2, 1), 4.0)
+    return _fir_filtered(spread, (2, 1), 4.0)
 
 
 def downsampled(x: Tensor) -> Tensor:
     """[b, c, 2h, 2w] → [b, c, h, w]: the filter, then every other sample."""
-    return fir_filtered(x, (1, 1))[:, :, ::2, ::2]
+    return _fir_filtered(x, (1, 1))[:, :, ::2, ::2]
 
 
 class EqualLinear(nn.Module):
@@ -73,7 +73,7 @@ class EqualLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with single_precision(x.device):
             y = functional.linear(full_precision(x), self.weight * self.gain, self.bias * self.multiplier)
-        return activated(y) if self.active else y
+        return _activated(y) if self.active else y
 
 
 class EqualConv(nn.Module):
@@ -104,10 +104,10 @@ class EqualConv(nn.Module):
         if self.down and size == 1:
             y = functional.conv2d(downsampled(x), weight, self.bias)
         elif self.down:
-            y = functional.conv2d(fir_filtered(x, (2, 2)), weight, self.bias, stride=2)
+            y = functional.conv2d(_fir_filtered(x, (2, 2)), weight, self.bias, stride=2)
         else:
             y = functional.conv2d(x, weight, self.bias, padding=size // 2)
-        y = activated(y) if self.active else y
+        y = _activated(y) if self.active else y
         return y * self.gain if self.gain != 1.0 else y
 
 
@@ -133,7 +133,7 @@ def modulated_conv(
     kernel = weight.to(x.dtype)
     if up:
         spread = functional.conv_transpose2d(scaled, kernel.transpose(0, 1), stride=2)
-        y = fir_filtered(spread, (1, 1), 4.0)
+        y = _fir_filtered(spread, (1, 1), 4.0)
     else:
         y = functional.conv2d(scaled, kernel, padding=weight.shape[-1] // 2)
     if demodulate:
@@ -166,7 +166,7 @@ class StyledConv(nn.Module):
         if generator is not None:
             noise = torch.randn((len(y), 1, *y.shape[2:]), generator=generator, device=y.device)
         y = y + noise.to(y.dtype) * self.strength + self.bias[:, None, None]
-        return activated(y)
+        return _activated(y)
 
 
 class ToImage(nn.Module):

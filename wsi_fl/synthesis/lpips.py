@@ -25,7 +25,7 @@ from torchvision.models.vgg import cfgs, make_layers
 from wsi_fl.models.weights import NoWeightsError, digest_of, published_weights, read_weights
 from wsi_fl.types import UsageError, WsiFlError
 
-PAIRWISE_BYTES = 512 << 20
+_PAIRWISE_BYTES = 512 << 20
 """Embeddings held at a time unless told otherwise."""
 
 RANDOM = "random:"
@@ -172,7 +172,7 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = PAIRWISE_BYTES) -> Tensor:
+def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = _PAIRWISE_BYTES) -> Tensor:
     """LPIPS float32[n, m] between all images of a [n, c, h, w] and b [m, c, h, w], on the CPU.
 
     Embeddings of at most `memory_bytes` exist at a time: a goes through in blocks as large as that allows, and b,
@@ -190,7 +190,7 @@ def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = PA
 
 
 def nearest_lpips(
-    lpips: Lpips, images: Tensor, others: Tensor, *, memory_bytes: int = PAIRWISE_BYTES
+    lpips: Lpips, images: Tensor, others: Tensor, *, memory_bytes: int = _PAIRWISE_BYTES
 ) -> NDArray[np.float64]:
     """LPIPS float64[n] of each image uint8[n, c, h, w] to the nearest of the others uint8[m, c, h, w], 0 for equals."""
     nearest: NDArray[np.float64] = _between(lpips, images, others, memory_bytes).min(axis=1, initial=np.inf)
@@ -204,7 +204,7 @@ def nearest_other_lpips(
     others: Tensor,
     other_patient: NDArray[np.str_],
     *,
-    memory_bytes: int = PAIRWISE_BYTES,
+    memory_bytes: int = _PAIRWISE_BYTES,
 ) -> NDArray[np.float64]:
     """LPIPS float64[n] to the nearest different image of another patient; infinite where there is none."""
     found = _between(lpips, images, others, memory_bytes)

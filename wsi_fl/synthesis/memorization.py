@@ -19,9 +19,9 @@ Images = NDArray[np.uint8]
 """uint8[n, …], each image in any layout, the same for all."""
 Distances = NDArray[np.float64]
 
-PAPER_THRESHOLD = 0.1
+_PAPER_THRESHOLD = 0.1
 """Below it the paper calls an image memorised; reported, never the verdict."""
-NEIGHBOURS = 50
+_NEIGHBOURS = 50
 ALPHA = 0.5
 """n and α of Carlini et al., section 5.1."""
 COPY = 0.5
@@ -92,7 +92,7 @@ def nearest(
     images: Images,
     references: Images,
     *,
-    neighbours: int = NEIGHBOURS,
+    neighbours: int = _NEIGHBOURS,
     alpha: float = ALPHA,
     memory_bytes: int = _MEMORY_BYTES,
 ) -> Nearest:
@@ -214,8 +214,8 @@ def judged(generated: Nearest, held_out: Nearest, n_duplicates: int) -> Memoriza
         median=float(np.median(generated.distance)),
         held_out_least=float(held_out.distance.min()) if m else None,
         held_out_median=float(np.median(held_out.distance)) if m else None,
-        below_paper=int((generated.distance < PAPER_THRESHOLD).sum()),
-        held_out_below_paper=int((held_out.distance < PAPER_THRESHOLD).sum()),
+        below_paper=int((generated.distance < _PAPER_THRESHOLD).sum()),
+        held_out_below_paper=int((held_out.distance < _PAPER_THRESHOLD).sum()),
         copy_below=below,
         copies=copies,
         held_out_copies=theirs,

@@ -57,7 +57,7 @@ class Keepaway:
     def __call__(self, real: Tensor, synthetic: Tensor) -> Tensor:
         """The loss of synthetic [b, c, h, w] beside the real images [b, c, h, w] of the same batch."""
         if self.kept is not None:
-            return embedded_loss(self.kept, self.lpips(clamped(synthetic)), self.margin)
+            return _embedded_loss(self.kept, self.lpips(clamped(synthetic)), self.margin)
         return privacy_loss(self.lpips, real, synthetic, self.margin)
 
 
@@ -71,10 +71,10 @@ def privacy_loss(lpips: Lpips, real: Tensor, synthetic: Tensor, margin: float) -
     """
     with torch.no_grad():
         fixed = lpips(real)
-    return embedded_loss(fixed, lpips(clamped(synthetic)), margin)
+    return _embedded_loss(fixed, lpips(clamped(synthetic)), margin)
 
 
-def embedded_loss(real: Tensor, synthetic: Tensor, margin: float) -> Tensor:
+def _embedded_loss(real: Tensor, synthetic: Tensor, margin: float) -> Tensor:
     """The same of embeddings [n, d] and [b, d]."""
     return hinged(squared_distances(real, synthetic), margin).sum() / len(synthetic)
 

@@ -27,7 +27,7 @@ from wsi_fl.types import UsageError
 
 _MAPPING_RATE = 0.01
 _GROUP = 4
-RESOLUTIONS = (16, 32, 64, 128, 256, 512)
+_RESOLUTIONS = (16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class GanShape:
     channel_max: int = 512
 
     def __post_init__(self) -> None:
-        if self.resolution not in RESOLUTIONS:
+        if self.resolution not in _RESOLUTIONS:
             raise UsageError(
-                f"gan.resolution = {self.resolution}: use one of {', '.join(map(str, RESOLUTIONS))}"
+                f"gan.resolution = {self.resolution}: use one of {', '.join(map(str, _RESOLUTIONS))}"
             )
 
     @property

@@ -236,14 +236,14 @@ def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) 
     Raises:
         WsiFlError: when another line is damaged, or lacks what it needs.
     """
-    lines, wanted = read_lines_from(path, 0)[0], (needs or {}).items()
+    lines, wanted = _read_lines_from(path, 0)[0], (needs or {}).items()
     for number, line in enumerate(lines, 1):
         if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in wanted):
             raise WsiFlError(f"{path}: line {number} is damaged")
     return lines
 
 
-def read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:
+def _read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:
     """The JSON lines from byte `start` on, and where to go on reading when there are more."""
     if not path.exists():
         return [], start

@@ -90,7 +90,7 @@ class NotAwaited(Exception):
     """A tile that nobody waits for any more."""
 
 
-def downsample_for(slide: Slide, scale: float) -> float:
+def _downsample_for(slide: Slide, scale: float) -> float:
     """Return the level-0 pixels per pixel of the slide's own level from which a level of this scale is averaged."""
     return max((d for d in slide.level_downsamples if d <= scale * _LEVEL_TOLERANCE), default=1.0)
 
@@ -116,7 +116,7 @@ def read_tile(
     left, top, width, height = box
     scale = float(pyramid.scale(level))
     out = np.empty((height, width, 3), np.uint8)
-    step = max(1, int(_STRIP_PX / (width * (scale / downsample_for(slide, scale)) ** 2)))
+    step = max(1, int(_STRIP_PX / (width * (scale / _downsample_for(slide, scale)) ** 2)))
     for first in range(0, height, step):
         if not awaited():
             raise NotAwaited
@@ -192,7 +192,7 @@ class TileReader:
         if box is None:
             return None
         scale = pyramid.scale(level)
-        if level > pyramid.coarse or scale <= _MOST_REDUCTION * downsample_for(slide, scale):
+        if level > pyramid.coarse or scale <= _MOST_REDUCTION * _downsample_for(slide, scale):
             return self._read(slide, level, column, row, awaited)
         whole = self._coarse.get(str(slide.path), lambda: self._coarse_level(slide, pyramid, awaited))
         factor = scale // pyramid.scale(pyramid.coarse)

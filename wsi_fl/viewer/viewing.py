@@ -15,15 +15,14 @@ from pathlib import Path
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.layouts import list_site
 from wsi_fl.stages.prepare.sources import sources_of
-from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.site.party import as_begun
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import SetAside, SlideRecord, UsageError, natural
 from wsi_fl.viewer.gallery import Exhibit, Gallery
-from wsi_fl.viewer.predictions import Prediction, of_folder
-from wsi_fl.viewer.site_layers import SiteLayers
+from wsi_fl.viewer.site_layers import Prediction, SiteLayers, of_folder
 
 
 def gallery(
@@ -48,13 +47,13 @@ def gallery(
     if run is None and predictions is None:
         if site is None:
             raise UsageError("view needs --site NAME for a site's slides, or --run RUN for predictions")
-        return gallery_of_site(study, site, pipeline)
+        return _gallery_of_site(study, site, pipeline)
     if pipeline is not None:
         raise UsageError("--pipeline is for the slides of a site; a run keeps its own")
-    return gallery_of_predictions(study, run, predictions, site)
+    return _gallery_of_predictions(study, run, predictions, site)
 
 
-def gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) -> Gallery:
+def _gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) -> Gallery:
     """Return the slides that a site's table names, with what its stores kept of them.
 
     Raises:
@@ -82,7 +81,7 @@ def gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) -
     return Gallery(f"slides of {name}", _ordered(exhibits), _real([site]))
 
 
-def gallery_of_predictions(
+def _gallery_of_predictions(
     study: Study, run_name: str | None, folder: Path | None, site: str | None
 ) -> Gallery:
     """Return the slides that were predicted, with what models said of them and what their site kept of them.

@@ -23,7 +23,7 @@ from wsi_fl.demo.phantom.tissues import bank
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
 
-PATIENTS_PER_CENTRE = 20
+_PATIENTS_PER_CENTRE = 20
 """Camelyon17's rule: centre = patient number // 20."""
 _MIN_PX = 512
 _MAX_WORKERS = 4  # about 300 MB each at the default size
@@ -81,14 +81,14 @@ def plan_slides(
     """
     if n_sites < 1:
         raise UsageError(f"n_sites is {n_sites}: an archive needs at least one site")
-    if not 1 <= patients_per_site <= PATIENTS_PER_CENTRE:
-        raise UsageError(f"patients_per_site is {patients_per_site}: choose 1 to {PATIENTS_PER_CENTRE}")
+    if not 1 <= patients_per_site <= _PATIENTS_PER_CENTRE:
+        raise UsageError(f"patients_per_site is {patients_per_site}: choose 1 to {_PATIENTS_PER_CENTRE}")
     if size_px < _MIN_PX or size_px % COARSE_PX:
         raise UsageError(f"size_px is {size_px}: choose a multiple of {COARSE_PX}, at least {_MIN_PX}")
     return [
         PhantomSlide(
             site,
-            PATIENTS_PER_CENTRE * site + p,
+            _PATIENTS_PER_CENTRE * site + p,
             node,
             size_px,
             seed,
@@ -125,7 +125,7 @@ def outlines(anatomy: Anatomy) -> list[Outline]:
     return sorted(found, key=lambda outline: outline[0])
 
 
-def asap_xml(rings: list[Outline]) -> str:
+def _asap_xml(rings: list[Outline]) -> str:
     """Outlines in the XML of ASAP, the annotation tool of the Camelyon challenges."""
     root = ET.Element("ASAP_Annotations")
     annotations, groups = (ET.SubElement(root, name) for name in ("Annotations", "AnnotationGroups"))
@@ -146,14 +146,14 @@ def _write_slide(out: Path, slide: PhantomSlide) -> None:
     anatomy = slide.anatomy()
     outline_path = out / "annotations" / f"{slide.name}.xml"
     if slide.positive:
-        write_text(outline_path, asap_xml(outlines(anatomy)))
+        write_text(outline_path, _asap_xml(outlines(anatomy)))
     else:
         outline_path.unlink(missing_ok=True)
     picture = paint(slide.rng(1), anatomy, hospital(slide.site))
     write_pyramid(out / "training" / f"center_{slide.site}" / f"{slide.name}.tif", picture, MPP)
 
 
-def stages_csv(slides: list[PhantomSlide]) -> str:
+def _stages_csv(slides: list[PhantomSlide]) -> str:
     """Camelyon17's table: a row per patient, then one per slide."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
@@ -205,5 +205,5 @@ def paint_archive(
         for i, (slide, _) in enumerate(zip(slides, jobs, strict=True), 1):
             if progress:
                 progress(f"{slide.name}.tif ({i} of {len(slides)})")
-    write_text(out / "stages.csv", stages_csv(slides))
+    write_text(out / "stages.csv", _stages_csv(slides))
     return out

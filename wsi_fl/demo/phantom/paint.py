@@ -72,14 +72,14 @@ def hospital(site: int) -> Hospital:
 
 
 @lru_cache(maxsize=8)
-def as_scanned(blur_px: float) -> NDArray[np.uint16]:
+def _as_scanned(blur_px: float) -> NDArray[np.uint16]:
     """[len(Tissue) · BANK_PX²] the bank as one scanner resolves it, (haematoxylin << 8 | eosin) in codes."""
     soft = (gaussian_filter(field, (0, blur_px, blur_px), mode="wrap", truncate=3.0) for field in bank())
     h, e = (np.clip(field * _CODE, 0, 255).round().astype(np.uint16) for field in soft)
     return np.asarray((h << 8 | e).ravel())
 
 
-def beer_lambert(at: Hospital, batch: NDArray[np.float64]) -> NDArray[np.float32]:
+def _beer_lambert(at: Hospital, batch: NDArray[np.float64]) -> NDArray[np.float32]:
     """[65536, 3] the colour of every (haematoxylin << 8 | eosin) code: white · exp(-concentration · density).
 
     `batch` [2] multiplies the hospital's usual strength of (haematoxylin, eosin).
@@ -100,8 +100,8 @@ def paint(rng: Generator, anatomy: Anatomy, at: Hospital) -> NDArray[np.uint8]:
     """[size_px, size_px, 3] the slide as this hospital's scanner sees it."""
     n = len(anatomy.label)
     size_px = n * LABEL_PX
-    table = beer_lambert(at, np.exp(rng.normal(0, 0.08, 2)))
-    codes = as_scanned(at.blur_px)
+    table = _beer_lambert(at, np.exp(rng.normal(0, 0.08, 2)))
+    codes = _as_scanned(at.blur_px)
     # Where in the bank the pixels come from, bent so that no two slides repeat: bank row and column minus the slide's.
     coarse = max(8, size_px // 128)
     bends = (

@@ -58,7 +58,7 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class _Recipe:
     """What a tissue is made of."""
 
     haematoxylin: float
@@ -75,19 +75,21 @@ class Recipe:
 _LYMPHOCYTE = Cells(14.2, 6.0, 1.15, present=0.93)
 _SCATTERED = Cells(18, 6.0, 1.18, present=0.05)
 _RECIPES = {
-    Tissue.GLASS: Recipe(0.0, 0.012),
-    Tissue.FAT: Recipe(0.0, 0.01, (Cells(85, 46, 0.0, wall=0.6), Cells(40, 4.2, 0.9, present=0.06))),
-    Tissue.STROMA: Recipe(
+    Tissue.GLASS: _Recipe(0.0, 0.012),
+    Tissue.FAT: _Recipe(0.0, 0.01, (Cells(85, 46, 0.0, wall=0.6), Cells(40, 4.2, 0.9, present=0.06))),
+    Tissue.STROMA: _Recipe(
         0.06, 0.62, (Cells(30, 4.6, 0.85, aspect=0.6, present=0.4), _SCATTERED), fibres=0.2
     ),
-    Tissue.SINUS: Recipe(
+    Tissue.SINUS: _Recipe(
         0.06, 0.3, (Cells(29, 7.4, 0.62, 0.4, present=0.5), _SCATTERED), gap_px=9, gap_above=0.2
     ),
-    Tissue.LYMPHOID: Recipe(0.2, 0.36, (_LYMPHOCYTE,), gap_above=1.1),
-    Tissue.PARACORTEX: Recipe(0.2, 0.42, (Cells(16, 6.0, 1.15, present=0.8),), gap_above=1.1),
-    Tissue.GERMINAL: Recipe(0.2, 0.34, (Cells(18.5, 7.2, 0.74, 0.38, present=0.9), _SCATTERED)),
-    Tissue.TUMOUR_SOLID: Recipe(0.14, 0.5, (Cells(28, 9.6, 0.95, 0.36, aspect=0.2), _SCATTERED), fibres=0.04),
-    Tissue.TUMOUR_GLANDULAR: Recipe(
+    Tissue.LYMPHOID: _Recipe(0.2, 0.36, (_LYMPHOCYTE,), gap_above=1.1),
+    Tissue.PARACORTEX: _Recipe(0.2, 0.42, (Cells(16, 6.0, 1.15, present=0.8),), gap_above=1.1),
+    Tissue.GERMINAL: _Recipe(0.2, 0.34, (Cells(18.5, 7.2, 0.74, 0.38, present=0.9), _SCATTERED)),
+    Tissue.TUMOUR_SOLID: _Recipe(
+        0.14, 0.5, (Cells(28, 9.6, 0.95, 0.36, aspect=0.2), _SCATTERED), fibres=0.04
+    ),
+    Tissue.TUMOUR_GLANDULAR: _Recipe(
         0.14, 0.5, (Cells(27, 9.4, 0.98, 0.32, aspect=0.3), _SCATTERED), gap_px=21, gap_above=1.5
     ),
 }

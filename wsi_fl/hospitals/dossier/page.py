@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from typing_extensions import TypedDict
@@ -20,7 +21,6 @@ from wsi_fl.hospitals.dossier.assessment import (
     connections,
     not_protected,
 )
-from wsi_fl.hospitals.dossier.html import render
 from wsi_fl.hospitals.plans.making import PlanDocument, document_of
 from wsi_fl.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
@@ -35,6 +35,7 @@ from wsi_fl.privacy.guarantee import (
     units_of,
 )
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile
+from wsi_fl.report.fill import fill
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import Group, terms_of
 from wsi_fl.stages.site.ledgers import open_ledger
@@ -44,8 +45,56 @@ from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
+_MOST_LINES = 12
+"""Releases of a run that are shown; the JSON beside the page has them all."""
+_WIDEST = 36
+"""Characters of a line in the drawing."""
 
-class ReleaseEntry(TypedDict):
+
+def render(dossier: Mapping[str, Any]) -> str:
+    """Return one HTML document that needs nothing beside it.
+
+    Args:
+        dossier: as `wsi-fl federation dossier --json` prints it.
+    """
+    plan = dossier["plan"]
+    others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
+    return fill(
+        "dossier",
+        {
+            "d": dossier,
+            "plan": plan,
+            "others": others,
+            "flow": _flow(dossier, others),
+            "most_lines": _MOST_LINES,
+            "n_releases": sum(len(account["releases"]) for account in dossier["accounts"]),
+        },
+        Path(__file__).parent,
+    )
+
+
+def _flow(dossier: Mapping[str, Any], others: list[str]) -> dict[str, Any]:
+    """What the drawing of the data flow says: at the hospital, on the way, at the others; and the same in words."""
+    plan, way = dossier["plan"], dossier["network"][0]["to"]
+    leaves = [row["what"].partition(" (")[0].partition(":")[0] for row in plan["leaves"]]
+    named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    private = ["private model"] if any("private model" in one for one in plan["stays"]) else []
+    stays = ["slides, patches, features", "labels and names", *private, "checkpoints", "private key"]
+    relay = "folder" if way.startswith("the folder") else "server"
+    return {
+        "leaves": [line for one in leaves for line in wrap(f"· {one}", _WIDEST)],
+        "stays": stays,
+        "relay": f"shared {relay}" if relay == "folder" else relay,
+        "others": named or "nobody",
+        "alt": (
+            f"Data flow. In hospital {dossier['site']} stay {', '.join(stays)}. Sealed letters with "
+            f"{', '.join(leaves)} go by the {relay}, which cannot read them, to {named or 'nobody'}. "
+            "Theirs come back."
+        ),
+    }
+
+
+class _ReleaseEntry(TypedDict):
     """One thing that left the site, or may have.
 
     Attributes:
@@ -79,7 +128,7 @@ class _Account(TypedDict):
     unit: str
     guarantee: str
     group: Group | None
-    releases: list[ReleaseEntry]
+    releases: list[_ReleaseEntry]
 
 
 class _Audited(TypedDict):
@@ -229,7 +278,7 @@ def _account(lines: Sequence[Entry], delta: float, sent: dict[int, int], rows: i
     }
 
 
-def _released(round_: Round, sent: dict[int, int]) -> list[ReleaseEntry]:
+def _released(round_: Round, sent: dict[int, int]) -> list[_ReleaseEntry]:
     return [
         {
             "round": round_.number,

@@ -15,7 +15,7 @@ from wsi_fl.system.files import write_json
 from wsi_fl.types import UsageError
 
 HOSPITAL = "wsi_fl.hospitals.flare.roles.Hospital"
-TOGETHER = "wsi_fl.hospitals.flare.roles.Together"
+_TOGETHER = "wsi_fl.hospitals.flare.roles.Together"
 JOB = "wsi_fl.hospitals.flare.job"
 """The module that is a hospital's process of a job."""
 STARTED_BY = "WSI_FL_STARTED_BY"
@@ -78,7 +78,7 @@ def job_files(folder: Path, sites: list[str], job: dict[str, Any]) -> None:
             "deploy_map": {"app": [SERVER, *sites]},
         },
     )
-    together = {"id": "together", "path": TOGETHER, "args": {"sites": sites, "job": job}}
+    together = {"id": "together", "path": _TOGETHER, "args": {"sites": sites, "job": job}}
     write_json(config / "config_fed_server.json", {"format_version": 2, "workflows": [together]})
     hospital = {"tasks": ["ready", "work"], "executor": {"path": HOSPITAL, "args": {}}}
     write_json(config / "config_fed_client.json", {"format_version": 2, "executors": [hospital]})
@@ -195,7 +195,7 @@ def _hospital_resources() -> dict[str, Any]:
 def _server_resources(kit: Path) -> dict[str, Any]:
     common, storage = "nvflare.app_common", kit.resolve() / "storage"
     files = f"{common}.storages.filesystem_storage.FilesystemStorage"
-    return _resources(TOGETHER) | {
+    return _resources(_TOGETHER) | {
         "servers": [
             {
                 "admin_storage": "transfer",

@@ -129,7 +129,7 @@ class Together(Controller):  # type: ignore[misc]
         """Leave it alone."""
 
 
-class CellLine:
+class _CellLine:
     """A line over FLARE's cells: straight from one hospital's job process to another's, by way of the server.
 
     Args:
@@ -239,7 +239,7 @@ class Hospital(Executor):  # type: ignore[misc]
 
     def _do(self, job: Mapping[str, Any], fl_ctx: FLContext, stopped: Signal) -> Outcome:
         study, identity = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT])).identity()
-        line = CellLine(fl_ctx.get_engine(), self._arrived, fl_ctx.get_job_id(), stopped)
+        line = _CellLine(fl_ctx.get_engine(), self._arrived, fl_ctx.get_job_id(), stopped)
         asked = str(job["plan"])
         if job["what"] == "check":
             return greet(study, identity, line, plan=asked)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 Answer = Literal["taken", "later", "refused"]
 """What a receiver says of a letter: it has it, it cannot judge it yet, or it never will take it."""
-END = "end"
+_END = "end"
 MOST_BYTES = 1 << 30
 """The longest letter that is taken, where the signed plan does not say what to expect."""
 _PAUSES_S = (0.05, 2.0)
@@ -198,7 +198,7 @@ class RelayedComm:
         del code
         if self._session and self._over is self._left is None:
             with suppress(Exception):  # the line may be what failed
-                self._send(END, dict.fromkeys(self._others, (b"",)), _END_S, "")
+                self._send(_END, dict.fromkeys(self._others, (b"",)), _END_S, "")
         self.close()
 
     def close(self) -> None:
@@ -294,7 +294,7 @@ class RelayedComm:
         key = (head["sender"], head["place"])
         if key in self._held or key in self._read:
             return "taken"
-        if head["place"] == END:
+        if head["place"] == _END:
             self._left = KnownToAll(f"site {head['sender']} ended the run; its own log says why")
         self._held[key] = letter
         self._changed.notify_all()
@@ -394,7 +394,7 @@ class RelayedComm:
                 left = {name: left[name] for name in failed}
                 if not left:
                     return
-                if place != END:
+                if place != _END:
                     self._check_over()
                 if time.monotonic() >= deadline:
                     name, why = next(iter(failed.items()))

@@ -32,7 +32,7 @@ class Failed(TypedDict):
     error: Words
 
 
-class Reached(TypedDict):
+class _Reached(TypedDict):
     """Whom a hospital that went to see all others reached, as `taking_part.greet` says it."""
 
     site: Name
@@ -46,7 +46,7 @@ class Done(Summary):
     scores: Scores | None
 
 
-_KINDS: dict[str, Any] = {"ready": Ready, "check": Reached, "work": Done}
+_KINDS: dict[str, Any] = {"ready": Ready, "check": _Reached, "work": Done}
 
 
 def failed(text: str) -> Failed:

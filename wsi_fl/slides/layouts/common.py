@@ -104,7 +104,7 @@ def slide_files(sources: Sources) -> list[Path]:
     return files
 
 
-def with_splits(records: list[SlideRecord], sources: Sources) -> list[SlideRecord]:
+def _with_splits(records: list[SlideRecord], sources: Sources) -> list[SlideRecord]:
     """The records with the splits of the site's split table, which names patients or slides."""
     if sources.split is None:
         return records
@@ -136,7 +136,7 @@ def divided(
     """The slides that can be used, with their splits, and those that cannot."""
     every = list(found)
     records = [one for one in every if isinstance(one, SlideRecord)]
-    return with_splits(records, sources), [one for one in every if isinstance(one, SetAside)]
+    return _with_splits(records, sources), [one for one in every if isinstance(one, SetAside)]
 
 
 def sites_of(

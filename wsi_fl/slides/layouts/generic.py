@@ -35,7 +35,7 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         for key in ("slide", "patient"):
             if not row[key]:
                 raise UsageError(f"{row.where}: {key} is empty")
-        named = files_named(Path(row["slide"]).name, files)
+        named = _files_named(Path(row["slide"]).name, files)
         if len(named) == 1:
             return _generic_record(sources, row, named[0])
         several = f"several files are called so ({', '.join(path.name for path in named)}); add the suffix"
@@ -49,7 +49,7 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     return divided([judged(row) for row in mine], sources)
 
 
-def files_named(name: str, files: Iterable[Path]) -> list[Path]:
+def _files_named(name: str, files: Iterable[Path]) -> list[Path]:
     """The file of this very name, else those of this name without their suffix."""
     return [p for p in files if p.name == name] or [p for p in files if p.stem == name]
 

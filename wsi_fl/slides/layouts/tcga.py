@@ -1,28 +1,130 @@
 """TCGA as the GDC's client leaves it: `<id>/<barcode>.<UUID>.svs`, a manifest, a clinical table.
 
-The second field of a barcode is a tissue source site; sites are the institutions behind them (`tcga_codes`).
+The second field of a barcode is a tissue source site: an institution *and* a study, so an institution has many. Here
+are those of the four institutions that ProxyFL's study of TCGA has for sites; the table of all, tissueSourceSite.tsv
+of the GDC's code tables, is read where there is one.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import re
-from collections.abc import Collection, Iterator
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from wsi_fl.slides.layouts.clinical import Clinical
 from wsi_fl.slides.layouts.common import ArchiveSite, Sources, divided, slide_files
-from wsi_fl.slides.layouts.gdc import cut, manifest_of
-from wsi_fl.slides.layouts.tcga_codes import institutions, site_of
+from wsi_fl.slides.layouts.rows import rows_of
 from wsi_fl.types import SetAside, SlideRecord, UsageError
+
+_BUILT_IN = {
+    "University of Pittsburgh": "34 50 61 AZ B0 B1 BD BG BH BI BJ BT CI CN EJ ER FZ IC IN K1 LK N6 P8",
+    "Indivumed": "05 66 A8 AA AG C4 CG CH",
+    "Asterand": "85 86 BR E7 E8 E9 EA EB EC ED F4 F5 F6 F7 F9 FA FB FC IG UE",
+    "MSKCC": "39 AO AP BP BQ CM DC HW KL MX N5 XM YV",
+    "Memorial Sloan Kettering": "13 DJ DK DX IR IS KH SC",
+    "Memorial Sloan Kettering Cancer Center": "2A RS",
+}
+
+_SPELLINGS = (
+    (r"mskcc|memorial sloan[ -]kettering( cancer center)?", "mskcc"),
+    (r"university of pittsburgh", "pittsburgh"),
+    (r"(university of texas )?m\.? ?d\.? anderson( cancer center)?", "md-anderson"),
+    (r"unc|university of north carolina", "unc"),
+    (r"ucsf|university of california,? san francisco", "ucsf"),
+    (r"mayo( clinic)?( *-? *rochester)?", "mayo"),
+    (r"(duke|yale|vanderbilt|emory)( university)?", r"\1"),
+    (r"(fox chase|roswell|hartford)( park| cancer center| hospital)?", r"\1"),
+    (r"cleveland clinic( foundation)?", "cleveland-clinic"),
+    (r"(the )?(ohio state university)", r"\2"),
+    (r"(gundersen lutheran)( health system)?", r"\1"),
+    (r"(university of kansas)( medical center)?", r"\1"),
+    (r"(university health network)(, toronto)?", r"\1"),
+    (r"(bc|british columbia) cancer agency", "bc-cancer-agency"),
+    (r"(washington university)[ -]*(st\.? louis)?", r"\1"),
+    (r"christiana (health)?care", "christiana"),
+    (r"greenville health systems?", "greenville"),
+    (r"proteogenex(, inc)?\.?", "proteogenex"),
+    (r"international genomics con[os]+rtium", "international-genomics-consortium"),
+    (r"ontario institute for cancer research( \(oicr\))?", "oicr"),
+    (r"st\.? joseph'?s hospital[ (]+(az|arizona)\)?", "st-josephs-arizona"),
+    (r"st\.? joseph'?s medical center[ (-]+md\)?", "st-josephs-maryland"),
+)
+"""How one institution is written in several ways: the whole name in lower case, and what its site is called."""
+
+
+def institutions(table: Path | None = None) -> dict[str, str]:
+    """The institution of each code, as written in the GDC's table.
+
+    Args:
+        table: `TSS Code` and `Source Site`, separated by tabs or commas, besides the codes that are built in.
+    """
+    known = {code: name for name, codes in _BUILT_IN.items() for code in codes.split()}
+    if table is None:
+        return known
+    rows = rows_of(table, ("TSS Code", "Source Site"))
+    return known | {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
+
+
+def site_of(institution: str) -> str:
+    """The site that stands for an institution, however it is spelt.
+
+    Example:
+        >>> site_of("MSKCC"), site_of("Memorial Sloan Kettering"), site_of("University of São Paulo")
+        ('tcga-mskcc', 'tcga-mskcc', 'tcga-university-of-sao-paulo')
+    """
+    plain = unicodedata.normalize("NFKD", institution).encode("ascii", "ignore").decode()
+    name = " ".join(plain.lower().split())
+    for spelling, slug in _SPELLINGS:
+        if match := re.fullmatch(spelling, name):
+            name = match.expand(slug)
+            break
+    return "tcga-" + re.sub(r"[^a-z0-9]+", "-", name.replace("'", "")).strip("-")
+
+
+def _manifest_of(sources: Sources) -> dict[str, str]:
+    """The size that the site's manifests give each of its slides, by file name; other sites' files are left out.
+
+    `gdc-client` compares MD5 digests itself; a size tells what was cut on a later way.
+    """
+    names = [Path(pattern).name for pattern in sources.slides]
+    expected: dict[str, str] = {}
+    for pattern in sources.manifests:
+        paths = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 absolute patterns
+        if not paths:
+            raise UsageError(f"{sources.label}: manifest: no such file ({pattern})")
+        for path in paths:
+            for row in rows_of(Path(path), ("id", "filename", "size")):
+                name = Path(row["filename"]).name
+                known = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
+                if known and expected.setdefault(name, row["size"]) != row["size"]:
+                    raise UsageError(f"{row.where}: {name} has another size than in a line above")
+    return expected
+
+
+def cut(records: Collection[SlideRecord], expected: Mapping[str, str]) -> list[SetAside]:
+    """The slides whose size is not what the manifest says."""
+    named = [record for record in records if record.path.name in expected]
+    reasons = {record.slide: _wrong_size(record, expected[record.path.name]) for record in named}
+    return [SetAside(slide, reason) for slide, reason in reasons.items() if reason]
+
+
+def _wrong_size(record: SlideRecord, expected: str) -> str | None:
+    n_bytes = record.path.stat().st_size
+    if str(n_bytes) != expected:
+        return f"has {n_bytes} bytes, but the manifest says {expected or 'nothing'}: download it again"
+    return None
+
 
 SUFFIXES = (".svs", ".tif", ".tiff")
 
 GROUPINGS = ("institution", "tss")
 
-DIAGNOSTIC = ("DX",)
+_DIAGNOSTIC = ("DX",)
 """Slides of embedded tissue, from which diagnoses are made; TS and BS are frozen sections beside the samples."""
 
 _BARCODE = re.compile(
@@ -117,7 +219,7 @@ def _grouped(archive: Path, known: dict[str, str] | None) -> dict[str, _Group]:
     """Diagnostic slides by site: by the institutions that are known, or with None by code."""
     groups: dict[str, _Group] = {}
     for path, barcode in slides_of(archive):
-        if barcode.kind not in DIAGNOSTIC:
+        if barcode.kind not in _DIAGNOSTIC:
             continue
         institution = (known or {}).get(barcode.tss)
         name = site_of(institution) if institution else f"tcga-{barcode.tss.lower()}"
@@ -145,7 +247,7 @@ def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at the clinical table")
     clinical = Clinical(sources.labels, sources.columns)
-    expected = manifest_of(sources)
+    expected = _manifest_of(sources)
     files = sorted(slide_files(sources), key=lambda path: path.name)
     patients = {barcode.patient for path in files if (barcode := parse_barcode(path.name))}
     sources.account(sources.labels, clinical.rows, clinical.n_rows(patients))

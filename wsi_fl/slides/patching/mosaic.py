@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from wsi_fl.slides.patching.areas import area_mean
+from wsi_fl.slides.patching.regions import area_mean
 from wsi_fl.slides.patching.survey import survey
 from wsi_fl.slides.patching.tissue import TissueParams, tissue_fraction
 from wsi_fl.slides.reading.reader import Reader
@@ -104,7 +104,7 @@ def plan_mosaic(
     )
     rows, note = candidates(seen.tissue, params.min_tissue, params.clusters)
     xy_l0 = seen.xy_l0[rows]
-    colour = mean_colour(seen.thumbnail, xy_l0, seen.side_l0, seen.downsample)
+    colour = _mean_colour(seen.thumbnail, xy_l0, seen.side_l0, seen.downsample)
     mosaic = choose(colour, xy_l0, params.clusters, params.fraction, params.seed)
     return MosaicPlan(record, spec, seen.mpp, xy_l0, mosaic, note, seen.thumbnail, seen.downsample)
 
@@ -127,7 +127,7 @@ def candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tupl
     return rows, f"no patch holds {min_tissue:.0%} tissue; {stand} for the slide ({shares})"
 
 
-def mean_colour(
+def _mean_colour(
     thumbnail: NDArray[np.uint8], xy_l0: NDArray[np.int64], side_l0: float, downsample: float
 ) -> NDArray[np.float64]:
     """Mean red, green and blue float64[n, 3] (0 to 255) of squares, as far as they lie on the slide.
@@ -148,7 +148,7 @@ def choose(
 ) -> Mosaic:
     """The mosaic of n ≥ 1 candidates with these mean colours [n, 3] and places [n, 2], whatever the threads."""
     with _ONE_AT_A_TIME, threadpool_limits(1):  # sums over threads depend on their order
-        cluster = colour_clusters(colour, clusters, seed)
+        cluster = _colour_clusters(colour, clusters, seed)
         rows: list[int] = []
         weight: list[float] = []
         for group in range(int(cluster.max()) + 1):
@@ -161,7 +161,7 @@ def choose(
     return Mosaic(np.array(rows, np.int64)[order], cluster, np.array(weight, np.float32)[order])
 
 
-def colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:
+def _colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:
     """Group int64[n] of each colour [n, 3], numbered from dark to light; no more groups than there are colours."""
     n_clusters = min(clusters, len(np.unique(colour, axis=0)))
     from sklearn.cluster import KMeans  # seconds, which other commands need not wait for

@@ -80,7 +80,7 @@ class Segmenter(Protocol):
         ...
 
 
-def area_masks(
+def _area_masks(
     kinds: Iterable[Artefact], thumbnail: NDArray[np.uint8], um_per_px: float, tissue: Found
 ) -> dict[Artefact, NDArray[np.bool_]]:
     """Return masks bool[h, w] of where a thumbnail uint8[h, w, 3] shows pen, black, a fold or a bubble.
@@ -138,7 +138,7 @@ def blurred_share(
 
 def shares(look: SlideSurvey, kinds: tuple[Artefact, ...]) -> dict[Artefact, NDArray[np.float32]]:
     """Return the share float32[n] of each patch of the grid that is pen, black, fold or bubble, for those asked for."""
-    masks = area_masks(kinds, look.thumbnail, look.downsample * look.mpp, look.found)
+    masks = _area_masks(kinds, look.thumbnail, look.downsample * look.mpp, look.found)
     return {
         kind: tissue_fraction(mask, look.xy_l0, look.side_l0, look.downsample) for kind, mask in masks.items()
     }

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.slides.patching.areas import area_mean
 from wsi_fl.slides.patching.colours import (
     TRUNCATE,
     Colours,
@@ -22,7 +21,7 @@ from wsi_fl.slides.patching.colours import (
     is_vivid,
     optical_density,
 )
-from wsi_fl.slides.patching.regions import closed, dilated, without_small
+from wsi_fl.slides.patching.regions import area_mean, closed, dilated, without_small
 from wsi_fl.types import WsiFlError
 
 _MIN_AREA_PX = 4

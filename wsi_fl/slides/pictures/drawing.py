@@ -31,11 +31,11 @@ def fitted(draw: ImageDraw.ImageDraw, text: str, room: float, face: ImageFont.Fr
     return shown
 
 
-def round_length(most: float) -> float:
+def _round_length(most: float) -> float:
     """The longest of 1, 2 and 5 times a power of ten that is no longer than `most`.
 
     Example:
-        >>> round_length(740), round_length(2.5)
+        >>> _round_length(740), _round_length(2.5)
         (500.0, 2.0)
     """
     power = float(10 ** floor(log10(most)))
@@ -46,7 +46,7 @@ def draw_scale_bar(
     draw: ImageDraw.ImageDraw, end: tuple[float, float], um_per_px: float, most_px: float
 ) -> float:
     """A bar of a round length of at most `most_px` that ends at `end`, its length above it; returns its pixels."""
-    length_um = round_length(um_per_px * most_px)
+    length_um = _round_length(um_per_px * most_px)
     length_px = length_um / um_per_px
     x, y = end
     draw.line((x - length_px, y, x, y), fill=INK, width=4)

@@ -15,7 +15,7 @@ from typing import Any
 
 import shapely
 
-from wsi_fl.slides.pictures.heat import Heat
+from wsi_fl.slides.pictures.heatmap import Heat
 from wsi_fl.system.files import atomic
 
 Color = tuple[int, int, int]

@@ -1,19 +1,116 @@
-"""The patches of one slide in order: each native tile is decoded once and gives every patch its part."""
+"""The patches of one slide, by threads; each native tile is decoded once and gives each patch its part."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.cuts import Cuts, cut
-from wsi_fl.slides.reading.native import NativeLevel
-from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.slides.reading.native import NativeLevel, pieces
+from wsi_fl.slides.reading.reader import Reader, Slide
+from wsi_fl.slides.reading.tiff import TiledImage
 from wsi_fl.system import jpeg
 from wsi_fl.system.memory import BufferPool
-from wsi_fl.types import GridSpec, WsiFlError
+from wsi_fl.system.ordered import in_order
+from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
+
+Rows = NDArray[np.int64]
+
+
+class Cuts(NamedTuple):
+    """What is decoded and copied, strip after strip.
+
+    Attributes:
+        jobs: [j, 4] strip, tile, first part, end of parts; by strip and tile.
+        parts: [p, 7] patch; first and end row, first and end column in the tile; row and column in the patch.
+    """
+
+    jobs: Rows
+    parts: Rows
+
+    def of(self, strip: int) -> Cuts:
+        """Those of one strip, whose first part has number 0."""
+        begin, end = np.searchsorted(self.jobs[:, 0], (strip, strip + 1))
+        jobs = self.jobs[begin:end].copy()
+        first, last = (int(jobs[0, 2]), int(jobs[-1, 3])) if len(jobs) else (0, 0)
+        jobs[:, 2:] -= first
+        return Cuts(jobs, self.parts[first:last])
+
+
+def cut(image: TiledImage, at: Rows, patch: Rows, size_px: int, *, step: int, reach: int) -> Cuts:
+    """The plan for patches that are taken in strips.
+
+    A tile is decoded by the first strip that wants it and gives to all strips up to `reach` further on; of those
+    beyond, again the first decodes it.
+
+    Args:
+        image: where the tiles lie.
+        at: (x, y) [n, 2] of patches in the image's pixels; they may reach over its edges.
+        patch: [n] their numbers, ascending; number // step is the strip.
+        size_px: their side.
+        step: patches in a strip.
+        reach: strips.
+
+    Example:
+        >>> tiles = np.arange(4)
+        >>> image = TiledImage((8, 8), (4, 4), tiles, tiles, b"", rgb=False)
+        >>> cut(image, np.array([[0, 0], [2, 4]]), np.arange(2), 4, step=1, reach=1).jobs.tolist()
+        [[0, 0, 0, 1], [1, 2, 1, 2], [1, 3, 2, 3]]
+    """
+    across, first_across, n_across = _along(at[:, 0], size_px, image.tile_px[0], image.size_px[0])
+    down, first_down, n_down = _along(at[:, 1], size_px, image.tile_px[1], image.size_px[1])
+    n = n_across * n_down
+    of = np.repeat(np.arange(len(at)), n)
+    k = np.arange(len(of)) - np.repeat(np.cumsum(n) - n, n)
+    column = across[first_across[of] + k % n_across[of]]
+    row = down[first_down[of] + k // n_across[of]]
+    tile = row[:, 0] * image.n_columns + column[:, 0]
+    strip = patch[of] // step
+
+    order = np.argsort(tile, kind="stable")
+    tile, strip = tile[order], strip[order]
+    begins = _changes(tile)
+    begins = _changes(tile, (strip - strip[_last_true(begins)]) // (reach + 1))
+    owner = strip[_last_true(begins)]
+
+    again = np.lexsort((tile, owner))
+    order, owner, tile = order[again], owner[again], tile[again]
+    first = np.flatnonzero(begins[again])
+    end = np.append(first, len(order))[1:]
+    parts = np.stack(
+        [patch[of], row[:, 1], row[:, 2], column[:, 1], column[:, 2], row[:, 3], column[:, 3]], axis=1
+    )[order]
+    return Cuts(np.stack([owner[first], tile[first], first, end], axis=1), parts)
+
+
+def _along(start: Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[Rows, Rows, Rows]:
+    """Along one axis: (pieces [m, 4] as tile, its first and end pixel, pixel of the patch; for patches that start there
+    [n] the first of its pieces, and how many it has)."""
+    known, of = np.unique(start, return_inverse=True)
+    found = [
+        [(piece.number, piece.of.start, piece.of.stop, piece.to.start) for piece in some]
+        for some in (pieces(at, size_px, tile_px, extent_px) for at in known.tolist())
+    ]
+    table = np.array([piece for some in found for piece in some], np.int64).reshape(-1, 4)
+    bounds = np.cumsum([0, *map(len, found)])
+    return table, bounds[of], np.diff(bounds)[of]
+
+
+def _changes(*columns: Rows) -> NDArray[np.bool_]:
+    """Where a row differs from the one before; the first does."""
+    changes = np.ones(len(columns[0]), bool)
+    changes[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return changes
+
+
+def _last_true(begins: NDArray[np.bool_]) -> Rows:
+    """Of each place, the last one at or before it that is true."""
+    return np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
+
 
 _REACH_BYTES = 1 << 28
 """How far ahead a tile gives, in pixels of the patches between; patches still further on decode it again. The next row
@@ -160,3 +257,53 @@ def _whole(parts: NDArray[np.int64], tile_shape: tuple[int, ...], size_px: int) 
     if tile_shape[:2] != (size_px, size_px):
         return np.zeros(len(parts), bool)
     return np.asarray(np.all(parts[:, 1:5] == (0, size_px, 0, size_px), axis=1))
+
+
+_BATCH, _BATCH_BYTES = 32, 20 << 20
+_AHEAD, _AHEAD_BYTES = 1, 1 << 28
+"""Batches beyond those that threads are filling, and the most memory for all of them."""
+_AT_ONCE = 1 << 14
+"""Patches whose reading is planned at once: plans of millions would not be small."""
+
+
+def read_patches(
+    record: SlideRecord,
+    xy_l0: NDArray[np.int64],
+    spec: GridSpec,
+    *,
+    threads: int,
+    reader: Reader = "auto",
+    aside: dict[int, str] | None = None,
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """(row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
+
+    Threads share one slide (the decoders release the interpreter's lock) and run only so far ahead that memory stays
+    bounded. A native tile under several patches is decoded once; see `sweep`.
+
+    Args:
+        record, xy_l0, spec: which slide, the patches' corners [n, 2], their size and resolution.
+        threads: how many decode.
+        reader: see `Slide`.
+        aside: row → one-line reason of the patches that cannot be decoded. They are left out of their batch, which
+            may become empty; a batch's entries are there when it is yielded.
+
+    Raises:
+        WsiFlError: when a patch cannot be decoded and `aside` is None.
+    """
+    threads = max(1, threads)
+    ahead = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))
+    with Slide(record.path, record.mpp_override, reader) as slide:
+        step = _strip_size(xy_l0, spec, ahead)
+        for first in range(0, len(xy_l0), _AT_ONCE):
+            sweep = Sweep(slide, xy_l0[first : first + _AT_ONCE], spec, step, first)
+            with closing(in_order(sweep.fill, range(len(sweep)), threads=threads, ahead=ahead)) as filled:
+                for number in filled:
+                    yield sweep.take(number, aside)
+
+
+def _strip_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
+    """Patches in each of so many batches; together they span about two rows of the grid, whose tiles are kept where
+    patches are resampled from them."""
+    in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // in_hand) // (spec.size_px**2 * 3)
+    in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
+    return max(1, min(_BATCH, in_memory, in_two_rows // in_hand))

@@ -32,12 +32,11 @@ from wsi_fl.report import exposed
 from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.exposure import EXPOSURE, exposure_of, influence_of
-from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.training.learners import build_model
 from wsi_fl.stages.training.workshop import agreed_canaries, learned_from
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_json, write_json
 from wsi_fl.types import WsiFlError

@@ -29,7 +29,7 @@ from wsi_fl.stages.answers.compare_rows import (
 from wsi_fl.stages.answers.compare_runs import Run, named
 from wsi_fl.stages.answers.compare_worth import verdicts, worth
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.kinds import kind_of
+from wsi_fl.stages.site.slides import kind_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_text

@@ -28,10 +28,9 @@ from wsi_fl.stages.answers.leaving import offered
 from wsi_fl.stages.answers.predictions import write_predictions
 from wsi_fl.stages.answers.trained import answering, settings_of
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile

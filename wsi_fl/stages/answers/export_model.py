@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from wsi_fl.report.model_card import rendered, warning_of
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.leaving import Leaving, Made, asked_for, card_of, require_allowed
-from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json, write_text

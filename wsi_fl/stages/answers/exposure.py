@@ -25,7 +25,7 @@ from wsi_fl.stages.site.ledgers import units_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.learners import build_model
 from wsi_fl.stages.training.workshop import learned_from
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.system.files import write_text
 
 EXPOSURE = "exposure.csv"

@@ -15,8 +15,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.predict_slide import percent, predict_slide
 from wsi_fl.stages.answers.predictor import Predictor, load_predictor
 from wsi_fl.stages.answers.trained import answers_with, trained_site
-from wsi_fl.stages.work.aside import reason_of
-from wsi_fl.stages.work.console import Lines, Table, Watcher
+from wsi_fl.stages.work.console import Lines, Table, Watcher, reason_of
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.pictures.geojson import Color, write_geojson
-from wsi_fl.slides.pictures.heat import TOP_K, Heat, leading, patch_boxes, score
-from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
+from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Heat, draw_heatmap, leading, patch_boxes, score
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.system.files import atomic, write_bytes, write_json

@@ -15,26 +15,26 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.bags import allowed_classes, unlabelled_bags
 from wsi_fl.learning.examples import Examples, packed, resized, unlabelled
-from wsi_fl.models.bags import BagModel
 from wsi_fl.models.encoder import Encoder, encode
+from wsi_fl.models.mil import BagModel
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.patching.patches import SlidePlan, plan_slide
 from wsi_fl.slides.patching.quality import Segmenter
-from wsi_fl.slides.pictures.heat import Heat, patch_boxes
-from wsi_fl.slides.reading.patches import read_patches
+from wsi_fl.slides.pictures.heatmap import Heat, patch_boxes
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.answers.bag_answers import SlidePrediction
 from wsi_fl.stages.answers.trained import TrainedModels, answering
 from wsi_fl.stages.prepare.mosaic import OfSlides
 from wsi_fl.stages.prepare.quality import params_of, segmenter_of
 from wsi_fl.stages.site.data import open_bags
 from wsi_fl.stages.site.encoders import encoder_of
-from wsi_fl.stages.site.kept import remembered_bags
-from wsi_fl.stages.site.kinds import ExampleKind, kind_of
+from wsi_fl.stages.site.party import remembered_bags
+from wsi_fl.stages.site.slides import ExampleKind, kind_of
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline

@@ -19,8 +19,7 @@ from wsi_fl.stages.answers.compare_runs import Run, runs_of
 from wsi_fl.stages.answers.compare_worth import of_all
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore

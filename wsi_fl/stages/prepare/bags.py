@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoded, Encoder, EncoderError, Spent, encode_each
 from wsi_fl.stages.site.rates import speed_of
-from wsi_fl.stages.work.aside import partly, reason_of
-from wsi_fl.stages.work.console import Watcher, say
+from wsi_fl.stages.work.console import Watcher, partly, reason_of, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.bag_shards import BagShard, current_shard, write_shard
 from wsi_fl.stores.bags import Bag

@@ -31,7 +31,7 @@ Step = tuple[str, Callable[[], object]]
 """What is read, and reading it, which raises WsiFlError for damage."""
 
 
-class CheckRow(TypedDict):
+class _CheckRow(TypedDict):
     """What was found at a site.
 
     Attributes:
@@ -66,9 +66,9 @@ def check(
     return {"sites": rows, "ok": not any(row["damaged"] for row in rows)}
 
 
-def _check_site(study: Study, site: str, watcher: Watcher) -> CheckRow:
+def _check_site(study: Study, site: str, watcher: Watcher) -> _CheckRow:
     began = time.perf_counter()
-    row = CheckRow(site=site, read=0, damaged=[], seconds=0.0)
+    row = _CheckRow(site=site, read=0, damaged=[], seconds=0.0)
     for path, part, shards, command in (
         (study.store(site), _patches, "slides", "tile"),
         (study.features(site), partial(_bags, "features"), "features", "features"),
@@ -86,7 +86,7 @@ def _check_site(study: Study, site: str, watcher: Watcher) -> CheckRow:
     return row | {"seconds": time.perf_counter() - began}
 
 
-def _take(row: CheckRow, steps: Iterator[list[Step]], watcher: Watcher) -> None:
+def _take(row: _CheckRow, steps: Iterator[list[Step]], watcher: Watcher) -> None:
     """Read one store: the steps are known once it is open."""
     try:
         for known in steps:
@@ -103,7 +103,7 @@ def _take(row: CheckRow, steps: Iterator[list[Step]], watcher: Watcher) -> None:
         row["damaged"].append(_told(row, error))
 
 
-def _told(row: CheckRow, error: BaseException) -> str:
+def _told(row: _CheckRow, error: BaseException) -> str:
     """Say what is damaged, also where no reader foresaw that: the other stores and sites are read all the same."""
     return str(error) if isinstance(error, WsiFlError) else f"{row['site']}: damaged ({first_line(error)})"
 

@@ -23,8 +23,8 @@ from wsi_fl.models.directions import (
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.privacy.accounting import sigma_for
 from wsi_fl.slides.patching.patches import plan_slide
-from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
+from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare.quality import params_of
 from wsi_fl.stages.prepare.tile import spec_of
 from wsi_fl.stages.site.encoders import encoder_of
@@ -35,7 +35,7 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences
 
-MOST = 500
+_MOST = 500
 """Patches of one source."""
 
 
@@ -144,8 +144,8 @@ def _stored(path: Path, encoder: str) -> NDArray[np.float32]:
                 "features.weights"
             )
         n_slides = len(store.table.slide)
-        each = max(1, MOST // n_slides)
-        bags = (store.bag(k).features for k in range(min(n_slides, MOST)))
+        each = max(1, _MOST // n_slides)
+        bags = (store.bag(k).features for k in range(min(n_slides, _MOST)))
         return np.concatenate([bag[_some(len(bag), each)] for bag in bags])
 
 
@@ -157,7 +157,7 @@ def _seen(
     reader, spec = pipeline.slides.reader, spec_of(pipeline)
     check_opens_safely(path, mpp, reader)
     plan = plan_slide(record, spec, params_of(study, pipeline), reader=reader)
-    chosen = plan.xy_l0[_some(len(plan.xy_l0), MOST)]
+    chosen = plan.xy_l0[_some(len(plan.xy_l0), _MOST)]
     read = read_patches(plan.record, chosen, spec, threads=len(os.sched_getaffinity(0)), reader=reader)
     found: NDArray[np.float32] = encode((pixels for _, pixels in read), encoder)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 from wsi_fl.models.presets import HUB_FILES, PRESETS, Preset
 from wsi_fl.models.weights import cached_weights
 from wsi_fl.stages.work.console import Line, Lines, Table
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 

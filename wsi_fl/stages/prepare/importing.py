@@ -1,4 +1,4 @@
-"""`import`: features that another tool computed become a site's feature store; nothing is extracted again.
+"""`import` and `export`: features of other tools become a site's store, and a store lies as they want it.
 
 Every file is read twice: once to find out what it holds, and once to write it. One bag is in memory at a time.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare.bag_labels import Labelled, labelled, matched, stored_classes, table_of
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
-from wsi_fl.stages.work.console import Silent, Watcher
+from wsi_fl.stages.site.data import open_bags
+from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
-from wsi_fl.stores.exchange import LAYOUTS, Layout
+from wsi_fl.stores.exchange import LAYOUTS, Layout, write_labels
+from wsi_fl.stores.exchange.clam import write_clam
 from wsi_fl.stores.exchange.foreign import Facts
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -295,3 +298,45 @@ def _document(
         seconds=time.perf_counter() - began,
     )
     return {"sites": [row]}
+
+
+def export(
+    study: Study, *, site: str, form: str, out: Path | None = None, tensors: bool = False
+) -> dict[str, Any]:
+    """Write a site's mosaics for another tool; return the `--json` document. Nothing leaves this machine.
+
+    Args:
+        tensors: whether CLAM's `.pt` files are written too.
+
+    Raises:
+        UsageError: for an unknown format, or `.pt` files of another tool than CLAM.
+        WsiFlError: when the site has no feature store, or it does not say how large its patches are on the slides.
+    """
+    written = {name: layout.write for name, layout in LAYOUTS.items() if layout.write}
+    if form not in written:
+        raise UsageError(f"--format {form!r}: use {', '.join(written)}")
+    if tensors and form != "clam":
+        raise UsageError(f"--pt: {form} reads no .pt files; leave it out")
+    study.site(site)
+    folder = out or study.root / "exports" / form / site
+    write = partial(write_clam, tensors=True) if tensors else written[form]
+    table = folder / f"{site}.csv"
+    with open_bags(study, site, "mosaics") as store:
+        files = write(store, folder)
+        write_labels(store, table)
+    return {
+        "site": site,
+        "format": form,
+        "bags": len(files),
+        "out": study.relative(folder),
+        "features": study.relative(files[0].parent),
+        "table": study.relative(table),
+        "pt": tensors,
+    }
+
+
+def export_lines(document: dict[str, Any]) -> Lines:
+    """Say where the files are, and what CLAM's users need."""
+    yield Line(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
+    if document["format"] == "clam" and not document["pt"]:
+        yield Line("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")

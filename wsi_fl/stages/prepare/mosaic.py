@@ -20,9 +20,9 @@ from wsi_fl.slides.patching.masks import mask_digest
 from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
 from wsi_fl.slides.patching.splits import SEED, assign_splits
 from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
-from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare.bag_labels import Labelled, labelled, stored_classes, table_of
 from wsi_fl.stages.prepare.bags import Chosen, Done, Way, quiet, speed_of_all
 from wsi_fl.stages.prepare.quality import tissue_of

@@ -63,14 +63,14 @@ def tile(
     rows = [_tile_site(one, job, told) for one in listed]
     which = "--all" if site is None else f"--site {site}"
     named = "" if pipeline_name is None else f" --pipeline {pipeline_name}"
-    return {"sites": rows, "next": next_steps(listed[0].pipeline, which, named)} if job.first else {}
+    return {"sites": rows, "next": _next_steps(listed[0].pipeline, which, named)} if job.first else {}
 
 
-def next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
+def _next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
     """The commands between stores and a trained model.
 
     Example:
-        >>> next_steps(Pipeline(train={"data": "features"}), "--site C1", " --pipeline deep")
+        >>> _next_steps(Pipeline(train={"data": "features"}), "--site C1", " --pipeline deep")
         ['wsi-fl features --site C1 --pipeline deep', 'wsi-fl train --method proxyfl --pipeline deep']
     """
     steps = [f"wsi-fl features {which}"] if pipeline.train.data == "features" else []

@@ -17,8 +17,7 @@ from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason
 from wsi_fl.stages.prepare.tile import planner, spec_of
 from wsi_fl.stages.prepare.tile_plans import Plans, choose
-from wsi_fl.stages.prepare.tile_rows import Unreadable, pixel_batches
-from wsi_fl.stages.prepare.tile_shards import bytes_of
+from wsi_fl.stages.prepare.tile_shards import Unreadable, bytes_of, pixel_batches
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study

@@ -20,7 +20,7 @@ from wsi_fl.slides.patching.masks import mask_digest
 from wsi_fl.slides.patching.patches import PlanParams, SlidePlan
 from wsi_fl.slides.patching.splits import sample_rows
 from wsi_fl.slides.reading.reader import Reader
-from wsi_fl.stages.work.aside import reason_of
+from wsi_fl.stages.work.console import reason_of
 from wsi_fl.system.files import atomic, ordinary
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord

@@ -1,4 +1,7 @@
-"""The part of `tile` that writes: shards and pictures of the slides of one site, under a lock."""
+"""The part of `tile` that writes: shards and pictures of the slides of one site, under a lock.
+
+A patch that cannot be read does not end the slide: at the end of the pass `Unreadable` names all such rows.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,11 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.patches import SlidePlan
 from wsi_fl.slides.pictures.overview import draw_overview
-from wsi_fl.slides.reading.reader import Reader
+from wsi_fl.slides.reading.reader import Reader, Slide
+from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare.quality import Quality, quality_of_plan
 from wsi_fl.stages.prepare.tile_plans import Plans
-from wsi_fl.stages.prepare.tile_rows import NoStream, Unreadable, native_streams, new_streams, pixel_batches
-from wsi_fl.stages.work.aside import partly, reason_of
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import partly, reason_of, say
 from wsi_fl.stores.contents import SlideSource, quality_of
 from wsi_fl.stores.fields import Marked
 from wsi_fl.stores.shards import (
@@ -30,9 +32,95 @@ from wsi_fl.stores.shards import (
     write_shard,
     write_streams,
 )
+from wsi_fl.system import jpeg
 from wsi_fl.system.files import write_bytes
 from wsi_fl.system.ordered import in_order
-from wsi_fl.types import DiskFull, GridSpec, PatchTable, WsiFlError
+from wsi_fl.types import DiskFull, GridSpec, PatchTable, SlideRecord, WsiFlError
+
+_STREAMS_PER_TASK = 16
+
+
+class Unreadable(Exception):
+    """Some rows cannot be read; what was written without them is not to be kept."""
+
+    def __init__(self, rows: dict[int, str]) -> None:
+        super().__init__(rows)
+        self.rows = rows
+        """Position among the corners asked for → one-line reason."""
+
+
+class _NoStream(Exception):
+    """Some patch is not one whole native tile."""
+
+
+def pixel_batches(
+    record: SlideRecord, xy_l0: NDArray[np.int64], spec: GridSpec, *, threads: int, reader: Reader
+) -> Iterator[NDArray[np.uint8]]:
+    """Yield the pixels in batches uint8[b, size_px, size_px, 3], in order.
+
+    Raises:
+        Unreadable: after the last batch, when some rows are missing from them.
+    """
+    aside: dict[int, str] = {}
+    for _, batch in read_patches(record, xy_l0, spec, threads=threads, reader=reader, aside=aside):
+        yield batch
+    if aside:
+        raise Unreadable(aside)
+
+
+def _new_streams(
+    record: SlideRecord,
+    xy_l0: NDArray[np.int64],
+    spec: GridSpec,
+    quality: int,
+    *,
+    threads: int,
+    reader: Reader,
+) -> Iterator[bytes]:
+    """Yield the patches encoded anew; raises as `pixel_batches` does."""
+    batches = pixel_batches(record, xy_l0, spec, threads=threads, reader=reader)
+    patches = (patch for batch in batches for patch in batch)
+    with closing(
+        in_order(lambda patch: jpeg.encode(patch, quality), patches, threads=threads, ahead=2 * threads)
+    ) as streams:
+        yield from streams
+
+
+def _native_streams(
+    record: SlideRecord, xy_l0: NDArray[np.int64], spec: GridSpec, *, threads: int, reader: Reader
+) -> Iterator[bytes]:
+    """Yield the slide's own streams, each read to its end once, so that a damaged tile is found now.
+
+    Raises:
+        NoStream: when a patch has none.
+        Unreadable: after the last, when some rows are missing.
+    """
+    unread: dict[int, str] = {}
+    with Slide(record.path, record.mpp_override, reader) as slide:
+
+        def read(first: int) -> list[bytes | WsiFlError | None]:
+            corners = xy_l0[first : first + _STREAMS_PER_TASK].tolist()
+            return [_checked(slide, (x, y), spec) for x, y in corners]
+
+        starts = range(0, len(xy_l0), _STREAMS_PER_TASK)
+        with closing(in_order(read, starts, threads=threads, ahead=threads)) as parts:
+            for row, stream in enumerate(stream for part in parts for stream in part):
+                if stream is None:
+                    raise _NoStream
+                if isinstance(stream, WsiFlError):
+                    unread[row] = str(stream)
+                else:
+                    yield stream
+    if unread:
+        raise Unreadable(unread)
+
+
+def _checked(slide: Slide, corner: tuple[int, int], spec: GridSpec) -> bytes | WsiFlError | None:
+    try:
+        return slide.native_stream(corner, spec.size_px, spec.mpp)
+    except WsiFlError as error:
+        return error
+
 
 _SPARE_BYTES = 64 << 20
 _COLUMNS_BYTES = 64
@@ -174,7 +262,7 @@ def _write_shard(task: _Task, wanted: Wanted) -> None:
         rows = np.setdiff1d(np.arange(len(task.table)), list(unread))
         try:
             return _write_pass(task, wanted, content, rows, unread)
-        except NoStream:
+        except _NoStream:
             content = "raw"
         except Unreadable as error:
             unread |= {int(rows[k]): reason for k, reason in error.rows.items()}
@@ -190,9 +278,9 @@ def _write_pass(
     shard, meta, table = task.shard, task.meta, task.table
     how: dict[str, Any] = {"threads": wanted.threads, "reader": wanted.reader}
     if content == "native":
-        write_streams(shard, meta, table, native_streams(record, corners, spec, **how), unread=unread)
+        write_streams(shard, meta, table, _native_streams(record, corners, spec, **how), unread=unread)
     elif (quality := quality_of(content)) is not None:
-        write_streams(shard, meta, table, new_streams(record, corners, spec, quality, **how), unread=unread)
+        write_streams(shard, meta, table, _new_streams(record, corners, spec, quality, **how), unread=unread)
     elif content == "none":
         for _ in pixel_batches(record, corners, spec, **how):
             pass  # a damaged patch is found now, not when training wants it

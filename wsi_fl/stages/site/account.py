@@ -19,7 +19,7 @@ from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
-from wsi_fl.privacy.planner import planned as best_plan
+from wsi_fl.privacy.plan import planned as best_plan
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile

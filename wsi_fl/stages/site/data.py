@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import os
+from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from threading import Lock
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +23,88 @@ from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, resiz
 from wsi_fl.learning.folds import folds_of
 from wsi_fl.learning.tasks import CLASSES, Task, strata
 from wsi_fl.runs.site import PIXELS
-from wsi_fl.stages.site.slide_pixels import SlidePixels
+from wsi_fl.slides.reading.probe import check_opens_safely
+from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stores.bags import BagStore
+from wsi_fl.stores.contents import SlideSource, SlideUnreadable
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, Train
-from wsi_fl.types import BagTable, Images, PatchTable, Shape, UsageError, WsiFlError
+from wsi_fl.types import BagTable, GridSpec, Images, PatchTable, Shape, UsageError, WsiFlError
+
+_OPEN_SLIDES = 16
+_MOST_THREADS = 8
+
+
+class _SlidePixels:
+    """A site's slides, as `PatchStore` reads from them; a few stay open."""
+
+    def __init__(self, study: Study, site: str) -> None:
+        self._study, self._site = study, site
+        self._open: OrderedDict[str, Slide] = OrderedDict()
+        self._lock = Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __call__(self, source: SlideSource, xy_l0: NDArray[np.int64], spec: GridSpec) -> NDArray[np.uint8]:
+        """The patches uint8[b, size_px, size_px, 3] at these corners.
+
+        Raises:
+            SlideUnreadable: when the slide is missing, was exchanged, or cannot be read there.
+        """
+        out = np.empty((len(xy_l0), spec.size_px, spec.size_px, 3), np.uint8)
+        with self._lock:
+            try:
+                slide = self._slide(source)
+
+                def read(row: int) -> None:
+                    x, y = (int(v) for v in xy_l0[row])
+                    slide.read((x, y), spec.size_px, spec.mpp, out[row], overlapping=False)
+
+                for _ in self._threads().map(read, range(len(xy_l0))):
+                    pass
+            except SlideUnreadable:
+                raise
+            except WsiFlError as error:
+                raise SlideUnreadable(str(error)) from None
+        return out
+
+    def _slide(self, source: SlideSource) -> Slide:
+        if source.slide not in self._open:
+            path, reader = self._find(source), cast(Reader, source.reader)
+            check_opens_safely(path, source.mpp_override, reader)
+            slide = Slide(path, source.mpp_override, reader)
+            if slide.quickhash != source.quickhash:
+                slide.close()
+                raise SlideUnreadable(
+                    f"{slide.path}: not the slide that was tiled; run `wsi-fl tile --site {self._site}` again"
+                )
+            if len(self._open) >= _OPEN_SLIDES:
+                self._open.popitem(last=False)[1].close()
+            self._open[source.slide] = slide
+        self._open.move_to_end(source.slide)
+        return self._open[source.slide]
+
+    def _find(self, source: SlideSource) -> Path:
+        """Where the slide was when it was tiled, else where the site file says slides are now."""
+        path = self._study.root / source.path
+        if path.exists():
+            return path
+        site = self._study.site(self._site)
+        patterns = [site.slides] if isinstance(site.slides, str) else site.slides or []
+        for pattern in patterns:
+            where = str(Study(Path(glob.escape(str(self._study.root)))).resolve(pattern))
+            for found in glob.iglob(where, recursive=True):  # noqa: PTH207 patterns may be absolute
+                if Path(found).name == path.name:
+                    return Path(found)
+        raise SlideUnreadable(
+            f"{path}: the slide is gone, and slides in sites/{self._site}.toml matches no {path.name}"
+        )
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+        return self._pool
+
 
 Store = PatchStore | BagStore
 Table = PatchTable | BagTable
@@ -169,7 +250,7 @@ def open_store(study: Study, site: str) -> PatchStore:
         WsiFlError: when there is none, or it is another site's; so does `open_bags`.
     """
     path = _there(study, site, study.store(site), "tile")
-    return _own(PatchStore(path, SlidePixels(study, site)), study, site)
+    return _own(PatchStore(path, _SlidePixels(study, site)), study, site)
 
 
 def open_bags(study: Study, site: str, data: str) -> BagStore:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Gpu
 from wsi_fl.study.preparing import Mosaic

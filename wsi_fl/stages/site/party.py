@@ -1,4 +1,4 @@
-"""Who takes part in a stage, and with what: made once at its door and handed on."""
+"""Who takes part in a stage, and with what: made once at its door and handed on; what a run keeps of its sites."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from wsi_fl.federation.methods import METHODS, SHARED, Method
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.tasks import Task
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.runs.site import SITE_FILE, SiteFolder
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.kinds import ExampleKind, kind_of, open_data
+from wsi_fl.stages.site.slides import ExampleKind, kind_of, open_data
 from wsi_fl.stages.site.sums import RUN, ReleasedSums, open_directions, releases_of
 from wsi_fl.stages.site.targets import task_of
+from wsi_fl.stages.work.console import say
+from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import value_of
-from wsi_fl.types import UsageError
+from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.types import GridSpec, UsageError
 
 
 def method_for(name: str, pipeline: Pipeline) -> Method:
@@ -192,3 +196,44 @@ class RunContext:
 
     def __exit__(self, *_: object) -> None:
         self._stores.close()
+
+
+def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
+    """Return the study with the promises that the run began with, and say which site files promise something else now.
+
+    Of `allow` and `max_epsilon` the stricter holds: what a hospital has withdrawn since is withdrawn.
+
+    Args:
+        goes_on: whether more is about to be spent.
+
+    Raises:
+        UsageError: when the run goes on, and a site has a smaller δ now than the run would spend at.
+    """
+    seen = study.as_of(run.path)
+    for kept in sorted(run.path.glob(f"sites/*/{SITE_FILE}")):
+        name = kept.parent.name
+        began, changed = seen.site_of_run(name), seen.changed_promises(name)
+        if changed and launched_ranks() is None:
+            words = "; ".join(changed)
+            say(f"  sites/{name}.toml has changed since the run began: {words}; the stricter holds", "yellow")
+        now = study.site(name).delta if changed else None
+        if (
+            goes_on
+            and began is not None
+            and now is not None
+            and began.delta is not None
+            and now < began.delta
+        ):
+            raise UsageError(
+                f"sites/{name}.toml: delta = {now:g} is smaller than the {began.delta:g} of this run; start a new run"
+            )
+    return seen
+
+
+def remembered_bags(folder: SiteFolder) -> BagMeta:
+    """Return what the patches or bags were like that a site's models learned from."""
+    facts = folder.store_facts()
+    types = {kind: tuple(classes) for kind, classes in facts.get("tumor_types", {}).items()}
+    classes, spec = tuple(facts["classes"]), GridSpec(**facts["spec"])
+    recipe = facts.get("recipe", {"min_tissue": facts.get("min_tissue")})
+    return BagMeta(folder.path.name, classes, facts.get("encoder", ""), spec, "", types, recipe)

@@ -18,8 +18,7 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Round, Words
 from wsi_fl.runs.run import RunFolder, pipeline_stem
-from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.training.checks import versions
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml

@@ -78,7 +78,7 @@ def naming(place: Path, way_on: str) -> Iterator[None]:
         raise
 
 
-class RankDied(WsiFlError):
+class _RankDied(WsiFlError):
     """A rank ended without giving a reason, and nobody knows which."""
 
 
@@ -203,7 +203,7 @@ def run_ranks(
         kind = UsageError if ranks.failures[0].get("usage") else WsiFlError
         raise kind(ranks.failures[0]["error"])
     if code:
-        raise RankDied(
+        raise _RankDied(
             f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
         )
 

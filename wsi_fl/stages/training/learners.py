@@ -113,7 +113,7 @@ def learners_of(
         train: what they will learn from.
     """
     site, pipeline, keys = party.sites[index], party.pipeline, party.pipeline.train
-    half = in_bfloat16(pipeline)
+    half = _in_bfloat16(pipeline)
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
         model, seen = build_model(site, pipeline, data, role, index, common=common), data.shape
@@ -126,17 +126,17 @@ def learners_of(
                 shape = (seen.channels, seen.size_px, seen.size_px)
                 settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
         usual = HyperParameters(keys.lr, keys.weight_decay, keys.balance)
-        return learner_of(model, usual, train, n_classes, device, settings, bfloat16=half)
+        return _learner_of(model, usual, train, n_classes, device, settings, bfloat16=half)
 
     return make
 
 
-def in_bfloat16(pipeline: Pipeline) -> bool:
+def _in_bfloat16(pipeline: Pipeline) -> bool:
     """Return whether matrix products of training are in bfloat16."""
     return pipeline.gpu.train == "bfloat16"
 
 
-def learner_of(
+def _learner_of(
     model: nn.Module,
     way: HyperParameters,
     train: Examples,
@@ -178,35 +178,35 @@ def tune(party: RunContext, site: Site) -> None:
     A model that travels, or is under differential privacy, is not tuned. A linear head that it would have alone is
     fitted in any case. Both models of its own are fresh and alike, so what suits one suits the other.
     """
-    keys, train, half = party.pipeline.train, site.train, in_bfloat16(party.pipeline)
+    keys, train, half = party.pipeline.train, site.train, _in_bfloat16(party.pipeline)
     own = {
         role: learner
         for role in (LONE, "private")
         if (learner := site.learners.get(role)) and not (learner.with_dp or role == party.method.travels)
     }
     if not keys.tune:
-        own = {role: one for role, one in own.items() if role == LONE and is_linear(one.model)}
+        own = {role: one for role, one in own.items() if role == LONE and _is_linear(one.model)}
     if not own:
         return
     model = next(iter(own.values())).model
-    if is_linear(model) and train.task.kind == "classes":
+    if _is_linear(model) and train.task.kind == "classes":
         head = _fitted(model, train, site.n_classes, site.device)
         for learner in own.values():
-            set_layer(learner.model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
+            _set_layer(learner.model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
             learner.fitted = True
         site.held_out, site.tuned = head.held_out, head.facts
     elif keys.tune:
         folds = 1 if isinstance(party.data(site.name).shape, Images) else 5
         way, site.held_out = _tuned(keys, model, train, site.n_classes, site.device, folds, half=half)
         anew = {
-            role: learner_of(one.model, way, train, site.n_classes, site.device, bfloat16=half)
+            role: _learner_of(one.model, way, train, site.n_classes, site.device, bfloat16=half)
             for role, one in own.items()
         }
         site.learners = {**site.learners, **anew}
         site.tuned = {"by": "cross-validation", **way.facts}
 
 
-def is_linear(model: nn.Module) -> bool:
+def _is_linear(model: nn.Module) -> bool:
     """Return whether a model is one linear layer on what is fixed."""
     *below, last = model.children() if isinstance(model, nn.Sequential) else [model]
     return isinstance(last, nn.Linear) and all(isinstance(one, nn.LayerNorm | MeanOfBag) for one in below)
@@ -218,7 +218,7 @@ def _layers(model: nn.Module) -> nn.Sequential:
 
 
 @torch.no_grad()
-def set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
+def _set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
     """Overwrite the last layer of a linear head, with weight [classes, d] and bias [classes]."""
     linear = _layers(model)[-1]
     assert isinstance(linear, nn.Linear)
@@ -257,7 +257,7 @@ def _tuned(
     def trained(way: HyperParameters, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
         model.load_state_dict(start)
         some, others = (subset(train, np.flatnonzero(rows)) for rows in (seen, ~seen))
-        learner = learner_of(model, way, some, n_classes, device, bfloat16=half)
+        learner = _learner_of(model, way, some, n_classes, device, bfloat16=half)
         stream = CipherStream.seeded(settings.seed, "tuning")
         drawn = stream if settings.max_patches else None  # which patches are seen
         epochs = settings.rounds * settings.epochs_per_round
@@ -307,7 +307,7 @@ def bring_released(party: RunContext, site: Site) -> None:
     with torch.no_grad():
         head.sums.copy_(torch.from_numpy(mean))
     head.n_sites.fill_(n)
-    set_layer(learner.model, *head.linear())
+    _set_layer(learner.model, *head.linear())
 
 
 def _mean(releases: Iterable[ReleasedSums]) -> NDArray[np.float32]:

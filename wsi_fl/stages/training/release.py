@@ -34,8 +34,7 @@ from wsi_fl.stages.site.sums import RUN, Facts, ReleasedSums, read_sums, refuse_
 from wsi_fl.stages.training.learners import build_model
 from wsi_fl.stages.training.workshop import learned_from
 from wsi_fl.stages.work.console import Line, Lines
-from wsi_fl.stages.work.devices import device_of_rank
-from wsi_fl.stages.work.job import Job
+from wsi_fl.stages.work.job import Job, device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile

@@ -28,7 +28,7 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import directions_of
 from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.training.learners import bring_released, learners_of, tune
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import Section, value_of
 from wsi_fl.system.files import ordinary

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from typing_extensions import TypedDict
 
-from wsi_fl.stages.work.aside import reason_of
-from wsi_fl.stages.work.console import Silent, Watcher
+from wsi_fl.stages.work.console import Silent, Watcher, reason_of
 from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -198,3 +200,17 @@ def _told(error: Exception) -> str:
     except WsiFlError as full:
         return str(full)
     return reason_of(error)
+
+
+def device_of_rank() -> torch.device:
+    """cuda:(local rank) where there are GPUs, else the CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)  # for every call that names no device, other threads' too
+    torch.backends.cudnn.deterministic = True  # a run that goes on reaches what it would have
+    return device

@@ -63,11 +63,11 @@ def read_trident(path: Path) -> Foreign:
         places = None if whole else checked_places(coords[:], len(features), path.name)
         _, prefix, rest = path.parent.name.partition(_PREFIX)
         named = rest if prefix else None
-        facts = facts_of(coords.attrs, text_of(features_of.attrs, "encoder") or named)
+        facts = _facts_of(coords.attrs, text_of(features_of.attrs, "encoder") or named)
         return Foreign(features, places, facts, **kept_besides(file, len(features)))
 
 
-def facts_of(attrs: Mapping[str, Any], encoder: str | None) -> Facts:
+def _facts_of(attrs: Mapping[str, Any], encoder: str | None) -> Facts:
     """Return what attributes of `coords` say; `mpp` and `mpp_level0` are our own, and exact."""
     size, size_l0 = number_of(attrs, "patch_size"), number_of(attrs, "patch_size_level0")
     magnification = number_of(attrs, "target_magnification")

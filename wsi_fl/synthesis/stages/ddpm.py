@@ -22,7 +22,7 @@ from torch import Tensor
 
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -69,7 +69,7 @@ _DRAWING = 1
 """Version of how samplers turn a denoiser into images."""
 
 
-class DdpmCourse(Course):
+class _DdpmCourse(Course):
     """The training of a diffusion model."""
 
     state: DdpmState
@@ -103,7 +103,7 @@ class DdpmCourse(Course):
 
 
 def _refuse_wrong(settings: Ddpm) -> None:
-    sampling_of(settings)
+    _sampling_of(settings)
     halvings = len(settings.channels) - 1
     if settings.resolution % 2**halvings or any(width % 8 for width in settings.channels):
         raise UsageError(
@@ -137,7 +137,7 @@ def _draw(folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int6
     return drawn(denoiser, shape, labels, sampling, seed=provenance["seed"])
 
 
-def sampling_of(settings: Ddpm) -> Sampling:
+def _sampling_of(settings: Ddpm) -> Sampling:
     """Return how the pipeline draws images.
 
     Raises:
@@ -195,7 +195,7 @@ def images_of(
         site: whose denoiser it is.
         part: whose progress the watcher is told of.
     """
-    ddpm, sampling = pipeline.section(Ddpm), sampling_of(pipeline.section(Ddpm))
+    ddpm, sampling = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm))
     labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
     key = _key_of(denoiser, schema_of(shape), asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.generated(key)
@@ -213,7 +213,7 @@ def images_of(
     return key, path
 
 
-def evidence_of_ddpm(case: Case) -> Evidence:
+def _evidence_of_ddpm(case: Case) -> Evidence:
     """Return what is known of a site's denoiser by the images that others would draw from it."""
     training, held_out, memory = case.training, case.held_out, case.memory_bytes
     key, generated = _images(case)
@@ -237,7 +237,7 @@ def evidence_of_ddpm(case: Case) -> Evidence:
         lpips=lpips,
         document={
             "kind": "ddpm",
-            "sampling": asdict(sampling_of(ddpm)),
+            "sampling": asdict(_sampling_of(ddpm)),
             "seed": ddpm.seed,
             "memorization": asdict(found),
             "projection": None,
@@ -255,7 +255,7 @@ def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
     """Return whether a check looked at the images that this pipeline would draw."""
     return (
         check is not None
-        and check["sampling"] == asdict(sampling_of(pipeline.section(Ddpm)))
+        and check["sampling"] == asdict(_sampling_of(pipeline.section(Ddpm)))
         and check["images"]["per_class"] == pipeline.section(Ddpm).samples_per_class
         and check["seed"] == pipeline.section(Ddpm).seed
     )
@@ -331,9 +331,9 @@ KIND = GeneratorType(
     name="ddpm",
     remedy="lower ddpm.lr",
     place=Study.denoiser,
-    course=DdpmCourse,
+    course=_DdpmCourse,
     told=_told,
     drawn_as=_drawn_as,
     draw=_draw,
-    evidence=evidence_of_ddpm,
+    evidence=_evidence_of_ddpm,
 )

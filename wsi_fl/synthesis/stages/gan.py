@@ -15,18 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, moved, over_usual, spread
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.gan import GanState, GanTerms, step
+from wsi_fl.synthesis.gan import GanState, GanTerms, projected, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Lpips, embeddings, nearest_lpips
 from wsi_fl.synthesis.page import PROJECTED, Distances
 from wsi_fl.synthesis.privacy_loss import Keepaway, margin_of
-from wsi_fl.synthesis.projection import projected
 from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_images
 from wsi_fl.synthesis.stages.kinds import (
     Case,
@@ -49,7 +48,7 @@ _MARGIN_IMAGES = 256
 _SHOWN = 9
 
 
-class GanCourse(Course):
+class _GanCourse(Course):
     """The training of a GAN."""
 
     state: GanState
@@ -160,7 +159,7 @@ def load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Gen
     return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device)
 
 
-def evidence_of_gan(case: Case) -> Evidence:
+def _evidence_of_gan(case: Case) -> Evidence:
     """Return what is known of each generator of a site's GAN, without and with the privacy loss."""
     gan = case.pipeline.section(Gan)
     lpips = lpips_of(case.study, case.pipeline, case.site)
@@ -246,9 +245,9 @@ KIND = GeneratorType(
     name="gan",
     remedy="lower gan.lr or raise gan.r1_gamma",
     place=Study.generator,
-    course=GanCourse,
+    course=_GanCourse,
     told=_told,
     drawn_as=_drawn_as,
     draw=_draw,
-    evidence=evidence_of_gan,
+    evidence=_evidence_of_gan,
 )

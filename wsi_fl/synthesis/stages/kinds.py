@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wsi_fl.stages.site.data import examples_of
 from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline

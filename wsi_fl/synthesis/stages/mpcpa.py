@@ -24,7 +24,7 @@ from wsi_fl.models import schema
 from wsi_fl.stages.site.data import Patches, examples_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
