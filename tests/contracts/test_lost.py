@@ -97,6 +97,7 @@ def site_of(folder, index, sigma):
     (folder / NAMES[index]).mkdir(parents=True, exist_ok=True)
     head = SharedHead(2, 6, directions=4)
     head.exact.copy_(torch.from_numpy(np.random.default_rng(index).integers(-50, 50, len(head.exact)) / 4.0))
+    head.exact.view(2, -1)[:, -1] = 25.0  # counts that allow such sums
     learner = Learner(head, lr=0.1, weight_decay=0.0, device=CPU, dp=None)
     ledger = PrivacyLedger(
         folder / f"{NAMES[index]}.jsonl",

@@ -1,5 +1,6 @@
 """Sums of features, released once: what they protect, what is solved from them, and the run around it."""
 
+import csv
 import json
 import random
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ from wsi_fl.federation import exchange, shared
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.message import Message
 from wsi_fl.models.shared_head import PATIENT, SharedHead
-from wsi_fl.privacy import discrete
+from wsi_fl.privacy import discrete, tails
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.sums import NoisySums
+from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
@@ -449,6 +451,74 @@ def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
         {"sums": model(study.root / summary["run"], "S0", "proxy")["sums"]},
         {"sums": model(study.root / summary["run"], "S1", "proxy")["sums"]},
     )
+
+
+def an_audit(study, monkeypatch, *overrides):
+    monkeypatch.setattr(tails, "DRAWS", 60)
+    run = oneshot(study, *overrides)["run"]
+    return study.root / run, audit(study, run)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["privacy.unit=patient", "privacy.sigma=1.5"], ["privacy.enabled=false"]]
+)
+def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(study, monkeypatch, overrides):
+    run, document = an_audit(study, monkeypatch, *overrides)
+    for site in document["sites"]:
+        tail = site["tail"]
+        assert not tail["beyond"] and tail["n"] == (20 if "=patient" in overrides[0] else 60)
+        assert tail["unit"] == site["unit"] or not tail["sigma"]
+        sizes = {group["group"]: group["n"] for group in tail["attackers"]["others"]["groups"]}
+        assert sizes["all"] == tail["n"] == sum(n for name, n in sizes.items() if name.startswith("class"))
+        with (run / "sites" / site["site"] / "exposure.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        mu = [float(row["mu"]) for row in rows]
+        assert len(rows) == tail["n"] and mu == sorted(mu, reverse=True)
+        assert max(mu) <= (1 / 1.5 if tail["sigma"] else np.inf)
+        assert sum(int(row["rows"]) for row in rows) == 60 and {row["patient"] for row in rows} == PATIENTS
+    text = (run / "audit" / "audit.json").read_text()
+    assert not any(f'"{name}"' in text for name in PATIENTS)
+    page = report(study, run.name).read_text()
+    assert (
+        "Who is found in a letter" in page
+        and "Found in the letter of S1" in page
+        and "exposure.csv" not in page
+    )
+    assert not any(f">{name}<" in page for name in PATIENTS)
+
+
+PATIENTS = {f"p{k}" for k in range(20)}
+
+
+def test_an_audit_says_what_each_letter_changes(study, monkeypatch):
+    run, document = an_audit(study, monkeypatch, "privacy.enabled=false")
+    assert [row["site"] for row in document["influence"]] == ["S0", "S1", "S2"]
+    for row in document["influence"]:
+        assert row["length"] <= row["n"] == 60 and row["moved"] > 0.01 and 0 <= row["answers_changed"] <= 1
+    heads = [SharedHead(2, D) for _ in range(3)]
+    for k, head in enumerate(heads):
+        head.load_state_dict(model(run, f"S{k}", "proxy"))
+    whole = heads[0]
+    SharedHead.combine(heads[1:])
+    whole.forget(), heads[1].forget()
+    weights = whole.head()[0]
+    moved = float((heads[1].head()[0] - weights).norm() / weights.norm())
+    assert document["influence"][0]["moved"] == pytest.approx(moved, rel=1e-3)
+
+
+@pytest.mark.parametrize("forged", [1000, -1])
+def test_a_forged_letter_is_refused_where_it_arrives(study, monkeypatch, forged):
+    real = SharedHead.hold
+
+    def hold(head, exact, noisy, variance):
+        real(head, exact, forged * noisy if float(head.own[0, -1]) == 0 else noisy, variance)  # S1's
+
+    monkeypatch.setattr(SharedHead, "hold", hold)
+    run, document = an_audit(study, monkeypatch, "privacy.sigma=2.0")
+    assert [bool(row["refused"]) for row in document["influence"]] == [False, True, False]
+    assert [row["moved"] > 0 for row in document["influence"]] == [True, False, True]
+    assert "rejected the model from site 1" in (run / "sites/S0/log.txt").read_text()
+    assert float(model(run, "S0", "proxy")["sums"].abs().max()) < 60
 
 
 # ---- noise that is added once in all

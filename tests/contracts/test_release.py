@@ -18,11 +18,12 @@ from wsi_fl.federation.preflight import compare
 from wsi_fl.models import build
 from wsi_fl.models.directions import Origin, Source, public_directions, write_directions
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy import sums
+from wsi_fl.privacy import sums, tails
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest
+from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.sums import read_sums
@@ -469,6 +470,24 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
     assert told[0] == pytest.approx(told[1], abs=0.02)
 
 
+def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
+    monkeypatch.setattr(tails, "DRAWS", 60)
+    release(study, site=None, overrides=NOISE)
+    shutil.rmtree(study.store("S1").parent)
+    document = audit(study, joined(study)["run"])
+    assert [site["site"] for site in document["sites"]] == ["S0", "S2"]
+    assert all(
+        site["tail"]["sigma"] == ONCE.sigma and not site["tail"]["beyond"] for site in document["sites"]
+    )
+    assert [(row["site"], row["n"]) for row in document["influence"]] == [("S0", 60), ("S1", 60), ("S2", 60)]
+    letter = sums_at(study.release("S1"))
+    vector = letter.vector.copy()
+    vector[:-2] *= -1000
+    facts = letter.facts.model_copy(update={"digest": digest(vector)})
+    stage.write_sums(study.release("S1"), stage.ReleasedSums(facts, vector))
+    refused(lambda: joined(study), "releases/S1.safetensors", "60 rows", "ask its site", error=WsiFlError)
+
+
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
     """S2 knows both classes, and notices on rows that its own model has not seen that the classes were swapped."""
@@ -477,7 +496,8 @@ def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
         letter = sums_at(study.release(name))
         vector = letter.vector.copy()
         if spoilt:
-            vector[:-2] = 10 * letter.vector[:-2].reshape(2, -1)[::-1].ravel()
+            vector[:-2] = letter.vector[:-2].reshape(2, -1)[::-1].ravel()
+            vector[-2:] = letter.vector[-2:][::-1]
         facts = letter.facts.model_copy(update={"digest": digest(vector)})
         stage.write_sums(study.release(name), stage.ReleasedSums(facts, vector))
         shutil.rmtree(study.store(name).parent)  # it takes part by its letter alone

@@ -1,18 +1,19 @@
 """Hospitals that keep their test parts score each other's models at home, and only counts leave them."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from conftest import REAL, make_study, nightly, planned, refused, write_features
+from sklearn.metrics import roc_auc_score
 
 from wsi_fl.federation import cross_site_evaluation as between
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.learning.counts import (
-    N_BINS,
+    FEWEST,
     count,
-    merged,
     n_bytes,
     nothing,
     packed,
@@ -81,11 +82,57 @@ def test_counts_of_parts_add_up_to_the_scores_of_the_whole():
     positive = np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1)
     p = np.stack([1 - positive, positive], axis=1)
     parts = [count(p[rows], label[rows]) for rows in np.array_split(np.arange(500), 3)]
-    found, exact = scores_of(merged(parts)), scored(p, label)
+    found, exact = scores_of(parts), scored(p, label)
     assert (found["n"], found["accuracy"]) == (exact["n"], exact["accuracy"])
     assert found["macro_accuracy"] == pytest.approx(exact["macro_accuracy"], abs=1e-12)
-    assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_within"] < 1 / N_BINS
-    assert merged(parts) == count(p, label)
+    assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_within"] < 0.02
+    assert scores_of([count(p, label)])["auroc"] == pytest.approx(exact["auroc"], abs=1e-12)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize("apart", [0.3, 1.0, 2.0])
+def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
+    """Whether probabilities lie all near one half, or all near 0 and 1."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        label = np.arange(100) % 2
+        positive = 1 / (1 + np.exp(-scale * (rng.normal(size=100) + apart * (label - 0.5))))
+        p = np.stack([1 - positive, positive], axis=1)
+        (told,) = unpacked(packed([count(p, label)]), 1, 2)
+        exact, found = roc_auc_score(label, positive), scores_of([told])
+        assert (found["auroc"], found["auroc_within"]) == (pytest.approx(exact, abs=1e-12), 0.0)
+        bins = np.add(told["positives"], told["negatives"])
+        assert bins[bins > 0].min() >= FEWEST and bins.sum() == 100
+        halves = [count(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)]
+        found = scores_of(halves)
+        assert abs(found["auroc"] - exact) <= min(0.02, found["auroc_within"] + 1e-12)
+        assert found["auroc_within"] < 0.08
+
+
+def test_nothing_small_is_told():
+    rng = np.random.default_rng(0)
+    label = np.repeat([0, 1], [50, FEWEST - 1])
+    p = rng.dirichlet(np.ones(2), len(label))
+    few = count(p, label)
+    assert few["n"] == 50 and few["confusion"][1] == [0, 0] and scores_of([few])["auroc"] is None
+    label = np.arange(200) % 2
+    who = np.array([f"p{k % 10}" for k in range(200)])
+    score = np.where(who == "p0", 0.99, 0.0) + 0.01 * rng.random(200)  # one patient apart from all others
+    told = count(np.stack([1 - score, score], axis=1), label, who)
+    edges = [0.0, *told["high"]]
+    for low, high in pairwise(edges):
+        inside = who[(low <= score) & (score < high)]
+        assert len(inside) == 0 or len(set(inside)) >= FEWEST
+    equal = count(np.full((60, 2), 0.5), np.arange(60) % 2)
+    found = scores_of([equal])
+    assert (found["auroc"], found["auroc_within"]) == (0.5, 0.0)
+
+
+def test_counts_of_earlier_versions_are_read():
+    table = [[40, 10], [10, 40]]
+    old = {"n": 100, "confusion": table, "positives": [0] * 50 + [1] * 50, "negatives": [1] * 50 + [0] * 50}
+    found = scores_of([old, old])
+    assert (found["n"], found["auroc"], found["auroc_within"]) == (200, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("n_classes", [2, 5])
@@ -99,15 +146,20 @@ def test_counts_travel_as_bytes_of_a_known_length(n_classes):
 
 
 def test_what_cannot_be_counts_is_refused():
-    good = count(np.array([[0.2, 0.8]]), np.array([1]))
+    good = count(np.tile([0.2, 0.8], (FEWEST, 1)), np.ones(FEWEST, int))
     refused(lambda: unpacked(packed([good]), 2, 2), "bytes", error=ValueError)
     for change in (
         {"confusion": [[0, 0], [0, -1]]},
         {"confusion": [[1, 0], [0, 0]]},
         {"positives": [2**60] * 100},
+        {"high": [0.5, 0.4, *good["high"][2:]]},
+        {"high": [0.0] * 100},
+        {"concordant": 2},
+        {"high": [np.nan] * 100},
+        {"high": [*good["high"][:99], 1.5]},
     ):
         bad = packed([good | change])
-        with pytest.raises(ValueError, match=r"impossibly large|different examples"):
+        with pytest.raises(ValueError, match=r"impossibly large|different examples|bins overlap|pairs"):
             unpacked(bad, 1, 2)
 
 
@@ -436,7 +488,7 @@ def answered(tables):
         "models": {site: site for site in tables},
         "hospitals": ["S0"],
         "counts": {
-            site: {"S0": {"n": 24, "confusion": table, "positives": [13], "negatives": [11]}}
+            site: {"S0": {"n": 24, "confusion": table, "positives": [13], "negatives": [11], "high": [1.0]}}
             for site, table in tables.items()
         },
     }

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 import numpy as np
+import torch
 
 from wsi_fl.federation.buffers import BufferShape, Flat, problem_of
 from wsi_fl.federation.comm import Comm
@@ -17,6 +18,7 @@ from wsi_fl.federation.topology import Matrix, receivers, senders
 from wsi_fl.models import schema
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.ledger_file import Release
+from wsi_fl.privacy.letters import impossible
 
 _FAR = 10.0
 """How many times further than usual a model may lie from the own one."""
@@ -55,7 +57,7 @@ def exchange(
     for site in sites:
         mine = [message for message in arrived if message.receiver == site.index]
         if mine or site.push is not None:
-            site.push = _mix_in(site, method, matrix, mine, comm.n_sites, back)
+            site.push = _mix_in(site, method, matrix, mine, comm.n_sites, back, alone=hop == 0)
 
 
 def _mix_in(
@@ -65,10 +67,15 @@ def _mix_in(
     messages: Sequence[Message],
     n_sites: int,
     back: Collection[int],
+    *,
+    alone: bool,
 ) -> PushSum:
     """Return a site's state after a hop, and log what it rejects.
 
     A rejected message counts as if its sender had sent the receiver's own state, and a rejected letter as an empty one.
+
+    Args:
+        alone: whether messages are of their senders alone, and not mixtures.
     """
     learner = site.traveller(method)
     own = learner.vector()
@@ -78,7 +85,10 @@ def _mix_in(
         stranger = site.index in back or message.sender in back
         heard = () if stranger else site.heard
         problem = _problem(message, agreed, n_sites) or (
-            _no_sums(message, _n_columns(learner.model), noisy=bool(site.plan and site.plan.sigma))
+            (
+                _no_sums(message, _n_columns(learner.model), noisy=bool(site.plan and site.plan.sigma))
+                or _no_letter(message, site, method, alone=alone)
+            )
             if method.once
             else _too_far(message, own, heard)
         )
@@ -124,6 +134,19 @@ def _no_sums(message: Message, n_columns: int, *, noisy: bool) -> str:
     if variance < 0 or (noisy and variance == 0):
         return f"it says that its noise has a variance of {variance:.3g}"
     return f"it holds {largest:.3g}, which is no sum of rows" if largest > _MOST_ROWS else ""
+
+
+def _no_letter(message: Message, site: Site, method: Method, *, alone: bool) -> str:
+    """Return why numbers cannot be sums of what their sender announced, or "" where they can.
+
+    Args:
+        alone: whether they are the sender's letter, and not a mean of several.
+    """
+    head, none = site.traveller(method).model, (None, None)
+    assert isinstance(head, SharedHead)
+    told = site.announced.get(message.sender, none) if alone else none
+    rows = site.units.kind == "row" and site.canaries is None  # of canaries about half have a row
+    return impossible(head, torch.tensor(_state(message).z), *told, rows=rows)
 
 
 def _too_far(message: Message, own: Vector, heard: Sequence[float]) -> str:

@@ -48,6 +48,7 @@ class Brought(Inputs):
         receivers: those of the sites that give nothing.
         releases: site → beginning of the digest of its released sums, where these are used.
         affordable: rounds that the site's budget is enough for.
+        units, sigma: how many rows or patients privacy counts, and the noise multiplier; 0 without privacy.
     """
 
     site: Name
@@ -68,6 +69,8 @@ class Brought(Inputs):
     releases: Annotated[dict[Name, Words], Field(max_length=10_000)]
     versions: Annotated[dict[Words, Words], Field(max_length=100)]
     affordable: Count
+    units: Count
+    sigma: Amount
 
 
 MUST_AGREE = {

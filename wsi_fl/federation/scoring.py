@@ -22,7 +22,7 @@ from wsi_fl.federation.documents import Round
 from wsi_fl.federation.message import Message
 from wsi_fl.federation.mixing import Vector
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.counts import N_BINS, Counts, count, n_bytes
+from wsi_fl.learning.counts import FEWEST, N_BINS, Counts, count, n_bytes
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
@@ -216,7 +216,7 @@ def counted(
     """
     with torch.no_grad():
         said = probabilities(model, examples, device, alive=alive)
-    return count(undecided_where_broken(said, examples), examples.label)
+    return count(undecided_where_broken(said, examples), examples.label, examples.patient)
 
 
 _MOST_BEYOND = 1 << 16
@@ -283,7 +283,7 @@ class CrossSiteEvaluation:
     def schema(self) -> str:
         """Return the SHA-256 of which models and classes the counts are of, in order."""
         models = [[index, known] for index, known in self.models.items()]
-        said = [SCORES, self.classes, N_BINS, self.number, models]
+        said = [SCORES, self.classes, N_BINS, FEWEST, self.number, models]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 

@@ -41,6 +41,7 @@ from wsi_fl.privacy.discrete import (
 )
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, attempts_of
 from wsi_fl.privacy.ledger_file import Release, run_id
+from wsi_fl.privacy.letters import impossible
 from wsi_fl.privacy.masks import KeyPair, masked, opened
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.survivors import Part, needed_votes, require_enough
@@ -375,9 +376,13 @@ def _open(site: Site, method: Method, summed: NDArray[np.int64], n_sites: int) -
         WsiFlError: when it is too large to be a sum of rows.
     """
     head, total = _head(site, method), summed / SCALE
-    if np.abs(total).max() > _MOST:
-        raise WsiFlError("the sum is void: the messages add up to too much; go on with train --resume")
     variances = head.released[len(total) :].cpu().numpy()
+    n = sum(units for units, _ in site.announced.values()) or _MOST
+    letter = torch.from_numpy(np.concatenate([total, variances * n_sites]))
+    if problem := impossible(head, letter, n, rows=False):
+        raise WsiFlError(
+            f"the sum is void, no honest messages add up to it: {problem}; go on with train --resume"
+        )
     mean = np.concatenate([total / n_sites, variances]).astype(np.float32)
     site.traveller(method).load_vector(mean, n_sites=n_sites)
     site.push = PushSum(mean, 1.0)

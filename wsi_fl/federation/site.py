@@ -73,6 +73,7 @@ class Site:
         tests: what its model is evaluated on: "own", and "merged" where that is allowed.
         plan: what one round applies and costs, or None without differential privacy.
         units: what privacy counts, and how it is drawn: rows or patients, canaries among them.
+        announced: how many units every site has, by its index, and its noise multiplier, as it told before the run.
         canaries: those that are planted among what it learns from, for an audit; None for none.
         n_classes: how many classes there are.
         held_out: float64[n, classes], what models like the one it would have alone say of its training rows without
@@ -114,6 +115,7 @@ class Site:
     leaving: Release | None = None
     own: str = ""
     received: dict[int, Flat] = field(default_factory=dict)
+    announced: dict[int, tuple[int, float]] = field(default_factory=dict)
     heard: list[float] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)

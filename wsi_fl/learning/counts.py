@@ -1,24 +1,32 @@
 """Counts of a model's answers on a hospital's own test part: what it may tell others, without any patient's answer.
 
-Counts of several hospitals add up, and from their sums follow the scores on all test parts together.
+Counts of several hospitals add up, and from their sums follow the scores on all test parts together. Of a class with
+fewer than `FEWEST` examples nothing is told, and no bin of scores has fewer, nor fewer patients where there are more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from itertools import pairwise
+from math import ceil, nextafter
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.learning.metrics import SCORES, Labels, Probabilities, confusion
+from wsi_fl.learning.metrics import SCORES, Labels, Probabilities, auroc, confusion
 
 N_BINS = 100
-"""Equal bins of the probability of class 1, in which positives and negatives are counted."""
+"""The most bins of the probability of class 1 in which positives and negatives are counted."""
+FEWEST = 5
+"""Examples in a bin, and of a class that is told, at least; and patients in a bin, of as many or more."""
+_TOP = nextafter(1.0, 2.0)
+"""The upper end of the last bin, so that a probability of 1 lies in it."""
 _MOST = 1 << 53
-_KIND = np.dtype("<i8")
+_KIND = np.dtype("<f8")
+"""Of counts, which are exact in it, and of the ends of bins."""
 
 Flat = NDArray[np.uint8]
 
@@ -34,12 +42,17 @@ class Counts(TypedDict):
         confusion: [true][predicted], how many there are of each.
         positives, negatives: of two classes, how many examples of class 1 and of class 0 there are in each bin of the
             probability of class 1; empty where there are more classes.
+        high: the upper ends of these bins, of which all hold about as many examples; unused ones come last. Counts of
+            earlier versions have none, and bins of equal width.
+        concordant: twice the number of pairs whose positive example has the higher probability; ties count once.
     """
 
     n: Tally
     confusion: list[list[Tally]]
     positives: list[Tally]
     negatives: list[Tally]
+    high: NotRequired[list[Annotated[float, Field(ge=0, le=_TOP)]]]
+    concordant: NotRequired[Tally]
 
 
 class Scores(TypedDict):
@@ -61,19 +74,24 @@ class Scores(TypedDict):
     counts: dict[str, dict[str, Counts]]
 
 
-def count(probabilities: Probabilities, labels: Labels) -> Counts:
-    """Return the counts of a model's answers.
+def count(probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_] | None = None) -> Counts:
+    """Return the counts of a model's answers, without those to examples of a class with too few.
 
     Args:
         probabilities: float64[n, classes].
         labels: int64[n].
+        patient: str[n], whose each example is; None, or "" in it, for somebody of its own.
 
     Example:
-        >>> p = np.array([[0.9, 0.1], [0.4, 0.6]])
-        >>> told = count(p, np.array([0, 1]))
-        >>> told["confusion"], told["negatives"].index(1), told["positives"].index(1)
-        ([[1, 0], [0, 1]], 10, 60)
+        >>> p = np.linspace(0, 1, 20)
+        >>> told = count(np.stack([1 - p, p], axis=1), (p > 0.3).astype(int))
+        >>> told["confusion"], told["negatives"][:4], told["positives"][:4]
+        ([[6, 0], [4, 10]], [5, 1, 0, 0], [0, 4, 5, 5])
     """
+    names = [""] * len(labels) if patient is None else patient.tolist()
+    who = np.unique([name or f"row {k}" for k, name in enumerate(names)], return_inverse=True)[1]
+    told = np.isin(labels, np.flatnonzero(np.bincount(labels, minlength=1) >= FEWEST))
+    probabilities, labels, who = probabilities[told], labels[told], who[told]
     found: Counts = {
         "n": len(labels),
         "confusion": confusion(probabilities, labels),
@@ -81,19 +99,40 @@ def count(probabilities: Probabilities, labels: Labels) -> Counts:
         "negatives": [],
     }
     if probabilities.shape[1] == 2:
-        found["positives"] = _binned(probabilities[labels == 1, 1])
-        found["negatives"] = _binned(probabilities[labels == 0, 1])
+        score = probabilities[:, 1]
+        edges = _edges(score, who)
+        found["high"] = [*edges, *[_TOP] * (N_BINS - len(edges))]
+        bins = np.searchsorted(edges, score, side="right")
+        found["positives"], found["negatives"] = (
+            np.bincount(bins[labels == c], minlength=N_BINS).tolist() for c in (1, 0)
+        )
+        pairs = int((labels == 1).sum()) * int((labels == 0).sum())
+        found["concordant"] = round(2 * (auroc(probabilities, labels) or 0.0) * pairs) if pairs else 0
     return found
+
+
+def _edges(score: NDArray[np.float64], who: NDArray[np.int64]) -> list[float]:
+    """Return where one bin ends and the next begins, each with enough patients and its part of all examples."""
+    order, most = np.argsort(score, kind="stable"), max(FEWEST, ceil(len(score) / N_BINS))
+    patients = min(FEWEST, len(np.unique(who)))
+    edges: list[float] = []
+    seen: set[int] = set()
+    n = 0
+    for k, following in pairwise(order):
+        seen.add(who[k])
+        n += 1
+        if n >= most and len(seen) >= patients and score[following] > score[k]:
+            middle = (score[k] + score[following]) / 2
+            edges.append(float(middle if middle > score[k] else score[following]))
+            seen, n = set(), 0
+    if edges and (n + 1 < most or len(np.unique(who[score >= edges[-1]])) < patients):
+        edges.pop()
+    return edges
 
 
 def nothing(n_classes: int) -> Counts:
     """Return the counts of no answers at all, as of a test part that is empty or a model that did not arrive."""
     return count(np.zeros((0, n_classes)), np.zeros(0, np.int64))
-
-
-def _binned(score: NDArray[np.float64]) -> list[int]:
-    which = np.clip((score * N_BINS).astype(np.int64), 0, N_BINS - 1)
-    return [int(n) for n in np.bincount(which, minlength=N_BINS)]
 
 
 def n_bytes(n_models: int, n_classes: int) -> int:
@@ -102,13 +141,20 @@ def n_bytes(n_models: int, n_classes: int) -> int:
 
 
 def _n_values(n_classes: int) -> int:
-    return n_classes**2 + (2 * N_BINS if n_classes == 2 else 0)
+    return n_classes**2 + (1 + 3 * N_BINS if n_classes == 2 else 0)
 
 
 def packed(told: Sequence[Counts]) -> Flat:
-    """Return the counts of several models as uint8[d], int64 with the lowest byte first: what leaves a hospital."""
-    rows = [[*np.ravel(one["confusion"]), *one["positives"], *one["negatives"]] for one in told]
-    return np.ascontiguousarray(np.array(rows, _KIND).reshape(-1)).view(np.uint8)
+    """Return the counts of several models as uint8[d], float64 with the lowest byte first: what leaves a hospital."""
+    rows = [
+        [*np.ravel(one["confusion"]), *one["positives"], *one["negatives"], *_pairs_and_ends(one)]
+        for one in told
+    ]
+    return np.array(rows, _KIND).reshape(-1).view(np.uint8)
+
+
+def _pairs_and_ends(told: Counts) -> list[float]:
+    return [told["concordant"], *told["high"]] if "high" in told else []
 
 
 def unpacked(values: Flat, n_models: int, n_classes: int) -> list[Counts]:
@@ -118,68 +164,91 @@ def unpacked(values: Flat, n_models: int, n_classes: int) -> list[Counts]:
         values: uint8[d] of an agreed length, from a hospital that is not trusted.
 
     Raises:
-        ValueError: when they cannot be counts: a number is negative or too large, or bins and confusion disagree.
+        ValueError: when they cannot be counts: a number is negative, broken or too large, bins overlap, or what they
+            count disagrees.
     """
     if len(values) != n_bytes(n_models, n_classes):
         raise ValueError(f"they have {len(values)} bytes, agreed on {n_bytes(n_models, n_classes)}")
     rows = np.frombuffer(values.tobytes(), _KIND).reshape(n_models, -1)
-    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) <= _MOST // rows.size:
+    whole = rows[:, : rows.shape[1] - (N_BINS if n_classes == 2 else 0)]
+    if not ((whole >= 0) & (whole <= _MOST // max(1, rows.size)) & (whole % 1 == 0)).all():
         raise ValueError("they hold a negative or an impossibly large number")
-    return [_parsed(row.astype(np.int64), n_classes) for row in rows]
+    return [_parsed(row, n_classes) for row in rows]
 
 
-def _parsed(row: NDArray[np.int64], n_classes: int) -> Counts:
-    table, bins = row[: n_classes**2].reshape(n_classes, n_classes), row[n_classes**2 :].reshape(-1, N_BINS)
-    if len(bins) and [int(bins[0].sum()), int(bins[1].sum())] != [int(table[1].sum()), int(table[0].sum())]:
-        raise ValueError("their bins and their confusion matrix count different examples")
-    return {
-        "n": int(table.sum()),
-        "confusion": table.tolist(),
-        "positives": bins[0].tolist() if len(bins) else [],
-        "negatives": bins[1].tolist() if len(bins) else [],
-    }
+def _parsed(row: NDArray[np.float64], n_classes: int) -> Counts:
+    table = row[: n_classes**2].reshape(n_classes, n_classes).astype(int)
+    found: Counts = {"n": int(table.sum()), "confusion": table.tolist(), "positives": [], "negatives": []}
+    if n_classes == 2:
+        bins, high = row[4 : 4 + 2 * N_BINS].reshape(2, N_BINS).astype(int), row[-N_BINS:]
+        wide = np.diff(high, prepend=0.0)
+        if (bins.sum(1) != table.sum(1)[::-1]).any():
+            raise ValueError("their bins and their confusion matrix count different examples")
+        if not ((wide >= 0).all() and high[-1] <= _TOP and (wide[bins.any(0)] > 0).all()):
+            raise ValueError("their bins overlap")
+        found |= {"positives": bins[0].tolist(), "negatives": bins[1].tolist(), "high": high.tolist()}
+        found["concordant"] = int(row[-N_BINS - 1])
+        area, within = _pairs(found, found)
+        if abs(found["concordant"] / 2 - area) > within:
+            raise ValueError("their bins and their pairs of examples disagree")
+    return found
 
 
-def merged(told: Sequence[Counts]) -> Counts:
-    """Return the sum of the counts of one model on one test part or more."""
-    return {
-        "n": sum(one["n"] for one in told),
-        "confusion": np.sum([one["confusion"] for one in told], axis=0).tolist(),
-        "positives": np.sum([one["positives"] for one in told], axis=0).astype(int).tolist(),
-        "negatives": np.sum([one["negatives"] for one in told], axis=0).astype(int).tolist(),
-    }
+def confusion_of(told: Sequence[Counts]) -> list[list[int]]:
+    """Return the confusion matrix of one model on one test part or more, [true][predicted]."""
+    found: list[list[int]] = np.sum([one["confusion"] for one in told], axis=0).tolist()
+    return found
 
 
-def scores_of(told: Counts) -> dict[str, Any]:
+def scores_of(told: Sequence[Counts]) -> dict[str, Any]:
     """Return n and the three scores that follow from counts, as `metrics.scores` returns them from probabilities.
 
-    Accuracies are exact. AUROC counts pairs within one bin as half, so the exact one lies at most `auroc_within` away:
-    half the share of pairs that share a bin. Both are None for more than two classes. All are None without examples.
+    Accuracies are exact, and so is the AUROC of one test part. Of several, pairs between hospitals whose bins overlap
+    count as half, so the exact one lies at most `auroc_within` away. Both are None for more than two classes. All are
+    None without examples.
+
+    Args:
+        told: of one model, on one test part or more.
     """
-    if not told["n"]:
+    n = sum(one["n"] for one in told)
+    if not n:
         return {"n": 0, **dict.fromkeys(SCORES), "auroc_within": None}
-    table = np.array(told["confusion"], np.int64)
+    table = np.array(confusion_of(told), np.int64)
     present = table.sum(1) > 0
     per_class = table.diagonal()[present] / table.sum(1)[present]
-    area, within = _auroc(np.array(told["positives"], float), np.array(told["negatives"], float))
+    area, within = _auroc(told)
     return {
-        "n": told["n"],
-        "accuracy": float(table.trace() / told["n"]),
+        "n": n,
+        "accuracy": float(table.trace() / n),
         "macro_accuracy": float(per_class.mean()),
         "auroc": area,
         "auroc_within": within,
     }
 
 
-def _auroc(
-    positives: NDArray[np.float64], negatives: NDArray[np.float64]
-) -> tuple[float, float] | tuple[None, None]:
-    """Return the area under the ROC curve, pairs in one bin counting half, and how far the exact one may lie away."""
-    pairs = positives.sum() * negatives.sum()
-    if not pairs:
-        return None, None
-    below = np.cumsum(negatives) - negatives / 2
-    return float((positives * below).sum() / pairs), float((positives * negatives).sum() / 2 / pairs)
+def _auroc(told: Sequence[Counts]) -> tuple[float, float] | tuple[None, None]:
+    """Return the area under the ROC curve, uncertain pairs counting half, and how far the exact one may lie away."""
+    area = within = 0.0
+    for one in told:
+        for other in told:
+            exact = one is other and "concordant" in one  # nothing is uncertain within a hospital
+            ordered, unsure = (one["concordant"] / 2, 0.0) if exact else _pairs(one, other)
+            area, within = area + ordered, within + unsure
+    positives, negatives = (sum(sum(one[name]) for one in told) for name in ("positives", "negatives"))
+    pairs = positives * negatives
+    return (area / pairs, within / pairs) if pairs else (None, None)
+
+
+def _pairs(positive: Counts, negative: Counts) -> tuple[float, float]:
+    """Return how many pairs are in order by their bins, uncertain ones counting half, and half of the uncertain."""
+    highs = [np.asarray(one.get("high") or np.linspace(0, 1, N_BINS + 1)[1:]) for one in (positive, negative)]
+    low, under = (np.concatenate([[0.0], high])[:-1] for high in highs)
+    above = low[:, None] >= highs[1]
+    unsure = ~above & (highs[0][:, None] > under)
+    ordered, half = (
+        np.asarray(positive["positives"]) @ one @ np.asarray(negative["negatives"]) for one in (above, unsure)
+    )
+    return float(ordered + half / 2), float(half / 2)
 
 
 def results(document: Scores) -> dict[str, Any]:
@@ -193,11 +262,11 @@ def results(document: Scores) -> dict[str, Any]:
     models, truth = {}, np.zeros(len(document["classes"]), np.int64)
     for model in document["models"]:
         told = document["counts"][model]
-        parts = {name: scores_of(told[name]) for name in document["hospitals"]}
-        whole = merged(list(told.values()))
+        parts = {name: scores_of([told[name]]) for name in document["hospitals"]}
+        whole = list(told.values())
         models[model] = {"hospitals": parts, "merged": scores_of(whole)}
         truth = np.maximum(
-            truth, np.sum(whole["confusion"], axis=1)
+            truth, np.sum(confusion_of(whole), axis=1)
         )  # of a model that did not arrive it is 0
     most = int(truth.argmax())
     constant = {"class": document["classes"][most], "accuracy": float(truth[most] / truth.sum())}

@@ -7,7 +7,8 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from wsi_fl.report import words
+from wsi_fl.privacy.tails import found
+from wsi_fl.report import exposed, words
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
 from wsi_fl.report.page import Json, Page
 
@@ -48,8 +49,28 @@ def section(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
         "confidence": page.audit["confidence"],
         "tests": _tests(page.audit),
         "planted": max((row["canaries"]["n"] for row in planted), default=0),
-        "findings": [finding for row in rows for finding in _findings(row)],
+        "findings": [finding for row in rows for finding in _findings(row)]
+        + [
+            words.Finding("bad" if bad else "unclear", f"{said}.")
+            for said, bad in exposed.findings(page.audit)
+        ],
+        "letters": exposed.tables(page.audit),
+        "tails": [_tail(site) for site in page.audit["sites"] if site.get("tail")],
     }
+
+
+def _tail(site: Json) -> tuple[str, Chart]:
+    """How many are found over the rate of false alarms, on average and of the most exposed, and at most."""
+    tail = site["tail"]
+    attacker = "others" if tail["sigma"] else "population"
+    points = tail["attackers"][attacker]["curve"]
+    named = ((1, "all"), (2, "most exposed"))
+    curves = {name: [(point[0], point[k]) for point in points] for k, name in named}
+    if tail["sigma"]:
+        limit = {"guarantee": [(point[0], float(found(1 / tail["sigma"], point[0]))) for point in points]}
+        curves = limit | curves
+    colors = {"all": INK, "most exposed": ACCENT, "guarantee": MUTED}
+    return f"Found in the letter of {site['site']}", roc_chart(curves, colors, f"Letter of {site['site']}")
 
 
 def _tests(audit: Json) -> str:

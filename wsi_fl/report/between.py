@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wsi_fl.learning.counts import Scores, merged, results
+from wsi_fl.learning.counts import Scores, confusion_of, results
 from wsi_fl.report import figures, words
 from wsi_fl.report.fill import fill
 from wsi_fl.report.page import Json
@@ -119,6 +119,4 @@ def _context(summary: Json, scores: Scores | None) -> dict[str, Any]:
 
 def _confusions(scores: Scores) -> list[tuple[str, list[list[int]]]]:
     """Return the confusion matrix of each model over all hospitals that told counts, [true][predicted]."""
-    return [
-        (model, merged(list(scores["counts"][model].values()))["confusion"]) for model in scores["models"]
-    ]
+    return [(model, confusion_of(list(scores["counts"][model].values()))) for model in scores["models"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wsi_fl.report.words import DASH, SCORES, SHORT, interval, number, scientific
+from wsi_fl.report.words import DASH, SCORES, SHORT, detected_of, interval, number, scientific
 
 _WORTH = {
     "guaranteed": "a guarantee: it holds whatever others know",
@@ -127,4 +127,7 @@ def _privacy(privacy: Mapping[str, Any]) -> str:
     ]
     away = "This ε is of what travelled in the run, and does **not** cover this model."
     said = [] if privacy["covered"] else [away, ""]
-    return "\n".join(["## Privacy", "", *said, *heading, *rows])
+    means = detected_of(privacy["sites"])
+    return "\n".join(
+        ["## Privacy", "", *said, *heading, *rows, *(["", f"What ε means: {means}."] if means else [])]
+    )

@@ -103,7 +103,7 @@ def _whole(scores: Scores) -> bool:
         set(held) == hospitals
         and all(
             [len(row) for row in one["confusion"]] == [n] * n
-            and len(one["positives"]) == len(one["negatives"]) == bins
+            and len(one["positives"]) == len(one["negatives"]) == len(one.get("high", [])) == bins
             for one in held.values()
         )
         for held in scores["counts"].values()

@@ -28,8 +28,10 @@ from wsi_fl.privacy.audit import (
     said_of_tests,
     tpr_at,
 )
+from wsi_fl.report import exposed
 from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.exposure import EXPOSURE, exposure_of, influence_of
 from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.training.learners import build_model
 from wsi_fl.stages.training.workshop import agreed_canaries, learned_from
@@ -81,6 +83,7 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         "tested": said_of_tests(tests, CONFIDENCE) if tests else None,
         "adjacency": ADJACENCY,
         "sites": rows,
+        "influence": influence_of(party, [row["site"] for row in rows]) if party.method.once else [],
     }
 
 
@@ -154,7 +157,9 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
         found["canaries"] = _canaries(model, planted, upper, account["delta"], level, device)
         rows.append(found)
     kept = ("epsilon", "delta", "guarantee", "unit")
-    return {"site": name, **{key: account[key] for key in kept}, "models": rows}
+    wrote = party.method.once and (not party.by_files or name in party.releases)
+    tail = exposure_of(party, name) if wrote else None
+    return {"site": name, **{key: account[key] for key in kept}, "models": rows, "tail": tail}
 
 
 def _attacked(party: RunContext, index: int) -> list[_Attacked]:
@@ -260,6 +265,8 @@ def audit_lines(document: dict[str, Any]) -> Lines:
             )
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     yield Table(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
+    for name, headings, cells in exposed.tables(document):
+        yield Table(name, headings, cells)
     for sentence, style in _said(document):
         yield Line(f"  {sentence}", style)
     yield Line(f"{document['run']} audited; next: wsi-fl report {document['run']}")
@@ -275,6 +282,11 @@ def _said(document: dict[str, Any]) -> list[tuple[str, str]]:
                 found.append((f"{who}: its losses tell who was in the training data", "yellow"))
             if (model["canaries"] or {}).get("broken"):
                 found.append((f"{who}: its {site['guarantee']} ε is refuted by its canaries", "red"))
+    found += [(said, "red" if bad else "yellow") for said, bad in exposed.findings(document)]
+    if exposed.tables(document):
+        found.append(
+            (f"sites/*/{EXPOSURE} lists all, the most exposed first; it names patients and stays here", "")
+        )
     if document["tests"]:
         found += [(document["tested"], ""), (document["adjacency"], "")]
     if not any(model["canaries"] for site in document["sites"] for model in site["models"]):

@@ -242,6 +242,7 @@ def _privacy(leaving: Leaving) -> list[dict[str, Any]]:
             {
                 "site": name,
                 **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
+                "detection": account.get("detection"),
                 "epsilon_lower": _audited(leaving, name),
                 "ledger": hashlib.sha256(ledger.read_bytes()).hexdigest() if ledger.exists() else None,
             }

@@ -30,6 +30,7 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
+from wsi_fl.privacy.letters import impossible
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext
@@ -37,7 +38,7 @@ from wsi_fl.stages.site.sums import ReleasedSums, directions_of, of_patients, re
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import Bags, Images, Vectors
+from wsi_fl.types import Bags, Images, Vectors, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
 """Keeps the private models' initialisation apart from the proxies', which all sites share."""
@@ -277,11 +278,20 @@ def bring_released(party: RunContext, site: Site) -> None:
 
     Raises:
         UsageError: when a file is of another plan, projection or encoder than the site's own store.
+        WsiFlError: when a file holds what no honest site would have released.
     """
     study, data, name, learners = party.study, party.data(site.name), site.name, site.learners
     wanted = wanted_of(data, party.pipeline)
+    patients, directions = of_patients(party.pipeline), directions_of(data)
+    assert isinstance(data.shape, Bags | Vectors)
+    head = SharedHead(len(data.classes), data.shape.n_features, directions=directions, patients=patients)
     for other, sums in party.releases.items():
-        refuse_others(sums.facts, wanted, study.relative(study.release(other)))
+        refuse_others(sums.facts, wanted, label := study.relative(study.release(other)))
+        letter, facts = torch.from_numpy(sums.vector), sums.facts
+        if problem := impossible(head, letter, facts.n, facts.sigma, rows=facts.unit == "row"):
+            raise WsiFlError(
+                f"{label}: no sums of {facts.n} {facts.unit}s: {problem}; ask its site for the file"
+            )
     mean, n = _mean(party.releases.values()), len(party.releases)
     if party.by_files:
         learner = learners["proxy"]
@@ -294,10 +304,6 @@ def bring_released(party: RunContext, site: Site) -> None:
         return
     assert party.method.travels is not None
     learner = learners[party.method.travels]
-    assert isinstance(data.shape, Bags | Vectors)
-    along = directions_of(data)
-    patients = of_patients(party.pipeline)
-    head = SharedHead(len(data.classes), data.shape.n_features, directions=along, patients=patients)
     with torch.no_grad():
         head.sums.copy_(torch.from_numpy(mean))
     head.n_sites.fill_(n)

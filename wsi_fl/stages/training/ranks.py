@@ -84,6 +84,8 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, An
         for site in sites:  # one job at a time per run: two would send two noisy versions of the same round
             stack.enter_context(hold_alone(site.folder.path))
         for site in sites:
+            told = zip(comm.running, documents, strict=True)
+            site.announced = {index: (one["units"], one["sigma"]) for index, one in told}
             remember_plan(site)
             remember_canaries(site)
             if site.tuned is not None:

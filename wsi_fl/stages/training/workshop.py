@@ -147,6 +147,8 @@ def brought(site: Site, party: RunContext) -> Brought:
         "releases": {name: released.digest[:8] for name, released in party.releases.items()},
         "versions": versions(),
         "affordable": affordable_rounds(site, pipeline.train.rounds),
+        "units": site.units.n,
+        "sigma": site.plan.sigma if site.plan else 0.0,
     }
 
 
