@@ -106,7 +106,8 @@ def shapes_of(name):
 @pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)
 def test_every_shipped_pipeline_names_models_that_exist(study, path):
     pipeline = study.pipeline(path.stem)
-    known = {"patches": BUILDERS, "features": VECTOR_BUILDERS, "mosaics": BAG_BUILDERS}[pipeline.train.data]
+    of_slides = VECTOR_BUILDERS if pipeline.train.example == "patient" else BAG_BUILDERS
+    known = {"patches": BUILDERS, "features": VECTOR_BUILDERS, "mosaics": of_slides}[pipeline.train.data]
     named = {name for name in (pipeline.model.private, pipeline.model.proxy) if not name.startswith("timm:")}
     assert named <= set(known)
 
