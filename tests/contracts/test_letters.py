@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
-from scipy.stats import kstest
+from scipy.stats import binom, kstest
 from sklearn.linear_model import LinearRegression, Ridge
 from test_questions import NUMBER, OPEN, SURVIVAL, make, sksurv
 
@@ -20,7 +20,9 @@ from wsi_fl.learning.tuning import fitted_head
 from wsi_fl.models.residuals import of_numbers, of_times
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.letters import impossible
 from wsi_fl.privacy.sums import NoisySums
+from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.party import RunContext
@@ -173,6 +175,20 @@ def test_what_leaves_has_noise_in_every_number(task):
     assert kstest(torch.stack(drawn).flatten().numpy() / 50, "norm").pvalue > 1e-4
 
 
+@EACH
+def test_honest_letters_of_numbers_and_times_are_believed_and_forged_ones_are_not(task):
+    head = holding(task, *extremes(task, 60, 0), noise=2.0)
+    refusals = 0
+    for _ in range(500):
+        sums, variances = head.weighed(head.exact + 2 * torch.randn(len(head.exact)), 4.0)
+        letter = torch.cat([sums, variances])
+        refusals += bool(impossible(head, letter, 60, 2.0, rate=0.02))
+        assert not impossible(head, letter, 60, 2.0)
+    assert refusals <= binom.ppf(0.9999, 500, 0.02)
+    assert impossible(head, torch.cat([1000 * sums, variances]), 60, 2.0)
+    assert "announced" in impossible(head, letter, 600, 2.0)
+
+
 # ---- what is solved
 
 
@@ -319,6 +335,9 @@ def test_a_study_trains_and_evaluates_by_files_as_in_one_process(study, target):
         "run"
     ]
     evaluate(study, by_files)
+    audited = audit(study, by_files)
+    assert [row["refused"] for row in audited["influence"]] == ["", "", ""]
+    assert all(row["moved"] > 0 and row["answers_changed"] is None for row in audited["influence"])
     for site, rows in answers(study, together).items():
         for row, theirs in zip(rows, answers(study, by_files)[site], strict=True):
             said = [name for name in row if name.startswith(("said_", "without_event_"))]

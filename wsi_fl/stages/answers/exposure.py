@@ -68,7 +68,7 @@ def _parts(
 ) -> NDArray[np.float64]:
     """Return float64[units, k], the letter of each unit alone: letters add up."""
     ((x, y),) = batches(train, iter([rows]), augment=None, device=device_of_rank())
-    z, y, of = head.embedded(x).cpu(), y.cpu(), units.of_row[rows]
+    z, y, of = head.embedded(x).cpu(), train.task.columns(y.cpu()), units.of_row[rows]
     whose, head = torch.from_numpy(of), head.cpu()
     order = np.argsort(of, kind="stable")
     each = np.split(order, np.searchsorted(of[order], np.arange(1, units.n)))
@@ -82,7 +82,8 @@ def _groups(classes: Sequence[str], train: Examples, units: Units) -> dict[str, 
     label = train.label[np.unique(units.of_row, return_index=True)[1]]
     slide_of = np.unique(train.slide, return_inverse=True)[1]
     slides = np.bincount(np.unique([units.of_row, slide_of], axis=1)[0], minlength=units.n).clip(max=3)
-    groups = {f"class {name}": label == k for k, name in enumerate(classes)}
+    of_classes = enumerate(classes) if train.task.kind == "classes" else ()
+    groups = {f"class {name}": label == k for k, name in of_classes}
     names = ("1 slide", "2 slides", "3 slides or more") if slides.max() > 1 else ()
     groups |= {name: slides == k for k, name in enumerate(names, 1)}
     return {name: of for name, of in groups.items() if of.any()}
@@ -130,7 +131,8 @@ def influence_of(party: RunContext, here: list[str]) -> list[dict[str, Any]]:
         refused = impossible(head, letter, n_units[name], rows=rows)  # as where it arrived
         left = head if refused else without(head, letter)
         moved = float((left.head()[0] - weights).norm() / weights.norm())
-        changed = float((_answers(left, tests) != answers).mean()) if len(answers) else None
+        named = len(answers) and head.kind == "classes"
+        changed = float((_answers(left, tests) != answers).mean()) if named else None
         told = {"site": name, "n": n_units[name], "length": float(letter[: -head.shape[0]].norm())}
         return told | {"refused": refused, "moved": moved, "answers_changed": changed}
 

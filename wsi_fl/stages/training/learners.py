@@ -282,9 +282,13 @@ def bring_released(party: RunContext, site: Site) -> None:
     """
     study, data, name, learners = party.study, party.data(site.name), site.name, site.learners
     wanted = wanted_of(data, party.pipeline)
-    patients, directions = of_patients(party.pipeline), directions_of(data)
-    assert isinstance(data.shape, Bags | Vectors)
-    head = SharedHead(len(data.classes), data.shape.n_features, directions=directions, patients=patients)
+    if party.by_files:
+        head = learners["proxy"].model
+    else:
+        assert isinstance(data.shape, Bags | Vectors)
+        patients, directions = of_patients(party.pipeline), directions_of(data)
+        head = SharedHead(len(data.classes), data.shape.n_features, directions=directions, patients=patients)
+    assert isinstance(head, SharedHead)
     for other, sums in party.releases.items():
         refuse_others(sums.facts, wanted, label := study.relative(study.release(other)))
         letter, facts = torch.from_numpy(sums.vector), sums.facts
@@ -294,13 +298,11 @@ def bring_released(party: RunContext, site: Site) -> None:
             )
     mean, n = _mean(party.releases.values()), len(party.releases)
     if party.by_files:
-        learner = learners["proxy"]
         if own := party.releases.get(name):
-            assert isinstance(learner.model, SharedHead)
             letter = torch.from_numpy(own.vector).double()
             k = len(letter) - own.facts.columns
-            learner.model.hold(letter[:k], letter[:k], letter[k:])
-        learner.load_vector(mean, n_sites=n)
+            head.hold(letter[:k], letter[:k], letter[k:])
+        learners["proxy"].load_vector(mean, n_sites=n)
         return
     assert party.method.travels is not None
     learner = learners[party.method.travels]
