@@ -6,7 +6,6 @@ All of it is `wsi_fl.NAME` too. Paths may be strings, arrays are NumPy's, and er
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -87,6 +86,7 @@ def patches(
     from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
     from wsi_fl.slides.patching.tissue import tissue_fraction, tissue_mask
     from wsi_fl.slides.reading.sweep import read_patches
+    from wsi_fl.system.machine import n_cores
     from wsi_fl.types import SlideRecord
 
     thumbnail, downsample = slide.thumbnail()
@@ -95,7 +95,7 @@ def patches(
     share = tissue_fraction(mask, xy_l0, size_in_l0(spec, slide.mpp), downsample)
     chosen = xy_l0[share >= min_tissue]
     record = SlideRecord(slide.path, slide.path.stem, "", "", "weak", False, mpp_override=slide.mpp)
-    read = read_patches(record, chosen, spec, threads=len(os.sched_getaffinity(0)))
+    read = read_patches(record, chosen, spec, threads=n_cores())
     return chosen, (pixels for _, pixels in read)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.system.memory import free_bytes
+from wsi_fl.system.machine import free_bytes
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, UsageError, WsiFlError
 
 T = TypeVar("T")

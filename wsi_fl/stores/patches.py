@@ -5,8 +5,6 @@ See FORMAT.md. A missing shard raises instead of reading as black.
 
 from __future__ import annotations
 
-import os
-import resource
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +31,7 @@ from wsi_fl.stores.fields import (
     too_large,
 )
 from wsi_fl.stores.hdf5 import StoreFile, opened
+from wsi_fl.system.machine import most_open_files, n_cores
 from wsi_fl.system.memory import BufferPool
 from wsi_fl.types import WsiFlError
 
@@ -74,7 +73,7 @@ class PatchStore(StoreFile):
         self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
         self._shards: OrderedDict[str, tuple[h5py.Group, Rows]] = OrderedDict()
         self._sums: dict[str, RowChecksums] = {}
-        self._most_open = _most_open()
+        self._most_open = max(1, min(_OPEN_SHARDS, most_open_files() // 8))
         self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -261,7 +260,7 @@ class PatchStore(StoreFile):
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+            self._pool = ThreadPoolExecutor(min(_MOST_THREADS, n_cores()))
         return self._pool
 
 
@@ -284,8 +283,3 @@ def _first_damaged(
         except (*DAMAGE, WsiFlError):
             return int(row)
     return int(rows[0])
-
-
-def _most_open() -> int:
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _OPEN_SHARDS if allowed < 0 else max(1, min(_OPEN_SHARDS, allowed // 8))

@@ -14,7 +14,7 @@ from tempfile import SpooledTemporaryFile
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.system.files import allocate
+from wsi_fl.system.machine import allocate, write_at
 
 ALIGNMENT = 4096
 """What direct writes want of an address in memory, an offset and a length; a multiple of every sector size."""
@@ -77,13 +77,13 @@ class BulkFile:
         data = array.reshape(-1).data
         if self._direct is not None and not (array.ctypes.data | offset | len(data)) % ALIGNMENT:
             try:
-                return _write_all(self._direct, data, offset)
+                return write_at(self._direct, data, offset)
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
                 os.close(self._direct)
                 self._direct = None
-        return _write_all(self._buffered, data, offset)
+        return write_at(self._buffered, data, offset)
 
     def write_pile(self, pile: SpooledTemporaryFile[bytes], offset: int) -> None:
         """Put all of a pile at this offset."""
@@ -102,9 +102,3 @@ def _opened_directly(path: Path) -> int | None:
         if error.errno in _REFUSED:
             return None
         raise
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)

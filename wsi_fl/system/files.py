@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO
 
+from wsi_fl.system.machine import allocate, is_being_written, sync_folder
 from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
@@ -22,8 +22,6 @@ _OF_SAFETENSORS = ".tmp??????"
 """What that library writes to before it renames."""
 _DIGEST = "digest"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-"""What `posix_fallocate` says of a file system, or C library, without it."""
 
 
 def ordinary(path: Path) -> Path:
@@ -56,7 +54,7 @@ def atomic(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as handle:
             os.fsync(handle.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
@@ -67,28 +65,6 @@ def reserve(path: Path, n_bytes: int) -> None:
     """Fails now if the disk cannot hold `n_bytes`: HDF5 that runs out of it later may take the process down."""
     with path.open("wb+") as handle:
         allocate(handle.fileno(), n_bytes)
-
-
-def allocate(descriptor: int, n_bytes: int) -> None:
-    """Makes a file at least that long and gives it its place on disk, where the file system can do that.
-
-    Args:
-        descriptor: open for reading too: glibc looks at what is there where the file system (NFS) leaves it the work.
-    """
-    try:
-        os.posix_fallocate(descriptor, 0, n_bytes)
-    except OSError as error:
-        if error.errno not in _NOT_OFFERED:
-            raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def raise_if_full(error: BaseException, path: Path) -> None:
@@ -115,8 +91,8 @@ def remove_abandoned(path: Path) -> None:
     """Delete what killed writers of a file left beside it; HDF5 locks what it still writes, and that stays."""
     for left in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
         with suppress(OSError), left.open("rb") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            left.unlink()
+            if not is_being_written(handle):
+                left.unlink()
 
 
 def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:

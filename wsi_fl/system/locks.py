@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from wsi_fl.system.files import remove_leftovers
+from wsi_fl.system.machine import Lock
 from wsi_fl.types import WsiFlError
 
 _RETRY_S = 0.05
@@ -28,15 +28,11 @@ def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> It
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
-    with path.open("ab") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise WsiFlError(busy or "") from None
-                time.sleep(_RETRY_S)
+    with Lock(path) as lock:
+        while not lock.taken(wait=not busy):
+            if time.monotonic() > deadline:
+                raise WsiFlError(busy or "")
+            time.sleep(_RETRY_S)
         yield
 
 

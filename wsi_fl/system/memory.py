@@ -6,11 +6,9 @@ written: for a batch of 512-px images that takes about as long as normalising th
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,15 +22,6 @@ T = TypeVar("T")
 _LARGE_BYTES = 1 << 20
 _ROOM = 1.125
 """Batches drawn by Poisson sampling differ in size."""
-
-
-def free_bytes() -> int:
-    """Return how much memory the system has left; all there is where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Portion:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from wsi_fl.system.machine import n_cores
+
 _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -26,8 +28,7 @@ def is_first() -> bool:
 
 def share_of_threads() -> int:
     """Return how many threads this rank may take, so that all ranks on this machine take no more than its cores."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, (os.cpu_count() or 1) // (_said(_HERE) or 1)))
+    return max(1, min(n_cores(), (os.cpu_count() or 1) // (_said(_HERE) or 1)))
 
 
 def _said(names: Iterable[str]) -> int | None:

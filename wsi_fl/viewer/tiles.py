@@ -6,7 +6,6 @@ read at a time as there are processors, and none that nobody awaits.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.system.machine import n_cores
 
 TILE_PX = 512
 _STRIP_PX = 1 << 24
@@ -170,7 +170,7 @@ class TileReader:
     """Reads tiles of slides; may be called from several threads."""
 
     def __init__(self) -> None:
-        self._slots = Semaphore(len(os.sched_getaffinity(0)))
+        self._slots = Semaphore(n_cores())
         self._coarse: Recent[NDArray[np.uint8]] = Recent(_COARSE_BYTES)
 
     def read(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,6 +38,7 @@ from wsi_fl.stores.bags import Bag, BagMeta, BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
+from wsi_fl.system.machine import n_cores
 from wsi_fl.types import Images, SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
@@ -120,9 +120,7 @@ class Predictor:
         settings, section = (
             (self.pipeline.mosaic, "mosaic") if mosaics else (self.pipeline.encoding, "features")
         )
-        encoder = encoder_of(
-            self.study, settings, len(os.sched_getaffinity(0)), section, gpu=self.pipeline.gpu
-        )
+        encoder = encoder_of(self.study, settings, n_cores(), section, gpu=self.pipeline.gpu)
         if any(encoder_differences([encoder.label, self.meta.encoder])):
             raise WsiFlError(
                 f"{self.run.name} was trained on features of {self.meta.encoder}, but the configuration now names "
@@ -148,9 +146,7 @@ class Predictor:
                 f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics"
             )
         else:
-            way = OfSlides(
-                self.study, self.pipeline, self.site.name, self.encoder, len(os.sched_getaffinity(0))
-            )
+            way = OfSlides(self.study, self.pipeline, self.site.name, self.encoder, n_cores())
             way.spec, way.params = self.meta.spec, replace(way.params, **self.meta.recipe)
             bag = way.bag(replace(record, path=path))
         base = self._base(record, path) if path and bag.placed else None
@@ -194,7 +190,7 @@ class Predictor:
         """Images uint8[b, input_px, input_px, 3], reduced as for training, few at a time; row → why it is missing."""
         size = max(1, min(_BATCH, _BATCH_PIXELS // self.input_px**2))
         waiting: list[NDArray[np.uint8]] = []
-        threads, reader = len(os.sched_getaffinity(0)), self.pipeline.slides.reader
+        threads, reader = n_cores(), self.pipeline.slides.reader
         for _, pixels in read_patches(
             plan.record, plan.xy_l0, plan.spec, threads=threads, reader=reader, aside=aside
         ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import ordinary
+from wsi_fl.system.machine import n_cores
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _MOST = 500
@@ -89,7 +89,7 @@ def directions(
         WsiFlError: when one that is named cannot be read, or there is none.
     """
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-    encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features", gpu=pipeline.gpu)
+    encoder = encoder_of(study, pipeline.encoding, n_cores(), "features", gpu=pipeline.gpu)
     told = watcher or Silent()
     rows, known, aside = [], [], []
     files = _files(sources)
@@ -158,7 +158,7 @@ def _seen(
     check_opens_safely(path, mpp, reader)
     plan = plan_slide(record, spec, params_of(study, pipeline), reader=reader)
     chosen = plan.xy_l0[_some(len(plan.xy_l0), _MOST)]
-    read = read_patches(plan.record, chosen, spec, threads=len(os.sched_getaffinity(0)), reader=reader)
+    read = read_patches(plan.record, chosen, spec, threads=n_cores(), reader=reader)
     found: NDArray[np.float32] = encode((pixels for _, pixels in read), encoder)
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from wsi_fl.stores.contents import SlideSource, SlideUnreadable
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, Train
+from wsi_fl.system.machine import n_cores
 from wsi_fl.types import BagTable, GridSpec, Images, PatchTable, Shape, UsageError, WsiFlError
 
 _OPEN_SLIDES = 16
@@ -102,7 +102,7 @@ class _SlidePixels:
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+            self._pool = ThreadPoolExecutor(min(_MOST_THREADS, n_cores()))
         return self._pool
 
 

@@ -23,6 +23,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import raise_if_full
+from wsi_fl.system.machine import n_cores
 from wsi_fl.system.ranks import is_first, share_of_threads
 from wsi_fl.types import DiskFull, UsageError, WsiFlError
 
@@ -120,7 +121,7 @@ def threads_note(n_ranks: int) -> str:
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # what follows is for nested teams
     if not wanted.isdecimal() or int(wanted) <= _threads(n_ranks):
         return ""
-    cores = len(os.sched_getaffinity(0))
+    cores = n_cores()
     return f"OMP_NUM_THREADS = {wanted} in {n_ranks} ranks is more than {cores} cores: each takes {_threads(n_ranks)}"
 
 
@@ -137,7 +138,7 @@ def share_threads() -> None:
 
 
 def _threads(n_ranks: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // n_ranks)
+    return max(1, n_cores() // n_ranks)
 
 
 def run_ranks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from wsi_fl.stages.training.checks import (
 from wsi_fl.stages.training.workshop import brought, build_site, schedule_of, start_models
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
+from wsi_fl.system.machine import peak_bytes
 
 _TIMED_STEPS = 3
 
@@ -73,7 +73,7 @@ def dry_run(
         "examples": party.examples,
         "receivers": [site.name for site in assembled if site.name in party.receivers],
         "seconds": sum(seconds) if all(cpus) else max(seconds),
-        "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "memory_bytes": peak_bytes(),
         "sites": rows,
     }
 

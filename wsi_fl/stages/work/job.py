@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.stages.work.console import Silent, Watcher, reason_of
 from wsi_fl.system.files import raise_if_full
+from wsi_fl.system.machine import cores
 from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -79,7 +80,7 @@ class Job:
             self._comm = MpiComm(inf, tuple(range(ranks)))
         comm: _Ranks = self._comm
         self.rank, self.size = comm.sites[0], len(comm.running)
-        mine: _Cores = {"host": socket.gethostname(), "cores": sorted(os.sched_getaffinity(0))}
+        mine: _Cores = {"host": socket.gethostname(), "cores": cores()}
         told = [(one["host"], one["cores"]) for one in comm.gather([mine], _Cores)]
         self.threads = share_of_cores((mine["host"], mine["cores"]), told)
 
