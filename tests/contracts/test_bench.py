@@ -4,6 +4,7 @@ import csv
 import re
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -16,6 +17,8 @@ import wsi_fl.stages.bench as module
 from wsi_fl import plugins
 from wsi_fl.stages.bench import Cell, bench, cells_of, drawn
 from wsi_fl.stages.prepare.feature_table import FeatureTable, read_table
+from wsi_fl.stores.bags import Bag, BagMeta, bags_of, write_bags
+from wsi_fl.types import GridSpec, PatchTable
 
 
 def table(n=240, d=8, patients=True, seed=0):
@@ -107,6 +110,27 @@ def test_tables_of_all_forms_say_the_same(tmp_path, npz):
     assert np.array_equal(found.x, x) and np.array_equal(found.y, y) and list(found.patient) == list(patient)
     slides = read_table(tmp_path / "trident", tmp_path / "labels.csv")
     assert np.allclose(slides.x, x[:6] + 1) and slides.classes == ("a", "b") and list(slides.y) == [0, 1] * 3
+
+
+def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else_for_each_slide(tmp_path):
+    x, y, patient = table(12)
+    bags = [Bag(x[:8], np.zeros((8, 2), np.int64)), Bag(x[8:], np.zeros((4, 2), np.int64))]
+    slide = np.repeat(["a", "b"], [8, 4])
+    patches = PatchTable(
+        np.zeros((12, 2), np.int64), y, y.astype(np.float32), slide, patient, np.full(12, "train")
+    )
+    slides, _ = bags_of(patches)
+    slides = replace(slides, label=np.array([0, 1]))
+    for own in (patches, None):
+        write_bags(
+            tmp_path / "s.h5", BagMeta("S1", ("a", "b"), "e", GridSpec(8, 1.0, 8)), slides, bags, patches=own
+        )
+        found = read_table(tmp_path / "s.h5")
+        if own:
+            assert np.array_equal(found.x, x) and np.array_equal(found.y, y)
+            assert list(found.patient) == list(patient)
+        else:
+            assert np.allclose(found.x, [x[:8].mean(0), x[8:].mean(0)]) and list(found.y) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -66,23 +66,25 @@ class Cell(NamedTuple):
 
 
 def cells_of(hospitals: str, skews: str) -> list[Cell]:
-    """Return the cells of "4x150,16x50" and "alike,0.9".
+    """Return the cells of "4x150,16x50" and "alike,0.9"; a size may have a skew of its own, as in "8x200:1".
 
     Raises:
         UsageError: for anything else.
 
     Example:
-        >>> cells_of("4x150", "alike,0.9")
-        [Cell(sites=4, n=150, skew='alike'), Cell(sites=4, n=150, skew='0.9')]
+        >>> cells_of("4x150,8x200:1", "alike,0.9")[1:]
+        [Cell(sites=4, n=150, skew='0.9'), Cell(sites=8, n=200, skew='1')]
     """
     found = []
-    for size, skew in itertools.product(hospitals.split(","), skews.split(",")):
+    for named in hospitals.split(","):
+        size, _, own = named.partition(":")
         sites, _, n = size.partition("x")
         if not (sites.isdecimal() and n.isdecimal() and int(sites) > 1 and int(n) > 1):
-            raise UsageError(f"--hospitals {size!r}: write 4x150 for four hospitals of 150 patients each")
-        if skew not in _NAMED_SKEWS and not 0 < numbers_of(skew, "--skew")[0] <= 1:
-            raise UsageError(f"--skew {skew!r}: known are {', '.join(_NAMED_SKEWS)} and shares up to 1")
-        found.append(Cell(int(sites), int(n), skew))
+            raise UsageError(f"--hospitals {named!r}: write 4x150 for four hospitals of 150 patients each")
+        for skew in (own or skews).split(","):
+            if skew not in _NAMED_SKEWS and not 0 < numbers_of(skew, "--skew")[0] <= 1:
+                raise UsageError(f"--skew {skew!r}: known are {', '.join(_NAMED_SKEWS)} and shares up to 1")
+            found.append(Cell(int(sites), int(n), skew))
     return found
 
 

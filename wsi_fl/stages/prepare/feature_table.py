@@ -53,8 +53,9 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
 
     Args:
         path: `.npz` with x [n, d], y [n] and perhaps patient [n]; `.csv` with the columns label, perhaps patient, and
-            numbers; a store of features (`.h5`) of this program; or a folder as TRIDENT writes it, whose slides count
-            with their mean.
+            numbers; a store of features (`.h5`) of this program, with a row for each patch where patches have labels of
+            their own and else for each slide, the mean; or a folder as TRIDENT writes it, whose slides count with
+            their mean.
         labels: CSV with the columns slide, label and perhaps patient, for such a folder.
 
     Raises:
@@ -99,6 +100,10 @@ def _of_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
 
 def _of_store(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     with BagStore(path) as store:
+        if store.own_labels:
+            patches = store.patches
+            names = np.array(store.meta.classes)[patches.label]
+            return store.read(np.arange(len(patches.label))), names, np.array(patches.patient)
         columns, bags = store.table, [store.bag(k).features for k in range(len(store.table.slide))]
         names = np.array(store.meta.classes)[columns.label]
         if max(map(len, bags)) == 1:
