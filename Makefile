@@ -63,3 +63,14 @@ clean:           ## remove the environment, the demos and the wheels
 	rm -rf .venv demo federation-demo docs/_build wheelhouse
 
 .PHONY: help env demo federation-demo test test-hospitals test-nightly check docs bench wheelhouse clean
+
+release: .venv/.ready  ## wheel, sdist, list of all software, its known vulnerabilities and checksums, in dist
+	rm -rf dist
+	$(PYTHON) -m venv --clear build/release
+	build/release/bin/pip install --quiet --disable-pip-version-check build pip-audit cyclonedx-bom
+	build/release/bin/python -m build --outdir dist .
+	build/release/bin/cyclonedx-py environment --of JSON -o dist/sbom.json $(BIN)/python
+	build/release/bin/pip-audit --no-deps --disable-pip -r constraints.txt -f json -o dist/vulnerabilities.json
+	! grep -q skip_reason dist/vulnerabilities.json || echo "some packages could not be looked up: see dist/vulnerabilities.json"
+	cd dist && sha256sum * > SHA256SUMS
+	rm -rf build/release
