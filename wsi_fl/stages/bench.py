@@ -183,7 +183,7 @@ def _done(work: _Work) -> list[dict[str, Any]]:
     else:
         learned = _learned(parts, work)
         own = [_asked(_own_model(site), test) for site in learned]
-        answers = own if work.seed == _TUNING else _mixed(learned, parts, test, work)
+        answers = _mixed(learned, parts, test, work)
         spent = [(site.epsilon, site.guarantee) for site in learned]
     seconds = f"{time.monotonic() - began:.1f}"
     rows = []
@@ -407,11 +407,17 @@ def _lines(there: _Results) -> Iterator[str]:
 
 
 def _best(there: _Results, method: str, cell: Cell, epsilon: float) -> tuple[int, float]:
-    return max(_WAYS, key=lambda way: _mean(there[_Work(method, epsilon, cell, _TUNING, way).key]))
+    """Return the way whose answers were best; where joining changes no answer, whose models were."""
+
+    def reached(way: tuple[int, float]) -> tuple[float, float]:
+        rows = there[_Work(method, epsilon, cell, _TUNING, way).key]
+        return _mean(rows, "score"), _mean(rows, "own_score")
+
+    return max(_WAYS, key=reached)
 
 
-def _mean(rows: Sequence[Mapping[str, str]]) -> float:
-    return float(np.mean([float(row["own_score"]) for row in rows]))
+def _mean(rows: Sequence[Mapping[str, str]], column: str) -> float:
+    return float(np.mean([float(row[column]) for row in rows]))
 
 
 def _gain(
