@@ -434,6 +434,9 @@ def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
     study.site("S0")
     found = dry_run(study, method="oneshot", overrides=[*HEADS, "sites=['S0']", "privacy.target_epsilon=1"])
     assert found["sites"][0]["epsilon"] == pytest.approx(1, abs=1e-3)
+    assert found["sites"][0]["expected"].startswith(
+        "0.2 or more above alone, by one letter"
+    )  # it has one class
     only = ["sites=['S0']", "privacy.target_epsilon=1"]
     first = oneshot(study, *only)["sites"][0]
     second = oneshot(study, *only)["sites"][0]

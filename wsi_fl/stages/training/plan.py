@@ -14,7 +14,7 @@ from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import batches
 from wsi_fl.learning.local import supervised_step
 from wsi_fl.learning.validation import LONE
-from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.gradients import trained
 from wsi_fl.privacy.guarantee import detection_of
@@ -32,8 +32,13 @@ from wsi_fl.stages.training.workshop import brought, build_site, schedule_of, st
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.machine import peak_bytes
+from wsi_fl.types import Images
 
 _TIMED_STEPS = 3
+_ROUNDS_FROM = 600.0
+"""Units of a site, times ε, from which on rounds of linear heads brought more than one letter (studies/ROUNDS.md)."""
+_RARE, _MANY = 0.5, 1000
+"""A class is rare below that part of an equal share; from so many units on a head alone is good already."""
 
 
 def dry_run(
@@ -126,9 +131,46 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
         "trained_parameters": sum(
             p.numel() for learner in site.learners.values() for p in trained(learner.model)
         ),
+        "expected": _expected(site, party, cost),
         "gpu_bytes": torch.cuda.max_memory_allocated(site.device) if site.device.type == "cuda" else None,
         "cpu": site.device.type == "cpu",
     }
+
+
+def _expected(site: Site, party: RunContext, cost: list[Mechanism]) -> str | None:
+    """Return what the study expects of heads on features, for classes, under differential privacy."""
+    data, train = party.data(site.name), site.train
+    if not cost or isinstance(data.shape, Images) or train.task.kind != "classes":
+        return None
+    counts = np.bincount(train.label, minlength=len(data.classes))
+    return expected(
+        site.units.n, epsilon(cost, site.ledger.terms.delta), float(counts.min() * len(counts) / counts.sum())
+    )
+
+
+def expected(n: int, target_epsilon: float, rarest: float) -> str:
+    """Return what joining brought such a site in the study of linear heads on frozen features (studies/ROUNDS.md).
+
+    Args:
+        n: training rows, or patients, of the site.
+        rarest: the share of its rarest class, times the number of classes: 1 where all are as frequent.
+
+    Example:
+        >>> expected(250, 3.0, rarest=0.2)
+        '0.01 to 0.07 more than alone, by rounds (fedavg, proxyfl) rather than one letter (oneshot)'
+        >>> expected(50, 1.0, rarest=0.0)
+        '0.2 or more above alone, by one letter (oneshot) rather than rounds (fedavg, proxyfl)'
+    """
+    few = n < _MANY
+    if rarest == 0:
+        gain = "0.2 or more above alone"
+    elif rarest < _RARE:
+        gain = f"{'0.01 to 0.07' if few else '0 to 0.03'} more than alone"
+    else:
+        gain = f"0 to {'0.03' if few else '0.02'} more than alone"
+    ways = ["rounds (fedavg, proxyfl)", "one letter (oneshot)"]
+    better, other = ways if n * target_epsilon >= _ROUNDS_FROM else reversed(ways)
+    return f"{gain}, by {better} rather than {other}"
 
 
 def plan_lines(document: dict[str, Any]) -> Lines:
@@ -143,6 +185,10 @@ def plan_lines(document: dict[str, Any]) -> Lines:
             f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
             f"{part if row['trained_parameters'] < row['parameters'] else ''}"
         )
+        if row["expected"] is not None:
+            yield Line(
+                f"    of heads on features, in our study joining brought: {row['expected']} (studies/ROUNDS.md)"
+            )
         if row["group"] is not None:
             above = above_budget(row["group"], row["max_epsilon"])
             told = f", which is above its max_epsilon = {row['max_epsilon']:g}" if above else ""
