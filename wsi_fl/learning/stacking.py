@@ -206,7 +206,7 @@ def _surely(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_
     return float(means.mean() - error * (1 + _FEW / fewest))
 
 
-_FEW = 5.0
+_FEW = 2.0
 """Patients of a class with which the standard error counts twice."""
 
 
