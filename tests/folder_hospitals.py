@@ -1,8 +1,8 @@
 """Hospitals as processes of their own over a folder: one process that has imported PyTorch, and forks one each.
 
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
-same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s", "end_s", "lies",
-"after", "back_s", "approves"}. Who was killed is started again, as cron would, unless it is gone for good.
+same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "until", "leaving_s", "end_s",
+"lies", "after", "back_s", "approves"}. Who was killed is started again, as cron would, unless it is gone for good.
 """
 
 import json
@@ -52,6 +52,9 @@ def be(job, killed):
             found = starting.take_part_by_folder(
                 Study(study), Kit.open(Path(job["kit"])), without=job.get("without", ())
             )
+        while job.get("until") and not Path(job["until"]).exists():  # cron calls again, until somebody has finished
+            time.sleep(0.2)
+            found = starting.take_part_by_folder(Study(study), Kit.open(Path(job["kit"])))
         document = {"summary": found}
     except Exception as error:
         traceback.print_exc()
