@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wsi_fl.learning.significance import clustered_interval
+from wsi_fl.learning.verdict import estimate
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.work.console import Bars
 from wsi_fl.stores.images import read_data_set
@@ -195,8 +195,9 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> str:
         lines += ["", "| difference | mean | 95 % interval |", "|---|---|---|"]
         for a, b in DIFFERENCES:
             values = np.array([ANSWERS[a](row) - ANSWERS[b](row) for row in mine])
-            low, high = clustered_interval(values, np.arange(values.shape[1]).astype(str)) or (np.nan, np.nan)
-            lines.append(f"| {a} − {b} | {values.mean():+.3f} | {low:+.3f} to {high:+.3f} |")
+            found = estimate(values, np.ones_like(values), np.arange(values.shape[1]).astype(str))
+            low, high = found.low or np.nan, found.high or np.nan
+            lines.append(f"| {a} − {b} | {found.mean:+.3f} | {low:+.3f} to {high:+.3f} |")
         lines.append("")
     return "\n".join(lines)
 

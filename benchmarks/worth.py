@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.metrics import SCORES
-from wsi_fl.learning.significance import clustered_ratio
+from wsi_fl.learning.verdict import ratio
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_right
+from wsi_fl.stages.answers.predictions import read_answers
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, bags_of, write_bags
 from wsi_fl.study.folder import Study
@@ -214,7 +214,7 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
     seconds = time.perf_counter() - began
     document = evaluate(study, summary["run"])
     run = RunFolder(study.run(summary["run"]))
-    answers = [read_right(run.site(site["site"]), "merged") or {} for site in document["sites"]]
+    answers = [read_answers(run.site(site["site"]), "merged") or {} for site in document["sites"]]
     right = [[value for value, _ in one.values()] for one in answers]
     shared = document["models"].get("proxy")
     found = {
@@ -277,7 +277,8 @@ def gain(
 
 def with_interval(part: NDArray[np.float64], whole: NDArray[np.float64], names: NDArray[np.str_]) -> Any:
     """(Σ part / Σ whole, (low, high) over seeds and test patients or None)."""
-    return part.sum() / whole.sum(), clustered_ratio(part, whole, names)
+    found = ratio(part, whole, names)
+    return found.mean, None if found.low is None else (found.low, found.high)
 
 
 def gain_words(a: Mapping[int, Row], b: Mapping[int, Row]) -> str:

@@ -52,7 +52,9 @@ def be(job, killed):
             found = starting.take_part_by_folder(
                 Study(study), Kit.open(Path(job["kit"])), without=job.get("without", ())
             )
-        while job.get("until") and not Path(job["until"]).exists():  # cron calls again, until somebody has finished
+        while (
+            job.get("until") and not Path(job["until"]).exists()
+        ):  # cron calls again, until somebody has finished
             time.sleep(0.2)
             found = starting.take_part_by_folder(Study(study), Kit.open(Path(job["kit"])))
         document = {"summary": found}

@@ -19,13 +19,14 @@ from PIL import Image
 from scipy import stats
 from test_report import Document
 
-from wsi_fl.learning.significance import clustered_interval, holm, paired
+from wsi_fl.learning.significance import holm, paired
+from wsi_fl.learning.verdict import Estimate, verdict
 from wsi_fl.report import comparison, worth
 from wsi_fl.report.comparison_figures import Series, palette, png
 from wsi_fl.stages.answers import compare_baseline
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings
-from wsi_fl.stages.answers.compare_worth import _compared, verdict
+from wsi_fl.stages.answers.compare_worth import Said, _compared
 from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.train import train
@@ -247,21 +248,6 @@ def test_what_joining_brings_is_paired_by_seed_and_patch(series):
         assert (site["guarantee"], site["epsilon"] > 0) == ("guaranteed", True)
 
 
-def test_the_clustered_interval_is_that_of_drawing_runs_and_patients_anew():
-    rng = np.random.default_rng(0)
-    values, patient = rng.random((3, 40)), np.repeat(["a", "b", "c", "d", "e"], [2, 4, 6, 8, 20])
-    found = clustered_interval(values, patient, repeats=4000)
-    names, means = np.unique(patient), []
-    for _ in range(4000):
-        runs = values[rng.integers(3, size=3)]
-        rows = np.concatenate([np.flatnonzero(patient == one) for one in rng.choice(names, 5)])
-        means.append(runs[:, rows].mean())
-    assert found == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.01)
-    single = clustered_interval(values, np.arange(40).astype(str), repeats=2000)
-    assert single[1] - single[0] < found[1] - found[0], "patients vary together"
-    assert clustered_interval(values, np.full(40, "a")) is None
-
-
 @pytest.mark.slow
 def test_where_a_run_has_no_merged_test_set_all_are_measured_on_their_own_part(series, tmp_path):
     study, document = series
@@ -474,21 +460,20 @@ def against_alone(row, difference, p, unit="seed", n=3):
 
 
 @pytest.mark.parametrize(
-    ("difference", "p", "unit", "tone", "said"),
+    ("difference", "sd", "unit", "tone", "said"),
     [
-        (-0.29, 0.003, "seed", "bad", "0.29 below {} (p = 0.003 over 3 seeds): on this task federation does not pay."),
-        (0.05, 0.0001, "seed", "good", "0.05 above {} (p < 0.001 over 3 seeds): on this task federation pays."),
-        (0.05, 0.01, "site", "good", "(p = 0.010 over 3 sites): in these runs federation pays."),
-        (0.05, 0.2, "seed", "unclear", "(p = 0.20 over 3 seeds): this does not show that federation pays."),
-        (0.004, 0.001, "seed", "unclear", "as much as {}"),
-        (-0.3, None, "seed", "unclear", "(no p-value over 3 seeds): this does not show that federation pays."),
+        (-0.29, 0.01, "seed", "bad", "-0.290 (-0.315 to -0.265) over {}: on average joining does not pay."),
+        (0.05, 0.01, "seed", "good", "+0.050 (+0.025 to +0.075) over {}: on average joining pays."),
+        (0.05, 0.01, "site", "unclear", "+0.050 over {}: these runs do not show whether joining pays on average."),
+        (0.05, 0.03, "seed", "unclear", "these runs do not show"),
+        (0.004, 0.0001, "seed", "unclear", "these runs do not show"),
+        (-0.3, None, "seed", "unclear", "these runs do not show"),
     ],
 )  # fmt: skip
-def test_sentences_say_what_the_numbers_say(difference, p, unit, tone, said):
+def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
     alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.73 + difference)
-    first, second = comparison.findings(
-        [ours, alone], [against_alone(ours, difference, p, unit)], alone["label"]
-    )
+    test = against_alone(ours, difference, 0.001, unit) | {"sd": sd}
+    first, second = comparison.findings([ours, alone], [test], alone["label"])
     assert first.text == "A hospital alone without DP reaches 0.73 (4 sites, 3 seeds)."
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
     assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
@@ -505,8 +490,8 @@ def test_sentences_say_what_the_numbers_say(difference, p, unit, tone, said):
 )
 def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
     alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.78)
-    known, space = (one and dict(zip(("mean", "low", "high"), one, strict=True)) for one in (gain, room))
-    of_all = {"gain": known, "headroom": None, "verdict": verdict(known, space)}
+    known, space = (one and Estimate(*one) for one in (gain, room))
+    of_all = {"gain": known.document(), "headroom": None, "verdict": verdict(known, space)}
     test = against_alone(ours, 0.05, 1e-9)
     _, second = comparison.findings([ours, alone], [test], alone["label"], gains={ours["label"]: of_all})
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
@@ -532,7 +517,7 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
 )
 def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share):
     def answers(values):
-        return {0: {("p" + str(k // 2), "s", str(k)): (v, 1.0) for k, v in enumerate(values)}}
+        return {0: Said({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate(values)})}
 
     known = {"alone": answers([0.4] * 4), "joined": answers([0.6] * 4)}
     found = _compared(known | ({"pooled": answers(pooled)} if pooled else {}))

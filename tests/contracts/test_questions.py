@@ -323,7 +323,11 @@ def test_survival_is_learned_measured_and_drawn(survived):
 def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
     study, runs = survived
     document = compare(study, list(runs.values()))
-    assert document["scores"] == ["concordance", "integrated_brier"] and document["worth"] is None
+    assert document["scores"] == ["concordance", "integrated_brier"]
+    joined, rows = document["worth"]["all"], {row["label"]: row for row in document["rows"]}
+    assert document["worth"]["measure"] == "concordance"
+    assert joined["joined"]["mean"] == pytest.approx(rows[document["worth"]["joined"]]["concordance"]["mean"])
+    assert joined["gain"]["low"] < joined["gain"]["mean"] < joined["gain"]["high"]
     assert all(row["concordance"]["mean"] > 0.6 for row in document["rows"])
     text = (study.root / document["table"]).read_text()
     assert "own_concordance_mean" in text.splitlines()[0]

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from wsi_fl.learning.verdict import Estimate, verdict
 from wsi_fl.report.worth import _MEANS as words_of_verdicts
-from wsi_fl.stages.answers.compare_worth import verdict
 from wsi_fl.stores.bags import BagMeta, BagStore
 from wsi_fl.types import GridSpec
 
@@ -89,7 +89,7 @@ def test_gains_are_paired_by_seed_and_test_row(worth):
 
 
 def around(mean, half):
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+    return Estimate(mean, mean - half, mean + half)
 
 
 def test_a_verdict_is_only_what_the_intervals_show():
@@ -99,6 +99,6 @@ def test_a_verdict_is_only_what_the_intervals_show():
     assert verdict(around(0.001, 0.03), around(0.005, 0.01)) == "nothing to gain"
     assert verdict(around(0.03, 0.08), around(0.002, 0.15)) == "not shown"  # nobody knows what there is
     assert verdict(around(0.004, 0.001), around(0.1, 0.1)) == "not shown"  # sure, and next to nothing
-    assert verdict({"mean": 0.3, "low": None, "high": None}, None) == "not shown"  # a single patient
+    assert verdict(Estimate(0.3, None, None), None) == "not shown"  # a single patient
     assert verdict(None, None) == "not shown"
     assert {"join", "stay", "nothing to gain", "not shown"} == set(words_of_verdicts)

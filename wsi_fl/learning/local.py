@@ -270,6 +270,21 @@ def probabilities(
     return np.concatenate(parts)
 
 
+def probabilities_of_each(
+    models: Sequence[Callable[[Tensor], Tensor]], examples: Examples, device: torch.device
+) -> NDArray[np.float64]:
+    """Return what each of r models says of all examples, float64[r, n, k]; the examples are read once."""
+
+    def predict(x: Tensor) -> Tensor:
+        return torch.stack([model(x) for model in models], dim=1)
+
+    parts = [
+        torch.stack([examples.task.said(one) for one in outputs.unbind(1)])
+        for outputs, _ in _answers(predict, examples, device, 256)
+    ]
+    return torch.cat(parts, dim=1).double().cpu().numpy()
+
+
 def undecided_where_broken(said: NDArray[np.float64], examples: Examples) -> NDArray[np.float64]:
     """Return what a model says, float64[n, k] of n examples, with rows that are not finite replaced.
 
@@ -306,6 +321,7 @@ def _answers(
         logits = portion.tried(len(x), partial(_predicted, predict, x))
         if examples.allowed is not None:
             possible = torch.from_numpy(examples.allowed[chosen]).to(logits.device)
+            possible = possible.view(len(x), *[1] * (logits.ndim - 2), -1)
             logits = logits.masked_fill(~possible, -torch.inf)
         yield logits, y
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
-from numpy.typing import NDArray
 
 _NO_SPREAD = 1e-12
 """Differences this close to each other are equal but for rounding."""
@@ -74,67 +73,3 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         highest = max(highest, min(1.0, (len(known) - rank) * p))
         corrected[index] = highest
     return corrected
-
-
-def clustered_interval(
-    values: NDArray[np.float64],
-    cluster: NDArray[np.str_],
-    *,
-    repeats: int = 2000,
-    seed: int = 0,
-    level: float = 0.95,
-) -> tuple[float, float] | None:
-    """Return the bootstrap percentile interval of a mean, with runs and whole patients resampled together.
-
-    Args:
-        values: float64[r, n] of n test examples in each of r runs.
-        cluster: str[n], whose example each is.
-
-    Returns:
-        None for fewer than two patients.
-
-    Example:
-        >>> patients = np.repeat(["a", "b", "c", "d"], 25)
-        >>> low, high = clustered_interval(np.ones((3, 100)), patients)
-        >>> round(low, 9), round(high, 9)
-        (1.0, 1.0)
-
-    Reference: Owen, "The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007.
-    """
-    return clustered_ratio(values, np.ones_like(values), cluster, repeats=repeats, seed=seed, level=level)
-
-
-def clustered_ratio(
-    part: NDArray[np.float64],
-    whole: NDArray[np.float64],
-    cluster: NDArray[np.str_],
-    *,
-    repeats: int = 2000,
-    seed: int = 0,
-    level: float = 0.95,
-) -> tuple[float, float] | None:
-    """Return the interval of Σ part / Σ whole, with runs and patients resampled as in `clustered_interval`.
-
-    Args:
-        part, whole: float64[r, n] of n test examples in each of r runs.
-        cluster: str[n], whose example each is.
-
-    Returns:
-        None for fewer than two patients, or where the whole is not clearly above 0, so that a ratio says nothing.
-    """
-    names, which = np.unique(cluster, return_inverse=True)
-    if len(names) < 2:
-        return None
-    n_runs = len(part)
-    rng = np.random.default_rng(seed)
-    runs = rng.multinomial(n_runs, np.full(n_runs, 1 / n_runs), repeats) / n_runs
-    patients = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), repeats)
-    of_part, of_whole = (
-        ((runs @ np.stack([np.bincount(which, run, len(names)) for run in values])) * patients).sum(1)
-        for values in (part, whole)
-    )
-    above = of_whole > 0
-    if np.mean(~above) > (1 - level) / 2:
-        return None
-    low, high = np.quantile(of_part[above] / of_whole[above], [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)

@@ -26,6 +26,8 @@ Predicted = NDArray[np.float64]
 Truth = NDArray[Any]
 Scores = Mapping[str, float | None]
 
+_AT_ONCE = 256
+"""Examples that are left out in one step of the jackknife."""
 _ROUNDING = 1e-12
 """Numbers that differ by less than this part of their distance from the mean of all do not differ."""
 
@@ -69,6 +71,28 @@ class Task(ABC):
         """Return every score by name; None for one that cannot be computed."""
         return counted_once(self.measure(said, truth), len(truth))
 
+    def each(self, said: Predicted, truth: Truth) -> Predicted | None:
+        """Return float64[n], what each example adds to the first score, which is their mean; None where it has none.
+
+        They are jackknife pseudo-values: n times the score less n − 1 times that without the example, moved so that
+        they are centred on the score.
+
+        Reference: Tukey, "Bias and confidence in not-quite large samples", Annals of Mathematical Statistics 29, 1958.
+        """
+        n, name = len(truth), self.scores[0]
+        whole = self.scored(said, truth)[name]
+        if whole is None:
+            return None
+        measure, without = self.measure(said, truth), np.empty(n)
+        for first in range(0, n, _AT_ONCE):
+            rows = np.arange(first, min(first + _AT_ONCE, n))
+            weights = np.ones((len(rows), n), np.int32)
+            weights[np.arange(len(rows)), rows] = 0
+            without[rows] = measure(weights)[name]
+        pseudo = (n - 1) * (whole - np.where(np.isfinite(without), without, whole))
+        found: Predicted = whole + pseudo - pseudo.mean()
+        return found
+
 
 @dataclass(frozen=True)
 class Classes(Task):
@@ -96,6 +120,11 @@ class Classes(Task):
 
     def measure(self, said: Predicted, truth: Truth) -> Measure:
         return measure_of_classes(said.argmax(1) == truth, said, truth)
+
+    def each(self, said: Predicted, truth: Truth) -> Predicted | None:
+        """Return whether each answer is right, 1 or 0."""
+        right: Predicted = (said.argmax(1) == truth).astype(np.float64)
+        return right
 
 
 @dataclass(frozen=True)

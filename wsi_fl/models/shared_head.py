@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -253,6 +254,25 @@ class SharedHead(nn.Module):
     def others(self) -> Tensor:
         """Return the letters float64[k + classes] of all other sites; last come the variances of the noise in them."""
         return self.sums.double() * int(self.n_sites) - self.released * (int(self.n_sites) > 0)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether there is noise in the letters of others."""
+        return bool((self.others()[-self.shape[0] :] > 0).any())
+
+    @torch.no_grad()
+    def redrawn(self, rng: np.random.Generator) -> SharedHead:
+        """Return the head that would be made of the same letters of others with more of their noise on top.
+
+        It differs from this one as this one does from the head that their letters would make without noise, so that its
+        answers tell how much the noise moves them. It is for measuring alone; nothing of it is released.
+        """
+        head = copy.deepcopy(self)
+        n, width = self.shape
+        variance = self.others()[-n:].clamp(min=0).cpu().numpy()
+        noise = rng.normal(size=(n, width)) * np.sqrt(variance)[:, None] / max(1, int(self.n_sites))
+        head.sums[: n * width] += torch.from_numpy(noise.ravel()).to(head.sums)
+        return head
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the means float64[classes, d] of all classes, what each is worth in rows, and the covariance within.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from wsi_fl.learning.verdict import Estimate, of_repetitions, verdict
 from wsi_fl.report import words, worth
 from wsi_fl.report.comparison_figures import N_COLORS, Series, charts, color_name
 from wsi_fl.report.fill import fill
@@ -13,8 +14,6 @@ from wsi_fl.report.words import Finding, known, number
 Json = Mapping[str, Any]
 """A JSON object as ``compare --json`` prints it."""
 
-SIGNIFICANT = 0.05
-"""A Holm-corrected p below this is called a difference."""
 ALONE = "a hospital alone without DP"
 WHERE = {
     "merged": "on the merged test set",
@@ -65,36 +64,28 @@ def findings(
     folds = f", {len(alone['folds'])} folds" if alone.get("folds") else ""
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
     reached = f"{_capital(ALONE)} reaches {number(alone[metric]['mean'], 2)} {measured}."
-    own_metric = next((name for name in alone if name.startswith("own_")), "")
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
     return [Finding("unclear", reached)] + [
         worth.finding(gain, f"{_spoken(row)} reaches {number(row[metric]['mean'], 2)}{_price(row)}", ALONE)
         if (gain := (gains or {}).get(row["label"]))
-        else _against(row, test, against.get((row["label"], own_metric)))
+        else _against(row, test)
         for row in rows
         if (test := against.get((row["label"], metric)))
     ]
 
 
-def _against(row: Json, test: Json, own: Json | None) -> Finding:
-    """One method against the hospital alone.
+def _against(row: Json, test: Json) -> Finding:
+    """One method against the hospital alone, where nothing tells what joining brings each patient.
 
-    A difference counts when its corrected p is below SIGNIFICANT and it is not negligible (SMALLEST_DIFFERENCE).
+    Repetitions with other seeds then do, by the same rule; pairs of sites or folds of the same run do not.
     """
-    d, p = test["difference"], test["p_holm"]
     reached = f"{_spoken(row)} reaches {number(row[test['metric']]['mean'], 2)}{_price(row)}"
-    text = f"{reached}, {_side(d)} {ALONE} ({_evidence(test)})"
     if not words.is_federated(row["method"]):
-        return Finding("unclear", f"{text}{_meaning(row)}.")
-    at_home = (
-        f" On a hospital's own test part: {_side(own['difference'])} it ({_evidence(own)})." if own else ""
-    )
-    if p is None or p >= SIGNIFICANT or abs(d) < words.SMALLEST_DIFFERENCE:
-        return Finding("unclear", f"{text}: this does not show that federation pays.{at_home}")
-    scope = "on this task" if test["unit"] == "seed" else "in these runs"
-    if d > 0:
-        return Finding("good", f"{text}: {scope} federation pays.{at_home}")
-    return Finding("bad", f"{text}: {scope} federation does not pay.{at_home}")
+        side = f"{_side(test['difference'])} {ALONE}"
+        return Finding("unclear", f"{reached}, {side} ({_evidence(test)}){_meaning(row)}.")
+    d = test["difference"]
+    gain = of_repetitions(d, test["sd"], test["n"]) if test["unit"] == "seed" else Estimate(d, None, None)
+    return worth.finding({"gain": gain.document(), "verdict": verdict(gain, None)}, reached, ALONE)
 
 
 def _side(difference: float) -> str:
@@ -161,8 +152,9 @@ def cautions(rows: Sequence[Json], tests: Sequence[Json], *, classes: bool = Tru
         )
     if any(words.is_federated(row["method"]) and len(row["seeds"]) == 1 for row in rows):
         found.append(
-            "Intervals of a single run know of its test patients, and nothing of its noise; repeat it "
-            "(train --seeds 5) before a hospital decides."
+            "Intervals of a single run know of its test patients, and of the noise where a head was made of letters; "
+            "of other training patients, and of the noise in training, they know nothing. Repeat it (train --seeds 5) "
+            "before a hospital decides."
         )
     private = [row for row in rows if known(row["epsilon"])]
     if len({number(row["epsilon"], 1) for row in private}) > 1:
@@ -211,6 +203,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "gains": worth.rows_of(document["worth"]) if document.get("worth") else [],
         "gain_words": worth.gain_words,
         "verdict_words": worth.verdict_words,
+        "sources_words": worth.sources_words,
         "price": worth.price,
         "p_value": p_value,
         "metrics": metrics,

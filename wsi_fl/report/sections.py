@@ -61,15 +61,16 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     }
 
 
-def _verdict(merged: Mapping[str, Any], run: Mapping[str, Any], name: str, score: str) -> words.Finding:
-    """Whether joining pays, by the rule of comparisons where predictions allow it."""
+def _verdict(merged: Json, run: Json, name: str, score: str) -> words.Finding:
+    """Whether joining pays, by the rule of comparisons."""
+    more = merged[score]["mean"] - run[score]["mean"]
     if run["dp"]:
-        return words.without_noise(merged, run, name, score)
-    if gain := run.get("gain"):
-        return worth.finding(
-            gain, f"In this run joining reaches {words.number(gain['joined']['mean'], 2)}", name
-        )
-    return words.verdict(merged, run, name, score)
+        side = "above" if more >= 0 else "below"
+        text = f"{words.SCORES[score]} is {words.number(abs(more), 2)} {side} that of {name}"
+        return words.Finding("unclear", f"{text}, whose model carries the noise itself.")
+    gain = run.get("gain") or {"gain": {"mean": more, "low": None, "high": None}, "verdict": "not shown"}
+    reached = (gain.get("joined") or merged[score])["mean"]
+    return worth.finding(gain, f"In this run joining reaches {words.number(reached, 2)}", name)
 
 
 def _gain(merged: Mapping[str, Any], alone: Mapping[str, Mapping[str, Any]], score: str) -> dict[str, Any]:

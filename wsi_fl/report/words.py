@@ -10,8 +10,6 @@ from typing import Any, TypeGuard
 from wsi_fl.federation.methods import METHODS
 
 DASH = "–"
-SMALLEST_DIFFERENCE = 0.01
-"""A difference in mean accuracy below this is never called a gain or a loss."""
 SCORES = {
     "accuracy": "Accuracy",
     "macro_accuracy": "Macro-accuracy",
@@ -104,6 +102,16 @@ def received(evaluation: Mapping[str, Any]) -> list[str]:
         f"To expect of receivers: {SCORES[score].lower()} {reached}, which their head has on the test parts of "
         f"{', '.join(found['told_by'])}; a hospital unlike these may see less.",
     ]
+
+
+def measured_in(score: str) -> str:
+    """What a score is called within a sentence.
+
+    >>> measured_in("accuracy"), measured_in("auroc"), measured_in("r2")
+    ('accuracy', 'AUROC', 'R²')
+    """
+    name = SCORES[score]
+    return name if name[:2].isupper() or name == "R²" else name.lower()
 
 
 def signed(value: Any, digits: int = 2) -> str:
@@ -346,59 +354,6 @@ def references(
         if runs:
             found[words] = max(runs, key=lambda b: b[score]["mean"])
     return found
-
-
-def verdict(
-    merged: Mapping[str, Any], reference: Mapping[str, Any], words: str, score: str = "accuracy"
-) -> Finding:
-    """Whether federation helped against one reference run, judged by a mean score on the merged test set.
-
-    A difference counts when it is larger than the spread between sites of both runs (the larger standard
-    deviation) and than SMALLEST_DIFFERENCE.
-
-    >>> verdict({"accuracy": {"mean": 0.71, "sd": 0.02}}, {"accuracy": {"mean": 0.64, "sd": 0.03}}, "X").text
-    'In this run federation helped: accuracy is 0.07 above that of X.'
-    """
-    difference, noise = _difference(merged, reference, score)
-    if abs(difference) <= noise:
-        return Finding(
-            "unclear",
-            f"Compared with {words} the difference ({signed(difference)}) is within the spread between sites: "
-            "this run does not show that federation helped.",
-        )
-    tone, opening, side = (
-        ("good", "In this run federation helped", "above")
-        if difference > 0
-        else ("bad", "In this run federation did not help", "below")
-    )
-    text = f"{opening}: {SCORES[score].lower()} is {number(abs(difference), 2)} {side} that of {words}."
-    if known((merged.get("auroc") or {}).get("mean")) and known((reference.get("auroc") or {}).get("mean")):
-        by_auroc, auroc_noise = _difference(merged, reference, "auroc")
-        if by_auroc * difference < 0 and abs(by_auroc) > auroc_noise:
-            return Finding("unclear", f"{text} By AUROC it is the other way round ({signed(by_auroc)}).")
-    return Finding(tone, text)
-
-
-def without_noise(
-    merged: Mapping[str, Any], reference: Mapping[str, Any], words: str, score: str = "accuracy"
-) -> Finding:
-    """The difference to a model that itself carries the noise: what that noise costs, not what federation gives.
-
-    >>> without_noise({"accuracy": {"mean": 0.71}}, {"accuracy": {"mean": 0.64}}, "X").text
-    'Accuracy is 0.07 above that of X, whose model carries the noise itself.'
-    """
-    difference, _ = _difference(merged, reference, score)
-    side = "above" if difference >= 0 else "below"
-    size = number(abs(difference), 2)
-    return Finding(
-        "unclear", f"{SCORES[score]} is {size} {side} that of {words}, whose model carries the noise itself."
-    )
-
-
-def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], metric: str) -> tuple[float, float]:
-    spreads = [m[metric].get("sd") for m in (ours, theirs)]
-    noise = max([SMALLEST_DIFFERENCE, *(s for s in spreads if known(s))])
-    return ours[metric]["mean"] - theirs[metric]["mean"], noise
 
 
 def majority(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]) -> tuple[str, float] | None:

@@ -151,6 +151,18 @@ def finding(row: Json, reached: str, alone: str) -> Finding:
     return Finding({"join": "good", "stay": "bad"}.get(row["verdict"], "unclear"), text)
 
 
+def sources_words(row: Json) -> str:
+    """Where chance came in: the standard error of the gain by each source that is known.
+
+    >>> sources_words({"gain": {"sources": {"patients": 0.011, "seeds": None, "noise": 0.004}}})
+    'standard error 0.011 by test patients, 0.004 by noise'
+    """
+    named = {"patients": "test patients", "seeds": "seeds", "noise": "noise"}
+    found = ((row.get("gain") or {}).get("sources") or {}).items()
+    told = [f"{value:.3f} by {named[name]}" for name, value in found if known(value)]
+    return f"standard error {', '.join(told)}" if told else ""
+
+
 def verdict_words(row: Json, name: str = "") -> str:
     """What follows for a hospital, or for "all sites", and which part of what pooling would bring is reached.
 

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from math import inf
 from typing import Any
 
-from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report import comparison, words
 from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison_figures import png
@@ -27,7 +26,7 @@ from wsi_fl.stages.answers.compare_rows import (
     spread_of,
 )
 from wsi_fl.stages.answers.compare_runs import Run, named
-from wsi_fl.stages.answers.compare_worth import verdicts, worth
+from wsi_fl.stages.answers.compare_worth import BALANCED, verdicts, worth
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.slides import kind_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
@@ -68,11 +67,9 @@ def compare(
     rows = grouped(everything, evaluations, on, given[0])
     _require_one_store(evaluations)
     scores = words.scores_of(evaluations[0])
-    of_classes = scores == SCORES
-    of_all = verdicts(rows, given[0], on) if of_classes else {}
-    gains = worth(rows, given[0], on, of_all) if of_classes else None
-    skewed = gains is not None and gains["measure"] != "accuracy"
-    metric = "macro_accuracy" if skewed else scores[0]
+    of_all = verdicts(rows, given[0], on)
+    gains = worth(rows, given[0], on, of_all)
+    metric = "macro_accuracy" if gains and gains["measure"] == BALANCED else scores[0]
     document = _document(rows, given[0], on, notes, scores, metric=metric, gains=of_all)
     document["worth"] = gains
     document["runs"] = [study.relative(run.folder.path) for run in everything]

@@ -14,7 +14,7 @@ from wsi_fl.report.comparison import settings_words
 from wsi_fl.report.comparison_figures import Series
 from wsi_fl.stages.answers.compare_baseline import BASELINE, baseline_settings, is_baseline
 from wsi_fl.stages.answers.compare_runs import Run, differing
-from wsi_fl.stages.answers.predictions import read_right
+from wsi_fl.stages.answers.predictions import read_answers
 
 _ENOUGH_SEEDS = 3
 """With fewer common seeds than this, pairs are sites."""
@@ -87,7 +87,7 @@ def _by_patient(row: ComparedRow, where: str) -> dict[Patient, float]:
     said: dict[Patient, list[float]] = {}
     for run in row.runs:
         for site in run.summary["sites"]:
-            for key, (value, _) in (read_right(run.folder.site(site["site"]), where) or {}).items():
+            for key, (value, _) in (read_answers(run.folder.site(site["site"]), where) or {}).items():
                 said.setdefault((key[0], key[1]), []).append(value)
     return {patient: fmean(values) for patient, values in said.items()}
 

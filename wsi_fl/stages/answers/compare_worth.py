@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import hypot
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.significance import clustered_ratio
+from wsi_fl.learning.tasks import CLASSES, Task
+from wsi_fl.learning.verdict import Estimate, estimate, ratio, shows_room, verdict
 from wsi_fl.report import words
 from wsi_fl.stages.answers.compare_rows import ComparedRow, is_alone
 from wsi_fl.stages.answers.compare_runs import Run
-from wsi_fl.stages.answers.predictions import Right, ScoredExamples, measure_of, read_answers, weighed
+from wsi_fl.stages.answers.predictions import Answers, Key, Weighed, measured_by, read_answers, weighed
+from wsi_fl.stages.site.targets import task_of
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the runs of one seed say of the test examples.
+
+    Attributes:
+        answers: test example → what it adds to the mean, and its weight.
+        score: the name of the score that the weighted mean is.
+        noise: standard deviation of that score by the noise of what was released; None where nobody knows it.
+    """
+
+    answers: Weighed = field(default_factory=dict)
+    score: str = "accuracy"
+    noise: float | None = None
+
+
+BySeed = Mapping[int, Said]
+BALANCED = "balanced accuracy"
+"""What the measure is called where classes are so unlike in number that all are made to count alike."""
 
 
 def worth(
@@ -46,7 +70,7 @@ def worth(
         **{kind: row.label for kind, row in chosen.items()},
         "pooled": chosen["pooled"].label if "pooled" in chosen else None,
         "on": on,
-        "measure": measure_of(next(iter(answers["joined"][names[0]].values()), {})),
+        "measure": _measure(answers["joined"][names[0]]),
         "sites": sites,
         "all": found[chosen["joined"].label],
     }
@@ -71,8 +95,7 @@ def of_all(runs: Mapping[str, Sequence[Run]], on: str) -> dict[str, Any]:
     """
     names = [site["site"] for site in runs["joined"][0].summary["sites"]]
     answers = {kind: _over_sites(_by_site(those, names, on).values()) for kind, those in runs.items()}
-    measure = measure_of(next(iter(answers["joined"].values()), {}))
-    return {"measure": measure, **_compared(answers)}
+    return {"measure": _measure(answers["joined"]), **_compared(answers)}
 
 
 def _chosen(rows: Sequence[ComparedRow], first: Run) -> dict[str, ComparedRow] | None:
@@ -85,95 +108,98 @@ def _chosen(rows: Sequence[ComparedRow], first: Run) -> dict[str, ComparedRow] |
     return {"alone": alone[0], "joined": joined[0]} | ({"pooled": pooled[0]} if pooled else {})
 
 
-def _by_site(runs: Iterable[Run], names: Iterable[str], on: str) -> dict[str, dict[int, Right]]:
-    """Site → seed → its predictions; those of all folds together, which have no patient in common."""
-    found: dict[str, dict[int, ScoredExamples]] = {name: {} for name in names}
+def _by_site(runs: Iterable[Run], names: Iterable[str], on: str) -> dict[str, dict[int, Said]]:
+    """Site → seed → what it says; all folds together, which have no patient in common."""
+    answers: dict[str, dict[int, Answers]] = {name: {} for name in names}
+    noises: dict[tuple[str, int], list[Mapping[str, float]]] = {}
+    task: Task = CLASSES
     for run in runs:
-        for name, by_seed in found.items():
-            if (answers := read_answers(run.folder.site(name), on)) is not None:
-                by_seed.setdefault(run.seed, {}).update(answers)
+        task = task_of(run.pipeline.target)
+        rows = {row["site"]: row for row in (run.folder.evaluation() or {"sites": []})["sites"]}
+        for name, by_seed in answers.items():
+            if (found := read_answers(run.folder.site(name), on, task)) is not None:
+                by_seed.setdefault(run.seed, {}).update(found)
+                row = rows.get(name, {})
+                moved = (row.get("own", {}) if on == "own" else row).get("noise")
+                noises.setdefault((name, run.seed), []).append(moved or {})
     return {
-        name: {seed: weighed(answers) for seed, answers in by_seed.items()} for name, by_seed in found.items()
+        name: {seed: _said(found, task, noises[name, seed]) for seed, found in by_seed.items()}
+        for name, by_seed in answers.items()
     }
 
 
-def _over_sites(parts: Iterable[Mapping[int, Right]]) -> dict[int, Right]:
-    """All sites' models as one: the examples of each apart, patients not."""
-    seen: dict[int, Right] = {}
-    for k, runs in enumerate(parts):
-        for seed, right in runs.items():
-            seen.setdefault(seed, {}).update({(*key, str(k)): value for key, value in right.items()})
-    return seen
+def _said(answers: Answers, task: Task, noises: Sequence[Mapping[str, float]]) -> Said:
+    """Of the folds of one seed, each of which had its own noise."""
+    found = weighed(answers)
+    score = measured_by(found, task)
+    known = [noise[score] for noise in noises if score in noise]
+    whole = len(known) == len(noises) > 0
+    return Said(found, score, hypot(*known) / len(known) if whole else None)
 
 
-def _compared(answers: Mapping[str, Mapping[int, Right]]) -> dict[str, Any]:
+def _over_sites(parts: Iterable[BySeed]) -> dict[int, Said]:
+    """All sites' models as one: the examples of each apart, patients not.
+
+    Their heads rest on the same noisy letters, so that their noise is taken to move them alike.
+    """
+    seen: dict[int, list[Said]] = {}
+    for runs in parts:
+        for seed, said in runs.items():
+            seen.setdefault(seed, []).append(said)
+    return {seed: _together(those) for seed, those in seen.items()}
+
+
+def _together(those: Sequence[Said]) -> Said:
+    answers = {(*key, str(k)): value for k, said in enumerate(those) for key, value in said.answers.items()}
+    known = [said.noise for said in those if said.noise is not None]
+    return Said(answers, those[0].score, sum(known) / len(those) if known else None)
+
+
+def _measure(said: BySeed) -> str:
+    """What is compared, in words."""
+    score = next((one.score for one in said.values()), "accuracy")
+    return BALANCED if score == "macro_accuracy" else words.measured_in(score)
+
+
+def _compared(answers: Mapping[str, BySeed]) -> dict[str, Any]:
     """{"alone": value, "joined": value, "pooled": value or None, "gain": value, "headroom": value or None, "verdict"},
-    each value {"mean", "low", "high"}.
+    each value as `Estimate.document` has it.
     """
-    found: dict[str, Any] = {"pooled": None}
-    found |= {kind: _value(runs, list(runs)) for kind, runs in answers.items()}
-    alone, joined = answers["alone"], answers["joined"]
-    common = sorted(alone.keys() & joined.keys())
-    gains = {seed: _difference(joined[seed], alone[seed]) for seed in common}
-    found["gain"] = _value(gains, common)
-    rooms = {
-        seed: _difference(right, alone[seed])
-        for seed, right in answers.get("pooled", {}).items()
-        if seed in gains
-    }
-    found["room"] = _value(rooms, sorted(rooms))
-    shown = found["room"] is not None and (found["room"]["low"] or 0) > 0
-    found["headroom"] = _share(gains, rooms) if shown else None
-    return found | {"verdict": verdict(found["gain"], found["room"])}
+    found: dict[str, Estimate | None] = {"pooled": None}
+    found |= {kind: _value(runs) for kind, runs in answers.items()}
+    gains = _differences(answers["joined"], answers["alone"])
+    rooms = _differences(answers.get("pooled", {}), {seed: answers["alone"][seed] for seed in gains})
+    gain, room = _value(gains), _value(rooms)
+    share = _share(gains, rooms, room) if room and shows_room(room) else None
+    found |= {"gain": gain, "room": room, "headroom": share}
+    told = {name: one and one.document() for name, one in found.items()}
+    return told | {"verdict": verdict(gain, room)}
 
 
-_EQUIVALENT = 0.03
-"""Where the interval of what pooling brings ends below it, there is nothing to gain."""
+def _share(gains: BySeed, rooms: BySeed, room: Estimate) -> Estimate:
+    """The part of the room that the gains fill, over the seeds that have both."""
+    gains = {seed: gains[seed] for seed in rooms}
+    keys = _shared([*gains.values(), *rooms.values()])
+    part, whole = (np.prod(_pairs(runs, keys), axis=2) for runs in (gains, rooms))
+    noise = _noise(gains)
+    return ratio(part, whole, _patients(keys), None if noise is None else noise / room.mean)
 
 
-def verdict(gain: Mapping[str, Any] | None, room: Mapping[str, Any] | None) -> str:
-    """What follows for a hospital: "join", "stay", "nothing to gain", or "not shown".
-
-    Args:
-        gain: of joining over the hospital alone, {"mean", "low", "high"}.
-        room: what a model of all data gains over it; None where nobody trained one.
-
-    Example:
-        >>> verdict({"mean": 0.1, "low": 0.06, "high": 0.14}, None)
-        'join'
-        >>> verdict({"mean": 0.0, "low": -0.01, "high": 0.01}, {"mean": 0.002, "low": -0.01, "high": 0.012})
-        'nothing to gain'
-    """
-    if gain is None or gain["low"] is None:
-        return "not shown"
-    if gain["low"] > 0 and gain["mean"] >= words.SMALLEST_DIFFERENCE:
-        return "join"
-    if gain["high"] < 0 and gain["mean"] <= -words.SMALLEST_DIFFERENCE:
-        return "stay"
-    little = room is not None and room["mean"] < words.SMALLEST_DIFFERENCE
-    if room is not None and little and room["high"] is not None and room["high"] < _EQUIVALENT:
-        return "nothing to gain"
-    return "not shown"
+def _shared(those: Iterable[Said]) -> list[Key]:
+    """The examples that all say something of."""
+    known = [said.answers.keys() for said in those]
+    return sorted(set.intersection(*map(set, known))) if known else []
 
 
-def _share(gains: Mapping[int, Right], rooms: Mapping[int, Right]) -> dict[str, float | None]:
-    """The part of the room that the gains fill, with its interval, over the seeds that have both."""
-    seeds = sorted(rooms)
-    keys = sorted(set.intersection(*({*gains[seed]} & {*rooms[seed]} for seed in seeds)))
-    part, whole = (_weighted(runs, seeds, keys)[0] for runs in (gains, rooms))
-    low, high = clustered_ratio(part, whole, _patients(keys)) or (None, None)
-    return {"mean": float(part.sum() / whole.sum()), "low": low, "high": high}
+def _pairs(runs: BySeed, keys: Sequence[Key]) -> NDArray[np.float64]:
+    """Values and weights, float64[seeds, examples, 2]."""
+    return np.array([[runs[seed].answers[key] for key in keys] for seed in sorted(runs)])
 
 
-Key = tuple[str, ...]
-
-
-def _weighted(
-    runs: Mapping[int, Right], seeds: Sequence[int], keys: Sequence[Key]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Weighted values and weights, float64[seeds, examples] each."""
-    pairs = np.array([[runs[seed][key] for key in keys] for seed in seeds])
-    return pairs[..., 0] * pairs[..., 1], pairs[..., 1]
+def _noise(runs: BySeed) -> NDArray[np.float64] | None:
+    """Of each run, 0 where none is known; None where it is known of none."""
+    known = [runs[seed].noise for seed in sorted(runs)]
+    return None if all(one is None for one in known) else np.array([one or 0.0 for one in known])
 
 
 def _patients(keys: Sequence[Key]) -> NDArray[np.str_]:
@@ -181,19 +207,24 @@ def _patients(keys: Sequence[Key]) -> NDArray[np.str_]:
     return np.array(["\n".join(key[:2]) for key in keys])
 
 
-def _difference(a: Right, b: Right) -> Right:
-    return {key: (a[key][0] - b[key][0], a[key][1]) for key in a if key in b}
+def _differences(ours: BySeed, theirs: BySeed) -> dict[int, Said]:
+    """Ours less theirs on the examples of both, by seed."""
+    return {seed: _difference(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())}
 
 
-def _value(runs: Mapping[int, Right], seeds: Sequence[int]) -> dict[str, float | None] | None:
+def _difference(ours: Said, theirs: Said) -> Said:
+    a, b = ours.answers, theirs.answers
+    known = [one.noise for one in (ours, theirs) if one.noise is not None]
+    answers = {key: (a[key][0] - b[key][0], a[key][1]) for key in a if key in b}
+    return Said(answers, ours.score, hypot(*known) if known else None)
+
+
+def _value(runs: BySeed) -> Estimate | None:
     """Mean and interval over runs on the same examples; None without any."""
-    shared = set.intersection(*(set(runs[seed]) for seed in seeds)) if seeds else set()
-    if not shared:
+    if not (keys := _shared(runs.values())):
         return None
-    keys = sorted(shared)
-    values, weights = _weighted(runs, seeds, keys)
-    low, high = clustered_ratio(values, weights, _patients(keys)) or (None, None)
-    return {"mean": float(values.sum() / weights.sum()), "low": low, "high": high}
+    values, weights = np.moveaxis(_pairs(runs, keys), 2, 0)
+    return estimate(values, weights, _patients(keys), _noise(runs))
 
 
 def _spent(row: ComparedRow, name: str) -> dict[str, Any]:

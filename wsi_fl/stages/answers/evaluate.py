@@ -7,6 +7,7 @@ part in the run, all of whose patches are new to its models.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,18 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples, joined
-from wsi_fl.learning.local import probabilities, undecided_where_broken
+from wsi_fl.learning.local import probabilities, probabilities_of_each, undecided_where_broken
 from wsi_fl.learning.metrics import mean_and_sd
 from wsi_fl.learning.predictions import Level, Predictions, of_tumor_types
 from wsi_fl.learning.tasks import Task, scored
 from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.words import SCORES, SHORT, known, number, received, spread
+from wsi_fl.report.words import SCORES, SHORT, known, measured_in, number, received, spread
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_lines, between_of
 from wsi_fl.stages.answers.leaving import offered
 from wsi_fl.stages.answers.predictions import write_predictions
-from wsi_fl.stages.answers.trained import answering, settings_of
+from wsi_fl.stages.answers.trained import TrainedModels, answering, settings_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
@@ -140,8 +141,10 @@ def _evaluate_site(
     meta = data.store.meta
     folder = run.site(site.name)
     folder.remember_store(data.digest(), data.facts())
-    table = _predicted(party, site, seen)
+    found = answering(run, pipeline, site, data.classes, data.shape, device_of_rank(), every=True)
+    table = _predicted(party, site, seen, found)
     write_predictions(folder, table)
+    moved = _moved_by_noise(found, seen, table)
     # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
     choice = folder.kept("choice") or {}
     point = (
@@ -149,11 +152,11 @@ def _evaluate_site(
     )
     level = Level(pipeline.evaluate.bootstrap, slides=meta.spec.mpp > 0, point=point)
     mine, others = table.own, table.others
-    own, merged = level.of(mine), len(seen) > 1
+    own, merged = level.of(mine) | {"noise": moved and moved[1]}, len(seen) > 1
     row = {
         "site": site.name,
         "with": table.answer,
-        **(level.of(table) if merged else own),
+        **(level.of(table) | {"noise": moved and moved[0]} if merged else own),
         "own": own,
         "external": others.scores() | {"tumor_types": of_tumor_types(others)} if merged else None,
         "parts": {name: part.scores() for name, part in table.by("part").items()},
@@ -172,7 +175,11 @@ def _received(party: RunContext, parts: Mapping[str, TestPart]) -> dict[str, Any
     for name in filter(party.has_store, party.receivers):
         data, folder = party.data(name), party.run.site(name)
         folder.remember_store(data.digest(), data.facts())
-        table = _predicted(party, party.site(name), {name: _test_part(data)})
+        site = party.site(name)
+        found = answering(
+            party.run, party.pipeline, site, data.classes, data.shape, device_of_rank(), every=True
+        )
+        table = _predicted(party, site, {name: _test_part(data)}, found)
         write_predictions(folder, table, known=False)
         rows.append({"site": name, "n": len(table), "with": table.answer})
     for name in (name for name, (part, _) in parts.items() if len(part)):
@@ -201,11 +208,44 @@ def _aggregated(pipeline: Pipeline, weights: Sequence[float], said: Sequence[Pre
     return {"rule": value_of(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
 
 
-def _predicted(party: RunContext, site: SiteFile, seen: Mapping[str, TestPart]) -> Predictions:
+_REDRAWS = 32
+"""How often the noise of a head is drawn anew: its standard deviation is then known to an eighth."""
+
+
+def _moved_by_noise(
+    found: TrainedModels, seen: Mapping[str, TestPart], table: Predictions
+) -> tuple[dict[str, float], dict[str, float]] | None:
+    """How much the noise of the letters moves every score, on all parts and on the site's own: standard deviations of
+    heads whose noise is drawn anew, mixed as the site mixes its own.
+
+    None where the answer does not rest on a head of letters with noise: what was learned in steps can't be drawn anew.
+    """
+    head = found.models.get("proxy")
+    if not isinstance(head, SharedHead) or "proxy" not in roles(found.answer, found.stack):
+        return None
+    if not head.is_noisy or not len(table):
+        return None
+    rng = np.random.default_rng(0)
+    heads = [head.redrawn(rng).eval() for _ in range(_REDRAWS)]
+    said = np.concatenate(
+        [probabilities_of_each(heads, one, found.device) for one, _ in seen.values() if len(one)], axis=1
+    )
+    answers = (answered({**table.said, "proxy": one}, table.answer, found.stack) for one in said)
+    tables = [replace(table, said={table.answer: one}) for one in answers]
+    return _spread([one.scores() for one in tables]), _spread([one.own.scores() for one in tables])
+
+
+def _spread(scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The standard deviation of every score that is always there."""
+    known = [name for name in scores[0] if all(one[name] is not None for one in scores)]
+    return {name: float(np.std([one[name] for one in scores], ddof=1)) for name in known if name != "n"}
+
+
+def _predicted(
+    party: RunContext, site: SiteFile, seen: Mapping[str, TestPart], found: TrainedModels
+) -> Predictions:
     """What each of a site's models says of every part, and every mixture of them."""
-    data, device = party.data(site.name), device_of_rank()
-    classes = data.classes
-    found = answering(party.run, party.pipeline, site, classes, data.shape, device, every=True)
+    device, classes = found.device, party.data(site.name).classes
     with torch.no_grad():
         by_role = {
             role: np.concatenate(
@@ -318,6 +358,12 @@ def evaluation_lines(document: dict[str, Any]) -> Lines:
         yield Line(
             "each site answers as it would alone: no rows show that joining adds to it; "
             "networks need validation rows for that (train.val_fraction)"
+        )
+    moved = [(row.get("noise") or {}).get(first) for row in document["sites"]]
+    if known_ones := [one for one in moved if known(one)]:
+        yield Line(
+            f"  the noise of the letters moves {measured_in(first)} by ±{max(known_ones):.3f} (standard deviation over "
+            f"{_REDRAWS} heads whose noise was drawn anew)"
         )
     if document["between"]:
         yield from between_lines(document["between"])

@@ -20,11 +20,12 @@ from wsi_fl.runs.site import SiteFolder
 from wsi_fl.system.files import atomic, ordinary
 from wsi_fl.types import WsiFlError
 
-Right = dict[tuple[str, ...], tuple[float, float]]
-"""Test example (site, patient, and what else names it) → whether the model was right, 1 or 0, and the weight of its
-class."""
-ScoredExamples = dict[tuple[str, ...], tuple[float, str]]
-"""Test example → whether the model was right, 1 or 0, and its true class."""
+Key = tuple[str, ...]
+"""A test example: its site, its patient, and what else names it."""
+Weighed = dict[Key, tuple[float, float]]
+"""Test example → what it adds to the mean that is compared, such as 1 where the answer is right, and its weight."""
+Answers = dict[Key, tuple[float, str]]
+"""Test example → what it adds to the mean that is compared, and its true class; "" where classes are not asked."""
 COLUMNS = {
     "classes": (("truth",), "p_{}"),
     "number": (("truth",), "said_{}"),
@@ -105,13 +106,29 @@ def read_predictions(folder: SiteFolder, task: Task = CLASSES) -> Predictions | 
     )
 
 
-def read_right(folder: SiteFolder, on: str) -> Right | None:
-    """Return on which examples a site's answer was right; None where the site has no predictions of classes."""
-    found = read_answers(folder, on)
-    return None if found is None else weighed(found)
+def read_answers(folder: SiteFolder, on: str, task: Task = CLASSES) -> Answers | None:
+    """Return what each test example adds to the first score of a site's answer (`Task.each`), and its true class.
+
+    None where the site has no predictions of such a task, or they have no score.
+
+    Args:
+        on: "merged", or "own" for the site's own part alone.
+    """
+    table = read_predictions(folder, task)
+    if table is None:
+        return None
+    table = table.own if on == "own" else table
+    values = task.each(table.answers, table.truth)
+    if values is None:
+        return None
+    which = zip(table.part, table.patient, table.slide, table.patient, *table.about.values(), strict=True)
+    keys = ((*map(str, names), str(k)) for k, names in enumerate(which))
+    classes = task.kind == "classes"
+    labels = [table.outputs[label] if classes else "" for label in table.truth]
+    return dict(zip(keys, zip(values.tolist(), labels, strict=True), strict=True))
 
 
-def weighed(answers: ScoredExamples) -> Right:
+def weighed(answers: Answers) -> Weighed:
     """Return answers with the weight of each.
 
     Where one class is much rarer than others, examples are weighed so that all classes count alike, and the weighted
@@ -120,26 +137,9 @@ def weighed(answers: ScoredExamples) -> Right:
     counts = Counter(label for _, label in answers.values())
     n, skewed = len(answers), is_skewed(counts)
     return {
-        key: (right, n / len(counts) / counts[label] if skewed else 1.0)
-        for key, (right, label) in answers.items()
+        key: (value, n / len(counts) / counts[label] if skewed else 1.0)
+        for key, (value, label) in answers.items()
     }
-
-
-def read_answers(folder: SiteFolder, on: str) -> ScoredExamples | None:
-    """Return whether a site's answer was right on each example, and its true class; None where there are none.
-
-    Args:
-        on: "merged", or "own" for the site's own part alone.
-    """
-    table = read_predictions(folder)
-    if table is None:
-        return None
-    table = table.own if on == "own" else table
-    right = (table.answers.argmax(1) == table.truth).astype(float).tolist()
-    which = zip(table.part, table.patient, table.slide, table.patient, *table.about.values(), strict=True)
-    keys = ((*map(str, names), str(k)) for k, names in enumerate(which))
-    labels = (table.outputs[label] for label in table.truth)
-    return dict(zip(keys, zip(right, labels, strict=True), strict=True))
 
 
 def is_skewed(counts: Mapping[str, int]) -> bool:
@@ -154,9 +154,9 @@ def is_skewed(counts: Mapping[str, int]) -> bool:
     return min(counts.values()) < _SKEWED * sum(counts.values()) / len(counts)
 
 
-def measure_of(right: Right) -> str:
-    """Return what the weighted mean is: "accuracy" or "balanced accuracy"."""
-    return "balanced accuracy" if len({weight for _, weight in right.values()}) > 1 else "accuracy"
+def measured_by(answers: Weighed, task: Task) -> str:
+    """Return which score the weighted mean is: the first of the task, or macro-accuracy where weights differ."""
+    return "macro_accuracy" if len({weight for _, weight in answers.values()}) > 1 else task.scores[0]
 
 
 def _path(folder: SiteFolder) -> Path:

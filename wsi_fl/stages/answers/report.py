@@ -195,7 +195,7 @@ def _baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
             "guarantee": guarantee,
             **{name: evaluation["merged"].get(name) for name in party.task.scores},
         }
-    if words.is_federated(this.method) and party.task.kind == "classes":
+    if words.is_federated(this.method):
         pooled = next((runs[key] for key in sorted(runs, key=itemgetter(1)) if words.is_pooled(key[0])), None)
         for (method, dp), row in latest.items():
             if words.is_alone(method) and not dp:

@@ -1,0 +1,132 @@
+"""Intervals of means over patients, seeds and noise, against scipy and simulations; the noise of a head drawn anew."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sksurv.metrics import concordance_index_censored
+
+from wsi_fl.learning.tasks import CLASSES, Number, Survival
+from wsi_fl.learning.verdict import Estimate, estimate, of_repetitions, ratio, verdict
+from wsi_fl.models.shared_head import SharedHead
+
+
+def test_with_an_example_each_it_is_the_interval_of_student_but_for_those_who_matter_little():
+    values = np.random.default_rng(0).choice([-1.0, 1.0], 400)[None]
+    found = estimate(values, np.ones_like(values), np.arange(400).astype(str))
+    low, high = stats.t.interval(0.95, 399, values.mean(), stats.sem(values[0]))
+    assert (found.low, found.high) == pytest.approx((low, high), rel=2e-3)
+    assert found.patients == pytest.approx(stats.sem(values[0])) and found.seeds is found.noise is None
+
+
+def test_patients_vary_together_and_one_alone_has_no_interval():
+    rng = np.random.default_rng(1)
+    values = np.repeat(rng.normal(size=20), 10)[None]
+    own, shared = np.arange(200).astype(str), np.repeat(np.arange(20), 10).astype(str)
+    alone, together = (estimate(values, np.ones_like(values), names) for names in (own, shared))
+    assert together.patients / alone.patients == pytest.approx(10**0.5, rel=0.05)
+    assert estimate(values, np.ones_like(values), np.full(200, "a")) == Estimate(values.mean(), None, None)
+
+
+def test_where_one_patient_decides_nothing_is_shown():
+    values = np.zeros((1, 100))
+    values[0, 0] = 5.0
+    found = estimate(values, np.ones_like(values), np.arange(100).astype(str))
+    assert found.low < 0 and verdict(found, None) == "not shown"
+
+
+def test_seeds_and_noise_add_their_variance_and_noise_is_the_least_that_seeds_have():
+    rng = np.random.default_rng(2)
+    same = np.tile(rng.normal(size=300), (4, 1))
+    names, ones = np.arange(300).astype(str), np.ones((4, 300))
+    assert estimate(same, ones, names).seeds == pytest.approx(0, abs=1e-12)
+    apart = same + np.array([-0.3, 0.1, 0.0, 0.2])[:, None]
+    found = estimate(apart, ones, names)
+    assert found.seeds == pytest.approx(stats.sem([-0.3, 0.1, 0.0, 0.2]))
+    noisy = estimate(same, ones, names, np.full(4, 0.2))
+    half = stats.norm.ppf(0.975) * np.hypot(0.1, noisy.patients)
+    assert noisy.noise == pytest.approx(0.1) and noisy.high - noisy.mean == pytest.approx(half, rel=5e-3)
+    single = estimate(same[:1], ones[:1], names, np.array([0.2]))
+    assert single.noise == pytest.approx(0.2) and single.seeds is None
+
+
+def test_a_ratio_is_that_of_the_sums_and_its_interval_that_of_the_bootstrap():
+    rng = np.random.default_rng(3)
+    whole = 0.3 + rng.normal(size=(1, 500))
+    part = 0.5 * whole + 0.2 * rng.normal(size=(1, 500))
+    found = ratio(part, whole, np.arange(500).astype(str))
+    drawn = rng.integers(500, size=(4000, 500))
+    again = part[0][drawn].sum(1) / whole[0][drawn].sum(1)
+    assert found.mean == pytest.approx(part.sum() / whole.sum())
+    assert (found.low, found.high) == pytest.approx(np.quantile(again, [0.025, 0.975]), abs=0.02)
+
+
+def test_repetitions_have_the_interval_of_student():
+    values = np.array([0.02, 0.05, 0.03, 0.01])
+    found = of_repetitions(values.mean(), values.std(ddof=1), 4)
+    assert (found.low, found.high) == pytest.approx(
+        stats.t.interval(0.95, 3, values.mean(), stats.sem(values))
+    )
+    assert of_repetitions(0.1, None, 1) == Estimate(0.1, None, None)
+
+
+def test_what_each_example_adds_has_the_score_as_its_mean():
+    rng = np.random.default_rng(4)
+    said, truth = rng.dirichlet([1, 1], 40), rng.integers(2, size=40)
+    assert CLASSES.each(said, truth).mean() == CLASSES.scored(said, truth)["accuracy"]
+    numbers = rng.normal(5, 2, 60)
+    guess = (numbers + rng.normal(size=60))[:, None]
+    each = Number(0, 10).each(guess, numbers)
+    assert each.mean() == pytest.approx(Number(0, 10).scored(guess, numbers)["r2"])
+    times = np.stack([rng.exponential(10, 300), rng.random(300) < 0.7], axis=1)
+    curves = np.minimum.accumulate(
+        np.clip(0.3 + times[:, :1] / 40 + 0.2 * rng.random((300, 3)), 0, 1), axis=1
+    )
+    task = Survival((5.0, 10.0, 20.0))
+    each = task.each(curves, times)
+    risk = -(curves @ np.array([5.0, 5.0, 10.0]))
+    known = concordance_index_censored(times[:, 1] > 0.5, times[:, 0], risk)[0]
+    assert each.mean() == pytest.approx(known, abs=1e-6)
+    again = [
+        task.scored(curves[rows], times[rows])["concordance"] for rows in rng.integers(300, size=(300, 300))
+    ]
+    assert each.std(ddof=1) / 300**0.5 == pytest.approx(np.std(again), rel=0.15)
+    assert Number(0, 10).each(guess[:1], numbers[:1]) is None
+
+
+def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
+    """The heads that fresh letters make scatter as much as those drawn around one of them."""
+    rng = np.random.default_rng(5)
+    d, sites, sd = 12, 4, 3.0
+    y = torch.arange(400) % 2
+    z = torch.from_numpy(rng.normal(size=(400, d))) / 8
+    z[:, 0] += (2 * y - 1) * 0.15
+    heads = [SharedHead(2, 32, directions=d) for _ in range(sites)]
+
+    def exchanged(noise):
+        for k, head in enumerate(heads):
+            own = slice(k, None, sites)
+            head.know(z[own], y[own])
+            exact = head.packed(z[own], y[own])
+            head.hold(exact, exact + noise * torch.from_numpy(rng.normal(size=len(exact))), noise**2)
+        SharedHead.combine(heads)
+        return heads[0]
+
+    def says(head):
+        weights, bias = head.head()
+        return (z @ weights + bias).diff(dim=1)[:, 0]
+
+    def scatter(said):
+        return float(torch.stack(said).std(0).mean())
+
+    fresh = scatter([says(exchanged(sd)) for _ in range(200)])
+    around = [
+        scatter([says(exchanged(sd).redrawn(rng))] + [says(heads[0].redrawn(rng)) for _ in range(40)])
+        for _ in range(5)
+    ]
+    assert np.mean(around) == pytest.approx(fresh, rel=0.2)
+    head, again = heads[0], heads[0].redrawn(rng)
+    assert head.is_noisy and torch.equal(again.sums[-2:], head.sums[-2:])
+    assert not torch.equal(again.sums, head.sums) and torch.equal(again.own, head.own)
+    exact = exchanged(0.0)
+    assert not exact.is_noisy and torch.equal(exact.redrawn(rng).sums, exact.sums)

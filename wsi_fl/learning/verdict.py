@@ -1,0 +1,168 @@
+"""Whether a hospital should join: one rule, and intervals that know where chance came in.
+
+An estimate is a mean over test examples and runs. Its variance has three sources, which add up: the test *patients* who
+happened to be asked, the *seeds* of training, and the *noise* of what was released. The noise of a linear head has a
+known variance, so it can be drawn anew around one run (`SharedHead.redrawn`); of other models only seeds tell of it.
+What other training patients would have taught is not among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import inf, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+SMALLEST_DIFFERENCE = 0.01
+"""Smaller differences in a score are called negligible."""
+EQUIVALENT = 0.03
+"""Where the interval of what pooling brings ends below it, there is nothing to gain."""
+LEVEL = 0.95
+"""Of all intervals."""
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, its 95 % interval, and the standard errors that it is made of.
+
+    Attributes:
+        low, high: None where fewer than two patients were asked.
+        patients, seeds, noise: the standard error by each source; None where nothing tells of it, as of seeds in a
+            single run.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    patients: float | None = None
+    seeds: float | None = None
+    noise: float | None = None
+
+    def document(self) -> dict[str, Any]:
+        """Return it as ``--json`` has it: mean, low, high, and the sources apart."""
+        found = asdict(self)
+        sources = {name: found.pop(name) for name in ("patients", "seeds", "noise")}
+        return found | {"sources": sources}
+
+
+def estimate(
+    values: Floats, weights: Floats, patient: NDArray[np.str_], noise: Floats | None = None
+) -> Estimate:
+    """Return the weighted mean of values, with its interval.
+
+    Args:
+        values, weights: float64[r, n] of n test examples in each of r runs.
+        patient: str[n], whose example each is.
+        noise: float64[r], the standard deviation of each run's mean by the noise of what was released, where known.
+
+    Example:
+        >>> patients = np.repeat(["a", "b", "c", "d"], 25)
+        >>> found = estimate(np.tile([0.0, 1.0], 50)[None], np.ones((1, 100)), patients)
+        >>> round(found.mean, 2), round(found.low, 2), round(found.high, 2)
+        (0.5, 0.46, 0.54)
+    """
+    return ratio(values * weights, weights, patient, noise)
+
+
+def ratio(part: Floats, whole: Floats, patient: NDArray[np.str_], noise: Floats | None = None) -> Estimate:
+    """Return Σ part / Σ whole, with the interval of Student's t around it.
+
+    With e_p the part of the sum of part − ratio · whole that is a patient's, over the sum of whole, patients have the
+    variance K/(K − 1) Σ e_p² and (Σ e_p²)² / Σ e_p⁴ degrees of freedom: as many as there are patients who matter. Where
+    few differ, as few answers of a rare class do, the interval is wide. Runs add their variance, at least that of the
+    noise. Degrees of freedom are those of Welch and Satterthwaite.
+
+    Args:
+        part, whole: float64[r, n] of n test examples in each of r runs.
+        patient: str[n], whose example each is.
+        noise: float64[r], the standard deviation of each run's ratio by the noise of what was released, where known.
+
+    Reference:
+        Carter, Schnepel and Steigerwald, "Asymptotic behavior of a t-test robust to cluster heterogeneity", Review of
+        Economics and Statistics 99, 2017, for the patients who matter; Satterthwaite, "An approximate distribution of
+        estimates of variance components", Biometrics 2, 1946.
+    """
+    mean = float(part.sum() / whole.sum())
+    apart = part - mean * whole
+    names, which = np.unique(patient[whole.any(0)], return_inverse=True)
+    if len(names) < 2:
+        return Estimate(mean, None, None)
+    squares = (np.bincount(which, apart.sum(0)[whole.any(0)], len(names)) / whole.sum()) ** 2
+    squares[squares < _ROUNDING**2] = 0
+    of_patients = len(names) / (len(names) - 1) * float(squares.sum())
+    matter = float(squares.sum()) ** 2 / max(float((squares**2).sum()), 1e-300)
+    sources = [(of_patients, min(max(1.0, matter), len(names) - 1))]
+    n_runs = len(part)
+    of_seeds = float((apart.sum(1) / whole.sum(1)).var(ddof=1)) / n_runs if n_runs > 1 else None
+    of_noise = None if noise is None else float((noise**2).sum()) / n_runs**2
+    if of_noise is not None and of_noise > (of_seeds or 0):
+        sources.append((of_noise, inf))
+    elif of_seeds is not None:
+        sources.append((of_seeds, n_runs - 1))
+    half = _half(sources)
+    roots = (None if one is None else sqrt(one) for one in (of_patients, of_seeds, of_noise))
+    return Estimate(mean, mean - half, mean + half, *roots)
+
+
+def of_repetitions(mean: float, sd: float | None, n: int) -> Estimate:
+    """Return the mean of n values that repetitions with other seeds gave, with the interval of Student's t.
+
+    Args:
+        sd: their standard deviation, with n − 1 in the divisor; None for a single one.
+
+    Example:
+        >>> found = of_repetitions(0.03, 0.01, 3)
+        >>> round(found.low, 3), round(found.high, 3)
+        (0.005, 0.055)
+    """
+    if sd is None:
+        return Estimate(mean, None, None)
+    half = _half([(sd**2 / n, n - 1)])
+    return Estimate(mean, mean - half, mean + half, seeds=sd / sqrt(n))
+
+
+def _half(sources: list[tuple[float, float]]) -> float:
+    """Half the width of an interval, of the variances that add up and the degrees of freedom of each."""
+    from scipy.stats import norm, t
+
+    variance = sum(one for one, _ in sources)
+    if variance <= 0:
+        return 0.0
+    unsure = sum(one**2 / free for one, free in sources)
+    tail = (1 + LEVEL) / 2
+    return float(t.ppf(tail, variance**2 / unsure) if unsure > 0 else norm.ppf(tail)) * sqrt(variance)
+
+
+def verdict(gain: Estimate | None, room: Estimate | None) -> str:
+    """Return what follows for a hospital: "join", "stay", "nothing to gain", or "not shown".
+
+    Args:
+        gain: of joining over the hospital alone.
+        room: what a model of all data gains over it; None where nobody trained one.
+
+    Example:
+        >>> verdict(Estimate(0.1, 0.06, 0.14), None)
+        'join'
+        >>> verdict(Estimate(0.0, -0.01, 0.01), Estimate(0.002, -0.01, 0.012))
+        'nothing to gain'
+    """
+    if gain is None or gain.low is None or gain.high is None:
+        return "not shown"
+    if gain.low > 0 and gain.mean >= SMALLEST_DIFFERENCE:
+        return "join"
+    if gain.high < 0 and gain.mean <= -SMALLEST_DIFFERENCE:
+        return "stay"
+    if room is None or room.high is None:
+        return "not shown"
+    little = room.mean < SMALLEST_DIFFERENCE and room.high < EQUIVALENT
+    return "nothing to gain" if little else "not shown"
+
+
+def shows_room(room: Estimate | None) -> bool:
+    """Return whether pooling brings something beyond doubt, so that a share of it can be told."""
+    return room is not None and room.low is not None and room.low > 0
