@@ -89,6 +89,51 @@ def compare(
     show(document, as_json, compare_lines)
 
 
+def clinical(
+    run: Run,
+    prevalence: Annotated[
+        float | None,
+        typer.Option(help="Share of cases at which predictive values are told too, as in your clinic: 0.05."),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Group patients by part, tumor_type, or a column of the sites' own tables.",
+        ),
+    ] = None,
+    least: Annotated[
+        int, typer.Option(min=1, help="Groups of fewer patients, cases or others are not told.")
+    ] = 10,
+    as_json: Json = False,
+) -> None:
+    """Say what a clinic asks of an evaluated run, by patient: sensitivity, predictive values, calibration, benefit."""
+    study = find_study()
+    from wsi_fl.stages.answers.clinical import clinical, clinical_lines
+
+    show(clinical(study, run, prevalence=prevalence, by=by, least=least), as_json, clinical_lines)
+
+
+def plan_size(
+    prevalence: Annotated[float, typer.Option(help="Share of cases among the patients: 0.1.")],
+    auroc: Annotated[float, typer.Option(help="The AUROC that you expect.")] = 0.8,
+    width: Annotated[
+        float | None,
+        typer.Option(
+            help="Of the intervals of AUROC, sensitivity and specificity, end to end. Default: 0.1."
+        ),
+    ] = None,
+    sensitivity: Annotated[float | None, typer.Option(help="That you expect.")] = None,
+    specificity: Annotated[float | None, typer.Option(help="That you expect.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how many test patients a hospital needs for intervals of a given width (Riley et al., 2021)."""
+    from wsi_fl.stages.answers.clinical import plan_size, size_lines
+
+    document = plan_size(prevalence, auroc, width=width, sensitivity=sensitivity, specificity=specificity)
+    show(document, as_json, size_lines)
+
+
 def audit(run: Run, as_json: Json = False) -> None:
     """Attack what a run trained: membership inference, and with canaries a lower bound on ε."""
     study = find_study()

@@ -123,7 +123,7 @@ _LONG = {
         answers.predict,
         answers.compare,
     ),
-    *(answers.audit, answers.report, prepare.check, prepare.encoders, doctor),
+    *(answers.clinical, answers.audit, answers.report, prepare.check, prepare.encoders, doctor),
 }
 """Commands that read, train or import for longer than a second."""
 
@@ -148,7 +148,8 @@ for command in (
         answers.evaluate,
         answers.predict,
     ),
-    *(answers.compare, answers.audit, answers.report, training.privacy, training.bench, config),
+    *(answers.compare, answers.clinical, answers.audit, answers.report),
+    *(answers.plan_size, training.privacy, training.bench, config),
 ):
     described = training.Described if command is training.train else None
     app.command(cls=described)(announced(command) if command in _LONG else command)  # in the order of --help

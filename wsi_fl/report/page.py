@@ -40,6 +40,8 @@ class Page:
     """Overview pictures by site: (slide, PNG bytes)."""
     groups: Mapping[str, Json] = field(default_factory=dict)
     """What ε per row is worth to each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
+    clinical: Json | None = None
+    """The document of ``clinical --json``."""
     audit: Json | None = None
     """The document of ``audit --json``."""
     between: Json | None = None

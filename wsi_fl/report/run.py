@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.survival import kaplan_meier, logrank, risk
-from wsi_fl.report import aggregation, audit, between, figures, pictures, sections, words
+from wsi_fl.report import aggregation, audit, between, clinical, figures, pictures, sections, tripod, words
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, to_svg
 from wsi_fl.report.fill import fill
 from wsi_fl.report.page import Json, Page
@@ -42,6 +42,8 @@ def _context(page: Page) -> dict[str, Any]:
         "evaluated": evaluated,
         "headline": sections.headline(page, len(names)),
         "privacy": sections.privacy(page),
+        "clinical": clinical.section(page.clinical, colors),
+        "checklist": tripod.checklist(page),
         "audit": audit.section(page, colors),
         "aggregation": aggregation.section(page, colors),
         "rows": rows,

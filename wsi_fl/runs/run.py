@@ -170,6 +170,15 @@ class RunFolder:
         """Write the document of `evaluate`."""
         write_sealed(self.path / "evaluation.json", document)
 
+    def clinical(self) -> dict[str, Any] | None:
+        """Return the document of `clinical`; None where nobody asked for it."""
+        advice = f"run `wsi-fl clinical {self.path.name}` again"
+        return _sealed(self.path / "clinical.json", ("run", "sites"), advice)
+
+    def write_clinical(self, document: Mapping[str, Any]) -> None:
+        """Write the document of `clinical`."""
+        write_sealed(self.path / "clinical.json", document)
+
     @property
     def roster_path(self) -> Path:
         return self.path / "roster.jsonl"

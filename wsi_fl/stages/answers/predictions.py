@@ -69,8 +69,13 @@ def write_predictions(folder: SiteFolder, table: Predictions, *, known: bool = T
                 file.write(heads[model] + text + probabilities % tuple(values[k].tolist()))
 
 
-def read_predictions(folder: SiteFolder, task: Task = CLASSES) -> Predictions | None:
-    """Return what the answering model of a site said of its test examples; None where none is there of such a task.
+def read_predictions(
+    folder: SiteFolder, task: Task = CLASSES, model: str | None = None
+) -> Predictions | None:
+    """Return what a model of a site said of its test examples; None where none is there of such a task or model.
+
+    Args:
+        model: such as "alone"; the one that answers for the site, if none is named.
 
     Raises:
         WsiFlError: when another version wrote the file.
@@ -83,10 +88,10 @@ def read_predictions(folder: SiteFolder, task: Task = CLASSES) -> Predictions | 
         header = next(table)
         if tuple(header[: len(_WHO)]) != _WHO:
             raise WsiFlError(f"{_path(folder)}: another version wrote it; evaluate the run again")
-        rows = [row for row in table if row[_ANSWERS] == "True"]
+        rows = [row for row in table if (row[_MODEL] == model if model else row[_ANSWERS] == "True")]
     prefix = said.removesuffix("{}")
     outputs = tuple(name.removeprefix(prefix) for name in header if name.startswith(prefix))
-    if not outputs:
+    if not outputs or (model and not rows):
         return None
     columns = dict(zip(header, np.array(rows, str).reshape(len(rows), len(header)).T, strict=True))
     answer = rows[0][_MODEL] if rows else "private"

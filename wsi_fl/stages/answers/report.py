@@ -15,6 +15,7 @@ from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_of
+from wsi_fl.stages.answers.clinical import described_run
 from wsi_fl.stages.answers.compare_runs import Run, runs_of
 from wsi_fl.stages.answers.compare_worth import of_all
 from wsi_fl.stages.answers.predictions import read_predictions
@@ -84,6 +85,7 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
         baselines=list(_baselines(party, this)),
         stores=[_store_row(data) for data in opened.values()],
         groups=_groups(run),
+        clinical=_clinical(party),
         audit=_optional(run.path / "audit" / "audit.json"),
         between=between_of(party),
         mpcpa=_optional(run.path / "mpcpa.json"),
@@ -92,6 +94,16 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
         task=party.task.kind,
         outputs=next(iter(opened.values())).classes,
         **_pictures(party, with_pixels, of_patients=pictures),
+    )
+
+
+def _clinical(party: RunContext) -> dict[str, Any] | None:
+    """What clinics ask, as `clinical` was asked last; None where there are no predictions of classes."""
+    if party.task.kind != "classes":
+        return None
+    asked = party.run.clinical() or {}
+    return described_run(
+        party, **{name: asked[name] for name in ("prevalence", "by", "least") if name in asked}
     )
 
 

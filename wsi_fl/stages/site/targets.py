@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -163,16 +163,33 @@ def _table_path(study: Study, site: SiteFile) -> Path:
     named = site.clinical or site.labels
     if named is None:
         raise UsageError(
-            f"sites/{site.name}.toml: [target] asks for a column of the site's table; name it with "
+            f"sites/{site.name}.toml: a column of the site's own table is asked for; name the table with "
             "clinical = 'FILE.csv'"
         )
     return study.resolve(named)
 
 
+def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str], str]:
+    """("slide" or "patient", its name) → what a column of the site's own table says; nothing where that is empty.
+
+    Raises:
+        UsageError: when there is no table, it has no such column, or its lines contradict each other.
+    """
+    return _by_name(_table_path(study, site), site, [column], lambda row, _: row[column] or None)
+
+
 def _values(path: Path, site: SiteFile, target: Target) -> dict[tuple[str, str], Any]:
     """("slide" or "patient", its name) → the truth, of every line that has one."""
     columns = [target.column] if target.column else [target.time, target.event]
-    rows = rows_of(path, [str(name) for name in columns])
+    names = [str(name) for name in columns]
+    return _by_name(path, site, names, lambda row, where: _truth(row, target, where))
+
+
+def _by_name(
+    path: Path, site: SiteFile, columns: Sequence[str], read: Callable[[Mapping[str, str], str], Any]
+) -> dict[tuple[str, str], Any]:
+    """("slide" or "patient", its name) → what is read of every line where that is not None."""
+    rows = rows_of(path, columns)
     slide = _first(rows, _SLIDE)
     patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
     if rows and slide is None and patient is None:
@@ -183,7 +200,7 @@ def _values(path: Path, site: SiteFile, target: Target) -> dict[tuple[str, str],
     for row in of_site(rows, site.name):
         where = f"{row.where} of site {site.name}"
         name = ("slide", row[slide]) if slide and row[slide] else ("patient", row[patient] if patient else "")
-        value = _truth(row, target, where)
+        value = read(row, where)
         if value is None:
             continue
         if not name[1]:

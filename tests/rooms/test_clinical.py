@@ -1,0 +1,186 @@
+"""What clinics ask, on scikit-learn's table of breast tumours: every figure against the library that computes it."""
+
+import dcurves
+import numpy as np
+import pandas as pd
+import pytest
+import statsmodels.api as sm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_breast_cancer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, recall_score, roc_auc_score
+from sklearn.model_selection import cross_val_predict
+from statsmodels.stats.proportion import proportion_confint
+
+from wsi_fl.learning import clinical
+from wsi_fl.learning.clinical import Interval, Wanted
+
+
+@pytest.fixture(scope="module")
+def tumours():
+    """(score, whether malignant) of 569 patients, by two features that do not tell all."""
+    x, y = load_breast_cancer(return_X_y=True)
+    case = y == 0
+    model = LogisticRegression(max_iter=1000)
+    return cross_val_predict(model, x[:, [1, 8]], case, cv=5, method="predict_proba")[:, 1], case
+
+
+def test_values_at_a_point_are_those_of_the_libraries(tumours):
+    score, case = tumours
+    found = clinical.at_point(score >= 0.4, case)
+    assert found["sensitivity"].value == recall_score(case, score >= 0.4)
+    assert found["specificity"].value == recall_score(~case, score < 0.4)
+    both = case & (score >= 0.4)
+    for name, k, n in (("sensitivity", both.sum(), case.sum()), ("ppv", both.sum(), (score >= 0.4).sum())):
+        low, high = proportion_confint(k, n, method="wilson")
+        assert (found[name].low, found[name].high, found[name].n) == pytest.approx((low, high, n))
+    assert clinical.at_point(score >= 2, case)["ppv"] is None
+
+
+def test_predictive_values_at_the_prevalence_at_hand_are_those_counted(tumours):
+    score, case = tumours
+    found = clinical.at_point(score >= 0.4, case)
+    ppv, npv = clinical.at_prevalence(found["sensitivity"], found["specificity"], case.mean())
+    assert (ppv.value, npv.value) == pytest.approx((found["ppv"].value, found["npv"].value))
+    assert ppv.low < ppv.value < ppv.high and npv.low < npv.value < npv.high
+    rng = np.random.default_rng(0)
+    drawn = []
+    for _ in range(4000):
+        se, sp = (
+            rng.binomial(one.n, one.value) / one.n for one in (found["sensitivity"], found["specificity"])
+        )
+        drawn.append(se * 0.1 / (se * 0.1 + (1 - sp) * 0.9))
+    ppv, _ = clinical.at_prevalence(found["sensitivity"], found["specificity"], 0.1)
+    assert (ppv.low, ppv.high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
+    perfect, _ = clinical.at_prevalence(Interval(1.0, 0.9, 1.0, 40), Interval(1.0, 0.9, 1.0, 40), 0.1)
+    assert perfect.value == perfect.high == 1.0 and perfect.low < 0.95
+
+
+def test_areas_are_those_of_scikit_learn_and_their_spread_that_of_the_bootstrap(tumours):
+    score, case = tumours
+    other = np.random.default_rng(1).permutation(score) * 0.5 + score * 0.5
+    areas, covariance = clinical.delong(np.stack([score, other]), case)
+    assert areas == pytest.approx([roc_auc_score(case, one) for one in (score, other)])
+    rng, drawn = np.random.default_rng(2), []
+    for _ in range(1500):
+        rows = rng.integers(len(case), size=len(case))
+        drawn.append([roc_auc_score(case[rows], one[rows]) for one in (score, other)])
+    assert covariance == pytest.approx(np.cov(np.transpose(drawn)), rel=0.2)
+    found = clinical.auroc_difference(score, other, case)
+    assert found.value == pytest.approx(areas[0] - areas[1]) and found.low > 0 and found.p < 1e-6
+    same = clinical.auroc_difference(score, score**2, case)
+    assert same.value == 0 and same.p is None
+    assert clinical.average_precision(score, case) == average_precision_score(case, score)
+
+
+def test_delong_is_its_definition():
+    """The areas of structural components, one pair of patients after the other, with ties counted half."""
+    rng = np.random.default_rng(3)
+    scores, case = rng.integers(6, size=(2, 25)).astype(float), np.arange(25) < 10
+    areas, covariance = clinical.delong(scores, case)
+    won = np.array([[[np.heaviside(a - b, 0.5) for b in one[~case]] for a in one[case]] for one in scores])
+    expected = np.cov(won.mean(2)) / 10 + np.cov(won.mean(1)) / 15
+    assert areas == pytest.approx(won.mean((1, 2))) and covariance == pytest.approx(expected)
+
+
+def test_calibration_is_that_of_logistic_regression(tumours):
+    score, case = tumours
+    score = np.clip(score**1.3, 1e-6, 1 - 1e-6)
+    lp = np.log(score / (1 - score))
+    found = clinical.calibration(score, case)
+    both = sm.Logit(case.astype(float), sm.add_constant(lp)).fit(disp=0)
+    shift = sm.GLM(case.astype(float), np.ones(len(lp)), family=sm.families.Binomial(), offset=lp).fit()
+    for one, fit, k in ((found["slope"], both, 1), (found["intercept"], shift, 0)):
+        assert (one.value, one.low, one.high) == pytest.approx((fit.params[k], *fit.conf_int()[k]), abs=1e-5)
+    parted = np.where(case, 0.9, 0.1)
+    assert clinical.calibration(parted, case) is None and clinical.calibration(score, case | True) is None
+
+
+def test_net_benefit_is_that_of_dcurves(tumours):
+    score, case = tumours
+    thresholds = [0.05, 0.1, 0.25, 0.5, 0.8]
+    found = clinical.net_benefit(score, case, thresholds)
+    table = dcurves.dca(
+        data=pd.DataFrame({"case": case.astype(int), "model": score}),
+        outcome="case", modelnames=["model"], thresholds=thresholds,
+    )  # fmt: skip
+    for name, known in (("model", "model"), ("everybody", "all")):
+        expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
+        assert found[name] == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_number_of_patients_is_that_of_the_published_example():
+    """Riley et al. 2021: prevalence 0.018, C statistic 0.8, log-odds normal around −5 with standard deviation 2.5."""
+    found = clinical.patients_needed(0.018, 0.8, Wanted(auroc=0.1, expected=1.0))
+    assert found["auroc"] == 4252 and found["expected"] == pytest.approx(905, abs=1)
+    z = np.linspace(-8, 8, 4001)
+    weight = np.exp(-z * z / 2) / np.exp(-z * z / 2).sum()
+    assert clinical.for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92) == pytest.approx(
+        4544, rel=0.01
+    )  # theirs is simulated
+
+
+def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
+    needed = clinical.patients_needed(
+        0.3, 0.8, Wanted(auroc=0.1, slope=0.4, sensitivity=0.1), sensitivity=0.85
+    )
+    rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
+    widths = {"auroc": [], "slope": []}
+    for _ in range(60):
+        for name, found in widths.items():
+            case = rng.random(needed[name]) < 0.3
+            lp = np.log(0.3 / 0.7) + d * rng.normal(size=len(case)) + (case - 0.5) * d * d
+            score = 1 / (1 + np.exp(-lp))
+            one = (
+                clinical.auroc(score, case) if name == "auroc" else clinical.calibration(score, case)["slope"]
+            )
+            found.append(one.high - one.low)
+    assert np.mean(widths["auroc"]) == pytest.approx(
+        0.1, rel=0.12
+    )  # Newcombe's formula errs on the safe side
+    assert np.mean(widths["slope"]) == pytest.approx(0.4, rel=0.05)
+    k = round(0.85 * needed["sensitivity"] * 0.3)
+    one = clinical.proportion(k, round(needed["sensitivity"] * 0.3))
+    assert one.high - one.low == pytest.approx(0.1, abs=0.003)
+
+
+def test_patients_are_counted_not_their_examples():
+    said = np.array([[0.9, 0.1], [0.3, 0.7], [0.8, 0.2], [0.6, 0.4], [0.4, 0.6]])
+    patient = np.array(["a", "a", "b", "b", "c"])
+    found = clinical.by_patient(said, np.array([0, 0, 1, 1, 0]), patient)
+    assert found.said[:, 1] == pytest.approx([0.4, 0.3, 0.6]) and found.truth.tolist() == [0, 1, 0]
+    assert [*found.name] == ["a", "b", "c"] and not found.any_counts
+    found = clinical.by_patient(said, np.array([0, 1, 0, 0, 0]), patient)
+    assert found.said[:, 1] == pytest.approx([0.7, 0.4, 0.6]) and found.truth.tolist() == [1, 0, 0]
+    assert found.any_counts  # any example makes a case, the most suspicious ones the score
+    three = np.array([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2], [0.1, 0.8, 0.1]])
+    found = clinical.by_patient(three, np.array([2, 2, 1]), np.array(["a", "a", "b"]))
+    assert found.said[0] == pytest.approx([0.4, 0.25, 0.35]) and found.truth.tolist() == [2, 1]
+    assert clinical.by_patient(said, np.zeros(5, int), np.arange(5).astype(str)).said is said
+
+
+def test_nothing_is_told_of_few(tumours):
+    score, case = tumours
+    groups = np.where(np.arange(len(case)) < 9, "few", np.where(np.arange(len(case)) < 200, "some", ""))
+    found = clinical.subgroups(groups, score >= 0.5, case, score)
+    assert found["few"] is None and list(found) == ["", "few", "some"]
+    mine = groups == "some"
+    assert found["some"]["sensitivity"]["value"] == recall_score(case[mine], score[mine] >= 0.5)
+    few_cases = clinical.subgroups(
+        np.full(40, "x"), np.arange(40) < 5, np.arange(40) < 6, np.linspace(1, 0, 40)
+    )["x"]
+    assert few_cases["sensitivity"] is few_cases["cases"] is few_cases["auroc"] is None
+    assert few_cases["specificity"]["n"] == 34
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 12), st.integers(0, 12), st.floats(0.001, 0.999))
+def test_described_takes_any_few_patients(cases, others, prevalence):
+    case = np.arange(cases + others) < cases
+    score = np.linspace(0, 1, len(case))
+    found = clinical.described(score, score > 0.5, case, prevalence)
+    assert (found["n"], found["cases"]) == (cases + others, cases)
+    at = found.get("at_prevalence", {})
+    for one in (found["sensitivity"], found["ppv"], at.get("ppv"), at.get("npv")):
+        assert one is None or 0 <= one["low"] <= one["value"] <= one["high"] <= 1

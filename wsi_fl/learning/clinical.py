@@ -1,0 +1,424 @@
+"""What clinics ask of a model: how often it is right about whom, whether its probabilities hold, and whom it helps.
+
+Everything counts patients. A *case* is a patient of the class that is asked about, and a *score* the probability that a
+model gives it. Values come with 95 % intervals, as `Interval`; None where there is nothing to count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import asinh, ceil, exp, log, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.metrics import slide_level
+
+Floats = NDArray[np.float64]
+Names = NDArray[np.str_]
+Flags = NDArray[np.bool_]
+
+LEAST = 10
+"""Patients, and cases and others among them, below which nothing is told of a subgroup."""
+_Z = 1.959963984540054
+_NARROW = 1e-12
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value and its 95 % interval; `n` is how many patients it was counted over."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Patients:
+    """What a model says of m patients.
+
+    Attributes:
+        said: float64[m, k], probabilities of the classes.
+        truth: int64[m].
+        name: str[m].
+        any_counts: whether a patient is positive when any example is, and the score that of the most suspicious tenth.
+    """
+
+    said: Floats
+    truth: NDArray[np.int64]
+    name: Names
+    any_counts: bool = False
+
+
+def by_patient(said: Floats, truth: NDArray[np.int64], patient: Names) -> Patients:
+    """Return what is said and true of patients, by what is of their examples.
+
+    Where examples of a patient are of different classes, as patches with and without tumour are, a patient of a
+    two-class task is positive when any is, and the score is the mean of the most suspicious tenth (`slide_level`).
+    Elsewhere a patient's probabilities are the means, and the class is the most frequent one.
+
+    Args:
+        said: float64[n, k], probabilities of n examples.
+        truth: int64[n].
+        patient: str[n], whose each is.
+    """
+    names, first, which = np.unique(patient, return_index=True, return_inverse=True)
+    if len(names) == len(patient):
+        return Patients(said, truth, patient)
+    counts = np.zeros((len(names), said.shape[1]))
+    np.add.at(counts, (which, truth), 1)
+    if ((counts > 0).sum(1) > 1).any() and (found := slide_level(said, truth, patient)):
+        return Patients(found[0], found[1], patient[found[2]], any_counts=True)
+    sums = np.stack([np.bincount(which, column, len(names)) for column in said.T], axis=1)
+    return Patients(sums / counts.sum(1, keepdims=True), counts.argmax(1), patient[first])
+
+
+def proportion(k: int, n: int) -> Interval | None:
+    """Return k of n with Wilson's interval.
+
+    Example:
+        >>> found = proportion(18, 20)
+        >>> round(found.value, 2), round(found.low, 3), round(found.high, 3)
+        (0.9, 0.699, 0.972)
+
+    Reference: Wilson, "Probable inference", Journal of the American Statistical Association 22, 1927.
+    """
+    from scipy.stats import binomtest
+
+    if not n:
+        return None
+    around = binomtest(int(k), int(n)).proportion_ci(method="wilson")
+    return Interval(k / n, float(around.low), float(around.high), n)
+
+
+def at_point(positive: Flags, case: Flags) -> dict[str, Interval | None]:
+    """Return sensitivity, specificity, and the predictive values among these patients.
+
+    Args:
+        positive: bool[n], whom the model calls a case.
+        case: bool[n], who is one.
+    """
+    right = positive == case
+    return {
+        "sensitivity": proportion(int(right[case].sum()), int(case.sum())),
+        "specificity": proportion(int(right[~case].sum()), int((~case).sum())),
+        "ppv": proportion(int(right[positive].sum()), int(positive.sum())),
+        "npv": proportion(int(right[~positive].sum()), int((~positive).sum())),
+    }
+
+
+def at_prevalence(
+    sensitivity: Interval, specificity: Interval, prevalence: float
+) -> tuple[Interval | None, Interval | None]:
+    """Return the predictive values (PPV, NPV) where a share of all patients are cases, as in a clinic they may be.
+
+    A test's sensitivity and specificity are taken with it. None where nobody is called so.
+
+    Example:
+        >>> ppv, npv = at_prevalence(Interval(0.9, 0.8, 0.96, 100), Interval(0.8, 0.7, 0.87, 100), 0.1)
+        >>> round(ppv.value, 3), round(npv.value, 3)
+        (0.333, 0.986)
+
+    Reference: Mercaldo, Lau and Zhou, "Confidence intervals for predictive values with an emphasis to case-control
+        studies", Statistics in Medicine 26, 2007: the logit intervals, with half a patient added where all were right.
+    """
+    n1, n0 = sensitivity.n, specificity.n
+    se, sp = sensitivity.value, specificity.value
+    odds = prevalence / (1 - prevalence)
+    se_, sp_ = ((p * n + 0.5) / (n + 1) if p in (0, 1) else p for p, n in ((se, n1), (sp, n0)))
+    n = n1 + n0
+    ppv = None
+    if se + (1 - sp) > 0:
+        spread = sqrt((1 - se_) / (se_ * n1) + sp_ / ((1 - sp_) * n0))
+        ppv = _of_odds(se * odds, 1 - sp, log(se_ / (1 - sp_) * odds), spread, n)
+    npv = None
+    if sp + (1 - se) > 0:
+        spread = sqrt(se_ / ((1 - se_) * n1) + (1 - sp_) / (sp_ * n0))
+        npv = _of_odds(sp, (1 - se) * odds, log(sp_ / (1 - se_) / odds), spread, n)
+    return ppv, npv
+
+
+def _of_odds(for_: float, against: float, logit: float, spread: float, n: int) -> Interval:
+    low, high = (1 / (1 + exp(-(logit + sign * _Z * spread))) for sign in (-1, 1))
+    value = for_ / (for_ + against)
+    return Interval(value, min(low, value), max(high, value), n)
+
+
+def delong(scores: Floats, case: Flags) -> tuple[Floats, Floats]:
+    """Return AUROCs float64[m] of m models on the same patients, and their covariance float64[m, m].
+
+    Args:
+        scores: float64[m, n].
+        case: bool[n], with at least two of both.
+
+    Reference: DeLong, DeLong and Clarke-Pearson, "Comparing the areas under two or more correlated receiver operating
+        characteristic curves", Biometrics 44, 1988; by ranks as Sun and Xu, IEEE Signal Processing Letters 21, 2014.
+    """
+    from scipy.stats import rankdata
+
+    n1, n0 = int(case.sum()), int((~case).sum())
+    whole = rankdata(scores, axis=1)
+    of_cases = (whole[:, case] - rankdata(scores[:, case], axis=1)) / n0
+    of_others = 1 - (whole[:, ~case] - rankdata(scores[:, ~case], axis=1)) / n1
+    covariance = np.atleast_2d(np.cov(of_cases)) / n1 + np.atleast_2d(np.cov(of_others)) / n0
+    areas: Floats = of_cases.mean(1)
+    return areas, covariance
+
+
+def auroc(score: Floats, case: Flags) -> Interval | None:
+    """Return the AUROC with DeLong's interval; None for fewer than two cases or others."""
+    if min(case.sum(), (~case).sum()) < 2:
+        return None
+    areas, covariance = delong(score[None], case)
+    half = _Z * sqrt(max(0.0, covariance[0, 0]))
+    area = float(areas[0])
+    return Interval(area, max(0.0, area - half), min(1.0, area + half), len(case))
+
+
+@dataclass(frozen=True)
+class AreaDifference:
+    """By how much one model's AUROC exceeds another's on the same patients, and how surprising that is."""
+
+    value: float
+    low: float
+    high: float
+    p: float | None
+    """Two-sided, of DeLong's test; None where both rank all patients alike."""
+    n: int
+
+
+def auroc_difference(ours: Floats, theirs: Floats, case: Flags) -> AreaDifference | None:
+    """Return the difference of two AUROCs by DeLong's test for pairs; None for fewer than two cases or others."""
+    from scipy.stats import norm
+
+    if min(case.sum(), (~case).sum()) < 2:
+        return None
+    areas, covariance = delong(np.stack([ours, theirs]), case)
+    value = float(areas[0] - areas[1])
+    variance = float(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1])
+    if variance <= _NARROW**2:
+        return AreaDifference(value, value, value, None, len(case))
+    sd = sqrt(variance)
+    p = float(2 * norm.sf(abs(value) / sd))
+    return AreaDifference(value, value - _Z * sd, value + _Z * sd, p, len(case))
+
+
+def average_precision(score: Floats, case: Flags) -> float | None:
+    """Return the area under precision over recall; that of a model that knows nothing is the prevalence."""
+    from sklearn.metrics import average_precision_score
+
+    return float(average_precision_score(case, score)) if case.any() else None
+
+
+def calibration(score: Floats, case: Flags) -> dict[str, Interval] | None:
+    """Return the calibration slope and the calibration-in-the-large of probabilities, as logistic regression has them.
+
+    A slope below 1 says that probabilities are too extreme. The intercept, where the slope is held at 1, says on the
+    scale of log-odds how far too low they are on average. None where all patients are of one kind, where all have the
+    same score, or where a score parts both kinds entirely, so that no finite slope is best.
+
+    Reference: Van Calster et al., "Calibration: the Achilles heel of predictive analytics", BMC Medicine 17, 2019.
+    """
+    from scipy.special import logit
+
+    if case.all() or not case.any():
+        return None
+    lp, y = logit(np.clip(score, 1e-9, 1 - 1e-9)), case.astype(float)
+    shift = _newton(np.ones((len(y), 1)), y, lp)
+    both = _newton(np.stack([np.ones(len(y)), lp], axis=1), y, np.zeros(len(y)))
+    if shift is None or both is None:
+        return None
+    found = {"slope": (both[0][1], both[1][1]), "intercept": (shift[0][0], shift[1][0])}
+    return {
+        name: Interval(float(v), float(v - _Z * se), float(v + _Z * se), len(y))
+        for name, (v, se) in found.items()
+    }
+
+
+def _newton(x: Floats, y: Floats, offset: Floats) -> tuple[Floats, Floats] | None:
+    """Return coefficients and standard errors of a logistic regression without penalty; None where there is none."""
+    from scipy.special import expit
+
+    beta = np.zeros(x.shape[1])
+    for _ in range(100):
+        p = expit(x @ beta + offset)
+        information = (x * (p * (1 - p))[:, None]).T @ x
+        if np.linalg.cond(information) > 1e12:
+            return None
+        step = np.linalg.solve(information, x.T @ (y - p))
+        beta = beta + np.clip(step, -2, 2)
+        if np.abs(step).max() < 1e-9:
+            return beta, np.sqrt(np.diag(np.linalg.inv(information)))
+    return None
+
+
+def net_benefit(score: Floats, case: Flags, thresholds: Sequence[float]) -> dict[str, list[float]]:
+    """Return the net benefit of acting where the score reaches each threshold, and of acting on everybody.
+
+    It is the share of true positives less that of false ones, weighed by the odds of the threshold: whoever acts from a
+    probability of 0.1 on accepts nine needless acts for one that was needed.
+
+    Returns:
+        "model" and "everybody", a value for each threshold; acting on nobody is 0.
+
+    Reference: Vickers and Elkin, "Decision curve analysis", Medical Decision Making 26, 2006.
+    """
+    at = np.asarray(thresholds, float)
+    odds = at / (1 - at)
+    acts = score[None] >= at[:, None]
+    of_model = (acts & case).mean(1) - (acts & ~case).mean(1) * odds
+    return {"model": of_model.tolist(), "everybody": (case.mean() - (~case).mean() * odds).tolist()}
+
+
+def described(score: Floats, positive: Flags, case: Flags, prevalence: float | None = None) -> dict[str, Any]:
+    """Return what is asked of one class, as JSON: support, the values at the operating point, ranking, calibration.
+
+    Args:
+        score: float64[n], the probability of the class.
+        positive: bool[n], whom the model says to be of it.
+        case: bool[n], who is.
+        prevalence: at which predictive values are told too.
+    """
+    found: dict[str, Any] = {"n": len(case), "cases": int(case.sum()), **at_point(positive, case)}
+    sensitivity, specificity = found["sensitivity"], found["specificity"]
+    if prevalence is not None and sensitivity and specificity:
+        at = dict(zip(("ppv", "npv"), at_prevalence(sensitivity, specificity, prevalence), strict=True))
+        found["at_prevalence"] = {"prevalence": prevalence} | _told(at)
+    found |= {"auroc": auroc(score, case), "auprc": average_precision(score, case)}
+    found["calibration"] = _told(told) if (told := calibration(score, case)) else None
+    return _told(found)
+
+
+def subgroups(
+    groups: Names, positive: Flags, case: Flags, score: Floats, least: int = LEAST
+) -> dict[str, dict[str, Any] | None]:
+    """Return sensitivity, specificity and AUROC by group, in order; None of a group with fewer patients than `least`.
+
+    A value of fewer cases, or fewer others, than that is not told either. "" is who belongs to no group.
+    """
+    found: dict[str, dict[str, Any] | None] = {}
+    for name in sorted(set(groups.tolist())):
+        mine = groups == name
+        n, cases = int(mine.sum()), int(case[mine].sum())
+        if n < least:
+            found[name] = None
+            continue
+        values = at_point(positive[mine], case[mine])
+        enough = {"sensitivity": cases >= least, "specificity": n - cases >= least}
+        told: dict[str, Any] = {name: values[name] if there else None for name, there in enough.items()}
+        every = all(enough.values())
+        told["auroc"] = auroc(score[mine], case[mine]) if every else None
+        found[name] = {"n": n, "cases": cases if every else None} | _told(told)
+    return found
+
+
+def _told(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: asdict(one) if isinstance(one, Interval) else one for name, one in values.items()}
+
+
+# ---- how many patients it takes
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How wide 95 % intervals may be, from end to end.
+
+    Attributes:
+        auroc, sensitivity, specificity: in their own units.
+        slope: of the calibration slope.
+        expected: of the observed number of cases over the expected one.
+    """
+
+    auroc: float = 0.1
+    slope: float = 0.4
+    expected: float = 0.4
+    sensitivity: float = 0.1
+    specificity: float = 0.1
+
+
+def patients_needed(
+    prevalence: float,
+    area: float,
+    wanted: Wanted,
+    *,
+    sensitivity: float | None = None,
+    specificity: float | None = None,
+) -> dict[str, int]:
+    """Return how many patients a test set needs for each interval to be as narrow as wanted.
+
+    The model is taken to be calibrated, and its log-odds to be normal among cases and among others, as wide as `area`
+    says.
+
+    Args:
+        prevalence: the share of cases.
+        area: the AUROC that is expected.
+        sensitivity, specificity: that are expected; without them they are not planned for.
+
+    Example:
+        >>> patients_needed(0.018, 0.8, Wanted(auroc=0.1, expected=1.0))["auroc"]
+        4252
+
+    Reference: Riley et al., "Minimum sample size for external validation of a clinical prediction model with a binary
+        outcome", Statistics in Medicine 40, 2021.
+    """
+    found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / _Z)}
+    found["expected"] = ceil((1 - prevalence) / prevalence / _log_error(wanted.expected) ** 2)
+    found["slope"] = for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / _Z)
+    for name, value, share, width in (
+        ("sensitivity", sensitivity, prevalence, wanted.sensitivity),
+        ("specificity", specificity, 1 - prevalence, wanted.specificity),
+    ):
+        if value is not None:
+            found[name] = ceil(value * (1 - value) / (width / 2 / _Z) ** 2 / share)
+    return found
+
+
+def _for_area(prevalence: float, area: float, error: float) -> int:
+    """Return the least n with Newcombe's standard error of an AUROC; it falls as n rises."""
+
+    def reached(n: int) -> float:
+        half = n / 2 - 1
+        spread = 1 + half * (1 - area) / (2 - area) + half * area / (1 + area)
+        return sqrt(area * (1 - area) * spread / (n**2 * prevalence * (1 - prevalence)))
+
+    low, high = 2, 4
+    while reached(high) > error:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if reached(middle) > error else (low, middle)
+    return high
+
+
+def _log_error(width: float) -> float:
+    """Return the standard error s of the log of a ratio around 1 with exp(zs) − exp(−zs) = width."""
+    return asinh(width / 2) / _Z
+
+
+def _log_odds(prevalence: float, area: float) -> tuple[Floats, Floats]:
+    """Return log-odds and weights of a calibrated model: normal in both groups, d² apart and d wide."""
+    from scipy.stats import norm
+
+    d = sqrt(2) * float(norm.ppf(area))
+    z = np.linspace(-8, 8, 2001)
+    density = norm.pdf(z) / norm.pdf(z).sum()
+    odds = log(prevalence / (1 - prevalence))
+    lp = np.concatenate([odds + d * d / 2 + d * z, odds - d * d / 2 + d * z])
+    return lp, np.concatenate([prevalence * density, (1 - prevalence) * density])
+
+
+def for_slope(lp: Floats, weight: Floats, error: float) -> int:
+    """Return how many patients give the calibration slope this standard error, where log-odds lp occur so often.
+
+    Args:
+        lp: float64[m], log-odds of the model.
+        weight: float64[m], how often each occurs; they sum to 1.
+    """
+    from scipy.special import expit
+
+    information = weight * expit(lp) * expit(-lp)
+    a, ab, b = information.sum(), (information * lp).sum(), (information * lp**2).sum()
+    return ceil(float(a / (a * b - ab**2)) / error**2)

@@ -1,0 +1,146 @@
+"""What a clinic asks, in cells, sentences and a decision curve: the document of ``clinical --json`` in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wsi_fl.report import words
+from wsi_fl.report.figures import INK, MUTED, Chart, new_figure, to_svg
+from wsi_fl.report.words import number
+
+Json = Mapping[str, Any]
+
+
+def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | None:
+    """What the section shows; None where nobody described the run by patient."""
+    if document is None:
+        return None
+    return {
+        "cells": cells(document),
+        "groups": _groups(document),
+        "findings": findings(document),
+        "curves": curves(document, colors),
+        "least": document["least"],
+        "by": document["by"],
+        "any_counts": any(site["any_counts"] for site in document["sites"]),
+        "merged": any(site["on"] == "merged" for site in document["sites"]),
+        "points": sorted({site["point"] for site in document["sites"] if site["point"] is not None}),
+    }
+
+
+def cells(document: Json) -> list[dict[str, str]]:
+    """A row per site and class, each value with its interval.
+
+    >>> interval({"value": 0.9, "low": 0.72, "high": 0.97, "n": 20}), interval(None)
+    ('0.90 (0.72–0.97)', '–')
+    """
+    prevalence = document["prevalence"]
+    rows = []
+    for site in document["sites"]:
+        for name, one in site["classes"].items():
+            row = {"site": site["site"], "class": name, "patients": str(one["n"]), "cases": str(one["cases"])}
+            row |= {
+                "sensitivity": interval(one["sensitivity"]),
+                "specificity": interval(one["specificity"]),
+                "PPV": interval(one["ppv"]),
+                "NPV": interval(one["npv"]),
+            }
+            if prevalence is not None:
+                at, share = one.get("at_prevalence") or {}, words.percent(prevalence)
+                row |= {
+                    f"PPV at {share}": interval(at.get("ppv")),
+                    f"NPV at {share}": interval(at.get("npv")),
+                }
+            holds = one["calibration"] or {}
+            row |= {"AUROC": interval(one["auroc"]), "AUPRC": number(one["auprc"], 2)}
+            row |= {part: interval(holds.get(part)) for part in ("slope", "intercept")}
+            rows.append(row)
+    return rows
+
+
+def interval(value: Json | None) -> str:
+    """A value and its 95 % interval."""
+    if not value:
+        return words.DASH
+    return f"{number(value['value'], 2)} ({number(value['low'], 2)}–{number(value['high'], 2)})"
+
+
+def _groups(document: Json) -> list[dict[str, Any]]:
+    return [
+        {
+            "site": site["site"],
+            "class": name,
+            "group": group or "unknown",
+            "told": told and {k: interval(v) if isinstance(v, Mapping) else v for k, v in told.items()},
+        }
+        for site in document["sites"]
+        for name, one in site["classes"].items()
+        for group, told in (one["subgroups"] or {}).items()
+    ]
+
+
+def findings(document: Json) -> list[str]:
+    """What the numbers say, in sentences; of one class of each site."""
+    found = []
+    for site in document["sites"]:
+        for name, one in site["classes"].items():
+            whose = f"{site['site']}, {name}"
+            found += [f"{whose}: {said}." for said in (_calibrated(one), _over_alone(one)) if said]
+            if one["cases"] < document["least"]:
+                found.append(
+                    f"{whose}: {one['cases']} case{'' if one['cases'] == 1 else 's'} say little; "
+                    "`wsi-fl plan-size` says how many patients it takes."
+                )
+    return found
+
+
+def _calibrated(one: Json) -> str:
+    slope = (one["calibration"] or {}).get("slope")
+    if not slope:
+        return ""
+    if slope["high"] < 1:
+        return f"probabilities are too extreme, the slope is {interval(slope)}"
+    if slope["low"] > 1:
+        return f"probabilities are not extreme enough, the slope is {interval(slope)}"
+    return ""
+
+
+def _over_alone(one: Json) -> str:
+    more = one["over_alone"]
+    if not more or more["p"] is None:
+        return ""
+    side = "above" if more["value"] >= 0 else "below"
+    around = f"{words.signed(more['low'])} to {words.signed(more['high'])}"
+    return f"AUROC is {abs(more['value']):.2f} {side} that of its lone model ({around})"
+
+
+def curves(document: Json, colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
+    """A decision curve for every class, with a line per site, as far as acting on everybody does no great harm."""
+    found = []
+    thresholds = document["thresholds"]
+    for name in document["sites"][0]["classes"]:
+        lines = {site["site"]: site["classes"][name]["net_benefit"] for site in document["sites"]}
+        everybody = next(iter(lines.values()))["everybody"]
+        most = max(0.02, *(max(one["model"]) for one in lines.values()))
+        with new_figure() as (figure, axes):
+            shown = [(t, b) for t, b in zip(thresholds, everybody, strict=True) if b > -0.3 * most]
+            axes.plot(*zip(*shown, strict=True), color=MUTED, lw=1.2, ls=(0, (4, 3)), label="everybody")
+            axes.axhline(0, color=INK, lw=0.8)
+            for site, one in lines.items():
+                axes.plot(thresholds, one["model"], color=colors.get(site, INK), lw=1.6, label=site)
+            axes.set_ylim(-0.3 * most, 1.15 * most)
+            axes.set_xlim(0, 1)
+            axes.set_xlabel("acts from this probability on", loc="right", labelpad=1)
+            title = f"Net benefit, {name}"
+            alt = f"{title}: " + "; ".join(
+                _said(site, one["model"], thresholds) for site, one in lines.items()
+            )
+            found.append((title, Chart(to_svg(figure, title), alt)))
+    return found
+
+
+def _said(site: str, benefit: Sequence[float], thresholds: Sequence[float]) -> str:
+    shown = (0.1, 0.25, 0.5)
+    at = [f"{number(benefit[thresholds.index(t)], 2)} at {t:g}" for t in shown if t in thresholds]
+    return f"{site} {', '.join(at)}"
