@@ -121,6 +121,13 @@ def test_the_number_of_patients_is_that_of_the_published_example():
     )  # theirs is simulated
 
 
+def test_ranking_all_right_by_few_patients_is_no_proof_that_it_always_will():
+    found = clinical.auroc(np.linspace(0, 1, 18), np.arange(18) >= 10)
+    assert (found.value, found.high) == (1, 1) and found.low == pytest.approx(0.025 ** (1 / 8))
+    worst = clinical.auroc(np.linspace(1, 0, 18), np.arange(18) >= 10)
+    assert (worst.value, worst.low) == (0, 0) and worst.high == pytest.approx(1 - found.low)
+
+
 def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
     needed = clinical.patients_needed(
         0.3, 0.8, Wanted(auroc=0.1, slope=0.4, sensitivity=0.1), sensitivity=0.85

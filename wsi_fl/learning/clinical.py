@@ -169,12 +169,22 @@ def delong(scores: Floats, case: Flags) -> tuple[Floats, Floats]:
 
 
 def auroc(score: Floats, case: Flags) -> Interval | None:
-    """Return the AUROC with DeLong's interval; None for fewer than two cases or others."""
+    """Return the AUROC with DeLong's interval; None for fewer than two cases or others.
+
+    Where all pairs are ranked alike, DeLong's variance is nothing. Pairs of which no two share a patient, as many as
+    there are patients of the rarer kind, then give Clopper and Pearson's interval, which is a wide one.
+    """
+    from scipy.stats import binomtest
+
     if min(case.sum(), (~case).sum()) < 2:
         return None
     areas, covariance = delong(score[None], case)
     half = _Z * sqrt(max(0.0, covariance[0, 0]))
     area = float(areas[0])
+    if area in (0, 1):
+        pairs = int(min(case.sum(), (~case).sum()))
+        around = binomtest(round(area) * pairs, pairs).proportion_ci(method="exact")
+        return Interval(area, float(around.low), float(around.high), len(case))
     return Interval(area, max(0.0, area - half), min(1.0, area + half), len(case))
 
 

@@ -87,11 +87,16 @@ def findings(document: Json) -> list[str]:
         for name, one in site["classes"].items():
             whose = f"{site['site']}, {name}"
             found += [f"{whose}: {said}." for said in (_calibrated(one), _over_alone(one)) if said]
-            if one["cases"] < document["least"]:
-                found.append(
-                    f"{whose}: {one['cases']} case{'' if one['cases'] == 1 else 's'} say little; "
-                    "`wsi-fl plan-size` says how many patients it takes."
-                )
+    few = {
+        f"{one['cases']} {name}"
+        for site in document["sites"]
+        for name, one in site["classes"].items()
+        if one["cases"] < document["least"]
+    }
+    if few:
+        found.append(
+            f"So few cases say little ({', '.join(sorted(few))}); `wsi-fl plan-size` says how many patients it takes."
+        )
     return found
 
 

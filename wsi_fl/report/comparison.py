@@ -65,24 +65,30 @@ def findings(
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
     reached = f"{_capital(ALONE)} reaches {number(alone[metric]['mean'], 2)} {measured}."
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
+    room = next((gain["room"] for gain in (gains or {}).values() if gain["room"]), None)
+    pooled = next((row["label"] for row in rows if words.is_pooled(row["method"]) and not row["dp"]), None)
     return [Finding("unclear", reached)] + [
         worth.finding(gain, f"{_spoken(row)} reaches {number(row[metric]['mean'], 2)}{_price(row)}", ALONE)
         if (gain := (gains or {}).get(row["label"]))
-        else _against(row, test)
+        else _against(row, test, room if row["label"] == pooled else None)
         for row in rows
         if (test := against.get((row["label"], metric)))
     ]
 
 
-def _against(row: Json, test: Json) -> Finding:
+def _against(row: Json, test: Json, room: Json | None) -> Finding:
     """One method against the hospital alone, where nothing tells what joining brings each patient.
 
     Repetitions with other seeds then do, by the same rule; pairs of sites or folds of the same run do not.
+
+    Args:
+        room: what this method gains over it, patient by patient, where it is known.
     """
     reached = f"{_spoken(row)} reaches {number(row[test['metric']]['mean'], 2)}{_price(row)}"
     if not words.is_federated(row["method"]):
-        side = f"{_side(test['difference'])} {ALONE}"
-        return Finding("unclear", f"{reached}, {side} ({_evidence(test)}){_meaning(row)}.")
+        side = f"{_side(test['difference'])} {ALONE} ({_evidence(test)})"
+        side = f"{worth.gain_words({'gain': room})} over {ALONE}" if room else side
+        return Finding("unclear", f"{reached}, {side}{_meaning(row)}.")
     d = test["difference"]
     gain = of_repetitions(d, test["sd"], test["n"]) if test["unit"] == "seed" else Estimate(d, None, None)
     return worth.finding({"gain": gain.document(), "verdict": verdict(gain, None)}, reached, ALONE)
@@ -209,6 +215,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "metrics": metrics,
         "tested": metrics | ({f"own_{scores[0]}": "Own part"} if document["on"] == "merged" else {}),
         "differences": _differences(document["paired"]),
+        "by_site": any(test["unit"] == "site" for test in document["paired"]),
         "sites": sites,
         "span": _extremes(document["rows"]),
         "created": created,

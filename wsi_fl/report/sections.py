@@ -69,8 +69,9 @@ def _verdict(merged: Json, run: Json, name: str, score: str) -> words.Finding:
         text = f"{words.SCORES[score]} is {words.number(abs(more), 2)} {side} that of {name}"
         return words.Finding("unclear", f"{text}, whose model carries the noise itself.")
     gain = run.get("gain") or {"gain": {"mean": more, "low": None, "high": None}, "verdict": "not shown"}
-    reached = (gain.get("joined") or merged[score])["mean"]
-    return worth.finding(gain, f"In this run joining reaches {words.number(reached, 2)}", name)
+    reached = words.number((gain.get("joined") or merged[score])["mean"], 2)
+    measure = gain.get("measure", words.measured_in(score))
+    return worth.finding(gain, f"In this run joining reaches {reached} in {measure}", name)
 
 
 def _gain(merged: Mapping[str, Any], alone: Mapping[str, Mapping[str, Any]], score: str) -> dict[str, Any]:

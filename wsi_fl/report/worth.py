@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from wsi_fl.report import figures
 from wsi_fl.report.comparison_figures import TOKENS, palette, png_style
 from wsi_fl.report.figures import Chart
-from wsi_fl.report.words import Finding, known, number
+from wsi_fl.report.words import Finding, known, number, signed
 
 Json = Mapping[str, Any]
 
@@ -121,9 +121,8 @@ def gain_words(row: Json) -> str:
     gain = row.get("gain")
     if not gain:
         return "not measured with the same seeds"
-    if not known(gain["low"]):
-        return f"{gain['mean']:+.3f}"
-    return f"{gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
+    mean, low, high = (signed(gain[key], 3) for key in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})" if known(gain["low"]) else mean
 
 
 _MEANS = {
@@ -178,8 +177,9 @@ def verdict_words(row: Json, name: str = "") -> str:
     room = row.get("headroom")
     if not room or room["mean"] <= 0:
         return said
-    around = f", {100 * room['low']:.0f} to {100 * room['high']:.0f} %" if known(room["low"]) else ""
-    return f"{said} ({100 * room['mean']:.0f} % of what pooling would bring{around})"
+    mean, low, high = (number(room[key] and 100 * room[key], 0) for key in ("mean", "low", "high"))
+    around = f", {low} to {high} %" if known(room["low"]) else ""
+    return f"{said} ({mean} % of what pooling would bring{around})"
 
 
 def price(row: Json) -> str:

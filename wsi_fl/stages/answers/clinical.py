@@ -34,6 +34,8 @@ from wsi_fl.types import UsageError, WsiFlError
 
 THRESHOLDS = tuple(round(k / 100, 2) for k in (1, 2, *range(5, 100, 5)))
 """Of the decision curve."""
+_BESIDE = 4
+"""Sites whose columns stand beside each other."""
 
 
 def clinical(
@@ -173,6 +175,8 @@ def _groups(study: Study, site: SiteFile, table: Predictions, patients: Patients
             said.get((part, "slide", slide), said.get((part, "patient", patient), ""))
             for part, slide, patient in who
         ])  # fmt: skip
+    if not any(column.tolist()):
+        raise UsageError(f"--by {by}: no table of the sites has a slide or patient of this test set")
     if len(set(column.tolist())) > _MOST_GROUPS:
         raise UsageError(
             f"--by {by}: has more than {_MOST_GROUPS} values; group them in a column of their own"
@@ -248,11 +252,14 @@ def size_lines(document: dict[str, Any]) -> Lines:
 
 
 def clinical_lines(document: dict[str, Any]) -> Lines:
-    """Yield a row per site and class, then what follows."""
-    rows: list[list[str] | None] = [list(one.values()) for one in cells(document)]
-    heading = list(cells(document)[0])
+    """Yield a column per site and class, then what follows."""
     on = "merged test set" if any(site["on"] == "merged" for site in document["sites"]) else "own test part"
-    yield Table(f"by patient, on the {on}", heading, rows)
+    for class_name in {name: None for site in document["sites"] for name in site["classes"]}:
+        columns = [one for one in cells(document) if one["class"] == class_name]
+        for some in (columns[k : k + _BESIDE] for k in range(0, len(columns), _BESIDE)):
+            kinds = [kind for kind in some[0] if kind not in ("site", "class")]
+            rows: list[list[str] | None] = [[kind, *(one[kind] for one in some)] for kind in kinds]
+            yield Table(f"{class_name}, by patient, on the {on}", ["", *(one["site"] for one in some)], rows)
     for site in document["sites"]:
         for name, one in site["classes"].items():
             for group, told in (one["subgroups"] or {}).items():

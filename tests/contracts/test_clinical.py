@@ -1,0 +1,92 @@
+"""`clinical` and `plan-size` of a study that was trained: by patient and by group; document, console and report."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from conftest import make_study, refused, write_features
+from sklearn.metrics import recall_score, roc_auc_score
+from test_fair import ALONE
+
+from wsi_fl.stages.answers.clinical import clinical
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.training.train import train
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """(study, run): two hospitals of 40 + 30 patients of two patches each, whose tables say the scanner."""
+    study = make_study(tmp_path_factory.mktemp("clinical") / "study", n_sites=2)
+    rng = np.random.default_rng(5)
+    for k in range(2):
+        labels = rng.integers(0, 2, 70).repeat(2)
+        x = rng.normal(size=(140, 24)) + 0.8 * np.outer(labels, np.arange(24) < 4)
+        patients = [f"h{k}p{i // 2}" for i in range(140)]
+        write_features(study, f"S{k}", x, labels, patients, ["train"] * 80 + ["test"] * 60)
+        rows = [f"h{k}p{i},{'old' if i < 66 else 'new'}" for i in range(40, 70)]
+        table = study.root / f"S{k}.csv"
+        table.write_text("patient,scanner,shelf\n" + "\n".join(f"{row}," for row in rows))
+        site = study.root / "sites" / f"S{k}.toml"
+        site.write_text(f'{site.read_text()}clinical = "{table}"\n')
+    run = train(study, method="regular", overrides=ALONE, backend="local")["run"]
+    evaluate(study, run)
+    return study, run
+
+
+def by_hand(study, run, site):
+    """(truth, score) of each patient of predictions.csv."""
+    with (study.root / run / "sites" / site / "predictions.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["answers"] == "True"]
+    found = {}
+    for row in rows:
+        found.setdefault(row["patient"], []).append((row["truth"] == "tumor", float(row["p_tumor"])))
+    return tuple(
+        np.array(column) for column in zip(*(np.mean(v, axis=0) for v in found.values()), strict=True)
+    )
+
+
+def test_patients_are_counted_and_not_their_patches(described):
+    study, run = described
+    document = clinical(study, run, prevalence=0.1)
+    kept = json.loads((study.root / run / "clinical.json").read_text())
+    assert kept.pop("digest") and kept == document
+    for row in document["sites"]:
+        one, (truth, score) = row["classes"]["tumor"], by_hand(study, run, row["site"])
+        assert (row["on"], row["unit"], one["n"], one["cases"]) == ("merged", "patient", 60, truth.sum())
+        assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))
+        sensitivity, specificity = (recall_score(truth, score >= 0.5, pos_label=label) for label in (1, 0))
+        assert one["sensitivity"]["value"] == pytest.approx(sensitivity)
+        ppv = 0.1 * sensitivity / (0.1 * sensitivity + 0.9 * (1 - specificity))
+        assert one["at_prevalence"]["ppv"]["value"] == pytest.approx(ppv)
+
+
+def test_small_groups_are_not_told(described, wsi_fl):
+    study, run = described
+    document = clinical(study, run, by="scanner", least=10)
+    groups = document["sites"][0]["classes"]["tumor"]["subgroups"]
+    assert groups["old"]["n"] == 52 and groups["new"] is None
+    done = wsi_fl("clinical", run, "--by", "scanner", cwd=study.root)
+    assert "scanner new: fewer than 10 patients, not told" in done.stderr
+    assert "scanner old: 52 patients" in done.stderr
+    done = wsi_fl("report", run, cwd=study.root)
+    page = (study.root / done.stdout.strip()).read_text(encoding="utf-8")
+    assert "For the clinic" in page and "fewer than 10, not told" in page and "Net benefit" in page
+    assert "TRIPOD+AI" in page
+    for name, refusal in (
+        ("shoe_size", "shoe_size"),
+        ("shelf", "no table of the sites has a slide or patient"),
+    ):
+        refused(lambda name=name: clinical(study, run, by=name), refusal)
+    refused(lambda: clinical(study, run, prevalence=1.0), "a share between 0 and 1")
+
+
+def test_how_many_patients_it_takes(wsi_fl, tmp_path):
+    given = ("--prevalence", "0.2", "--auroc", "0.85", "--sensitivity", "0.9")
+    document = json.loads(wsi_fl("plan-size", *given, "--json", cwd=tmp_path).stdout)
+    assert document["needed"]["sensitivity"] == 692  # 0.9 · 0.1 / (0.05 / 1.96)² / 0.2
+    assert document["patients"] == max(document["needed"].values()) and document["cases"] == 138
+    narrower = json.loads(wsi_fl("plan-size", *given, "--width", "0.05", "--json", cwd=tmp_path).stdout)
+    assert 3.9 < narrower["needed"]["sensitivity"] / 692 < 4.1
+    done = wsi_fl("plan-size", "--prevalence", "1.2", cwd=tmp_path)
+    assert done.returncode and "prevalence" in done.stderr
