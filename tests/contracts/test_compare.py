@@ -462,7 +462,7 @@ def against_alone(row, difference, p, unit="seed", n=3):
 @pytest.mark.parametrize(
     ("difference", "sd", "unit", "tone", "said"),
     [
-        (-0.29, 0.01, "seed", "bad", "-0.290 (-0.315 to -0.265) over {}: on average joining does not pay."),
+        (-0.29, 0.01, "seed", "bad", "−0.290 (−0.315 to −0.265) over {}: on average joining does not pay."),
         (0.05, 0.01, "seed", "good", "+0.050 (+0.025 to +0.075) over {}: on average joining pays."),
         (0.05, 0.01, "site", "unclear", "+0.050 over {}: these runs do not show whether joining pays on average."),
         (0.05, 0.03, "seed", "unclear", "these runs do not show"),
@@ -491,11 +491,36 @@ def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
 def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
     alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.78)
     known, space = (one and Estimate(*one) for one in (gain, room))
-    of_all = {"gain": known.document(), "headroom": None, "verdict": verdict(known, space)}
+    of_all = {
+        "gain": known.document(),
+        "room": space and space.document(),
+        "headroom": None,
+        "verdict": verdict(known, space),
+    }
     test = against_alone(ours, 0.05, 1e-9)
     _, second = comparison.findings([ours, alone], [test], alone["label"], gains={ours["label"]: of_all})
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
     assert "p <" not in second.text
+
+
+def test_what_pooling_brings_has_the_interval_that_verdicts_use():
+    alone, ours, pooled = (
+        made_up("regular", 0.73, dp=False),
+        made_up("proxyfl", 0.78),
+        made_up("joint", 0.9, dp=False),
+    )
+    room = Estimate(0.17, 0.12, 0.22).document()
+    of_all = {
+        "gain": Estimate(0.05, 0.03, 0.07).document(),
+        "room": room,
+        "headroom": None,
+        "verdict": "join",
+    }
+    tests = [against_alone(ours, 0.05, 0.2), against_alone(pooled, 0.17, 0.37)]
+    *_, third = comparison.findings(
+        [ours, pooled, alone], tests, alone["label"], gains={ours["label"]: of_all}
+    )
+    assert "+0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
 
 
 def test_the_report_of_a_run_says_what_the_comparison_says(series):
@@ -603,7 +628,7 @@ def test_the_figure_of_what_joining_brings_says_it_in_words(n_sites, pooled):
     seen = Document(
         comparison.render({**document, "worth": found}, series, created="today", sites=["A"])
     ).text
-    assert "-0.010 no differential privacy" in seen
+    assert "−0.010 no differential privacy" in seen
     assert ("+0.080 (+0.050 to +0.110) for ε = 2.99, guaranteed" in seen) == (n_sites > 1)
     assert ("all sites" in drawn.svg) == (n_sites > 1)
     assert ("pooled" in drawn.alt) == pooled

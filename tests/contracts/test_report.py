@@ -431,7 +431,7 @@ def test_the_opening_is_composed_from_the_data(document: Document) -> None:
         "Four sites trained together with ProxyFL; no slide left its site.",
         "On the merged test set of 600 patches from 24 slides their private models reach an accuracy of",
         "a site alone without DP 0.64 ± 0.03 , a site alone with DP 0.55 ± 0.03 , all data pooled without DP 0.83",
-        "In this run joining reaches 0.71, +0.072 over a site alone without DP: these runs do not show",
+        "In this run joining reaches 0.71 in accuracy, +0.072 over a site alone without DP: these runs do not show",
     ):
         assert words_ in document.text
 
@@ -462,7 +462,7 @@ def test_the_verdict_is_that_of_the_gain(small: Page, low: float, high: float, t
 def test_the_comparison_is_with_the_best_run_of_its_kind(small: Page) -> None:
     better = {**small.baselines[1], "run": "00009-regular", "accuracy": {"mean": 0.75, "sd": 0.01}}
     text = Document(render(replace(small, baselines=[*small.baselines, better]))).text
-    assert "In this run joining reaches 0.71, -0.038 over a site alone without DP" in text
+    assert "In this run joining reaches 0.71 in accuracy, −0.038 over a site alone without DP" in text
     assert "a site alone without DP 0.75 ± 0.01" in text
 
 
