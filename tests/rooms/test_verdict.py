@@ -130,3 +130,23 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
     assert not torch.equal(again.sums, head.sums) and torch.equal(again.own, head.own)
     exact = exchanged(0.0)
     assert not exact.is_noisy and torch.equal(exact.redrawn(rng).sums, exact.sums)
+
+
+def test_how_many_are_of_a_class_is_no_chance_where_all_classes_count_alike():
+    n, right = {0: 900, 1: 100}, {0: 0.95, 1: 0.4}
+    label = np.repeat([0, 1], [n[0], n[1]])
+    values = np.concatenate([np.arange(n[k]) < right[k] * n[k] for k in n]).astype(float)
+    weights = 1000 / 2 / np.array([n[k] for k in label])
+    names = np.arange(1000).astype(str)
+    found = estimate(values[None], weights[None], names)
+    known = np.sqrt(sum(right[k] * (1 - right[k]) / n[k] for k in n)) / 2
+    assert found.mean == pytest.approx(0.675) and found.patients == pytest.approx(known, rel=0.02)
+    drawn_too = ratio((values * weights)[None], weights[None], names)
+    assert drawn_too.patients > 1.1 * known
+
+
+def test_three_of_three_right_prove_little():
+    label = np.repeat([0, 1], [40, 3])
+    weights = 43 / 2 / np.array([40, 3])[label]
+    found = estimate((label == 1).astype(float)[None], weights[None], np.arange(43).astype(str))
+    assert found.mean == pytest.approx(0.5) and 0.2 < found.high - found.low < 1

@@ -23,6 +23,8 @@ EQUIVALENT = 0.03
 """Where the interval of what pooling brings ends below it, there is nothing to gain."""
 LEVEL = 0.95
 """Of all intervals."""
+_MORE = 4
+"""Patients by which a stratum's ratio is moved towards that of the whole."""
 _ROUNDING = 1e-12
 
 
@@ -56,7 +58,8 @@ def estimate(
     """Return the weighted mean of values, with its interval.
 
     Args:
-        values, weights: float64[r, n] of n test examples in each of r runs.
+        values, weights: float64[r, n] of n test examples in each of r runs. Examples of one weight are a stratum, as those
+            of one class are where all classes count alike.
         patient: str[n], whose example each is.
         noise: float64[r], the standard deviation of each run's mean by the noise of what was released, where known.
 
@@ -66,10 +69,16 @@ def estimate(
         >>> round(found.mean, 2), round(found.low, 2), round(found.high, 2)
         (0.5, 0.46, 0.54)
     """
-    return ratio(values * weights, weights, patient, noise)
+    return ratio(values * weights, weights, patient, noise, weights[0])
 
 
-def ratio(part: Floats, whole: Floats, patient: NDArray[np.str_], noise: Floats | None = None) -> Estimate:
+def ratio(
+    part: Floats,
+    whole: Floats,
+    patient: NDArray[np.str_],
+    noise: Floats | None = None,
+    stratum: Floats | None = None,
+) -> Estimate:
     """Return Σ part / Σ whole, with the interval of Student's t around it.
 
     With e_p the part of the sum of part − ratio · whole that is a patient's, over the sum of whole, patients have the
@@ -77,26 +86,38 @@ def ratio(part: Floats, whole: Floats, patient: NDArray[np.str_], noise: Floats 
     few differ, as few answers of a rare class do, the interval is wide. Runs add their variance, at least that of the
     noise. Degrees of freedom are those of Welch and Satterthwaite.
 
+    How many examples a stratum has is no chance where weights make up for it, so e_p counts from the stratum's own ratio.
+    That is moved towards the whole by four patients, as Agresti and Coull add four: three of three right prove little.
+
     Args:
         part, whole: float64[r, n] of n test examples in each of r runs.
         patient: str[n], whose example each is.
         noise: float64[r], the standard deviation of each run's ratio by the noise of what was released, where known.
+        stratum: float64[n], the same for examples whose share in the sums is fixed; None for a single stratum.
 
     Reference:
         Carter, Schnepel and Steigerwald, "Asymptotic behavior of a t-test robust to cluster heterogeneity", Review of
         Economics and Statistics 99, 2017, for the patients who matter; Satterthwaite, "An approximate distribution of
-        estimates of variance components", Biometrics 2, 1946.
+        estimates of variance components", Biometrics 2, 1946; Agresti and Coull, "Approximate is better than 'exact' for
+        interval estimation of binomial proportions", The American Statistician 52, 1998.
     """
     mean = float(part.sum() / whole.sum())
     apart = part - mean * whole
     names, which = np.unique(patient[whole.any(0)], return_inverse=True)
     if len(names) < 2:
         return Estimate(mean, None, None)
+    strata = np.zeros(whole.shape[1]) if stratum is None else stratum
+    for one in np.unique(strata):
+        mine = strata == one
+        n = len(np.unique(patient[mine]))
+        own = apart[:, mine].sum() / (whole[:, mine].sum() or 1.0)
+        apart[:, mine] -= n / (n + _MORE) * own * whole[:, mine]
     squares = (np.bincount(which, apart.sum(0)[whole.any(0)], len(names)) / whole.sum()) ** 2
     squares[squares < _ROUNDING**2] = 0
     of_patients = len(names) / (len(names) - 1) * float(squares.sum())
     matter = float(squares.sum()) ** 2 / max(float((squares**2).sum()), 1e-300)
-    sources = [(of_patients, min(max(1.0, matter), len(names) - 1))]
+    free = min(matter, len(names) - len(np.unique(strata)))
+    sources = [(of_patients, max(1.0, free))]
     n_runs = len(part)
     of_seeds = float((apart.sum(1) / whole.sum(1)).var(ddof=1)) / n_runs if n_runs > 1 else None
     of_noise = None if noise is None else float((noise**2).sum()) / n_runs**2

@@ -122,7 +122,7 @@ def gain_words(row: Json) -> str:
     if not gain:
         return "not measured with the same seeds"
     mean, low, high = (signed(gain[key], 3) for key in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})" if known(gain["low"]) else mean
+    return f"{mean} ({low} to {high})" if known(gain["low"]) and gain["low"] < gain["high"] else mean
 
 
 _MEANS = {
