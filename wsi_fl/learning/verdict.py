@@ -58,8 +58,8 @@ def estimate(
     """Return the weighted mean of values, with its interval.
 
     Args:
-        values, weights: float64[r, n] of n test examples in each of r runs. Examples of one weight are a stratum, as those
-            of one class are where all classes count alike.
+        values, weights: float64[r, n] of n test examples in each of r runs. Examples of one weight are a stratum, as
+            those of one class are where all classes count alike.
         patient: str[n], whose example each is.
         noise: float64[r], the standard deviation of each run's mean by the noise of what was released, where known.
 
@@ -86,8 +86,9 @@ def ratio(
     few differ, as few answers of a rare class do, the interval is wide. Runs add their variance, at least that of the
     noise. Degrees of freedom are those of Welch and Satterthwaite.
 
-    How many examples a stratum has is no chance where weights make up for it, so e_p counts from the stratum's own ratio.
-    That is moved towards the whole by four patients, as Agresti and Coull add four: three of three right prove little.
+    How many examples a stratum has is no chance where weights make up for it, so e_p counts from the stratum's own
+    ratio. That is moved towards the whole by four patients, as Agresti and Coull add four: three of three right prove
+    little.
 
     Args:
         part, whole: float64[r, n] of n test examples in each of r runs.
@@ -98,8 +99,8 @@ def ratio(
     Reference:
         Carter, Schnepel and Steigerwald, "Asymptotic behavior of a t-test robust to cluster heterogeneity", Review of
         Economics and Statistics 99, 2017, for the patients who matter; Satterthwaite, "An approximate distribution of
-        estimates of variance components", Biometrics 2, 1946; Agresti and Coull, "Approximate is better than 'exact' for
-        interval estimation of binomial proportions", The American Statistician 52, 1998.
+        estimates of variance components", Biometrics 2, 1946; Agresti and Coull, "Approximate is better than 'exact'
+        for interval estimation of binomial proportions", The American Statistician 52, 1998.
     """
     mean = float(part.sum() / whole.sum())
     apart = part - mean * whole
