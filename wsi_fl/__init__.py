@@ -6,7 +6,7 @@ What notebooks need is here by name, such as `wsi_fl.Slide` and `wsi_fl.federate
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 
 def __getattr__(name: str) -> Any:

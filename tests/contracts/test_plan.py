@@ -12,6 +12,7 @@ from conftest import REAL, larger, refused, write_features
 from conftest import larger_study as make_study
 from wires import Wire
 
+from wsi_fl import __version__
 from wsi_fl.hospitals.plans import approving
 from wsi_fl.hospitals.plans import code as plan_code
 from wsi_fl.hospitals.plans import signed as signed_plans
@@ -598,7 +599,7 @@ class TestTakingPart:
 
     def test_other_code(self, signed, identities, monkeypatch):
         monkeypatch.setattr(signed_plans, "code_digest", lambda: "2" * 64)
-        refused(self.part(signed, identities), "has 0.1.0 (22222222)", "install the plan's version")
+        refused(self.part(signed, identities), f"has {__version__} (22222222)", "install the plan's version")
 
     def test_an_expired_certificate(self, signed, identities, kits, monkeypatch):
         class Later(datetime):

@@ -42,9 +42,9 @@ SMALL = [
 
 def alone(folder: Path, study: Path, *commands):
     """Run command lines one after another without the wings: neither modules nor entry points."""
-    info = folder / "wsi_fl-0.1.0.dist-info"
+    info = folder / "wsi_fl-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wsi-fl\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wsi-fl\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("")
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
