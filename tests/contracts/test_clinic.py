@@ -71,7 +71,9 @@ def test_small_groups_are_not_told(described, wsi_fl):
     assert "scanner old: 52 patients" in done.stderr
     done = wsi_fl("report", run, cwd=study.root)
     page = (study.root / done.stdout.strip()).read_text(encoding="utf-8")
-    assert "For the clinic" in page and "fewer than 10, not told" in page and "Net benefit" in page
+    assert (
+        "For the clinic" in page and "of fewer than 10 patients: not told" in page and "Net benefit" in page
+    )
     assert "TRIPOD+AI" in page
     for name, refusal in (
         ("shoe_size", "shoe_size"),

@@ -16,16 +16,18 @@ def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] 
     """What the section shows; None where nobody described the run by patient."""
     if document is None:
         return None
+    groups = _groups(document)
     return {
         "cells": cells(document),
-        "groups": _groups(document),
+        "groups": [one for one in groups if one["told"]],
+        "not_told": sum(not one["told"] for one in groups),
         "findings": findings(document),
         "curves": curves(document, colors),
         "least": document["least"],
         "by": document["by"],
+        "several": any(len(site["classes"]) > 1 for site in document["sites"]),
         "any_counts": any(site["any_counts"] for site in document["sites"]),
         "merged": any(site["on"] == "merged" for site in document["sites"]),
-        "points": sorted({site["point"] for site in document["sites"] if site["point"] is not None}),
     }
 
 
@@ -40,6 +42,8 @@ def cells(document: Json) -> list[dict[str, str]]:
     for site in document["sites"]:
         for name, one in site["classes"].items():
             row = {"site": site["site"], "class": name, "patients": str(one["n"]), "cases": str(one["cases"])}
+            if site["point"] is not None:
+                row["case from"] = number(site["point"], 2)
             row |= {
                 "sensitivity": interval(one["sensitivity"]),
                 "specificity": interval(one["specificity"]),

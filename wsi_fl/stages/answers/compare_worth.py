@@ -182,7 +182,8 @@ def _share(gains: BySeed, rooms: BySeed, room: Estimate) -> Estimate:
     keys = _shared([*gains.values(), *rooms.values()])
     part, whole = (np.prod(_pairs(runs, keys), axis=2) for runs in (gains, rooms))
     noise = _noise(gains)
-    return ratio(part, whole, _patients(keys), None if noise is None else noise / room.mean)
+    weights = _pairs(gains, keys)[0, :, 1]
+    return ratio(part, whole, _patients(keys), None if noise is None else noise / room.mean, weights)
 
 
 def _shared(those: Iterable[Said]) -> list[Key]:
