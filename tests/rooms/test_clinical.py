@@ -7,6 +7,7 @@ import pytest
 import statsmodels.api as sm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import logit
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, recall_score, roc_auc_score
@@ -191,3 +192,41 @@ def test_described_takes_any_few_patients(cases, others, prevalence):
     at = found.get("at_prevalence", {})
     for one in (found["sensitivity"], found["ppv"], at.get("ppv"), at.get("npv")):
         assert one is None or 0 <= one["low"] <= one["value"] <= one["high"] <= 1
+
+
+def test_calibration_of_scores_that_nearly_part_both_kinds():
+    said = [
+        0.41,
+        0.44,
+        0.5,
+        0.57,
+        0.63,
+        0.64,
+        0.84,
+        0.87,
+        0.975,
+        0.988,
+        0.989,
+        0.992,
+        0.993,
+        0.994,
+        0.996,
+        0.997,
+    ]
+    case = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1], bool)
+    known = sm.Logit(case.astype(float), sm.add_constant(logit(said))).fit(disp=0)
+    slope = clinical.calibration(np.array(said), case)["slope"]
+    assert slope.value == pytest.approx(known.params[1], rel=1e-3)
+    assert slope.high - slope.low == pytest.approx(2 * 1.96 * known.bse[1], rel=1e-2)
+    apart = np.array(said) > 0.98
+    assert clinical.calibration(np.array(said), apart) is None
+
+
+def test_net_benefit_at_a_prevalence_is_that_of_as_many_more_others():
+    rng = np.random.default_rng(1)
+    case = np.arange(300) < 150
+    score = np.clip(rng.normal(0.4 + 0.2 * case, 0.2), 0, 1)
+    many = np.concatenate([np.flatnonzero(case), np.tile(np.flatnonzero(~case), 9)])
+    at = clinical.net_benefit(score, case, [0.1, 0.3], 0.1)
+    counted = clinical.net_benefit(score[many], case[many], [0.1, 0.3])
+    assert all(at[kind] == pytest.approx(counted[kind]) for kind in at)

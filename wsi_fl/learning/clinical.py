@@ -169,23 +169,27 @@ def delong(scores: Floats, case: Flags) -> tuple[Floats, Floats]:
 
 
 def auroc(score: Floats, case: Flags) -> Interval | None:
-    """Return the AUROC with DeLong's interval; None for fewer than two cases or others.
+    """Return the AUROC with DeLong's interval on the scale of log-odds; None for fewer than two cases or others.
 
     Where all pairs are ranked alike, DeLong's variance is nothing. Pairs of which no two share a patient, as many as
     there are patients of the rarer kind, then give Clopper and Pearson's interval, which is a wide one.
+
+    Reference: Pepe, "The Statistical Evaluation of Medical Tests", Oxford 2003, section 5.2, for the scale.
     """
+    from scipy.special import expit, logit
     from scipy.stats import binomtest
 
     if min(case.sum(), (~case).sum()) < 2:
         return None
     areas, covariance = delong(score[None], case)
-    half = _Z * sqrt(max(0.0, covariance[0, 0]))
     area = float(areas[0])
     if area in (0, 1):
         pairs = int(min(case.sum(), (~case).sum()))
         around = binomtest(round(area) * pairs, pairs).proportion_ci(method="exact")
         return Interval(area, float(around.low), float(around.high), len(case))
-    return Interval(area, max(0.0, area - half), min(1.0, area + half), len(case))
+    spread = sqrt(covariance[0, 0]) / (area * (1 - area))
+    low, high = (expit(logit(area) + sign * _Z * spread) for sign in (-1, 1))
+    return Interval(area, float(low), float(high), len(case))
 
 
 @dataclass(frozen=True)
@@ -232,44 +236,39 @@ def calibration(score: Floats, case: Flags) -> dict[str, Interval] | None:
 
     Reference: Van Calster et al., "Calibration: the Achilles heel of predictive analytics", BMC Medicine 17, 2019.
     """
-    from scipy.special import logit
+    from scipy.optimize import brentq
+    from scipy.special import expit, logit
+    from sklearn.linear_model import LogisticRegression
 
-    if case.all() or not case.any():
+    if case.all() or not case.any() or score.min() == score.max():
         return None
-    lp, y = logit(np.clip(score, 1e-9, 1 - 1e-9)), case.astype(float)
-    shift = _newton(np.ones((len(y), 1)), y, lp)
-    both = _newton(np.stack([np.ones(len(y)), lp], axis=1), y, np.zeros(len(y)))
-    if shift is None or both is None:
+    lp = logit(np.clip(score, 1e-9, 1 - 1e-9))
+    if lp[case].min() >= lp[~case].max() or lp[case].max() <= lp[~case].min():
         return None
-    found = {"slope": (both[0][1], both[1][1]), "intercept": (shift[0][0], shift[1][0])}
-    return {
-        name: Interval(float(v), float(v - _Z * se), float(v + _Z * se), len(y))
-        for name, (v, se) in found.items()
+    shift = float(brentq(lambda a: expit(lp + a).sum() - case.sum(), -50, 50))
+    fitted = LogisticRegression(C=np.inf, solver="newton-cholesky", tol=1e-10, max_iter=1000).fit(
+        lp[:, None], case
+    )
+    slope, constant = float(fitted.coef_[0, 0]), float(fitted.intercept_[0])
+    of_shift, of_slope = (expit(one) * expit(-one) for one in (lp + shift, constant + slope * lp))
+    centre = np.average(lp, weights=of_slope)
+    found = {
+        "slope": (slope, 1 / sqrt(float(of_slope @ (lp - centre) ** 2))),
+        "intercept": (shift, 1 / sqrt(float(of_shift.sum()))),
     }
+    return {name: Interval(v, v - _Z * se, v + _Z * se, len(case)) for name, (v, se) in found.items()}
 
 
-def _newton(x: Floats, y: Floats, offset: Floats) -> tuple[Floats, Floats] | None:
-    """Return coefficients and standard errors of a logistic regression without penalty; None where there is none."""
-    from scipy.special import expit
-
-    beta = np.zeros(x.shape[1])
-    for _ in range(100):
-        p = expit(x @ beta + offset)
-        information = (x * (p * (1 - p))[:, None]).T @ x
-        if np.linalg.cond(information) > 1e12:
-            return None
-        step = np.linalg.solve(information, x.T @ (y - p))
-        beta = beta + np.clip(step, -2, 2)
-        if np.abs(step).max() < 1e-9:
-            return beta, np.sqrt(np.diag(np.linalg.inv(information)))
-    return None
-
-
-def net_benefit(score: Floats, case: Flags, thresholds: Sequence[float]) -> dict[str, list[float]]:
+def net_benefit(
+    score: Floats, case: Flags, thresholds: Sequence[float], prevalence: float | None = None
+) -> dict[str, list[float]]:
     """Return the net benefit of acting where the score reaches each threshold, and of acting on everybody.
 
     It is the share of true positives less that of false ones, weighed by the odds of the threshold: whoever acts from a
     probability of 0.1 on accepts nine needless acts for one that was needed.
+
+    Args:
+        prevalence: the share of cases where the model is used; None for that of these patients.
 
     Returns:
         "model" and "everybody", a value for each threshold; acting on nobody is 0.
@@ -278,9 +277,11 @@ def net_benefit(score: Floats, case: Flags, thresholds: Sequence[float]) -> dict
     """
     at = np.asarray(thresholds, float)
     odds = at / (1 - at)
+    share = float(case.mean()) if prevalence is None or not 0 < case.mean() < 1 else prevalence
     acts = score[None] >= at[:, None]
-    of_model = (acts & case).mean(1) - (acts & ~case).mean(1) * odds
-    return {"model": of_model.tolist(), "everybody": (case.mean() - (~case).mean() * odds).tolist()}
+    right, wrong = ((acts & those).sum(1) / max(1, those.sum()) for those in (case, ~case))
+    of_model = share * right - (1 - share) * wrong * odds
+    return {"model": of_model.tolist(), "everybody": (share - (1 - share) * odds).tolist()}
 
 
 def described(score: Floats, positive: Flags, case: Flags, prevalence: float | None = None) -> dict[str, Any]:

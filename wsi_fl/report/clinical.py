@@ -25,6 +25,9 @@ def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] 
         "curves": curves(document, colors),
         "least": document["least"],
         "by": document["by"],
+        "share": f"{words.percent(document['prevalence'])} of patients"
+        if document["prevalence"]
+        else "as many as among these patients",
         "several": any(len(site["classes"]) > 1 for site in document["sites"]),
         "any_counts": any(site["any_counts"] for site in document["sites"]),
         "merged": any(site["on"] == "merged" for site in document["sites"]),

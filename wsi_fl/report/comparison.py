@@ -217,6 +217,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "differences": _differences(document["paired"]),
         "by_site": any(test["unit"] == "site" for test in document["paired"]),
         "sites": sites,
+        "first": words.SCORES[scores[0]],
         "span": _extremes(document["rows"]),
         "created": created,
     }

@@ -123,7 +123,7 @@ def _test_sets(page: Page) -> list[dict[str, Any]]:
         return []
     named = (
         ("Internal", "internal", "each model on its own site's test part"),
-        ("External", "external", "each model on the test parts of all the other sites"),
+        ("External", "external", "each model on the test parts of all other sites of the run"),
         ("Merged", "merged", "each model on the test parts of all sites"),
     )
     return [{"name": name, "what": what, **evaluation[key]} for name, key, what in named]

@@ -7,7 +7,7 @@ regression or machine learning methods", BMJ 385, 2024. The items are told in ou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wsi_fl.report import words
 from wsi_fl.report.page import Page
@@ -96,19 +96,26 @@ def _known(page: Page) -> Mapping[str, str]:
     clinical = page.clinical
     if clinical:
         first = clinical["sites"][0]
+        where = "merged test" if first["on"] == "merged" else f"{first['site']}'s test"
         cases = ", ".join(f"{name} {one['cases']} of {one['n']}" for name, one in first["classes"].items())
         found |= {
-            "10": f"cases among test patients of {first['site']}: {cases}; `wsi-fl plan-size` says what it takes",
+            "10": f"cases among {where} patients: {cases}; `wsi-fl plan-size` says what it takes",
             "15": "probabilities"
             + (
-                f"; a case from {first['point']:g} on"
+                "; a case from a score on that each hospital's own slides chose, or 0.5"
                 if first["point"] is not None
                 else "; the likeliest class"
             ),
             "23": "see For the clinic" + (f", by {clinical['by']}" if clinical["by"] else ""),
         }
-        if clinical["by"]:
+        if clinical["by"] and any(_told(site) for site in clinical["sites"]):
             found["14"] = f"performance by {clinical['by']}; see For the clinic"
     if any(site.get("external") for site in evaluated):
         found["16"] = "sites differ; see Who generalises"
     return found
+
+
+def _told(site: Mapping[str, Any]) -> bool:
+    """Whether a named group of patients was told."""
+    classes = site["classes"].values()
+    return any(name and told for one in classes for name, told in (one["subgroups"] or {}).items())

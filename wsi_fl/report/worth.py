@@ -168,11 +168,11 @@ def verdict_words(row: Json, name: str = "") -> str:
     >>> verdict_words({"verdict": "join", "headroom": {"mean": 0.62, "low": 0.5, "high": 0.71}})
     'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
     >>> verdict_words({"verdict": "not shown", "gain": {"mean": 0.0, "low": 0.0, "high": 0.0}})
-    'it does exactly as well alone'
+    'it gives the same answers alone'
     """
     gain = row.get("gain")
     if gain and gain["low"] == gain["high"] == 0:
-        return "it does exactly as well alone"
+        return "it gives the same answers alone"
     said = (_MEANS_OF_ALL if name == ALL else _MEANS).get(row.get("verdict", ""), "")
     room = row.get("headroom")
     if not room or room["mean"] <= 0:

@@ -115,7 +115,7 @@ def _site(
     for k in range(len(table.outputs)) if len(table.outputs) > 2 else [1]:
         score, positive, case = patients.said[:, k], called == k, patients.truth == k
         found[table.outputs[k]] = described(score, positive, case, prevalence) | {
-            "net_benefit": net_benefit(score, case, THRESHOLDS),
+            "net_benefit": net_benefit(score, case, THRESHOLDS, prevalence),
             "subgroups": None if groups is None else subgroups(groups, positive, case, score, least),
             "over_alone": _over_alone(patients, alone, k) if table.answer != LONE else None,
         }
