@@ -158,9 +158,9 @@ def cautions(rows: Sequence[Json], tests: Sequence[Json], *, classes: bool = Tru
         )
     if any(words.is_federated(row["method"]) and len(row["seeds"]) == 1 for row in rows):
         found.append(
-            "Intervals of a single run know of its test patients, and of the noise where a head was made of letters; "
-            "of other training patients, and of the noise in training, they know nothing. Repeat it (train --seeds 5) "
-            "before a hospital decides."
+            "Intervals of a single run know of its test patients, and of the privacy noise where a head was "
+            "made of letters; of other training patients, and of the noise in training, they know nothing. Repeat it "
+            "(train --seeds 5) before a hospital decides."
         )
     private = [row for row in rows if known(row["epsilon"])]
     if len({number(row["epsilon"], 1) for row in private}) > 1:
