@@ -324,16 +324,18 @@ def bench(
     in_rounds = [name for name in methods if not METHODS[name].once]
     tuning = [_Work(m, middle, c, _TUNING, way) for m in in_rounds for c in cells for way in _WAYS]
     common = (table, towards, unit)
-    _work_off(tuning, jobs, common, out, there, told)
+    tested = [
+        (c, m, e)
+        for c in cells
+        for m in (ALONE, POOLED, *methods)
+        for e in ([0.0] if m in (ALONE, POOLED) else epsilons)
+    ]
+    job = _Job(jobs, common, out, there, told, len(tuning) + seeds * len(tested))
+    _work_off(tuning, job, 0)
     best = {(m, c): _best(there, m, c, middle) for m in in_rounds for c in cells}
     for seed in range(seeds):
-        works = [
-            _Work(m, e, c, seed, best.get((m, c), (1, 1e-3)))
-            for c in cells
-            for m in (ALONE, POOLED, *methods)
-            for e in ([0.0] if m in (ALONE, POOLED) else epsilons)
-        ]
-        _work_off(works, jobs, common, out, there, told)
+        works = [_Work(m, e, c, seed, best.get((m, c), (1, 1e-3))) for c, m, e in tested]
+        _work_off(works, job, len(tuning) + seed * len(tested))
     gains = [[_gain(there, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells]
     document = {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds}
     page = {
@@ -371,15 +373,26 @@ def _read(out: Path) -> _Results:
     return found
 
 
-def _work_off(
-    works: Sequence[_Work], jobs: int, common: tuple[Any, ...], out: Path, there: _Results, told: Watcher
-) -> None:
-    """Do what is not there; after each training the CSV holds it."""
-    asked = [work for work in works if work.key not in there]
-    for number, (work, rows) in enumerate(_results(asked, jobs, common), len(works) - len(asked) + 1):
-        there[work.key] = [{key: str(value) for key, value in row.items()} for row in rows]
-        write_text(out, "\n".join(_lines(there)) + "\n")
-        told.update(f"seed {work.seed}" if work.seed >= 0 else "tuning", number, len(works), work.method)
+class _Job(NamedTuple):
+    """What all trainings of a bench share; n is how many there are."""
+
+    jobs: int
+    common: tuple[Any, ...]
+    out: Path
+    there: _Results
+    told: Watcher
+    n: int
+
+
+def _work_off(works: Sequence[_Work], job: _Job, before: int) -> None:
+    """Do what is not there; after each training the CSV holds it. Earlier works were so many."""
+    asked = [work for work in works if work.key not in job.there]
+    done = before + len(works) - len(asked)
+    job.told.update("trainings", done, job.n)
+    for number, (work, rows) in enumerate(_results(asked, job.jobs, job.common), done + 1):
+        job.there[work.key] = [{key: str(value) for key, value in row.items()} for row in rows]
+        write_text(job.out, "\n".join(_lines(job.there)) + "\n")
+        job.told.update("trainings", number, job.n, work.method)
 
 
 def _results(

@@ -99,6 +99,8 @@ class Bars(Silent):
         )
         self._tasks: dict[str, TaskID] = {}
         self._state: dict[str, tuple[float, float, str]] = {}
+        self._from: dict[str, tuple[float, float]] = {}
+        """How far each part was when it was first told of, and when; a job that goes on did that before."""
         self._began = self._said = time.monotonic()
         self._over = threading.Event()
 
@@ -127,6 +129,7 @@ class Bars(Silent):
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
         part, note = printable(part), printable(note)
+        self._from.setdefault(part, (done, time.monotonic()))
         self._state[part] = (done, total, note)
         if self._live:
             if part not in self._tasks:
@@ -142,7 +145,9 @@ class Bars(Silent):
         done = sum(min(d, t) for d, t, _ in state.values())
         total = sum(t for _, t, _ in state.values())
         share = done / total if total else 0.0
-        left = f", about {elapsed / share - elapsed:.0f} s left" if 0.02 < share < 1 else ""
+        gained, since = done - sum(d for d, _ in self._from.values()), min(t for _, t in self._from.values())
+        seconds = (total - done) / gained * (time.monotonic() - since) if gained > 0 else 0.0
+        left = f", about {seconds:.0f} s left" if share > 0.02 and seconds else ""
         left = ", finishing" if share >= 1 else left
         notes = ", ".join(f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MOST_PARTS] if note)
         more = f", and {len(state) - _MOST_PARTS} more" if len(state) > _MOST_PARTS else ""
