@@ -220,15 +220,25 @@ def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys)
 
 def test_progress_over_works_one_after_another_never_goes_back(capsys):
     bars, shown = console.Bars("train"), []
-    bars._began -= 60
     for before in range(3):
         one = console.OneOf(bars, before, 3)
         for done in (0, 1, 2):
             one.update("C1", done, 2)
+            bars._from["C1"] = 0, bars._began - 60
             shown.append(bars._line())
     shares = [int(line.split()[1].rstrip("%,")) for line in shown]
     assert shares == sorted(shares) == [0, 17, 33, 33, 50, 67, 67, 83, 100]
     assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
+
+
+def test_what_was_done_before_a_job_went_on_says_nothing_of_its_speed(monkeypatch):
+    bars, clock = console.Bars("bench"), [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    bars.update("trainings", 90, 100)
+    assert bars._line() == "bench: 90%"
+    clock[0] += 10
+    bars.update("trainings", 95, 100)
+    assert bars._line() == "bench: 95%, about 10 s left"
 
 
 @pytest.mark.parametrize(("wanted", "taken", "said"), [("8,2", "2", True), ("2", "2", False)])
