@@ -3,7 +3,8 @@
     wsi-fl bench TABLE --hospitals 4x250:0.9,8x200:1,16x50:0.9,4x500:alike --epsilon 1,3 \\
         --directions FILE --out ours.csv
     python studies/published.py run TABLE --directions FILE --out theirs.csv --jobs 2
-    python studies/published.py show ours.csv theirs.csv
+    python studies/published.py rows ours.csv theirs.csv --out studies/rows/published.csv
+    python studies/published.py show studies/rows/published.csv
 
 Each method is written from its paper; what the paper leaves open is tuned at ε = 1 on a draw of its own, as bench
 tunes. A hospital answers with a mixture of its lone head and of the method's, as in a study (`score`). What the method
@@ -44,6 +45,7 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.plan import plan_of_round, planned, proposals
+from wsi_fl.report.words import signed
 from wsi_fl.stages.bench import Cell, cells_of, drawn
 from wsi_fl.stages.prepare.feature_table import FeatureTable, read_table
 
@@ -259,6 +261,15 @@ METHODS_OF_OTHERS: dict[str, tuple[Callable[..., list[Answers]], list[dict[str, 
     "fedprox": (fedprox, ways(mu=(0.1, 1.0), rounds=(20, 60), lr=(0.01, 0.03, 0.1))),
     "cvae": (cvae, ways(rounds=(20, 50), lr=(1e-3, 3e-3), clip=(0.5, 1.5), space=SPACES)),
 }
+NAMES = {
+    "oneshot": "one letter",
+    "prototypes": "prototypes",
+    "least_squares": "least squares",
+    "fedavg": "FedAvg",
+    "fedprox": "FedProx",
+    "proxyfl": "ProxyFL",
+    "cvae": "DP-CVAE",
+}
 _shared: dict[str, Any] = {}
 
 
@@ -337,6 +348,20 @@ def read(path: Path) -> Iterator[dict[str, str]]:
         yield from (row for row in csv.DictReader(file) if row["seed"] != str(TUNING))
 
 
+def rows(given: argparse.Namespace) -> None:
+    """Write the means over hospitals of each seed."""
+    of: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
+    for row in itertools.chain(*map(read, given.tables)):
+        of[tuple(row[name] for name in COLUMNS[:6])].append(row)
+    with given.out.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow((*COLUMNS[:6], *COLUMNS[7:]))
+        for key, found in sorted(of.items()):
+            means = [np.mean([float(row[name] or "nan") for row in found]) for name in COLUMNS[7:9]]
+            setting = found[0].get("setting") or f"rounds={found[0]['rounds']} lr={found[0]['lr']}"
+            table.writerow((*key, *(f"{one:.4f}" for one in means), setting))
+
+
 def show(given: argparse.Namespace) -> None:
     """Print gains over staying alone, in pairs over seeds, with 95 % intervals, and what a method says by itself."""
     score: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -345,10 +370,9 @@ def show(given: argparse.Namespace) -> None:
         key = (row["method"], float(row["epsilon"]), row["sites"], row["n"], row["skew"])
         score[key][row["seed"]].append(float(row["score"]))
         own[key].append(float(row["own_score"] or "nan"))
-    methods = [one for one in dict.fromkeys(key[0] for key in score) if one not in ("regular", "joint")]
-    print(
-        f"| hospitals × rows | ε | alone | pooled | {' | '.join(methods)} |\n{'|---' * (4 + len(methods))}|"
-    )
+    methods = sorted({key[0] for key in score} & set(NAMES), key=list(NAMES).index)
+    named = " | ".join(NAMES[one] for one in methods)
+    print(f"| hospitals × rows | ε | alone | pooled | {named} |\n{'|---' * (4 + len(methods))}|")
     for cell in dict.fromkeys(key[2:] for key in score):
         for epsilon in sorted({key[1] for key in score if key[1] and key[2:] == cell}):
             alone, pooled = (score[name, 0.0, *cell] for name in ("regular", "joint"))
@@ -357,9 +381,8 @@ def show(given: argparse.Namespace) -> None:
                 ours = score[method, epsilon, *cell]
                 gains = [np.mean(ours[seed]) - np.mean(alone[seed]) for seed in sorted(ours)]
                 half = t.ppf(0.975, len(gains) - 1) * np.std(gains, ddof=1) / np.sqrt(len(gains))
-                told.append(
-                    f"{np.mean(gains):+.3f} ± {half:.3f} ({np.mean(own[method, epsilon, *cell]):.3f})"
-                )
+                by_itself = np.mean(own[method, epsilon, *cell])
+                told.append(f"{signed(np.mean(gains), 3)} ± {half:.3f} ({by_itself:.3f})")
             both = (f"{np.mean(list(one.values())):.3f}" for one in (alone, pooled))
             where = f"{cell[0]} × {cell[1]}, {cell[2]}"
             print(f"| {where} | {epsilon:g} | {' | '.join(both)} | {' | '.join(told)} |")
@@ -381,6 +404,10 @@ def main() -> None:
     runs.add_argument("--jobs", type=int, default=1)
     runs.add_argument("--out", type=Path, default=Path("theirs.csv"))
     runs.set_defaults(does=run)
+    keeps = does.add_parser("rows")
+    keeps.add_argument("tables", type=Path, nargs="+")
+    keeps.add_argument("--out", type=Path, required=True)
+    keeps.set_defaults(does=rows)
     shows = does.add_parser("show")
     shows.add_argument("tables", type=Path, nargs="+")
     shows.set_defaults(does=show)
