@@ -43,6 +43,20 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+def test_a_method_that_has_changed_is_measured_anew(npz, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "_WAYS", ((1, 1e-2),))
+    asked = {"out": tmp_path / "bench.csv", "methods": ["oneshot", "fedavg"], "cells": cells_of("2x8", "1")}
+    bench(npz, **asked, seeds=1)
+    measured, done = [], module._done
+    monkeypatch.setattr(module, "_done", lambda work: measured.append(work.method) or done(work))
+    bench(npz, **asked, seeds=1)
+    assert not measured
+    code = module._code_of
+    monkeypatch.setattr(module, "_code_of", lambda name: code(name) + "2" * (name == "fedavg"))
+    bench(npz, **asked, seeds=1)
+    assert set(measured) == {"fedavg"} and "fedavg has changed since" in capsys.readouterr().err
+
+
 def test_every_method_seed_and_hospital_has_a_line_and_nothing_is_computed_twice(npz, tmp_path, monkeypatch):
     out = tmp_path / "bench.csv"
     asked = {"out": out, "methods": ["oneshot", "fedavg"], "cells": cells_of("2x8", "1"), "seeds": 2}

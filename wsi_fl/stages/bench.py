@@ -6,6 +6,7 @@ Every method trains linear heads in memory, by the loop of every study. No store
 from __future__ import annotations
 
 import csv
+import inspect
 import itertools
 import os
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -115,7 +117,8 @@ def drawn(table: FeatureTable, cell: Cell, seed: int) -> tuple[list[FeatureTable
     def some(one: int, count: int) -> list[int]:
         if count > len(left[one]):
             raise UsageError(
-                f"{cell.sites}x{cell.n} {cell.skew}: too few patients (or rows) of {table.classes[one]}"
+                f"{cell.sites}x{cell.n} {cell.skew}: too few patients (or rows) of {table.classes[one]}: the next "
+                f"hospital needs {count}, {len(left[one])} are left; what no hospital takes is the test"
             )
         found, left[one] = left[one][:count], left[one][count:]
         return found
@@ -316,10 +319,8 @@ def bench(
     if unit == "patient" and not all(table.patient):
         raise UsageError(f"{path}: --unit patient needs the patient of every row")
     towards = _directions(along)
-    _same_table(
-        out, {"rows": len(table.y), "width": table.x.shape[1], "unit": unit, "classes": [*table.classes]}
-    )
-    there = _read(out)
+    facts = {"rows": len(table.y), "width": table.x.shape[1], "unit": unit, "classes": [*table.classes]}
+    there = _still_good(out, facts, methods, told)
     middle = sorted(epsilons)[len(epsilons) // 2]
     in_rounds = [name for name in methods if not METHODS[name].once]
     tuning = [_Work(m, middle, c, _TUNING, way) for m in in_rounds for c in cells for way in _WAYS]
@@ -356,11 +357,32 @@ def _directions(path: Path | None) -> Directions | int:
     return public_directions(read_table(path).x)
 
 
-def _same_table(out: Path, facts: Mapping[str, Any]) -> None:
+def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], told: Watcher) -> _Results:
+    """Return the lines that are there, without those of methods whose code or tuning has changed since.
+
+    Raises:
+        UsageError: where they are of another table or unit.
+    """
     beside = out.with_suffix(".json")
-    if beside.exists() and read_json(beside) != facts:
+    before = read_json(beside) if beside.exists() else {}
+    if before and {key: before.get(key) for key in facts} != facts:
         raise UsageError(f"{out}: holds results of another table or unit; choose another --out")
-    write_json(beside, facts)
+    code = {name: _code_of(name) for name in methods}
+    known = before.get("code", {})
+    changed = [name for name in methods if known.get(name, code[name]) != code[name]]
+    for name in changed:
+        told.say(f"{name} has changed since {out}; its lines are made anew")
+    write_json(beside, {**facts, "code": known | code})
+    return {key: rows for key, rows in _read(out).items() if key[0] not in changed}
+
+
+def _code_of(method: str) -> str:
+    """Return a digest of what the lines of a method depend on: the file of its step, and the ways that are tried."""
+    step = METHODS[method].step
+    module = inspect.getmodule(step) or inspect.getmodule(type(step))
+    file = getattr(module, "__file__", None)
+    source = Path(file).read_bytes() if file else b""
+    return sha256(source + repr(_WAYS).encode()).hexdigest()[:16]
 
 
 def _read(out: Path) -> _Results:
