@@ -425,8 +425,10 @@ def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of
     assert (asked["backend"], asked["method"], asked["pipeline_name"]) == ("mpi", "regular", "small")
     assert "privacy.enabled=false" in asked["overrides"]
     shutil.rmtree(study.root / "stores" / "S1")
-    document = compare(study, [name])
-    assert document["on"] == "own" and "the store of S1 is not here" in document["notes"][0]
+    refused(lambda: compare(study, [name]), "stop", error=WsiFlError)
+    assert asked["backend"] == "local" and 'sites=["S0"]' in asked["overrides"]
+    document = compare(study, [name], baseline=False)
+    assert document["on"] == "own" and """--set 'sites=["S0"]'""" in document["notes"][0]
     assert row_of(document, "proxyfl")["sites"].keys() == {"S0"}
 
 

@@ -120,7 +120,7 @@ def gain_words(row: Json) -> str:
     """
     gain = row.get("gain")
     if not gain:
-        return "not measured with the same seeds"
+        return "not measured here"
     mean, low, high = (signed(gain[key], 3) for key in ("mean", "low", "high"))
     return f"{mean} ({low} to {high})" if known(gain["low"]) and gain["low"] < gain["high"] else mean
 
@@ -165,13 +165,16 @@ def sources_words(row: Json) -> str:
 def verdict_words(row: Json, name: str = "") -> str:
     """What follows for a hospital, or for "all sites", and which part of what pooling would bring is reached.
 
-    >>> verdict_words({"verdict": "join", "headroom": {"mean": 0.62, "low": 0.5, "high": 0.71}})
+    >>> gain = {"mean": 0.1, "low": 0.07, "high": 0.13}
+    >>> verdict_words({"gain": gain, "verdict": "join", "headroom": {"mean": 0.62, "low": 0.5, "high": 0.71}})
     'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
     >>> verdict_words({"verdict": "not shown", "gain": {"mean": 0.0, "low": 0.0, "high": 0.0}})
     'it gives the same answers alone'
     """
     gain = row.get("gain")
-    if gain and gain["low"] == gain["high"] == 0:
+    if not gain:
+        return ""
+    if gain["low"] == gain["high"] == 0:
         return "it gives the same answers alone"
     said = (_MEANS_OF_ALL if name == ALL else _MEANS).get(row.get("verdict", ""), "")
     room = row.get("headroom")

@@ -192,7 +192,7 @@ def compare_lines(document: dict[str, Any]) -> Lines:
     if document["worth"]:
         for name, row in worth_figure.rows_of(document["worth"]):
             gain, verdict = worth_figure.gain_words(row), worth_figure.verdict_words(row, name)
-            yield Line(f"  {name}: {gain} by joining; {verdict}")
+            yield Line(f"  {name}: {gain} by joining; {verdict}" if verdict else f"  {name}: {gain}")
     yield from (Line(finding["text"]) for finding in document["findings"])
     yield from (Line(note, "dim") for note in document["notes"])
     yield Line(document["page"])

@@ -33,7 +33,7 @@ def with_baseline(
     first, runs = given[0], list(given)
     alone = {run.member for run in given if is_baseline(run, first)}
     wanted = {
-        run.member: replace(first, pipeline=_of_member(first.pipeline, run), inputs=run.inputs)
+        run.member: replace(first, pipeline=_here(study, _of_member(first.pipeline, run)), inputs=run.inputs)
         for run in sorted(given, key=lambda run: run.member.place)
         if run.member not in alone
     }
@@ -61,6 +61,14 @@ def with_baseline(
     trained = [_trained(study, like, OneOf(watcher, k, len(missing))) for k, like in enumerate(missing)]
     names = ", ".join(study.relative(run.folder.path) for run in trained)
     return [*runs, *trained], [f"The baseline of {said} was trained for this comparison ({names})."]
+
+
+def _here(study: Study, pipeline: Pipeline) -> Pipeline:
+    """The pipeline with the sites alone whose stores are here, if there are some: a hospital measures itself."""
+    with RunContext.of(study, pipeline, BASELINE) as party:
+        names = [site.name for site in party.sites if party.has_store(site.name)]
+        fewer = 0 < len(names) < len(party.sites)
+    return pipeline.model_copy(update={"sites": names}) if fewer else pipeline
 
 
 def _of_member(pipeline: Pipeline, run: Run) -> Pipeline:
