@@ -11,6 +11,7 @@ from test_fair import ALONE
 
 from wsi_fl.stages.answers.clinical import clinical
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.training.series import train_series
 from wsi_fl.stages.training.train import train
 
 
@@ -48,7 +49,7 @@ def by_hand(study, run, site):
 
 def test_patients_are_counted_and_not_their_patches(described):
     study, run = described
-    document = clinical(study, run, prevalence=0.1)
+    document = clinical(study, [run], prevalence=0.1)
     kept = json.loads((study.root / run / "clinical.json").read_text())
     assert kept.pop("digest") and kept == document
     for row in document["sites"]:
@@ -63,7 +64,7 @@ def test_patients_are_counted_and_not_their_patches(described):
 
 def test_small_groups_are_not_told(described, wsi_fl):
     study, run = described
-    document = clinical(study, run, by="scanner", least=10)
+    document = clinical(study, [run], by="scanner", least=10)
     groups = document["sites"][0]["classes"]["tumor"]["subgroups"]
     assert groups["old"]["n"] == 52 and groups["new"] is None
     done = wsi_fl("clinical", run, "--by", "scanner", cwd=study.root)
@@ -79,8 +80,26 @@ def test_small_groups_are_not_told(described, wsi_fl):
         ("shoe_size", "shoe_size"),
         ("shelf", "no table of the sites has a slide or patient"),
     ):
-        refused(lambda name=name: clinical(study, run, by=name), refusal)
-    refused(lambda: clinical(study, run, prevalence=1.0), "a share between 0 and 1")
+        refused(lambda name=name: clinical(study, [run], by=name), refusal)
+    refused(lambda: clinical(study, [run], prevalence=1.0), "a share between 0 and 1")
+
+
+def test_folds_are_taken_together(described, wsi_fl):
+    study, run = described
+    train_series(study, method="regular", overrides=[*ALONE, "train.folds=3"], backend="local")
+    runs = sorted(path.name for path in study.runs.iterdir())[-3:]
+    for name in runs:
+        evaluate(study, name)
+    document = clinical(study, ["2-4"])
+    for row in document["sites"]:
+        one = row["classes"]["tumor"]
+        parts = [by_hand(study, f"runs/{name}", row["site"]) for name in runs]
+        truth, score = (np.concatenate(column) for column in zip(*parts, strict=True))
+        assert (one["n"], document["folds"]) == (140, 3)  # each patient of both hospitals once
+        assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))
+    done = wsi_fl("clinical", "2-4", cwd=study.root)
+    assert "of 3 folds" in done.stderr and not (study.runs / runs[0] / "clinical.json").exists()
+    refused(lambda: clinical(study, [run, "2"]), "folds")
 
 
 def test_how_many_patients_it_takes(wsi_fl, tmp_path):

@@ -24,7 +24,7 @@ def trident(folder, table, first, n, rng):
             file["coords"].attrs.update(
                 {"patch_size": 256, "patch_size_level0": 512, "target_magnification": 20, "overlap": 0}
             )
-        lines.append(f"s{k},{('healthy', 'tumor')[label]},p{k}")
+        lines.append(f"s{k},{('not', 'recurrent')[label]},p{k}")
     table.write_text("\n".join(lines) + "\n")
 
 
@@ -35,7 +35,8 @@ def test_features_become_a_score_and_a_gain(tmp_path, wsi_fl):
     trident(tmp_path / "features_b", tmp_path / "labels_b.csv", 100, 24, rng)
     page = (DOCS / "your-features.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    (wsi-fl .+)$", page, re.MULTILINE)
-    assert len(commands) == 9
+    (subtypes,) = re.findall(r"^    (\[subtypes\]\n)    (any = .+)$", page, re.MULTILINE)
+    assert len(commands) == 10
     place, said = tmp_path, ""
     for command in commands:
         words = shlex.split(
@@ -45,6 +46,8 @@ def test_features_become_a_score_and_a_gain(tmp_path, wsi_fl):
             place = tmp_path / words.pop()
             ran = wsi_fl(*words[1:], cwd=tmp_path)
             assert not ran.returncode, ran.stderr
+            with (place / "pipelines" / "features.toml").open("a") as file:
+                file.write("\n" + "".join(subtypes))
             continue
         if words[1] == "train":
             words += ["--backend", "local", *(["--set", "train.rounds=4"] if "regular" in words else [])]
@@ -52,4 +55,5 @@ def test_features_become_a_score_and_a_gain(tmp_path, wsi_fl):
         assert not ran.returncode, (command, ran.stderr)
         said += ran.stderr
     assert "Regular without DP" in said and "One-shot" in said
+    assert re.search(r"AUROC +│ +\d\.\d\d \(\d\.\d\d–\d\.\d\d\)", said)
     assert list(tmp_path.glob("*/comparisons/*/index.html"))

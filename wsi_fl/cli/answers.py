@@ -90,7 +90,12 @@ def compare(
 
 
 def clinical(
-    run: Run,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="A run: its folder, name or number; or the folds of one (1-5)."
+        ),
+    ],
     prevalence: Annotated[
         float | None,
         typer.Option(help="Share of cases at which predictive values are told too, as in your clinic: 0.05."),
@@ -111,7 +116,7 @@ def clinical(
     study = find_study()
     from wsi_fl.stages.answers.clinical import clinical, clinical_lines
 
-    show(clinical(study, run, prevalence=prevalence, by=by, least=least), as_json, clinical_lines)
+    show(clinical(study, runs, prevalence=prevalence, by=by, least=least), as_json, clinical_lines)
 
 
 def plan_size(

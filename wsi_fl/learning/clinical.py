@@ -53,6 +53,16 @@ class Patients:
     any_counts: bool = False
 
 
+def together(parts: Sequence[Patients]) -> Patients:
+    """Return the patients of several tests, none of whom is in two."""
+    return Patients(
+        np.concatenate([one.said for one in parts]),
+        np.concatenate([one.truth for one in parts]),
+        np.concatenate([one.name for one in parts]),
+        any_counts=any(one.any_counts for one in parts),
+    )
+
+
 def by_patient(said: Floats, truth: NDArray[np.int64], patient: Names) -> Patients:
     """Return what is said and true of patients, by what is of their examples.
 

@@ -75,7 +75,12 @@ def label_of(text: str, where: str) -> tuple[bool, bool]:
     if label in _NEGATIVE | _POSITIVE | _PARTIAL:
         return label in _NEGATIVE, label in _PARTIAL
     known = ", ".join(sorted(_NEGATIVE | _POSITIVE | _PARTIAL))
-    raise UsageError(f"{where}: unknown label {text!r}; known: {known}")
+    hint = (
+        f'; classes of your own go into [subtypes] of the pipeline: any = ["{label}", "OTHER"]'
+        if label
+        else ""
+    )
+    raise UsageError(f"{where}: unknown label {text!r}; known: {known}{hint}")
 
 
 def mpp_of(text: str, where: str) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.learning.clinical import (
     LEAST,
@@ -19,11 +22,13 @@ from wsi_fl.learning.clinical import (
     net_benefit,
     patients_needed,
     subgroups,
+    together,
 )
 from wsi_fl.learning.predictions import Predictions
 from wsi_fl.learning.validation import LONE
 from wsi_fl.report.clinical import cells, findings
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.compare_runs import named
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.site.targets import column_of
@@ -40,17 +45,19 @@ _BESIDE = 4
 
 def clinical(
     study: Study,
-    run_name: str,
+    names: Sequence[str],
     *,
     prevalence: float | None = None,
     by: str | None = None,
     least: int = LEAST,
 ) -> dict[str, Any]:
-    """Describe each site's answers by patient, as `evaluate` left them; write clinical.json and return the document.
+    """Describe each site's answers by patient, as `evaluate` left them; return the document.
 
-    It is measured on the merged test set where there is one, and else on the site's own part.
+    It is measured on the merged test set where there is one, and else on the site's own part. Of one run clinical.json
+    keeps it. Folds are taken together, each of whose patients one model has not seen.
 
     Args:
+        names: of a run, or of all folds of one, as `compare` takes them.
         prevalence: at which predictive values are told too.
         by: a column by which patients are grouped: `part` or `tumor_type`, or one of the sites' own tables.
         least: patients, and of these cases and others, of whom a group must have so many that it is told.
@@ -61,33 +68,67 @@ def clinical(
     """
     if prevalence is not None and not 0 < prevalence < 1:
         raise UsageError(f"--prevalence {prevalence:g}: it is a share between 0 and 1")
-    run = RunFolder(study.run(run_name))
-    study = as_begun(study, run)
-    with RunContext.of_run(study, run) as party:
-        if party.task.kind != "classes":
+    runs = (
+        [RunFolder(study.run(names[0]))]
+        if len(names) == 1 and not _several(names[0])
+        else _folds(study, names)
+    )
+    with ExitStack() as stack:
+        parties = [stack.enter_context(RunContext.of_run(as_begun(study, run), run)) for run in runs]
+        if parties[0].task.kind != "classes":
             raise UsageError(
-                f"{run.name}: answers no question of classes; `wsi-fl report` says how good it is"
+                f"{runs[0].name}: answers no question of classes; `wsi-fl report` says how good it is"
             )
-        document = described_run(party, prevalence=prevalence, by=by, least=least)
+        document = described_runs(parties, prevalence=prevalence, by=by, least=least)
     if document is None:
-        raise WsiFlError(f"{run.name} has no predictions of a test set; run `wsi-fl evaluate {run.name}`")
-    run.write_clinical(document)
+        raise WsiFlError(
+            f"{runs[0].name} has no predictions of a test set; run `wsi-fl evaluate {runs[0].name}`"
+        )
+    if len(runs) == 1:
+        runs[0].write_clinical(document)
     return document
 
 
-def described_run(
-    party: RunContext, *, prevalence: float | None = None, by: str | None = None, least: int = LEAST
+def _several(name: str) -> bool:
+    return bool(re.fullmatch(r"\d+-\d+", name)) or "*" in name
+
+
+def _folds(study: Study, names: Sequence[str]) -> list[RunFolder]:
+    """Return runs that are folds of one; no patient is asked twice."""
+    runs = named(study, names)
+    folds = {run.member.fold for run in runs}
+    alike = all(
+        (run.method, run.seed, run.settings) == (runs[0].method, runs[0].seed, runs[0].settings)
+        for run in runs
+    )
+    if len(runs) > 1 and not (alike and None not in folds and len(folds) == len(runs)):
+        raise UsageError("clinical takes one run, or the folds of one: a patient is asked once")
+    return [run.folder for run in runs]
+
+
+def described_runs(
+    parties: Sequence[RunContext],
+    *,
+    prevalence: float | None = None,
+    by: str | None = None,
+    least: int = LEAST,
 ) -> dict[str, Any] | None:
-    """Return the document of `clinical` without writing it; None where no predictions of classes lie here."""
+    """Return the document of `clinical` without writing it; None where no predictions of classes lie here.
+
+    Args:
+        parties: a run, or the folds of one.
+    """
     rows = []
-    for site in party.members:
-        table = read_predictions(party.run.site(site.name))
-        if table is not None and len(table):
-            rows.append(_site(party, site, table, prevalence, by, least))
+    for site in parties[0].members:
+        told = [one for one in (_asked(party, site, by) for party in parties) if one is not None]
+        if told:
+            rows.append(_site(site.name, told, prevalence, least))
     if not rows:
         return None
+    first = parties[0]
     return {
-        "run": party.study.relative(party.run.path),
+        "run": first.study.relative(first.run.path),
+        "folds": len(parties) if len(parties) > 1 else None,
         "least": least,
         "prevalence": prevalence,
         "by": by,
@@ -96,36 +137,60 @@ def described_run(
     }
 
 
-def _site(
-    party: RunContext,
-    site: SiteFile,
-    table: Predictions,
-    prevalence: float | None,
-    by: str | None,
-    least: int,
-) -> dict[str, Any]:
-    """One site's answers, class by class; of two classes the second one is the case."""
+@dataclass(frozen=True)
+class _Asked:
+    """What the models of one site say of the patients of one run's test.
+
+    Attributes:
+        called: int64[m], the class that each is said to be of.
+        groups: str[m]; None where nobody asked.
+        alone: of the site's lone model, on the same patients.
+    """
+
+    patients: Patients
+    called: NDArray[np.int64]
+    groups: Names | None
+    alone: Patients | None
+    table: Predictions
+    point: float | None
+
+
+def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
     folder = party.run.site(site.name)
+    table = read_predictions(folder)
+    if table is None or not len(table):
+        return None
     patients = _patients(table)
     point = _point(folder.kept("choice") or {}, table, patients)
-    called = patients.said[:, 1] >= point if point is not None else patients.said.argmax(1)
+    called = (patients.said[:, 1] >= point).astype(np.int64) if point is not None else patients.said.argmax(1)
     groups = _groups(party.study, site, table, patients, by) if by else None
-    alone = read_predictions(folder, model=LONE)
+    alone = read_predictions(folder, model=LONE) if table.answer != LONE else None
+    return _Asked(patients, called, groups, None if alone is None else _patients(alone), table, point)
+
+
+def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: int) -> dict[str, Any]:
+    """One site's answers, class by class; of two classes the second one is the case."""
+    patients, called = together([one.patients for one in told]), np.concatenate([one.called for one in told])
+    groups = [one.groups for one in told if one.groups is not None]
+    alone = [one.alone for one in told if one.alone is not None]
+    theirs = together(alone) if len(alone) == len(told) else None
+    table, points = told[0].table, {one.point for one in told}
     found = {}
     for k in range(len(table.outputs)) if len(table.outputs) > 2 else [1]:
         score, positive, case = patients.said[:, k], called == k, patients.truth == k
+        more = None if theirs is None else auroc_difference(score, theirs.said[:, k], case)
         found[table.outputs[k]] = described(score, positive, case, prevalence) | {
             "net_benefit": net_benefit(score, case, THRESHOLDS, prevalence),
-            "subgroups": None if groups is None else subgroups(groups, positive, case, score, least),
-            "over_alone": _over_alone(patients, alone, k) if table.answer != LONE else None,
+            "subgroups": subgroups(np.concatenate(groups), positive, case, score, least) if groups else None,
+            "over_alone": asdict(more) if more else None,
         }
     return {
-        "site": site.name,
-        "on": "merged" if (table.part != site.name).any() else "own",
+        "site": name,
+        "on": "merged" if (table.part != name).any() else "own",
         "with": table.answer,
         "unit": "patient" if all(table.patient) else "example",
         "any_counts": patients.any_counts,
-        "point": point,
+        "point": points.pop() if len(points) == 1 else None,
         "classes": found,
     }
 
@@ -148,15 +213,6 @@ def _point(choice: Mapping[str, Any], table: Predictions, patients: Patients) ->
         return None
     found = choice.get("slide_threshold") if choice.get("with") == table.answer else None
     return float(found) if found is not None and patients.any_counts else 0.5
-
-
-def _over_alone(patients: Patients, alone: Predictions | None, k: int) -> dict[str, Any] | None:
-    """By how much the AUROC exceeds that of the site's lone model on the same patients."""
-    if alone is None:
-        return None
-    theirs = _patients(alone)
-    found = auroc_difference(patients.said[:, k], theirs.said[:, k], patients.truth == k)
-    return asdict(found) if found else None
 
 
 def _groups(study: Study, site: SiteFile, table: Predictions, patients: Patients, by: str) -> Names:
@@ -254,6 +310,7 @@ def size_lines(document: dict[str, Any]) -> Lines:
 def clinical_lines(document: dict[str, Any]) -> Lines:
     """Yield a column per site and class, then what follows."""
     on = "merged test set" if any(site["on"] == "merged" for site in document["sites"]) else "own test part"
+    on = f"{on} of {document['folds']} folds" if document["folds"] else on
     for class_name in {name: None for site in document["sites"] for name in site["classes"]}:
         columns = [one for one in cells(document) if one["class"] == class_name]
         for some in (columns[k : k + _BESIDE] for k in range(0, len(columns), _BESIDE)):
@@ -266,7 +323,8 @@ def clinical_lines(document: dict[str, Any]) -> Lines:
                 whose = f"  {site['site']}, {name}, {document['by']} {group or 'unknown'}"
                 yield Line(f"{whose}: {_group(told, document['least'])}")
     yield from (Line(f"  {said}") for said in findings(document))
-    yield Line(f"next: wsi-fl report {document['run']}")
+    if document["folds"] is None:
+        yield Line(f"next: wsi-fl report {document['run']}")
 
 
 def _group(told: Mapping[str, Any] | None, least: int) -> str:

@@ -15,7 +15,7 @@ from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_of
-from wsi_fl.stages.answers.clinical import described_run
+from wsi_fl.stages.answers.clinical import described_runs
 from wsi_fl.stages.answers.compare_runs import Run, runs_of
 from wsi_fl.stages.answers.compare_worth import of_all
 from wsi_fl.stages.answers.predictions import read_predictions
@@ -102,8 +102,8 @@ def _clinical(party: RunContext) -> dict[str, Any] | None:
     if party.task.kind != "classes":
         return None
     asked = party.run.clinical() or {}
-    return described_run(
-        party, **{name: asked[name] for name in ("prevalence", "by", "least") if name in asked}
+    return described_runs(
+        [party], **{name: asked[name] for name in ("prevalence", "by", "least") if name in asked}
     )
 
 

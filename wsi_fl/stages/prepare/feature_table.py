@@ -114,10 +114,13 @@ def _of_store(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
 def _of_folder(path: Path, labels: Path | None) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     if labels is None:
         raise UsageError(f"{path}: --labels names a CSV with the columns slide, label and perhaps patient")
-    layout, rows = LAYOUTS["trident"], rows_of(labels, ["slide", "label"])
+    layout, rows = LAYOUTS["trident"], rows_of(labels, ["slide"])
+    named = next((one for one in ("label", "diagnosis") if rows and one in rows[0]), None)
+    if named is None:
+        raise UsageError(f"{labels}: column 'label' or 'diagnosis' is missing")
     files = layout.find(path)
-    known = [row for row in rows if row["slide"] in files and row["label"]]
+    known = [row for row in rows if row["slide"] in files and row[named]]
     if not known:
         raise UsageError(f"{labels}: none of its slides has a label and features in {path}")
     x = np.stack([layout.read(files[row["slide"]]).features.mean(0) for row in known])
-    return x, np.array([row["label"] for row in known]), np.array([row.get("patient", "") for row in known])
+    return x, np.array([row[named] for row in known]), np.array([row.get("patient", "") for row in known])

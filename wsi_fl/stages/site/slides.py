@@ -26,6 +26,13 @@ _READ = 4096
 """Features read at a time."""
 
 
+_INSTEAD = {
+    "slide": "train.example = 'patch'",
+    "patient": "train.example = 'slide' and model.private = model.proxy = 'mean_head', or give a patient one label",
+}
+"""What to ask of instead."""
+
+
 class _Bagged(Data):
     """The rows of a bag store, as `train.example` says, and what the site's own table says of them (`[target]`)."""
 
@@ -112,8 +119,8 @@ class _Bagged(Data):
         _, first = np.unique(of, return_index=True)
         if len(strange := np.flatnonzero(label != label[first][of])):
             raise UsageError(
-                f"{self.store.path}: the patches of {what} {names[of[strange[0]]]} have different labels; set "
-                "train.example = 'patch'"
+                f"{self.store.path}: the patches of {what} {names[of[strange[0]]]} have different labels; "
+                f"set {_INSTEAD[what]}"
             )
 
     @cached_property
