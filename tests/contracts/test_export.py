@@ -1,6 +1,7 @@
 """Models that leave: files that WSInfer and onnxruntime run, cards that say what they are, and who must allow it."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from wsi_fl.models import build
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.exporting import write_onnx, write_torchscript
 from wsi_fl.models.shared_head import SharedHead, SolvedHead
+from wsi_fl.report import worth
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.audit import audit
+from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.export_model import export_model
 from wsi_fl.stages.training.train import train
@@ -137,6 +140,18 @@ def test_onnxruntime_says_the_same(done):
         x = torch.from_numpy(pixels_of(study)[:n]).permute(0, 3, 1, 2) / 127.5 - 1
         ours = answers(study, run, "S1", "private", "cnn1", Images(3, SIZE), x)
         assert np.abs(say(x) - ours).max() < 1e-5
+
+
+def test_the_card_has_the_verdict_of_comparisons(done, tmp_path):
+    study, run = done
+    copy = type(study)(tmp_path / "study")
+    shutil.copytree(study.root, copy.root)
+    card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
+    assert card["worth"] is None and "joining" not in text
+    document = compare(copy, [run])
+    card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
+    assert card["worth"]["verdict"] == document["worth"]["all"]["verdict"]
+    assert worth.verdict_words(document["worth"]["all"], worth.ALL) in text
 
 
 def test_the_card_says_what_the_run_found(done):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from wsi_fl.report import worth
 from wsi_fl.report.words import DASH, SCORES, SHORT, detected_of, interval, number, scientific
 
 _WORTH = {
@@ -71,6 +72,7 @@ def rendered(card: Mapping[str, Any]) -> str:
             },
         ),
         _metrics(card["metrics"]),
+        *([_worth(card["worth"])] if card["worth"] else []),
         _privacy(card["privacy"]),
         _table(
             "Origin",
@@ -108,6 +110,12 @@ def _metrics(metrics: Mapping[str, Any] | None) -> str:
     known = any(part["intervals"] for part in metrics["parts"])
     note = ["", "In brackets 95 % intervals, patients drawn anew."] if known else []
     return "\n".join(["## Metrics", "", *heading, *lines, *note])
+
+
+def _worth(gain: Mapping[str, Any]) -> str:
+    reached = f"In the run joining reached {number(gain['joined']['mean'], 2)} in {gain['measure']}"
+    said = worth.finding(gain, reached, "a hospital alone without differential privacy")
+    return f"## Whether joining paid\n\n{said.text}"
 
 
 def _cell(part: Mapping[str, Any], name: str) -> str:

@@ -13,6 +13,8 @@ from wsi_fl import __version__
 from wsi_fl.federation.methods import Method
 from wsi_fl.report.words import scores_of
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.compare_runs import Run
+from wsi_fl.stages.answers.report import baselines
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.targets import question
 from wsi_fl.study.site import SiteFile
@@ -193,6 +195,7 @@ def card_of(leaving: Leaving, name: str, made: Made, folder: Path) -> dict[str, 
         "examples": party.examples,
         "inputs": asdict(spec) | {"encoder": leaving.facts.get("encoder")},
         "metrics": _metrics(leaving),
+        "worth": _worth(leaving),
         "privacy": {"covered": leaving.covered, "sites": _privacy(leaving)},
         "license": None,
     }
@@ -221,6 +224,16 @@ def _metrics(leaving: Leaving) -> dict[str, Any] | None:
     if evaluation and evaluation["merged"] is not None and told:
         parts.insert(0, _part("the test parts of all sites", model, row if answers else None, scores))
     return {"scores": list(scores), "parts": parts}
+
+
+def _worth(leaving: Leaving) -> dict[str, Any] | None:
+    """What joining brought over all sites, as comparisons say it; None where that is not known, or may not leave."""
+    party = leaving.party
+    evaluation = party.run.evaluation() or {}
+    if not evaluation.get("merged") or not all(site.allows("scores") for site in party.members):
+        return None
+    rows = baselines(party, Run.of(party.run.path))
+    return next((row["gain"] for row in rows if row.get("gain")), None)
 
 
 def _part(

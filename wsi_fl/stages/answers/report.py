@@ -82,7 +82,7 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
         summary=this.summary,
         evaluation=run.evaluation(),
         metrics={one.name: run.site(one.name).metrics() for one in party.members},
-        baselines=list(_baselines(party, this)),
+        baselines=list(baselines(party, this)),
         stores=[_store_row(data) for data in opened.values()],
         groups=_groups(run),
         clinical=_clinical(party),
@@ -175,7 +175,7 @@ def _optional(path: Path) -> Any:
     return read_json(path) if path.exists() else None
 
 
-def _baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
+def baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
     """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting,
     of this seed where there is one."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
