@@ -249,6 +249,8 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     refused(
         lambda: predict(study, run, site="C1", slides=[slide]), "was trained on features of", error=WsiFlError
     )
+    there = [f"features.weights={tiny_weights}"]
+    assert predict(study, run, site="C1", slides=[slide], overrides=there)["slides"]
 
 
 def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study):

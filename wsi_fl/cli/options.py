@@ -33,7 +33,8 @@ PredictionOverrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="predict.with (auto, private, proxy, mean, alone or stack). Repeatable.",
+        help="predict.with (auto, private, proxy, mean, alone or stack), or where weights lie now "
+        "(features.weights). Repeatable.",
     ),
 ]
 Gpus = Annotated[

@@ -22,6 +22,9 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import Shape, UsageError, WsiFlError
 
+_MAY_CHANGE = ("predict.", "features.weights=", "mosaic.weights=")
+"""Settings that change nothing of what was learned: features of other weights are refused."""
+
 
 def method_of(run: RunFolder) -> str:
     """The name of the method a run was trained with."""
@@ -29,9 +32,12 @@ def method_of(run: RunFolder) -> str:
 
 
 def settings_of(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipeline:
-    """The configuration of a run under `predict.KEY=VALUE`."""
-    if strange := [one for one in overrides if not one.strip().startswith("predict.")]:
-        raise UsageError(f"--set {strange[0]}: a run keeps its configuration; only predict.* can be changed")
+    """The configuration of a run under `predict.KEY=VALUE`, and where its encoder's weights lie today."""
+    if strange := [one for one in overrides if not one.strip().startswith(_MAY_CHANGE)]:
+        raise UsageError(
+            f"--set {strange[0]}: a run keeps its configuration; only predict.* can be changed, and where weights "
+            "lie (features.weights, mosaic.weights)"
+        )
     return study.pipeline(str(run.path / "config.toml"), overrides)
 
 

@@ -53,7 +53,10 @@ def encoder_of(
             tell=tell,
         )
     except NoWeightsError as error:
-        raise NoWeightsError(f"[{section}] {error}: {section}.weights = 'FILE.safetensors'") from None
+        raise NoWeightsError(
+            f"[{section}] {error}: {section}.weights = 'FILE.safetensors' in the pipeline, or --set "
+            f"{section}.weights=FILE.safetensors"
+        ) from None
     except WsiFlError as error:
         raise type(error)(f"[{section}] {error}") from None
     if preset := PRESETS.get(settings.encoder):

@@ -145,9 +145,10 @@ class Bars(Silent):
         done = sum(min(d, t) for d, t, _ in state.values())
         total = sum(t for _, t, _ in state.values())
         share = done / total if total else 0.0
-        gained, since = done - sum(d for d, _ in self._from.values()), min(t for _, t in self._from.values())
-        seconds = (total - done) / gained * (time.monotonic() - since) if gained > 0 else 0.0
-        left = f", about {seconds:.0f} s left" if share > 0.02 and seconds else ""
+        gained = done - sum(d for d, _ in self._from.values())
+        since = time.monotonic() - min(t for _, t in self._from.values())
+        seconds = (total - done) / gained * since if gained > 0 else 0.0
+        left = f", about {seconds:.0f} s left" if share > 0.02 and seconds and since >= LINE_EVERY_S else ""
         left = ", finishing" if share >= 1 else left
         notes = ", ".join(f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MOST_PARTS] if note)
         more = f", and {len(state) - _MOST_PARTS} more" if len(state) > _MOST_PARTS else ""
