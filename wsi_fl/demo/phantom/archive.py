@@ -166,7 +166,7 @@ def _stages_csv(slides: list[PhantomSlide]) -> str:
 
 
 def paint_archive(
-    out: Path,
+    out: str | Path,
     *,
     n_sites: int = 4,
     patients_per_site: int = 5,
@@ -190,6 +190,7 @@ def paint_archive(
     Raises:
         UsageError: a number out of range.
     """
+    out = Path(out)
     slides = [
         slide
         for slide in plan_slides(n_sites, patients_per_site, size_px, seed, ill)

@@ -73,7 +73,8 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
 
     files = slide_files(sources)
     here = {path.stem for path in files}
-    sources.account(sources.labels, rows, sum(Path(row["patient"]).stem in here for row in rows))
+    slides = [row for row in rows if C17_SLIDE.match(Path(row["patient"]).stem)]  # others name patients
+    sources.account(sources.labels, slides, sum(Path(row["patient"]).stem in here for row in slides))
     return divided(map(judged, files), sources)
 
 
