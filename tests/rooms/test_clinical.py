@@ -71,7 +71,7 @@ def test_areas_are_those_of_scikit_learn_and_their_spread_that_of_the_bootstrap(
             mannwhitneyu(one[rows][case[rows]], one[rows][~case[rows]]).statistic for one in (score, other)
         ]
         drawn.append(np.array(won) / case[rows].sum() / (~case[rows]).sum())
-    assert covariance == pytest.approx(np.cov(np.transpose(drawn)), rel=0.25)
+    assert covariance == pytest.approx(np.cov(np.transpose(drawn)), rel=0.2)
     found = clinical.auroc_difference(score, other, case)
     assert found.value == pytest.approx(areas[0] - areas[1]) and found.low > 0 and found.p < 1e-6
     same = clinical.auroc_difference(score, score**2, case)
