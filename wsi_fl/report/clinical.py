@@ -45,9 +45,8 @@ def cells(document: Json) -> list[dict[str, str]]:
     for site in document["sites"]:
         for name, one in site["classes"].items():
             row = {"site": site["site"], "class": name, "patients": str(one["n"]), "cases": str(one["cases"])}
-            if site["point"] is not None:
-                row["case from"] = number(site["point"], 2)
             row |= {
+                "case from": number(site["point"], 2),
                 "sensitivity": interval(one["sensitivity"]),
                 "specificity": interval(one["specificity"]),
                 "PPV": interval(one["ppv"]),

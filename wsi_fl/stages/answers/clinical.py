@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -68,11 +67,7 @@ def clinical(
     """
     if prevalence is not None and not 0 < prevalence < 1:
         raise UsageError(f"--prevalence {prevalence:g}: it is a share between 0 and 1")
-    runs = (
-        [RunFolder(study.run(names[0]))]
-        if len(names) == 1 and not _several(names[0])
-        else _folds(study, names)
-    )
+    runs = _folds(study, names)
     with ExitStack() as stack:
         parties = [stack.enter_context(RunContext.of_run(as_begun(study, run), run)) for run in runs]
         if parties[0].task.kind != "classes":
@@ -89,12 +84,8 @@ def clinical(
     return document
 
 
-def _several(name: str) -> bool:
-    return bool(re.fullmatch(r"\d+-\d+", name)) or "*" in name
-
-
 def _folds(study: Study, names: Sequence[str]) -> list[RunFolder]:
-    """Return runs that are folds of one; no patient is asked twice."""
+    """Return one run, or runs that are folds of one; no patient is asked twice."""
     runs = named(study, names)
     folds = {run.member.fold for run in runs}
     alike = all(
