@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from wsi_fl.federation.in_memory import federate
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.stacking import Stack, gated_stack, harms, own_alone, shared_alone, stack_by_rows
+from wsi_fl.learning.stacking import Stack, shared_alone, stacked
 from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.learning.verdict import Estimate, estimate, verdict
 from wsi_fl.models.directions import normalised
@@ -128,12 +128,8 @@ def stack_of(model: torch.nn.Module, lone: FittedHead, part: Rows, mixed: bool) 
     """Return how a hospital mixes what it has by joining with what it has alone, as a study does."""
     if not mixed:
         return shared_alone(2)
-    if lone.held_out is None:
-        return own_alone(2)
-    if not isinstance(model, SharedHead):
-        return gated_stack(lone.held_out, said(model, part), part.y, part.patient)
-    stack = stack_by_rows(lone.held_out, said(model, part), part.y, *model.worth())
-    return own_alone(2) if harms(stack, lone.held_out, said(model, part), part.y) else stack
+    worth = model.worth() if isinstance(model, SharedHead) else None
+    return stacked(lone.held_out, said(model, part), part.y, part.patient, worth)
 
 
 def gains(models: Sequence[Any], stacks: Sequence[Stack], lone: Sequence[FittedHead], rows: Rows) -> Floats:

@@ -37,7 +37,7 @@ from wsi_fl.federation.in_memory import federate
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import Learner
-from wsi_fl.learning.stacking import gated_stack, own_alone, shared_alone
+from wsi_fl.learning.stacking import stacked
 from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.models.directions import Directions, normalised, read_directions
 from wsi_fl.models.heads import linear_head
@@ -299,12 +299,7 @@ def tried(
     answers = METHODS_OF_OTHERS[method][0](Draw(parts, epsilon, _shared["along"], rng), **way)
     found = []
     for says, part, head in zip(answers, parts, lone, strict=True):
-        if len(np.unique(part.y)) < len(part.classes):
-            stack = shared_alone(len(part.classes))
-        elif head.held_out is None:
-            stack = own_alone(len(part.classes))
-        else:
-            stack = gated_stack(head.held_out, says(part), part.y, part.patient)
+        stack = stacked(head.held_out, says(part), part.y, part.patient)
         alone, joined = softmax(normalised(test.x) @ head.weight.T + head.bias), says(test)
         right = (balanced_accuracy_score(test.y, said.argmax(1)) for said in (stack(alone, joined), joined))
         found.append((float(next(right)), float(next(right))))

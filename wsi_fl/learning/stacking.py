@@ -188,6 +188,34 @@ def gated_stack(
 _WEIGHTS = (1 / 3, 1 / 2, 2 / 3)
 
 
+def stacked(
+    own: Probabilities | None,
+    joined: Probabilities,
+    labels: Labels,
+    patient: NDArray[np.str_],
+    worth: tuple[float, float] | None = None,
+) -> Stack:
+    """Return how a hospital with a lone head mixes it with what it has by joining.
+
+    Args:
+        own: float64[n, classes], what the lone head says of the hospital's rows, none of which it had seen; None where
+            it has too few patients for that.
+        joined: float64[n, classes], of the same rows.
+        labels: int64[n].
+        patient: str[n].
+        worth: of a head made of letters, how many rows own and shared ones are worth (`SharedHead.worth`).
+    """
+    n_classes = joined.shape[1]
+    if len(np.unique(labels)) < n_classes:
+        return shared_alone(n_classes)
+    if own is None:
+        return own_alone(n_classes)
+    if worth is None:
+        return gated_stack(own, joined, labels, patient)
+    stack = stack_by_rows(own, joined, labels, *worth)
+    return own_alone(n_classes) if harms(stack, own, joined, labels) else stack
+
+
 def _losses(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
     """Return float64[n], the log-loss of every row."""
     found: NDArray[np.float64] = -np.log(np.clip(said[np.arange(len(labels)), labels], _LEAST, None))

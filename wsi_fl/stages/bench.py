@@ -28,7 +28,7 @@ from wsi_fl.federation.in_memory import Learned, federate
 from wsi_fl.federation.methods import ALONE, METHODS, POOLED
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.stacking import gated_stack, harms, own_alone, shared_alone, stack_by_rows
+from wsi_fl.learning.stacking import stacked
 from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.models.directions import N_RANDOM, Directions, normalised, public_directions, read_directions
 from wsi_fl.models.heads import linear_head
@@ -260,16 +260,8 @@ def _mixed(
     answers = []
     for site, part, lone in zip(learned, parts, _alone(work.cell, work.seed), strict=True):
         model = site.models.get("proxy") or next(iter(site.models.values()))
-        if len(np.unique(part.y)) < len(part.classes):
-            stack = shared_alone(len(part.classes))
-        elif lone.held_out is None:
-            stack = own_alone(len(part.classes))
-        elif isinstance(model, SharedHead):
-            stack = stack_by_rows(lone.held_out, _asked(model, part), part.y, *model.worth())
-            if harms(stack, lone.held_out, _asked(model, part), part.y):
-                stack = own_alone(len(part.classes))
-        else:
-            stack = gated_stack(lone.held_out, _asked(model, part), part.y, part.patient)
+        worth = model.worth() if isinstance(model, SharedHead) else None
+        stack = stacked(lone.held_out, _asked(model, part), part.y, part.patient, worth)
         answers.append(stack(_said(lone, test), _asked(model, test)))
     return answers
 
