@@ -36,8 +36,8 @@ from wsi_fl.types import UsageError
 
 _ROOM = 32_000_000
 """Bytes that the longest letter has beside twice the largest thing."""
-_UNKNOWN = 500_000_000
-"""What the largest thing counts as where its size is not known yet."""
+_UNKNOWN, _UNKNOWN_SUMS = 500_000_000, 10_000_000
+"""What the largest thing counts as where its size is not known yet; sums of features are small."""
 
 
 class _PlannedSite(TypedDict):
@@ -157,7 +157,8 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
     pipeline = party.pipeline.model_copy(update={"sites": party.names})
     rows = leaving(party, shape_of(learned), len(learned["classes"] or ()) or None)
     sizes = [row["bytes"] for row in rows if row["large"]]
-    largest = max((_UNKNOWN if size is None else size for size in sizes), default=0)
+    unknown = _UNKNOWN_SUMS if party.method.once else _UNKNOWN
+    largest = max((unknown if size is None else size for size in sizes), default=0)
     return {
         "format": FORMAT,
         "version": VERSION,
