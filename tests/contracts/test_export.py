@@ -173,7 +173,7 @@ def test_the_card_says_what_the_run_found(done):
     assert "Licence" in text and "differential privacy" in text.splitlines()[2]
     assert "memorised" not in text
     most = max(site["detection"] for site in card["privacy"]["sites"])
-    assert 0.01 < most < 1 and f"knows all other data finds at most {100 * most:.1f}" in text
+    assert 0.01 < most < 1 and f"knows all other data recognises at most {100 * most:.1f}" in text
 
 
 def test_what_may_not_leave_stays(done, tmp_path):

@@ -250,11 +250,11 @@ def detected(rate: float, unit: str) -> str:
         unit: what ε protects.
 
     >>> detected(0.0198, "patient").split(", ")[1]
-    'whoever sees all that leaves and knows all other data finds at most 2.0'
+    'somebody who sees all that leaves and knows all other data recognises at most 2.0'
     """
     return (
-        f"of 100 {unit}s in it, whoever sees all that leaves and knows all other data finds at most {100 * rate:.1f}, "
-        "with 1 false alarm in 100"
+        f"of 100 {unit}s in it, somebody who sees all that leaves and knows all other data recognises at most "
+        f"{100 * rate:.1f}, and wrongly 1 of 100 that are not in it"
     )
 
 
