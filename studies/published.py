@@ -144,28 +144,31 @@ class Prox:
         return losses
 
 
-def fedprox(draw: Draw, *, mu: float, rounds: int, lr: float) -> list[Answers]:
+def fedprox(draw: Draw, *, mu: float, rounds: int, lr: float, space: str) -> list[Answers]:
     """Heads by DP-SGD, averaged each round, with a proximal term."""
     from dataclasses import replace
 
     plan = planned(min(len(part.y) for part in draw.parts), rounds, draw.epsilon, DELTA)
     learned = federate(
-        {f"S{k}": Examples.of(part.x, part.y, part.patient.tolist()) for k, part in enumerate(draw.parts)},
+        {
+            f"S{k}": Examples.of(scaled(draw, part.x, space), part.y, part.patient.tolist())
+            for k, part in enumerate(draw.parts)
+        },
         replace(METHODS["fedavg"], step=Prox(mu, lr)),
-        private=lambda: linear_head(draw.k, draw.parts[0].x.shape[1]),
+        private=lambda: linear_head(draw.k, scaled(draw, draw.parts[0].x[:1], space).shape[1]),
         rounds=rounds,
         batch_size=plan.batch_size,
         lr=lr,
         sigma=plan.mechanism.sigma,
         delta=DELTA,
     )
-    return [partial(asked, next(iter(site.models.values()))) for site in learned.values()]
+    return [partial(asked, next(iter(site.models.values())), draw, space) for site in learned.values()]
 
 
 @torch.inference_mode()
-def asked(model: nn.Module, rows: FeatureTable) -> Floats:
+def asked(model: nn.Module, draw: Draw, space: str, rows: FeatureTable) -> Floats:
     """Return what a model says."""
-    return softmax(model.eval()(torch.from_numpy(rows.x)).double().numpy())
+    return softmax(model.eval()(torch.from_numpy(scaled(draw, rows.x, space))).double().numpy())
 
 
 class CVAE(nn.Module):
@@ -258,7 +261,7 @@ SPACES = ("all", "directions")
 METHODS_OF_OTHERS: dict[str, tuple[Callable[..., list[Answers]], list[dict[str, Any]]]] = {
     "least_squares": (least_squares, ways(space=SPACES, ridge=(0.1, 0.3, 1.0))),
     "prototypes": (prototypes, ways(space=SPACES, centred=(False, True))),
-    "fedprox": (fedprox, ways(mu=(0.1, 1.0), rounds=(20, 60), lr=(0.01, 0.03, 0.1))),
+    "fedprox": (fedprox, ways(mu=(0.0, 0.1, 1.0), rounds=(20, 60), lr=(0.01, 0.03, 0.1), space=SPACES)),
     "cvae": (cvae, ways(rounds=(20, 50), lr=(1e-3, 3e-3), clip=(0.5, 1.5), space=SPACES)),
 }
 NAMES = {
