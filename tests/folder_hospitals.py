@@ -2,7 +2,8 @@
 
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
 same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "until", "leaving_s", "end_s",
-"lies", "after", "back_s", "approves"}. Who was killed is started again, as cron would, unless it is gone for good.
+"lies", "after", "back_s", "begins_s", "slow_s", "approves"}. Who was killed is started again, as cron would, unless
+it is gone for good.
 """
 
 import json
@@ -36,7 +37,9 @@ def be(job, killed):
     os.dup2(log, 2)
     if job.get("kill") is not None and not killed:
         _die_in(job["kill"])
-    time.sleep(job.get("back_s", 0) if killed else 0)
+    time.sleep(job.get("back_s", 0) if killed else job.get("begins_s", 0))
+    if job.get("slow_s"):
+        _take_your_time(job["slow_s"])
     if job.get("lies"):
         _lie(job["lies"])
     if job.get("approves"):
@@ -62,6 +65,16 @@ def be(job, killed):
         traceback.print_exc()
         document = {"error": f"{type(error).__name__}: {error}"}
     (study / "result.json").write_text(json.dumps(document))
+
+
+def _take_your_time(seconds):
+    train = loop._train_round
+
+    def slowly(*args, **kwargs):
+        time.sleep(seconds)
+        return train(*args, **kwargs)
+
+    loop._train_round = slowly
 
 
 def _lie(how):

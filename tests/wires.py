@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from wsi_fl.hospitals.lines.relayed import Answer
 from wsi_fl.hospitals.trust.certificates import Identity, approved, new_key, new_request, new_root
@@ -62,6 +63,10 @@ class Wire:
 
     def broken(self) -> str:
         return self._down
+
+    def silent_s(self, site: str) -> float:
+        del site
+        return inf
 
     def close(self) -> None:
         self._ends.pop(self._name, None)

@@ -15,7 +15,8 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
 
 SITES = ["S0", "S1"]
-PLAN = SimpleNamespace(sites=SITES, digest="0" * 64)
+SETTINGS = SimpleNamespace(train=SimpleNamespace(at_least=None))
+PLAN = SimpleNamespace(sites=SITES, digest="0" * 64, pipeline=lambda: SETTINGS)
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_a_letter_is_carried_and_collected(share, line_of, where):
     assert desk.seen == [b"content" * 1000]
     assert sender.written_bytes == 7000
     fs, root = fsspec.core.url_to_fs(address or str(share))
-    left = [path for path in fs.find(root) if "/inbox-" not in path]
+    left = [path for path in fs.find(root) if "/inbox-" not in path and "/_alive/" not in path]
     assert left == []
 
 
@@ -287,7 +287,7 @@ def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, 
 
     def hello(of):
         said = {"certificate": of.identity.certificate, "public": of.public, "time": of.since}
-        return of.hello({**said, "version": "", "code": "0" * 64}, "")
+        return of.hello({**said, "version": "", "code": "0" * 64, "gone": {}}, "")
 
     def session(limit_s):
         comm = RelayedComm(identities["C1"], NAMES, (0, 1), line_of("C1"), limit_s, writer=writer)
@@ -685,7 +685,7 @@ def test_the_others_go_on_without_who_is_gone(tmp_path, federation):
 
 
 def has(*runs):
-    return {"runs": [{"identity": identity * 32, "rounds": rounds} for identity, rounds in runs]}
+    return {"runs": [{"identity": identity * 32, "rounds": rounds, "lost": []} for identity, rounds in runs]}
 
 
 @pytest.mark.parametrize(
@@ -732,7 +732,7 @@ def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):
     second = which_run(party, asked, told("2"))
     assert first.name == second.name and [p.name for p in study.runs.glob("0*")] == [second.name]
     assert second.agreement == plan.digest
-    both = {"identity": second.id, "rounds": 0}
+    both = {"identity": second.id, "rounds": 0, "lost": []}
     assert which_run(party, asked, told("3", both)).id == second.id
     refused(
         lambda: which_run(party, replace(asked, without=["S0"]), told("4")),

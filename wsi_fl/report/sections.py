@@ -95,12 +95,13 @@ def _events(page: Page) -> Iterable[str]:
     """What did not go as planned, in sentences: sites that were lost, that left, and models that were rejected."""
     for loss in page.summary.get("losses", ()):
         yield f"{loss['site']} was lost in round {loss['round']}: {loss['reason']}."
+    yield from words.absences(page.summary.get("sites", ()))
     if letters := page.summary.get("letters"):
         yield f"The head is made of {len(letters)} letters: {words.letters(letters)}."
     yield from words.received(page.evaluation or {})
     for row in page.summary.get("sites", ()):
         lines = page.metrics.get(row["site"], ())
-        if row.get("max_epsilon") is not None and any(line.get("takes_part") is False for line in lines):
+        if row.get("max_epsilon") is not None and lines and lines[-1].get("takes_part") is False:
             yield (
                 f"{row['site']} took part in {row['rounds']} rounds: the next would have crossed its "
                 f"max_epsilon of {row['max_epsilon']:g}."

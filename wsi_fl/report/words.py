@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -194,6 +194,23 @@ def size(n_bytes: Any) -> str:
             break
         value /= 1000
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def absences(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each site that took no part in some rounds and came back.
+
+    Args:
+        sites: rows of a run's summary.
+
+    >>> list(absences([{"site": "C1", "attended": [[1, 9]]}, {"site": "C2", "attended": [[1, 2], [6, 9]]}]))
+    ['C2 was away for a while; it took part in rounds 1 to 2 and 6 to 9.']
+    """
+    began = min((row["attended"][0][0] for row in sites if row.get("attended")), default=1)
+    for row in sites:
+        held = row.get("attended") or ()
+        if len(held) > 1 or (held and held[0][0] > began):
+            parts = " and ".join(f"{first} to {last}" if last > first else f"{first}" for first, last in held)
+            yield f"{row['site']} was away for a while; it took part in rounds {parts}."
 
 
 def duration(seconds: Any) -> str:

@@ -24,7 +24,9 @@ _FOLDS = goes(
         "it rests on the training part of the stores' own split, of which a fold tests some patients",
     ),
 )
-_LETTERS = goes(needs={"train.releases": "letters are collected in releases/"})
+_FEWER = goes(
+    excludes={"privacy.noise = shared": "a sum survives as many as privacy.dropouts says; set that instead"}
+)
 _GRAPH = goes(excludes={"a method that orders sites anew": "its graph is another in every round"})
 _NO_CLASSES = goes(
     excludes=dict.fromkeys(
@@ -121,11 +123,13 @@ class Train(Section):
     releases: bool = False
     """Whether `oneshot` makes its heads of the sums that lie in `releases/` already, as `wsi-fl release` writes them,
     instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone."""
-    at_least: int | None = Field(None, ge=1, le=10_000, json_schema_extra=_LETTERS)
-    """How many letters must lie in `releases/` before heads are made of those that are there. By default those of all
-    sites that write one, and any after `train.until`. Whenever another has come, `train` makes the heads again."""
-    until: str | None = Field(None, json_schema_extra=_LETTERS)
-    """Last day on which letters that are missing are waited for, as "2027-01-31"."""
+    at_least: int | None = Field(None, ge=1, le=10_000, json_schema_extra=_FEWER)
+    """How many sites must be there. The others go on without one that was silent for `comm.timeout_s`, and it takes
+    part again when it comes back; below so many all wait. By default all are needed. With `train.releases`: how many
+    letters must lie in `releases/` before heads are made of those that are there, by default those of all sites that
+    write one, and any after `train.until`. Whenever another has come, `train` makes the heads again."""
+    until: str | None = None
+    """Last day on which sites, or letters that are missing, are waited for, as "2027-01-31"."""
     start: Literal["fresh", "oneshot"] = "fresh"
     """Where the model that travels starts: at random weights (`fresh`), or with `oneshot` from the head that the sums
     in `releases/` make, which must be there for every site. It must be a linear head on features."""

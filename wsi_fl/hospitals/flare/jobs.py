@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,6 +35,31 @@ _BEGUN = ("RUNNING", "DISPATCHED")
 """What the server calls a job that has begun and not ended, even if it was stopped meanwhile and has forgotten it."""
 
 
+class JobFailed(WsiFlError):
+    """A job did not end well.
+
+    Attributes:
+        blamed: the hospitals that fell silent or failed.
+        again: whether another job may end well: the reason is one that passes, and lies in nothing that was signed.
+    """
+
+    def __init__(self, message: str, blamed: Sequence[str] = (), *, again: bool = False) -> None:
+        super().__init__(message)
+        self.blamed, self.again = tuple(blamed), again
+
+
+class SiteBack(WsiFlError):
+    """A hospital that a job is not for is there again, and the job was ended for its sake.
+
+    Attributes:
+        sites: those that are there again.
+    """
+
+    def __init__(self, sites: Sequence[str]) -> None:
+        super().__init__(f"{', '.join(sites)} is there again; the job was ended")
+        self.sites = tuple(sites)
+
+
 def answering(session: Session) -> list[str]:
     """Return the hospitals whose clients answer now; the server lists one that was stopped for half a minute more."""
     for left in reversed(range(_TRIES)):
@@ -60,11 +86,20 @@ class Watch:
     Args:
         sites: that take part.
         patience_s: how long a hospital may be away from a job that has begun.
+        awaited: hospitals that the job is not for, and for whose sake it ends when they are there again.
     """
 
-    def __init__(self, session: Session, job: str, sites: Sequence[str], patience_s: float) -> None:
+    def __init__(
+        self,
+        session: Session,
+        job: str,
+        sites: Sequence[str],
+        patience_s: float,
+        awaited: Sequence[str] = (),
+    ) -> None:
         self._session, self._job, self._sites = session, job, sites
-        self._patience_s = patience_s
+        self._patience_s, self._awaited = patience_s, awaited
+        self._back: dict[str, float] = {}
         self._free = self._looked = time.monotonic()
         self._missed: dict[str, float] = {}
 
@@ -75,7 +110,8 @@ class Watch:
             status: of the job, as the server has it.
 
         Raises:
-            WsiFlError: when the job cannot end any more; it was ended on the server too.
+            JobFailed: when the job cannot end any more; it was ended on the server too.
+            SiteBack: when an awaited hospital has been there for a while.
         """
         now = time.monotonic()
         if now - self._looked < _LOOK_S:
@@ -89,6 +125,10 @@ class Watch:
 
     def _judge(self, status: str, here: Sequence[str], at_work_now: set[str], now: float) -> None:
         begun = status in _BEGUN
+        self._back = {site: self._back.get(site, now) for site in self._awaited if site in here}
+        if back := [site for site, since in self._back.items() if begun and now - since >= _AWAY_S]:
+            self._end()
+            raise SiteBack(back)
         away = {site for site in self._sites if site not in here}
         away |= {self._job} if begun and self._job not in at_work_now else set()
         self._missed = {one: self._missed.get(one, now) for one in away}
@@ -99,19 +139,24 @@ class Watch:
             self._give_up(f"the server was stopped while job {self._job} ran; {_GO_ON}")
         gone = [site for site in self._sites if now - self._missed.get(site, now) >= patience_s]
         if gone and begun:
-            self._give_up(f"site {gone[0]} was lost: its client does not answer; {_GO_ON}")
+            self._give_up(f"site {gone[0]} was lost: its client does not answer; {_GO_ON}", gone)
         if gone:
-            self._give_up(f"{', '.join(gone)} not connected any more; nothing was begun: submit again later")
+            self._give_up(
+                f"{', '.join(gone)} not connected any more; nothing was begun: submit again later", gone
+            )
         if not begun and now - self._free >= _BEGIN_S:
             self._give_up(
                 f"job {self._job} has not begun within {_BEGIN_S:.0f} s, so it was withdrawn; see the server's log, "
                 "and submit again"
             )
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, blamed: Sequence[str] = ()) -> None:
+        self._end()
+        raise JobFailed(why, blamed, again=True)
+
+    def _end(self) -> None:
         with suppress(Exception):  # it may have ended by itself, or be forgotten
             self._session.abort_job(self._job)
-        raise WsiFlError(why)
 
 
 _CONNECT_S = 15.0
@@ -122,6 +167,8 @@ _MOST_ASKED = 5
 """Failed jobs whose reasons are fetched from the server at once."""
 _LOST = ("was lost", "took nothing", "did not answer")
 """Words of failures after which the others can go on."""
+_NAMED = re.compile(r"site (\S+) (?:was lost|took nothing|did not answer|failed)")
+"""How such a failure names the hospital."""
 Outcome = Mapping[str, Any]
 
 
@@ -153,9 +200,10 @@ def _session(kit: Kit) -> Iterator[Session]:
         with redirect_stdout(said):
             yield session
     except NoConnection:
-        raise WsiFlError(
+        raise JobFailed(
             f"the server {kit.document['server']} is gone; start it again. Rounds that were finished are kept: "
-            "`submit --resume RUN` goes on with them"
+            "`submit --resume RUN` goes on with them",
+            again=True,
         ) from None
     finally:
         with suppress(Exception):
@@ -240,6 +288,7 @@ def run_job(
     told: Callable[[str], None],
     waiting: Callable[[float], None],
     patience_s: float = HEARTBEAT_S,
+    awaited: Sequence[str] = (),
 ) -> Outcome:
     """Submit a job, wait for its end, and return what each hospital said.
 
@@ -248,18 +297,20 @@ def run_job(
 
     Args:
         patience_s: how long a hospital may be away from a job that has begun.
+        awaited: hospitals that the job is not for; when one of them is there again, the job ends.
         told: called with FLARE's id of the job.
         waiting: called now and then with the seconds that the job has taken.
 
     Raises:
-        WsiFlError: with the reason of the first hospital that failed, or that the server gave.
+        JobFailed: with the reason of the first hospital that failed, or that the server gave.
+        SiteBack: when an awaited hospital is there again.
     """
     with tempfile.TemporaryDirectory() as place, _session(kit) as session:
         folder = Path(place) / "job"
         job_files(folder, sites, job)
         number = session.submit_job(str(folder))
         told(number)
-        began, watch = time.monotonic(), Watch(session, number, sites, patience_s)
+        began, watch = time.monotonic(), Watch(session, number, sites, patience_s, awaited)
         while not (status := _status(session, number)).startswith("FINISHED"):
             waiting(time.monotonic() - began)
             watch.look(status)
@@ -267,11 +318,14 @@ def run_job(
         said = agreed(_result(session, number, Path(place)), sites, str(job["what"]))
     errors = [one["error"] for one in said.values() if "error" in one]
     if errors:
-        raise WsiFlError(_first_reason(errors))
+        reason = _first_reason(errors)
+        blamed = _NAMED.findall(reason)
+        raise JobFailed(reason, blamed, again=bool(blamed))
     if _failed(status):
-        raise WsiFlError(_without_a_word(number, status))
+        raise JobFailed(_without_a_word(number, status), again=status != "FINISHED:ABORTED")
     if silent := [site for site in sites if site not in said]:
-        raise WsiFlError(f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_GO_ON}")
+        why = f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_GO_ON}"
+        raise JobFailed(why, silent, again=True)
     return said
 
 
@@ -279,7 +333,8 @@ def _status(session: Session, job: str) -> str:
     try:
         return str(session.get_job_status(job))
     except Exception as error:
-        raise WsiFlError(f"the server was lost while job {job} ran ({one_line(error)}); {_GO_ON}") from None
+        why = f"the server was lost while job {job} ran ({one_line(error)}); {_GO_ON}"
+        raise JobFailed(why, again=True) from None
 
 
 def _without_a_word(job: str, status: str) -> str:

@@ -5,7 +5,8 @@ inbox, `<sender>~<place>~<SHA-256>.letter`: the name says nothing else, and tell
 look every few seconds, and delete what they took; beside what they refused they leave an empty `….refused`, so that
 its sender writes it again. A hello stays until its sender leaves: a peer that begins later finds it too. Each inbox has
 an empty file `inbox-<random>`. Only while that is there is a letter that is gone believed to have been collected: a
-share that vanished, or was made anew, has collected nothing.
+share that vanished, or was made anew, has collected nothing. In the folder `_alive` each process that listens keeps one
+empty file, `<site>~<random>`, and gives it another name now and then: a sign of life, by no clock but the reader's own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from math import inf
 from secrets import token_hex
 
 from wsi_fl.hospitals.lines.relayed import MOST_BYTES, Answer
@@ -22,7 +24,7 @@ from wsi_fl.hospitals.lines.share import Entry, Share
 from wsi_fl.hospitals.trust.letters import HELLO, Buffer
 from wsi_fl.types import one_line
 
-_INBOX, _LETTER, _REFUSED = "inbox-", ".letter", ".refused"
+_INBOX, _LETTER, _REFUSED, _ALIVE = "inbox-", ".letter", ".refused", "_alive"
 _FILE = re.compile(
     r"(?P<sender>[A-Za-z0-9][A-Za-z0-9._-]{0,199})~(?P<place>[a-z0-9.]{1,30})~(?P<digest>[0-9a-f]{32})\.letter"
 )
@@ -46,6 +48,7 @@ class FolderLine:
         most_bytes: of a letter; a longer file is deleted without being read.
         pauses_s: the shortest and the longest time between two looks into the folder, in seconds.
         settled_s: how long a file that is not whole may take to become so, before it is judged as it is.
+        beat_s: time between two signs of life, in seconds.
 
     Raises:
         UsageError: when the address can be none, or is a folder of this machine that is not there.
@@ -62,13 +65,14 @@ class FolderLine:
         most_bytes: int = MOST_BYTES,
         pauses_s: tuple[float, float] = (0.05, 4.0),
         settled_s: float = 30.0,
+        beat_s: float = 15.0,
     ) -> None:
         self.trouble = ""
         """What the folder last failed with."""
         self.written_bytes = 0
         """All that was written: letters, as often as they were."""
         self._me, self._topic = me, f"wsi-fl-{topic[:16]}"
-        self._most, self._pauses, self._settled_s = most_bytes, pauses_s, settled_s
+        self._most, self._pauses, self._settled_s, self._beat_s = most_bytes, pauses_s, settled_s, beat_s
         self._looking, self._sending = Share(address), Share(address)
         self._sending.check()
         self._stop, self._beginning = threading.Event(), threading.Lock()
@@ -81,6 +85,8 @@ class FolderLine:
         self._laid: dict[tuple[str, str], set[str]] = {}
         self._met: set[str] = set()
         self._growing: dict[str, tuple[int, float]] = {}
+        self._signs: dict[str, tuple[set[str], float]] = {}
+        self._sign, self._beaten = "", -inf
 
     def listen(self, take: Callable[[Buffer], Answer]) -> None:
         """From now on hand over what lies in this site's inbox, from a thread."""
@@ -113,12 +119,18 @@ class FolderLine:
         """Return "": a folder that is not there now may come back."""
         return ""
 
+    def silent_s(self, site: str) -> float:
+        """Return for how long the sign of life of a site has not changed, as seen from here."""
+        return time.monotonic() - self._signs[site][1] if site in self._signs else inf
+
     def close(self) -> None:
         """Stop listening, and take back the hello; letters that wait for their receivers stay."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_ANSWER_S)
         self._thread = None
+        if self._sign:
+            self._discard(self._sending, _ALIVE, self._sign)
         for to, file in list(self._laid):
             if file.startswith(f"{self._me}~{HELLO}~"):
                 self._discard(self._sending, to, file)
@@ -178,11 +190,30 @@ class FolderLine:
         while not stop.is_set():
             busy = False
             try:
+                self._beat()
                 busy = self._collect(take, stop)
             except Exception as error:
                 self._note(error)
             pause = self._pauses[0] if busy else min(1.5 * pause, self._pauses[1])
             stop.wait(pause)
+
+    def _beat(self) -> None:
+        """Give a sign of life where it is time to, and see those of others; a name that is new is no sign yet."""
+        now = time.monotonic()
+        if now - self._beaten < self._beat_s:
+            return
+        self._beaten = now
+        old, self._sign = self._sign, f"{self._me}~{token_hex(4)}"
+        self._looking.write(b"", self._topic, _ALIVE, self._sign)
+        if old:
+            self._discard(self._looking, _ALIVE, old)
+        there: dict[str, set[str]] = {}
+        for name in self._there(self._looking, _ALIVE):
+            there.setdefault(name.partition("~")[0], set()).add(name)
+        for site, names in there.items():
+            known, _ = self._signs.get(site, (set(), 0.0))
+            if known != names:
+                self._signs[site] = (names, now if known else -inf)
 
     def _collect(self, take: Callable[[Buffer], Answer], stop: threading.Event) -> bool:
         """Look once into the inbox; return whether something was taken or refused."""

@@ -21,9 +21,10 @@ import numpy as np
 from wsi_fl.federation.comm import PeerLate, Traffic, count
 from wsi_fl.federation.documents import NotAgreed, decoded, encoded
 from wsi_fl.federation.message import HEADER_BYTES, NUMBERS, Message, Outgoing, PayloadType, pack, received
+from wsi_fl.hospitals.lines.attendance import Attendance, LeftOut, SiteReturned, SitesGone
 from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, fingerprint
 from wsi_fl.hospitals.trust.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
-from wsi_fl.types import Interrupted, KnownToAll
+from wsi_fl.types import KnownToAll
 
 T = TypeVar("T")
 
@@ -65,13 +66,13 @@ class Line(Protocol):
         """Return why the line will carry nothing any more; "" while it may."""
         ...
 
+    def silent_s(self, site: str) -> float:
+        """Return for how many seconds no sign of life of a site's process came; infinite where none ever did."""
+        ...
+
     def close(self) -> None:
         """Stop listening."""
         ...
-
-
-class SiteReturned(Interrupted):
-    """A peer's process began anew, so that all begin again from their checkpoints."""
 
 
 @dataclass
@@ -98,9 +99,13 @@ class RelayedComm:
         keys: the fingerprint of each site's key, where the plan pins them: no other key speaks for the site.
         waiting: called now and then while this process waits.
         writer: of this process; the same one when it begins again, so that its peers need not. Default: a new one.
+        attendance: who is there, where the others may go on without a site; then `running` becomes those of the
+            session, and a site that falls silent or ends makes every call raise `SitesGone`. By default all of
+            `running` are needed.
 
     Raises:
         PeerLate: when a site did not introduce itself in time.
+        SitesGone: the same, where the others may go on without it.
         KnownToAll: when one brings another plan, version, code or time.
     """
 
@@ -116,6 +121,7 @@ class RelayedComm:
     keys: Mapping[str, str] = field(default_factory=dict)
     waiting: Callable[[], None] | None = None
     writer: Writer | None = None
+    attendance: Attendance | None = None
     line_bytes: int = 0
     """All that was sent: letters with heads and signatures, documents too."""
     refused: list[str] = field(default_factory=list)
@@ -128,6 +134,7 @@ class RelayedComm:
         self.n_sites, self.sites = len(self.names), cast("tuple[int, ...]", (me,))
         self.traffic: dict[int, Traffic] = {me: Traffic()}
         self._others = {self.names[k]: k for k in self.running if k != me}
+        self._invited = set(self._others)
         self._writer = self.writer or Writer(self.identity, since=time.time())
         self._gathered, self._session = 0, ""
         self._met_s, self._steps = time.monotonic(), 0
@@ -218,51 +225,85 @@ class RelayedComm:
             time=self._writer.since,
             version=self.version,
             code=self.code,
+            gone=dict(self.attendance.gone) if self.attendance else {},
         )
         letter = self._writer.hello(said, self.plan)
         self._deliver(HELLO, dict.fromkeys(self._others, letter), self.timeout_s, " to say hello")
         with self._changed:
+            self._wait_for(lambda: self.attendance.lacking() if self.attendance else [], inf, "")
             self._wait_for(
-                lambda: [n for n in self._others if n not in self._peers], self.timeout_s, " to say hello"
+                lambda: [n for n in self._expected() if n not in self._peers],
+                self.timeout_s,
+                " to say hello",
             )
+            self._others = {name: self._others[name] for name in self._expected()}
+            self._peers = {name: self._peers[name] for name in self._others}
+            self.running = tuple(sorted((*self.sites, *self._others.values())))
             hellos = [(name, peer.hello["public"]) for name, peer in self._peers.items()]
             self._session = session_of([*hellos, (self.identity.name, self._writer.public)], self.plan)
+
+    def _expected(self) -> list[str]:
+        """Return the peers of the session that begins."""
+        return self.attendance.expected() if self.attendance else list(self._others)
 
     def _meet(self, letter: Letter) -> Answer:
         """Take a hello: the first one, or that of a process that began anew."""
         said, holder = letter.hello(self.identity.root)
-        known = self._peers.get(holder.name)
-        if known is not None and said["time"] <= known.hello["time"]:
-            return "taken"  # again, or an old one
-        if said["time"] < self._writer.heard.get(holder.name, 0.0):
-            return "taken"  # played back to a later session of this process
-        if holder.name not in self._others:
-            return self._refuse(f"{holder.name} said hello, and takes no part in this run")
-        if self.keys.get(holder.name, fingerprint(said["certificate"])) != fingerprint(said["certificate"]):
-            return self._refuse(f"somebody said hello as {holder.name} with another key than the plan's")
-        ahead = said["time"] - time.time()
-        problem = ""
-        if -ahead > _SKEW_S + self.line.lag_s + self.timeout_s:  # an old one, or a clock that is behind
-            return self._refuse(f"{holder.name} said hello {-ahead / 3600:.1f} h ago by this clock")
-        if ahead > _SKEW_S:
-            problem = f"the clock of {holder.name} is {abs(ahead) / 3600:.1f} h {'ahead' if ahead > 0 else 'behind'}"
-        elif letter.head["session"] != self.plan:
-            problem = f"{holder.name} has approved another plan than {self.identity.name}"
-        elif (said["version"], said["code"]) != (self.version, self.code):
-            problem = (
-                f"{holder.name} has wsi-fl {said['version']} ({said['code'][:8]}), {self.identity.name} has "
-                f"{self.version} ({self.code[:8]})"
-            )
+        name = holder.name
+        known, heard = self._peers.get(name), self._writer.heard.get(name, 0.0)
+        if said["time"] < heard or (known is not None and said["time"] == heard):
+            return "taken"  # again, or one of a process that ended
+        if why := self._stranger(said, holder):
+            return self._refuse(why)
+        problem = self._unlike(said, holder, letter)
+        if problem and self.attendance:  # the others go on without it
+            return self._refuse(problem)
         if problem:
             self._left = KnownToAll(f"{problem}; nothing was trained")
         elif self._session:
-            self._left = SiteReturned(f"site {holder.name} began anew")
+            self._left = SiteReturned(f"site {name} began anew")
         else:
-            self._peers[holder.name] = _Peer(said, holder)
+            self._peers[name] = _Peer(said, holder)
         if not problem:
-            self._writer.heard[holder.name] = said["time"]
+            self._writer.heard[name] = said["time"]
+            self._hear_of_others(said)
         self._changed.notify_all()
         return "taken"
+
+    def _stranger(self, said: Hello, holder: Holder) -> str:
+        """Why a hello is none of this run's; empty where it is one."""
+        name, print_ = holder.name, fingerprint(said["certificate"])
+        behind_s = time.time() - said["time"]
+        if name not in self._invited:
+            return f"{name} said hello, and takes no part in this run"
+        if self.keys.get(name, print_) != print_:
+            return f"somebody said hello as {name} with another key than the plan's"
+        if behind_s > _SKEW_S + self.line.lag_s + self.timeout_s:  # an old one, or a clock that is behind
+            return f"{name} said hello {behind_s / 3600:.1f} h ago by this clock"
+        return ""
+
+    def _unlike(self, said: Hello, holder: Holder, letter: Letter) -> str:
+        """What a peer has otherwise than this site; empty where it is alike."""
+        name, me = holder.name, self.identity.name
+        ahead_s = max([said["time"], *said["gone"].values()]) - time.time()
+        if ahead_s > _SKEW_S:
+            return f"the clock of {name} is {ahead_s / 3600:.1f} h ahead"
+        if letter.head["session"] != self.plan:
+            return f"{name} has approved another plan than {me}"
+        if (said["version"], said["code"]) != (self.version, self.code):
+            return (
+                f"{name} has wsi-fl {said['version']} ({said['code'][:8]}), {me} has {self.version} "
+                f"({self.code[:8]})"
+            )
+        return ""
+
+    def _hear_of_others(self, said: Hello) -> None:
+        """Believe what a peer says of who is gone."""
+        if self.attendance is None:
+            return
+        self.attendance.learn(said["gone"])
+        if self.attendance.left_out(self._writer.since):
+            self._left = LeftOut(f"the others went on without {self.identity.name}, which was silent")
 
     # what arrives
 
@@ -295,7 +336,8 @@ class RelayedComm:
         if key in self._held or key in self._read:
             return "taken"
         if head["place"] == _END:
-            self._left = KnownToAll(f"site {head['sender']} ended the run; its own log says why")
+            why = f"site {head['sender']} ended the run; its own log says why"
+            self._left = SitesGone(why, [head["sender"]]) if self.attendance else KnownToAll(why)
         self._held[key] = letter
         self._changed.notify_all()
         return "taken"
@@ -352,9 +394,9 @@ class RelayedComm:
         while late := missing():
             self._check_over()
             left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._late(late, where, "did not answer")
-            self._changed.wait(min(left, _WAKE_S))
+            if left <= 0 and (silent := self._silent(late)):
+                raise self._late(silent, where, "did not answer")
+            self._changed.wait(min(left, _WAKE_S) if left > 0 else _WAKE_S)
             if self.waiting is not None:
                 self.waiting()
 
@@ -365,9 +407,15 @@ class RelayedComm:
         if over is not None:
             raise over
 
-    def _late(self, late: Sequence[str], where: str, what: str) -> PeerLate:
+    def _silent(self, late: Sequence[str]) -> list[str]:
+        """Return those who gave no sign of life either; where late sites are left out, all who are late."""
+        return [n for n in late if self._lossy or self.line.silent_s(n) >= self.timeout_s]
+
+    def _late(self, late: Sequence[str], where: str, what: str) -> PeerLate | SitesGone:
         last = f"; last refused here: {self.refused[-1]}" if self.refused else ""
         text = f"site {late[0]} {what} for {self.timeout_s:g} s{where} (comm.timeout_s){last}"
+        if self.attendance is not None and not self._lossy:
+            return SitesGone(text, late)
         return PeerLate(text, [self._others[name] for name in late])
 
     # what is sent
@@ -385,7 +433,7 @@ class RelayedComm:
         deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
         with ThreadPoolExecutor(max(1, len(left))) as pool:
             while left:
-                until = min(deadline - time.monotonic(), self.timeout_s)
+                until = min(max(deadline - time.monotonic(), _WAKE_S), self.timeout_s)
                 send = {
                     name: pool.submit(self.line.send, name, place, one, until) for name, one in left.items()
                 }
@@ -396,11 +444,8 @@ class RelayedComm:
                     return
                 if place != _END:
                     self._check_over()
-                if time.monotonic() >= deadline:
-                    name, why = next(iter(failed.items()))
-                    raise self._late(
-                        [name, *(n for n in failed if n != name)], where, f"took nothing ({why})"
-                    )
+                if time.monotonic() >= deadline and (silent := self._silent(list(failed))):
+                    raise self._late(silent, where, f"took nothing ({failed[silent[0]]})")
                 with self._changed:
                     self._changed.wait(pause)
                 pause = min(2 * pause, _PAUSES_S[1])

@@ -295,6 +295,7 @@ def look_lines(looked: Looked) -> Lines:
     yield Line(
         f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
     )
+    yield Line(f"  {said['waits']}")
     yield Table("who takes part", ("site", "real", "allows", "max ε", "δ"), _rows_of_sites(said))
     for site in said["sites"]:
         yield fingerprint_line(site["name"], site["key"] or "not pinned")

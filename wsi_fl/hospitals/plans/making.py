@@ -23,6 +23,7 @@ from wsi_fl.hospitals.plans.code import code_digest, packages
 from wsi_fl.hospitals.plans.contents import Learned, Leaving, learned_by, leaving, shape_of, staying
 from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
+from wsi_fl.report.words import duration
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
@@ -105,6 +106,7 @@ class PlanDocument(TypedDict):
     learns: Learned
     rounds: int
     epochs_per_round: int
+    waits: str
     privacy: Protection
     leaves: list[Leaving]
     stays: list[str]
@@ -172,12 +174,25 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
         "learns": learned,
         "rounds": pipeline.train.rounds,
         "epochs_per_round": pipeline.train.epochs_per_round,
+        "waits": _waits(len(party.names), pipeline),
         "privacy": protection(party),
         "leaves": rows,
         "stays": staying(party),
         "most_bytes": 2 * largest + _ROOM,
         "settings": _settings_of(pipeline),
     }
+
+
+def _waits(n: int, pipeline: Pipeline) -> str:
+    """Say who must be there, how long others wait, and until when."""
+    patience, least = duration(pipeline.comm.timeout_s), pipeline.train.at_least
+    until = f" The last day is {pipeline.train.until}." if pipeline.train.until else ""
+    if least is None:
+        return f"All {n} hospitals are needed; when one is silent for {patience}, training stops.{until}"
+    return (
+        f"A hospital that is silent for {patience} is left out and comes back when it can; the others go on while at "
+        f"least {least} of {n} are there.{until}"
+    )
 
 
 def _settings_of(pipeline: Pipeline) -> str:

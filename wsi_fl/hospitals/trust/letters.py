@@ -60,6 +60,7 @@ class Hello(TypedDict):
         time: seconds since 1970 by its clock.
         version: of wsi-fl.
         code: SHA-256 of the installed package.
+        gone: site → time of the hello of its process that the sender believes gone; see `lines.attendance`.
     """
 
     certificate: Annotated[str, Field(max_length=4000)]
@@ -67,6 +68,7 @@ class Hello(TypedDict):
     time: Annotated[float, Field(ge=0, le=1e11)]
     version: Words
     code: Digest
+    gone: dict[Name, Annotated[float, Field(ge=0, le=1e11)]]
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,10 @@ class Writer:
     since: float = field(default_factory=time.time)
     heard: dict[str, float] = field(default_factory=dict, compare=False)
     _private: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
+
+    def anew(self, after: float = 0.0) -> Writer:
+        """Return a writer that says another hello, later than this one's and than a time, and knows those of others."""
+        return Writer(self.identity, max(time.time(), self.since + 0.001, after + 0.001), self.heard)
 
     @property
     def public(self) -> str:

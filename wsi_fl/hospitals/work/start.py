@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.hospitals.flare.files import STARTED_BY, need_flare, write_flare_files
+from wsi_fl.hospitals.lines.attendance import Attendance, LeftOut, SiteReturned, SitesGone
 from wsi_fl.hospitals.lines.folder_line import FolderLine
-from wsi_fl.hospitals.lines.relayed import SiteReturned
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
 from wsi_fl.hospitals.trust.letters import Writer
@@ -222,7 +223,8 @@ def take_part_by_folder(
         raise UsageError(f"{kit.path}: this kit names no folder; give its address")
     identity = kit.identity()
     plan = approved_plan(study, identity)
-    line = FolderLine(address, identity.name, plan.digest, most_bytes=plan.most_bytes)
+    beat_s = min(15.0, plan.pipeline().comm.timeout_s / 4)
+    line = FolderLine(address, identity.name, plan.digest, most_bytes=plan.most_bytes, beat_s=beat_s)
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
     with alone(study.root / "federation" / f".{identity.name}.lock", busy), kit.alone():
         return _until_done(study, kit, plan, line, without)
@@ -232,11 +234,17 @@ def _until_done(
     study: Study, kit: Kit, plan: Plan, line: FolderLine, without: Sequence[str]
 ) -> dict[str, Any]:
     """Take part, and begin again whenever a peer does."""
-    identity = kit.identity()
+    identity, train = kit.identity(), plan.pipeline().train
     writer, peers = Writer(identity), set(plan.sites) - {identity.name, *without}
-    finished, told = finished_summary(study, plan.digest, plan.sites, without), {""}
+    attendance = None
+    if train.at_least is not None and not without:
+        attendance = Attendance(identity.name, tuple(plan.sites), train.at_least, writer.heard)
+    finished = finished_summary(study, plan.digest, plan.sites, without, goes_on=train.at_least is not None)
+    told = {""}
 
     def notice() -> None:
+        if train.until and date.today().isoformat() > train.until:
+            raise KnownToAll(f"this plan was good until {train.until} (train.until); nothing more is sent")
         if (trouble := line.trouble) not in told:
             told.add(trouble)
             say(f"  {trouble}; it is tried again", "yellow")
@@ -249,10 +257,22 @@ def _until_done(
     while True:
         try:
             return take_part(
-                study, identity, line, without=without, go_on=True, writer=writer, waiting=notice
+                study,
+                identity,
+                line,
+                without=without,
+                go_on=True,
+                writer=writer,
+                waiting=notice,
+                attendance=attendance,
             )
         except SiteReturned as returned:
             say(f"  {returned}; all begin again from their checkpoints")
+        except (SitesGone, LeftOut) as news:
+            say(f"  {news}; those who are there go on", "yellow")
+            assert attendance is not None
+            attendance.note_gone(news.sites if isinstance(news, SitesGone) else ())
+            writer = writer.anew(attendance.gone.get(identity.name, 0.0))
         except KnownToAll as refusal:
             if finished is None:
                 raise

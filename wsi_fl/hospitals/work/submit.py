@@ -12,8 +12,10 @@ from typing import Any
 from wsi_fl.hospitals.flare.files import HEARTBEAT_S, need_flare
 from wsi_fl.hospitals.plans.signed import Plan
 from wsi_fl.hospitals.trust.kit import Kit, look
+from wsi_fl.hospitals.work.taking_part import LAST
 from wsi_fl.learning.counts import Scores
 from wsi_fl.report.between import render_coordinator
+from wsi_fl.report.words import absences
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
@@ -53,10 +55,9 @@ def submit(
     if out is not None and (there := out / _SUMMARY).exists():
         raise UsageError(f"{out} holds the result of {read_json(there).get('run')}; give another folder")
     sites = _taking_part(plan, without)
-    job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
-    said = _run(kit, plan, sites, job, watcher or Silent())
-    scores = _same_scores({site: said[site].pop("scores", None) for site in sites})
-    summary: dict[str, Any] = said[sites[0]]
+    said = _done(kit, plan, sites, resume=resume, without=without, watcher=watcher or Silent())
+    scores = _same_scores({site: one.pop("scores", None) for site, one in said.items()})
+    summary: dict[str, Any] = next(iter(said.values()))
     out = out or _new_result(beside, str(summary["run"]))
     page = out / "report.html"
     write_json(out / _SUMMARY, summary)
@@ -64,6 +65,33 @@ def submit(
         write_json(out / "scores.json", scores)
     write_text(page, render_coordinator(summary, scores))
     return summary | {"out": str(out), "report": str(page)}
+
+
+def _done(
+    kit: Kit, plan: Plan, sites: list[str], *, resume: str | None, without: Sequence[str], watcher: Watcher
+) -> dict[str, Any]:
+    """Return what each hospital said of the job, or of the last one, where a plan goes on by itself."""
+    job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
+    if plan.pipeline().train.at_least is None:
+        return _run(kit, plan, sites, job, watcher)
+    need_flare()
+    from wsi_fl.hospitals.flare import jobs
+    from wsi_fl.hospitals.work.patience import until_done
+
+    asked = any(one["plan"] == plan.digest and one["what"] == "work" for one in _asked_for(kit).values())
+
+    def ask(there: list[str], job: dict[str, Any]) -> dict[str, Any]:
+        awaited = [site for site in sites if site not in there]
+        return _run(kit, plan, there, job, watcher, awaited=awaited)
+
+    return until_done(
+        plan,
+        ask,
+        lambda: jobs.connected(kit),
+        resume=resume or (LAST if asked else None),
+        without=without,
+        watcher=watcher,
+    )
 
 
 def _new_result(beside: Path, run: str) -> Path:
@@ -146,7 +174,15 @@ def abort(kit: Kit, job: str) -> dict[str, Any]:
     return {"aborted": job}
 
 
-def _run(kit: Kit, plan: Plan, sites: list[str], job: dict[str, Any], watcher: Watcher) -> dict[str, Any]:
+def _run(
+    kit: Kit,
+    plan: Plan,
+    sites: list[str],
+    job: dict[str, Any],
+    watcher: Watcher,
+    *,
+    awaited: Sequence[str] = (),
+) -> dict[str, Any]:
     need_flare()
     from wsi_fl.hospitals.flare import jobs
 
@@ -169,7 +205,9 @@ def _run(kit: Kit, plan: Plan, sites: list[str], job: dict[str, Any], watcher: W
 
     patience_s = plan.pipeline().comm.timeout_s + HEARTBEAT_S  # others wait so long for a letter
     try:
-        said = jobs.run_job(kit, sites, job, told=told, waiting=waiting, patience_s=patience_s)
+        said = jobs.run_job(
+            kit, sites, job, told=told, waiting=waiting, patience_s=patience_s, awaited=awaited
+        )
     except WsiFlError as error:
         for number in numbers:
             _note_ended(kit, number, reason=str(error))
@@ -188,6 +226,9 @@ def submitted_lines(document: dict[str, Any]) -> Lines:
     """Say what each hospital spent, and where the result lies."""
     for row in document["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
+    for loss in document["losses"]:
+        yield Line(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
+    yield from (Line(f"  {said}", "yellow") for said in absences(document["sites"]))
     yield Line(f"{document['run']} done in {document['seconds']:.0f} s; next: open {document['report']}")
 
 

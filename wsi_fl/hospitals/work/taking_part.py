@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.documents import Name
+from wsi_fl.hospitals.lines.attendance import Attendance
 from wsi_fl.hospitals.lines.relayed import Line, RelayedComm
 from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.signed import (
@@ -37,7 +39,7 @@ from wsi_fl.stages.training.going_on import (
 )
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
-from wsi_fl.types import NoCommonPlan, UsageError
+from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError
 
 _GREETING_S = 60.0
 LAST = "last"
@@ -55,6 +57,7 @@ def take_part(
     go_on: bool = False,
     writer: Writer | None = None,
     waiting: Callable[[], None] | None = None,
+    attendance: Attendance | None = None,
 ) -> dict[str, Any]:
     """Do a hospital's part of the plan that it has signed, and return the summary that all sites get to know.
 
@@ -67,9 +70,11 @@ def take_part(
         go_on: let the sites agree on the run: the one of this plan that all have, or a new one; `resume` is not read.
         writer: of this process, where it begins again; default: a new one.
         waiting: called now and then while this process waits for others.
+        attendance: who is there, where the sites go on by themselves without one that fell silent, and `without` is
+            not given; default: all others are needed.
 
     Raises:
-        SiteReturned: when a peer's process began anew, so that all begin again.
+        Interrupted: when a peer's process began anew, or fell silent, so that all begin again.
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
     with _told_to_all():
@@ -78,7 +83,10 @@ def take_part(
             _refuse_once_more(study, agreed, identity.name)
         run = _own_run(study, resume) if resume is not None and not go_on else None
     approved = approved_at(study, identity.name)
-    asked = Asked(agreed.name, run, go_on, without, agreed.digest, approved)
+    few = agreed.pipeline().train.at_least is not None
+    asked = Asked(
+        agreed.name, run, go_on, without, begins_without=few, agreement=agreed.digest, approved=approved
+    )
     party = RunContext.of(study, agreed.pipeline(), agreed.method)
     if run is not None:
         began, finished = taken_up(study, asked)
@@ -89,15 +97,23 @@ def take_part(
             return finished
         party = began
     check(party, "mpi", stores=False)
+    least = party.pipeline.train.at_least
     if run is not None:
         note_who_goes_on(party, asked)
         running = running_sites(party)
     else:
-        running = _remaining(party, without if go_on else ())
+        running = _remaining(party, without if go_on or least else ())
+    if least is not None and len(running) < least:
+        raise KnownToAll(f"the plan is for at least {least} hospitals, and this job for {len(running)}")
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
     seconds = party.pipeline.comm.timeout_s
-    comm = _introduced(identity, agreed, running, line, seconds, waiting=waiting, writer=writer)
+    comm = _introduced(
+        identity, agreed, running, line, seconds, waiting=waiting, writer=writer, attendance=attendance
+    )
+    if attendance is not None:
+        away = [name for k, name in enumerate(agreed.sites) if k not in comm.running]
+        asked = replace(asked, without=away, why=f"silent for {seconds:g} s")
     try:
         return ranks.take_part(party, comm, partial(which_run, party, asked))
     finally:
@@ -195,6 +211,7 @@ def _introduced(
     *,
     waiting: Callable[[], None] | None = None,
     writer: Writer | None = None,
+    attendance: Attendance | None = None,
 ) -> RelayedComm:
     """The sites of a plan, once all have said hello."""
     return RelayedComm(
@@ -210,6 +227,7 @@ def _introduced(
         keys=agreed.keys,
         waiting=waiting,
         writer=writer,
+        attendance=attendance,
     )
 
 

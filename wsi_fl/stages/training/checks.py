@@ -65,6 +65,11 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     if refusal := clash(pipeline, traits_of(row)):
         raise UsageError(refusal)
+    least = pipeline.train.at_least
+    if least is not None and not pipeline.train.releases and not 2 <= least <= len(sites):
+        raise UsageError(
+            f"train.at_least = {least}: sites learn together from 2 on, and there are {len(sites)}"
+        )
     # a graph of more hops than a round has room for is refused
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_leave(party)

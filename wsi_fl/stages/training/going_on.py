@@ -16,7 +16,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.documents import Round, Words
+from wsi_fl.federation.documents import Name, Round, Words
 from wsi_fl.runs.run import RunFolder, pipeline_stem
 from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.training.checks import versions
@@ -38,6 +38,8 @@ class Asked:
         run: the one to go on with, once it is `taken_up`; None for a new one, or the last of a plan.
         last: whether the sites go on with the last run of the plan that all of them have, if there is one.
         without: sites to go on without, as if they had been lost.
+        why: they are left out.
+        begins_without: whether a new run may begin without them too, and they may come to it later.
         agreement: SHA-256 of the plan that the hospitals signed; "" where nobody signed.
         approved: when this hospital approved it.
     """
@@ -46,6 +48,8 @@ class Asked:
     run: RunFolder | None = None
     last: bool = False
     without: Sequence[str] = ()
+    why: str = "left out by --without"
+    begins_without: bool = False
     agreement: str = ""
     approved: str = ""
 
@@ -60,28 +64,44 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
     if asked.run is not None:
         return asked.run
     if not asked.last:
-        return _new_run(party, asked, comm)
-    (me,) = comm.sites
+        return _begun(party, asked, comm)
+    me = party.names[comm.sites[0]]
     mine = {run.id: run for run in runs_of_plan(party.study, asked.agreement)}
     has: list[Begun] = [
-        {"identity": identity, "rounds": max(run.site(party.names[me]).checkpoints(), default=0)}
+        {
+            "identity": identity,
+            "rounds": max(run.site(me).checkpoints(), default=0),
+            "lost": [loss["site"] for loss in run.losses()],
+        }
         for identity, run in mine.items()
     ]
-    told = comm.gather([Runs(runs=has)], Runs)
-    chosen = choose_run({party.names[k]: one for k, one in zip(comm.running, told, strict=True)})
+    gathered = comm.gather([Runs(runs=has)], Runs)
+    told = {party.names[k]: one for k, one in zip(comm.running, gathered, strict=True)}
+    chosen = choose_run(told)
     for identity, run in mine.items():
         if identity != chosen:
             run.discard_if_unstarted()
     if chosen:
-        began, _ = taken_up(party.study, replace(asked, run=mine[chosen]))
+        run = mine.get(chosen) or _own_folder(party, asked, chosen)
+        began, _ = taken_up(party.study, replace(asked, run=run))
         require_same(began, party, asked.agreement)
         note_who_goes_on(began, asked)
+        if has_missed(me, told, chosen):
+            run.note_return(me)
         return began.run
-    if asked.without:
+    if asked.without and not asked.begins_without:
         raise KnownToAll(
             "a plan begins with all its sites; leave out --without, or sign a plan of fewer sites"
         )
-    return _new_run(party, asked, comm)
+    return _begun(party, asked, comm)
+
+
+def _begun(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
+    """A new run, without those who are left out."""
+    run = _new_run(party, asked, comm)
+    for name in asked.without if asked.begins_without else ():
+        run.note_loss(name, asked.why)
+    return run
 
 
 def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | None]:
@@ -132,7 +152,7 @@ def note_who_goes_on(party: RunContext, asked: Asked) -> None:
     for name in sorted(lost - set(without)):
         run.note_return(name)
     for name in sorted(set(without) - lost):
-        run.note_loss(name, "left out by --without")
+        run.note_loss(name, asked.why)
 
 
 class Begun(TypedDict):
@@ -140,10 +160,12 @@ class Begun(TypedDict):
 
     Attributes:
         rounds: the newest that the site has a checkpoint of; 0 before the first.
+        lost: sites that the others of the run went on without.
     """
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     rounds: Round
+    lost: list[Name]
 
 
 class Runs(TypedDict):
@@ -163,7 +185,12 @@ def runs_of_plan(study: Study, digest: str) -> list[RunFolder]:
 
 
 def finished_summary(
-    study: Study, agreement: str, sites: Sequence[str], without: Sequence[str] = ()
+    study: Study,
+    agreement: str,
+    sites: Sequence[str],
+    without: Sequence[str] = (),
+    *,
+    goes_on: bool = False,
 ) -> dict[str, Any] | None:
     """Return the summary of a run of a plan that has finished; None where none has.
 
@@ -171,11 +198,15 @@ def finished_summary(
         agreement: SHA-256 of the plan.
         sites: of the plan.
         without: sites whose part nobody waits for.
+        goes_on: whether nobody waits for the part of sites that were lost on the way either.
     """
     wanted = set(sites) - set(without)
     for run in reversed(runs_of_plan(study, agreement)):
         summary = run.summary()
-        if summary is not None and wanted <= {row["site"] for row in summary["sites"]}:
+        if summary is None:
+            continue
+        there = {row["site"] for row in summary["sites"]}
+        if wanted <= there | set(summary["lost"] if goes_on else ()):
             return summary
     return None
 
@@ -183,7 +214,8 @@ def finished_summary(
 def choose_run(told: Mapping[str, Runs]) -> str:
     """Return the id of the run that all sites go on with: the last one that all have; "" to begin a new one.
 
-    A run that is not everywhere is left behind where nobody has finished anything in it. Otherwise a site has lost what
+    A site that the others went on without before it had begun has no part of their run yet, and comes to it. Any other
+    run that is not everywhere is left behind where nobody has finished anything in it. Otherwise a site has lost what
     it had, and a new run would be charged beside it, which nobody does without being told to.
 
     Args:
@@ -193,18 +225,24 @@ def choose_run(told: Mapping[str, Runs]) -> str:
         KnownToAll: when a site has no run in which another has finished rounds.
 
     Example:
-        >>> run = {"identity": "0" * 32, "rounds": 2}
+        >>> run = {"identity": "0" * 32, "rounds": 2, "lost": []}
         >>> choose_run({"C1": {"runs": [run]}, "C2": {"runs": [{**run, "rounds": 1}]}}) == run["identity"]
         True
         >>> choose_run({"C1": {"runs": [{**run, "rounds": 0}]}, "C2": {"runs": []}})
         ''
+        >>> choose_run({"C1": {"runs": [{**run, "lost": ["C2"]}]}, "C2": {"runs": []}}) == run["identity"]
+        True
         >>> choose_run({"C1": {"runs": [run]}, "C2": {"runs": []}})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         wsi_fl.types.KnownToAll: C1 has a run of this plan with 2 rounds, and C2 has not; put its folder back ...
     """
     identities = {site: [one["identity"] for one in has["runs"]] for site, has in told.items()}
-    first = next(iter(identities.values()))
-    everywhere = [one for one in first if all(one in others for others in identities.values())]
+    longest = max(identities.values(), key=len)
+    everywhere = [
+        one
+        for one in longest
+        if all(one in ids or site in _lost_in(one, told) for site, ids in identities.items())
+    ]
     rounds = {
         one: max(run["rounds"] for has in told.values() for run in has["runs"] if run["identity"] == one)
         for one in everywhere
@@ -221,6 +259,52 @@ def choose_run(told: Mapping[str, Runs]) -> str:
                     "spends its ε once more, move that folder out of runs/ everywhere"
                 )
     return ""
+
+
+def has_missed(me: str, told: Mapping[str, Runs], run: str) -> bool:
+    """Return whether a site comes back to a run in which the others finished rounds without it.
+
+    Args:
+        me: the site.
+        told: what each site has.
+        run: the id of the run.
+
+    Example:
+        >>> def at(rounds, *lost): return {"runs": [{"identity": "a", "rounds": rounds, "lost": [*lost]}]}
+        >>> [has_missed("C2", {"C1": at(n, "C2"), "C2": at(2)}, "a") for n in (2, 3)]
+        [False, True]
+    """
+    rounds = {
+        site: max((one["rounds"] for one in has["runs"] if one["identity"] == run), default=0)
+        for site, has in told.items()
+    }
+    lost = _lost_in(run, told)
+    return me in lost and rounds[me] < max((n for site, n in rounds.items() if site not in lost), default=0)
+
+
+def _lost_in(run: str, told: Mapping[str, Runs]) -> set[str]:
+    """The sites that others went on without in a run, as any of them tells."""
+    return {
+        name
+        for site, has in told.items()
+        for one in has["runs"]
+        if one["identity"] == run
+        for name in one["lost"]
+        if name != site
+    }
+
+
+def _own_folder(party: RunContext, asked: Asked, identity: str) -> RunFolder:
+    """Make the folder of a run that others began without this site, with the next number that is free here."""
+    runs, name = party.study.runs, f"{party.name}-{pipeline_stem(asked.pipeline)}"
+
+    def describe(run: RunFolder) -> None:
+        describe_run(party, run, asked, identity)
+
+    for number in range(RunFolder.next_number(runs), 10**9):
+        if run := RunFolder.claim(runs, number, name, identity, describe):
+            return run
+    raise AssertionError
 
 
 class _Proposal(TypedDict):

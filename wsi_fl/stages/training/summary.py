@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
@@ -15,7 +16,12 @@ from wsi_fl.stages.site.party import RunContext
 
 
 class SiteRow(TypedDict):
-    """A site's row of a summary; None also for what a real site keeps to itself."""
+    """A site's row of a summary; None also for what a real site keeps to itself.
+
+    Attributes:
+        rounds: how many it took part in.
+        attended: which: the first and the last round of each stretch.
+    """
 
     site: Name
     epsilon: Amount | None
@@ -29,6 +35,7 @@ class SiteRow(TypedDict):
     batch_size: Count | None
     sigma: Amount | None
     rounds: Round
+    attended: list[Annotated[list[Round], Field(min_length=2, max_length=2)]]
     rejected: Count
     n_train: Count | None
     n_units: Count
@@ -87,7 +94,7 @@ class Summary(TypedDict):
 def row_of(site: Site) -> SummaryRow:
     """Return a site's row, of all rounds, those before a restart too."""
     lines = site.folder.metrics()
-    took_part = sum(line["takes_part"] for line in lines)
+    took_part = [line["round"] for line in lines if line["takes_part"]]
     terms = site.ledger.terms
     sent = site.folder.transfers()
     return {
@@ -102,7 +109,8 @@ def row_of(site: Site) -> SummaryRow:
         "unit": terms.unit,
         "batch_size": site.plan.batch_size if site.plan else None,
         "sigma": site.plan.sigma if site.plan else None,
-        "rounds": took_part,
+        "rounds": len(took_part),
+        "attended": stretches(took_part),
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
         # where patients are protected, how many rows they have is theirs
         "n_train": None if terms.lifetime and terms.unit == "patient" else len(site.train),
@@ -117,6 +125,22 @@ def row_of(site: Site) -> SummaryRow:
         "bytes": sum(line["bytes"] for line in [*lines, *sent]),
         "communication_seconds": None if terms.lifetime else _waited(lines, sent),
     }
+
+
+def stretches(rounds: Sequence[int]) -> list[list[int]]:
+    """Return the first and the last of each stretch of rising rounds without a gap.
+
+    Example:
+        >>> stretches([1, 2, 5, 6, 7, 9])
+        [[1, 2], [5, 7], [9, 9]]
+    """
+    found: list[list[int]] = []
+    for round_ in rounds:
+        if found and round_ == found[-1][1] + 1:
+            found[-1][1] = round_
+        else:
+            found.append([round_, round_])
+    return found
 
 
 def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> float:

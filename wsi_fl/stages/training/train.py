@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.report.words import detected_of, letters
+from wsi_fl.report.words import absences, detected_of, letters
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.site.party import RunContext
@@ -154,6 +154,13 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> dict[str, Any]:
         except launch.SitesLost as lost:
             if not set(running) - set(lost.reasons):
                 raise WsiFlError(f"all sites were lost; continue with `{again}`") from None
+            left, least = len(set(running) - set(lost.reasons)), party.pipeline.train.at_least or 1
+            if left < least:
+                gone = ", ".join(lost.reasons)
+                raise WsiFlError(
+                    f"{gone} was lost, and {left} of at least {least} sites are left (train.at_least); continue with "
+                    f"`{again}`"
+                ) from None
             for name, reason in lost.reasons.items():
                 loss = run.note_loss(name, reason)
                 watcher.say(f"  {name} was lost in round {loss['round']}: {reason}; the others go on")
@@ -180,4 +187,5 @@ def summary_lines(summary: dict[str, Any]) -> Lines:
     for loss in summary["losses"]:
         yield Line(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
         yield Line(f"  it can come back: wsi-fl train --resume {summary['run']}")
+    yield from (Line(f"  {said}", "yellow") for said in absences(summary["sites"]))
     yield Line(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")

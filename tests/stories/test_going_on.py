@@ -1,0 +1,90 @@
+"""Hospitals that go on by themselves over a folder: one is killed, comes late, never comes, or was only slow."""
+
+import json
+
+import pytest
+from test_folder_line import BASE, SITES, Group, charged, start
+
+pytestmark = pytest.mark.slow
+PATIENT = [*BASE[:3], "comm.timeout_s=8", "train.at_least=2"]
+
+
+@pytest.fixture
+def group_of(tmp_path, federation):
+    (tmp_path / "share").mkdir()
+
+    def make(*settings):
+        given = [*PATIENT, *settings]
+        return Group(tmp_path / "group", "proxyfl", given, federation, tmp_path / "share")
+
+    return make
+
+
+def rounds_charged(group, site):
+    return [round_ for round_, _ in charged(group.study(site), site)]
+
+
+def metrics(group, site):
+    lines = (group.run(site) / "sites" / site / "metrics.jsonl").read_text().splitlines()
+    return [(line["round"], line["takes_part"]) for line in map(json.loads, lines)]
+
+
+def test_who_is_killed_for_good_is_left_out_and_nobody_is_asked(group_of, tmp_path):
+    group = group_of()
+    group.jobs[2] |= {"kill": {"where": "_communicate", "round": 2}, "gone": True}
+    start(tmp_path, [group])
+    for site in SITES[:2]:
+        summary = group.result(site)
+        assert summary["lost"] == ["S2"] and summary["losses"][0]["reason"] == "silent for 8 s"
+        assert rounds_charged(group, site) == [1, 2, 3]
+
+
+def test_who_never_comes_is_not_waited_for_longer_than_the_plan_says(group_of, tmp_path):
+    group = group_of()
+    gone = group.jobs.pop()
+    start(tmp_path, [group])
+    for site in SITES[:2]:
+        assert group.result(site)["lost"] == ["S2"]
+        assert rounds_charged(group, site) == [1, 2, 3]
+    # it comes when all is over: the others help it, at no cost of theirs
+    for job in group.jobs:
+        job["until"] = f"{group.root}/S2/result.json"
+    group.jobs.append(gone)
+    start(tmp_path, [group])
+    assert group.result("S2")["lost"] == []
+    assert [rounds_charged(group, site) for site in SITES[:2]] == [[1, 2, 3]] * 2
+    assert rounds_charged(group, "S2") == [3]
+
+
+def test_who_comes_back_in_the_middle_takes_part_again(group_of, tmp_path):
+    group = group_of("train.rounds=12")
+    for job in group.jobs:
+        job |= {"slow_s": 3, "until": f"{group.root}/S2/result.json"}
+    del group.jobs[2]["until"]
+    group.jobs[2] |= {"kill": {"where": "_communicate", "round": 2}, "back_s": 28}
+    start(tmp_path, [group])
+    for site in SITES:
+        assert group.result(site)["lost"] == []
+    for site in SITES[:2]:
+        assert rounds_charged(group, site) == list(range(1, 13)) == [n for n, _ in metrics(group, site)]
+    missed = sorted(set(range(1, 13)) - set(rounds_charged(group, "S2")))
+    assert missed and missed[0] == 3 and missed == list(range(3, missed[-1] + 1)) and missed[-1] < 12
+
+
+def test_who_is_slow_and_alive_is_waited_for(group_of, tmp_path):
+    group = group_of()
+    group.jobs[2]["slow_s"] = 12
+    start(tmp_path, [group])
+    for site in SITES:
+        assert group.result(site)["lost"] == []
+        assert rounds_charged(group, site) == [1, 2, 3]
+        assert not (group.run(site) / "roster.jsonl").exists()
+
+
+def test_below_the_plans_number_all_wait(group_of, tmp_path):
+    group = group_of("train.at_least=3")
+    group.jobs[2]["begins_s"] = 25
+    start(tmp_path, [group])
+    for site in SITES:
+        assert group.result(site)["lost"] == []
+        assert rounds_charged(group, site) == [1, 2, 3]
