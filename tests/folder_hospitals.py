@@ -3,15 +3,19 @@
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
 same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "until", "leaving_s", "end_s",
 "lies", "after", "back_s", "begins_s", "slow_s", "approves"}. Who was killed is started again, as cron would, unless
-it is gone for good.
+it is gone for good. A group may also be {"jobs": the hospitals, "faults": {"seed", "seconds", "share"}}: then somebody
+kills them, stops them, and takes the share away, by dice, and cron calls everybody until all have a summary.
 """
 
 import json
 import os
+import random
 import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +116,59 @@ def start(job, killed=False):
     return pid
 
 
+def torture(jobs, seed, seconds, share):
+    """Let hospitals suffer for some seconds; return the faults that there were."""
+    dice, share = random.Random(seed), Path(share)
+    alive, faults, due = {}, [], dict.fromkeys(range(len(jobs)), 0.0)
+    mended = {}  # fault → when it is over, and what mends it
+    ends, strikes = time.monotonic() + seconds, time.monotonic() + 5
+    while alive or due:
+        time.sleep(0.1)
+        now = time.monotonic()
+        for k in [k for k, at in due.items() if at <= now]:
+            del due[k]
+            alive[start(jobs[k], killed=True)] = k
+        for fault in [fault for fault, (at, _) in mended.items() if at <= now]:
+            mended.pop(fault)[1]()
+        while alive and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            k = alive.pop(ended[0])
+            if os.WIFSIGNALED(ended[1]):
+                due[k] = now + dice.choice((0.5, 3.0, 25.0))
+            elif not all("summary" in _result(job) for job in jobs):
+                due[k] = now + 1.0
+        if now < strikes or now > ends or not alive:
+            continue
+        strikes = now + dice.uniform(1, 6)
+        fault, pid = dice.choice(("kill", "kill", "stop", "cut")), dice.choice(list(alive))
+        if fault == "kill":
+            os.kill(pid, signal.SIGKILL)
+        elif fault == "stop":
+            os.kill(pid, signal.SIGSTOP)
+            mended[pid] = (now + dice.uniform(1, 20), partial(_wake, pid))
+        elif "cut" not in mended:
+            share.rename(share.with_name("away"))
+            mended["cut"] = (now + dice.uniform(1, 15), partial(share.with_name("away").rename, share))
+        faults.append(fault)
+    return faults
+
+
+def _wake(pid):
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _result(job):
+    path = Path(job["study"]) / "result.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def main(groups):
     for jobs in groups:
+        if isinstance(jobs, dict):
+            for job in jobs["jobs"]:
+                (Path(job["study"]) / "result.json").unlink(missing_ok=True)
+            print(json.dumps(torture(jobs["jobs"], **jobs["faults"])))
+            continue
         alive = {start(job): job for job in jobs}
         while alive:
             pid, status = os.wait()

@@ -554,8 +554,9 @@ def start(root, groups):
         str(Path(__file__).parents[1] / "folder_hospitals.py"),
         str(root / "jobs.json"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=False)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout or "null")
 
 
 def worked(root, federation, made):

@@ -1,0 +1,93 @@
+"""Three hospitals over NVIDIA FLARE: processes are killed and stopped by dice, and nobody resumes anything."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from importlib.util import find_spec
+
+import pytest
+from hospitals import Bed
+
+from wsi_fl.privacy.ledger_file import LedgerFile
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'"),
+]
+SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "120")), 60
+SETTINGS = (f"train.rounds={ROUNDS}", "comm.timeout_s=20", "train.batch_size=4", "train.at_least=2")
+
+
+class Cron(threading.Thread):
+    """Starts again what was killed, as systemd does."""
+
+    def __init__(self, bed):
+        super().__init__(daemon=True)
+        self.bed, self.over = bed, threading.Event()
+
+    def run(self):
+        while not self.over.wait(1.0):
+            for name, process in list(self.bed.processes.items()):
+                if process.poll() is not None and not self.over.wait(2.0):
+                    self.bed.start(name, wait=False)
+
+
+def pids(text):
+    out = subprocess.run(["pgrep", "-f", "--", text], capture_output=True, check=False, text=True)
+    return [int(word) for word in out.stdout.split()]
+
+
+def strike(bed, fault, name):
+    """Kill or stop a job, or all of a hospital or of the server; return what mends it."""
+    kit = str(bed.root / "kits" / name)
+    found = bed.job_processes(name) if fault in ("job", "stop") else pids(f"{kit}( |$)")
+    sign = signal.SIGSTOP if fault == "stop" else signal.SIGKILL
+    for pid in found:
+        try:
+            os.kill(pid, sign)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path):
+    bed = Bed(tmp_path, 3)
+    bed.sign("proxyfl", *SETTINGS)
+    dice, suffered = random.Random(1), []
+    with bed.running():
+        cron = Cron(bed)
+        cron.start()
+        process = bed.submitting("--plan", str(bed.root / "S0" / "federation" / "plan.json"))
+        ends = time.monotonic() + SECONDS
+        time.sleep(30)
+        while process.poll() is None and time.monotonic() < ends:
+            fault = dice.choice(("job", "job", "stop", "client", "server"))
+            name = "server" if fault == "server" else dice.choice(bed.sites)
+            found = strike(bed, fault, name)
+            suffered.append((fault, name, len(found)))
+            time.sleep(dice.uniform(3, 12))
+            for pid in found if fault == "stop" else ():
+                try:
+                    os.kill(pid, signal.SIGCONT)
+                except ProcessLookupError:
+                    continue
+            time.sleep(dice.uniform(1, 15))
+        print(suffered)
+        out, err = process.communicate(timeout=600)
+        cron.over.set()
+        cron.join()
+    assert process.returncode == 0, err
+    summary = json.loads(out)
+    print(err, {row["site"]: row["attended"] for row in summary["sites"]}, summary["losses"])
+    assert len(suffered) >= 4
+    assert {row["site"] for row in summary["sites"]} | set(summary["lost"]) == set(bed.sites)
+    assert len(summary["sites"]) >= 2
+    for row in summary["sites"]:
+        book = LedgerFile(bed.study(row["site"]).ledger(row["site"]))
+        paid = [entry.round for entry in book.entries if entry.mechanism]
+        assert len(paid) == len(set(paid)) == row["rounds"]
+    assert max(row["attended"][-1][1] for row in summary["sites"]) == ROUNDS
