@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.hospitals.flare.files import HEARTBEAT_S, need_flare
-from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.plans.signed import Plan, check_withdrawn
 from wsi_fl.hospitals.trust.kit import Kit, look
 from wsi_fl.learning.counts import Scores
 from wsi_fl.report.between import render_coordinator
@@ -150,6 +150,10 @@ def _run(kit: Kit, plan: Plan, sites: list[str], job: dict[str, Any], watcher: W
     need_flare()
     from wsi_fl.hospitals.flare import jobs
 
+    check_withdrawn(plan, kit.identity().root, sites)
+    if reminder := kit.reminder():
+        watcher.say(f"  {reminder}", public=True)
+    job = job | {"withdrawn": kit.withdrawn().text}  # so that every hospital has the newest list
     here = jobs.connected(kit)
     if missing := [site for site in sites if site not in here]:
         raise UsageError(
