@@ -69,10 +69,10 @@ def _stays(site: str, run: dict[str, Any]) -> str:
     if not (gone := run["releases"]):
         return f"{run['run'].split()[0]}: nothing has left"
     kinds, rounds = sorted({one["what"] for one in gone}), [one["round"] for one in gone]
-    spent = "no ε" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
+    spent = "no ε holds" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
     return (
         f"{run['run'].split()[0]}: {', '.join(run['to']) or 'the other sites of its plan'} may hold what {site} "
-        f"released in rounds {min(rounds)} to {max(rounds)} ({len(gone)}: {', '.join(kinds)}; {spent}), and models that "
+        f"released in rounds {min(rounds)} to {max(rounds)} ({len(gone)} in all: {', '.join(kinds)}; {spent}), and models that "
         "learned from it; nothing calls them back"
     )
 

@@ -257,7 +257,8 @@ def _handshake(kit: Kit, connection: socket.socket, host: str) -> Step:
             secured.settimeout(1.0)
             secured.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with suppress(TimeoutError):
-                secured.recv(1)
+                if not secured.recv(1):
+                    raise ConnectionResetError("it closed the connection")
             return Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
         why = f"the server's certificate was refused ({error.verify_message})"
@@ -266,6 +267,6 @@ def _handshake(kit: Kit, connection: socket.socket, host: str) -> Step:
         return Step(
             what,
             False,
-            f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation, and the "
-            "server's clock right?",
+            f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation and not "
+            "withdrawn, and the server's clock right?",
         )

@@ -148,11 +148,11 @@ def abort(kit: Kit, job: str) -> dict[str, Any]:
 
 def _run(kit: Kit, plan: Plan, sites: list[str], job: dict[str, Any], watcher: Watcher) -> dict[str, Any]:
     need_flare()
-    from wsi_fl.hospitals.flare import jobs
-
     check_withdrawn(plan, kit.identity().root, sites)
     if reminder := kit.reminder():
         watcher.say(f"  {reminder}", public=True)
+    from wsi_fl.hospitals.flare import jobs
+
     job = job | {"withdrawn": kit.withdrawn().text}  # so that every hospital has the newest list
     here = jobs.connected(kit)
     if missing := [site for site in sites if site not in here]:
