@@ -92,9 +92,9 @@ def join(
 ) -> None:
     """Put the certificate beside the key; the kit is complete then. Or let a kit take a list of withdrawn ones."""
     from wsi_fl.hospitals.trust.making import join, joined_lines
-    from wsi_fl.hospitals.trust.withdrawing import is_list, list_lines, take_list
+    from wsi_fl.hospitals.trust.withdrawing import list_lines, take_list
 
-    if is_list(file):
+    if file.suffix == ".pem":
         show(take_list(file, kit), as_json, list_lines)
         return
     show(join(file, kit, fingerprint), as_json, joined_lines)
@@ -119,15 +119,16 @@ def plan(
 ) -> None:
     """Write the plan that hospitals sign: what runs, what leaves, what it costs, and what never leaves."""
     from wsi_fl.hospitals.plans.making import made_lines, make_plan
+    from wsi_fl.hospitals.plans.signed import check_withdrawn
+    from wsi_fl.hospitals.trust.root import Root
 
-    keys = {}
-    if kit is not None:
-        from wsi_fl.hospitals.trust.root import Root
-
-        keys = Root.open(kit).keys()
+    root = None if kit is None else Root.open(kit)
+    keys = root.keys() if root else {}
     made = make_plan(
         _study(study), method=method, pipeline_name=pipeline, overrides=overrides or [], out=out, keys=keys
     )
+    if root:
+        check_withdrawn(made, root.trusted, made.sites)
     document = {"plan": str(out), "sha256": made.digest, "sites": made.sites, "most_bytes": made.most_bytes}
     show(document, as_json, made_lines)
 

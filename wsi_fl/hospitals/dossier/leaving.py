@@ -9,7 +9,6 @@ from typing import Any
 from wsi_fl.hospitals.dossier.page import Account, accounts
 from wsi_fl.hospitals.plans.signed import approval_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.privacy.guarantee import epsilon_of, units_of
 from wsi_fl.privacy.ledger_file import LedgerFile, run_id
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.work.console import Line, Lines
@@ -30,55 +29,50 @@ def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -
     runs = [_released(study, site.name, one) for one in accounts(study, site.name, entries, delta, None)]
     if delete_approval:
         approval.unlink(missing_ok=True)
+    signed = (
+        f"{approval} is there: --delete-approval deletes it"
+        if approval.exists()
+        else "no plan is signed here"
+    )
     document = {
-        "format": "wsi-fl leaving",
-        "version": 1,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "site": site.name,
         "federation": kit.document["federation"],
-        "epsilon": epsilon_of(entries, delta) if len(units_of(entries)) == 1 else None,
         "runs": runs,
-        "approval": str(approval) if approval.exists() else None,
+        "says": [
+            *(_stays(site.name, run) for run in runs),
+            f"{signed}; without an approval no run starts",
+            f"keep {study.ledger(site.name)}: whoever uses these patients again must know what was spent",
+            f"have the coordinator say `wsi-fl federation revoke {site.name} --kit FOUNDED`, then delete {kit.path}",
+        ],
     }
-    document["says"] = [
-        *(_stays(site.name, run) for run in runs),
-        f"still signed: {approval}; --delete-approval deletes it, so that no further run starts"
-        if document["approval"]
-        else f"no plan is signed in {study.root}, so no further run starts",
-        f"keep {study.ledger(site.name)}: whoever uses these patients again must know what was spent",
-        f"have the coordinator say `wsi-fl federation revoke {site.name} --kit FOUNDED`, then delete {kit.path}",
-    ]
     write_json(out, document)
     return document
 
 
 def _released(study: Study, site: str, account: Account) -> dict[str, Any]:
     """What left in one run, and which other sites took part in it; of a run that is no longer here nobody knows."""
-    folders = (RunFolder(file.parent) for file in sorted(study.runs.glob("*/config.toml")))
+    folders = (RunFolder(file.parent) for file in study.runs.glob("*/config.toml"))
     run = next((one for one in folders if one.id == run_id(account["run"])), None)
-    others = load_pipeline(run.path / "config.toml").sites or [] if run else []
-    said = {
-        "method": run.manifest["method"] if run else None,
-        "to": [name for name in others if name != site],
-    }
+    names = load_pipeline(run.path / "config.toml").sites or [] if run else []
+    said = {"method": run.manifest["method"] if run else None, "to": [name for name in names if name != site]}
     return account | said | {"releases": [one for one in account["releases"] if one["final"]]}
 
 
 def _stays(site: str, run: dict[str, Any]) -> str:
     """What of a run stays with others, in words."""
-    if not (gone := run["releases"]):
-        return f"{run['run'].split()[0]}: nothing has left"
-    kinds, rounds = sorted({one["what"] for one in gone}), [one["round"] for one in gone]
+    name, gone = run["run"].split()[0], run["releases"]
+    if not gone:
+        return f"{name}: nothing has left"
+    kinds, rounds = ", ".join(sorted({one["what"] for one in gone})), [one["round"] for one in gone]
     spent = "no ε holds" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
     return (
-        f"{run['run'].split()[0]}: {', '.join(run['to']) or 'the other sites of its plan'} may hold what {site} "
-        f"released in rounds {min(rounds)} to {max(rounds)} ({len(gone)} in all: {', '.join(kinds)}; {spent}), and models that "
-        "learned from it; nothing calls them back"
+        f"{name}: {', '.join(run['to']) or 'the other sites'} may hold {len(gone)} releases of {site} ({kinds}; rounds "
+        f"{min(rounds)} to {max(rounds)}; {spent}), and models that learned from them; nothing calls them back"
     )
 
 
 def leaving_lines(document: dict[str, Any]) -> Lines:
     """Say what stays with others, and what to do."""
     yield Line(f"{document['site']} leaves {document['federation']}")
-    for said in document["says"]:
-        yield Line(f"  {said}")
+    yield from (Line(f"  {said}") for said in document["says"])

@@ -46,11 +46,9 @@ _SKEW = timedelta(minutes=10)
 """A certificate holds from a little before it was made, for clocks that are slow."""
 _FLARE_ROLE = {"coordinator": "project_admin"}
 """What FLARE reads of a certificate to know what its holder may do."""
-_KEY_OF = x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672")
-"""The extension of an entry of the list that holds the SHA-256 of the key: a plan pins keys, and a renewed certificate
-has another number than the one before. The identifier is a UUID (ITU-T X.667)."""
-_OCTETS = b"\x04\x20"
-"""How DER begins 32 bytes."""
+_KEY_OF, _OCTETS = x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672"), b"\x04\x20"
+"""The extension of an entry of the list that holds the SHA-256 of the key, for plans pin keys, and how DER begins its
+32 bytes. The identifier is a UUID (ITU-T X.667)."""
 _PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
 
 
@@ -174,10 +172,7 @@ class Withdrawn:
 
 
 def withdrawn(trusted: str) -> Withdrawn:
-    """Return what the list of withdrawn certificates says.
-
-    Args:
-        trusted: PEM.
+    """Return what the list says in a PEM text that is trusted.
 
     Raises:
         NotTrusted: when what follows the root's certificate is no list that the root signed.
@@ -190,7 +185,8 @@ def withdrawn(trusted: str) -> Withdrawn:
         if found.issuer != above.subject or not found.is_signature_valid(_usual(above.public_key(), "it")):
             raise ValueError
         number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-        keys = {_key_of(entry): entry.revocation_date_utc for entry in found}
+        held = ((one, one.extensions.get_extension_for_oid(_KEY_OF).value.public_bytes()) for one in found)
+        keys = {_spelled(digest.removeprefix(_OCTETS)): one.revocation_date_utc for one, digest in held}
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound):
         raise NotTrusted(
             "the list of withdrawn certificates was not signed by this federation's root"
@@ -199,12 +195,7 @@ def withdrawn(trusted: str) -> Withdrawn:
 
 
 def longer_list(trusted: str, root_key: str, more: Mapping[int, str]) -> str:
-    """Return the next list of withdrawn certificates, PEM: that of before, and some more.
-
-    Args:
-        trusted, root_key: PEM.
-        more: the fingerprint of the key of each certificate, by the certificate's number.
-    """
+    """Return the next list, PEM: that of before and more certificates: by number, the fingerprints of their keys."""
     before, above, now = withdrawn(trusted), _certificate(trusted), datetime.now(UTC)
     made = x509.CertificateRevocationListBuilder(above.subject, now - _SKEW, above.not_valid_after_utc)
     made = made.add_extension(x509.CRLNumber(before.number + 1), critical=False)
@@ -215,13 +206,6 @@ def longer_list(trusted: str, root_key: str, more: Mapping[int, str]) -> str:
         entry = x509.RevokedCertificateBuilder(number, now).add_extension(digest, critical=False).build()
         made = made.add_revoked_certificate(entry)
     return made.sign(_private(root_key), SHA256()).public_bytes(Encoding.PEM).decode()
-
-
-def _key_of(entry: x509.RevokedCertificate) -> str:
-    """The fingerprint of the key that an entry of the list is about."""
-    found = entry.extensions.get_extension_for_oid(_KEY_OF).value
-    assert isinstance(found, x509.UnrecognizedExtension)
-    return _spelled(found.value.removeprefix(_OCTETS))
 
 
 def new_key() -> str:

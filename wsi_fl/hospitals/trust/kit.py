@@ -30,11 +30,7 @@ _SOON_DAYS = 30
 
 
 def trusted_in(folder: Path) -> str:
-    """Return what is trusted by the files of a folder (PEM): the root's certificate, and its list where one is there.
-
-    Raises:
-        OSError: when the root's certificate cannot be read.
-    """
+    """Return what is trusted by the files of a folder, PEM; OSError when the root's certificate cannot be read."""
     root, file = ordinary(folder / ROOT).read_text(), folder / LIST
     return f"{root}\n{ordinary(file).read_text()}" if file.exists() else root
 
@@ -99,9 +95,7 @@ class Kit:
         """
         stem, startup = STEM[self.role], self.path / "startup"
         try:
-            key, certificate = (
-                ordinary(startup / name).read_text() for name in (f"{stem}.key", f"{stem}.crt")
-            )
+            key, certificate = [ordinary(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")]
             trusted = trusted_in(startup)
         except OSError as error:
             raise UsageError(
@@ -115,42 +109,29 @@ class Kit:
         return identity
 
     def withdrawn(self) -> Withdrawn:
-        """Return the list of withdrawn certificates that the kit has.
-
-        Raises:
-            NotTrusted: when it is not the root's.
-        """
+        """Return the kit's list of withdrawn certificates; NotTrusted when it is not the root's."""
         return withdrawn(trusted_in(self.path / "startup"))
 
     def take(self, text: str) -> bool:
-        """Keep a list of withdrawn certificates in place of an older one; return whether it was newer.
-
-        Args:
-            text: PEM, wherever it comes from; nothing but the list is kept of it.
+        """Keep a list (PEM, wherever it comes from, and nothing else of it) if it is newer; return whether it is.
 
         Raises:
             NotTrusted: when it is not the root's.
         """
         startup = self.path / "startup"
         found = withdrawn(f"{ordinary(startup / ROOT).read_text()}\n{text}")
-        newer = found.number > self.withdrawn().number
-        if newer:
+        if newer := found.number > self.withdrawn().number:
             write_text(startup / LIST, found.text)
         return newer
 
     def reminder(self) -> str:
-        """Return how to renew a certificate that ends soon; "" where it does not.
-
-        Raises:
-            UsageError: when the kit cannot be used.
-        """
+        """Return how to renew a certificate that ends soon, "" where it does not; UsageError as of `identity`."""
         identity = self.identity()
         left = (verified(identity.certificate, identity.root).until - datetime.now(UTC)).days
-        return (
-            ""
-            if left >= _SOON_DAYS
-            else f"the certificate of {self.name} ends in {left} days: `wsi-fl federation renew --kit {self.path}`"
+        how = (
+            f"the certificate of {self.name} ends in {left} days: `wsi-fl federation renew --kit {self.path}`"
         )
+        return how if left < _SOON_DAYS else ""
 
 
 def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:

@@ -114,17 +114,16 @@ def renew(kit: Path, *, rotate: bool = False) -> dict[str, Any]:
     Raises:
         UsageError: when the kit cannot be used, so that its key vouches for nothing.
     """
-    opened = Kit.open(kit)
+    opened, vouched = Kit.open(kit), None
     name, organization, key = opened.name, str(opened.document["organization"]), _key_file(kit, opened.role)
-    if not rotate:
-        return _asked(kit, new_request(key.read_text(), name, organization), name, opened.role)
-    identity, fresh = opened.identity(), _fresh(key)
-    if not fresh.exists():
-        _write_secret(fresh, new_key())
-    text = new_request(fresh.read_text(), name, organization)
-    signature = identity.sign(_RENEWAL + text.encode()).hex()
-    said = {"certificate": identity.certificate, "signature": signature}
-    return _asked(kit, text, name, opened.role, said)
+    if rotate and not (key := _fresh(key)).exists():
+        _write_secret(key, new_key())
+    text = new_request(key.read_text(), name, organization)
+    if rotate:
+        identity = opened.identity()
+        signature = identity.sign(_RENEWAL + text.encode()).hex()
+        vouched = {"certificate": identity.certificate, "signature": signature}
+    return _asked(kit, text, name, opened.role, vouched)
 
 
 def _asked(
@@ -133,7 +132,7 @@ def _asked(
     """Write the file of a request (PEM)."""
     file = kit / f"request-{name}.json"
     write_json(file, {"format": REQUEST, "version": 1, "role": role, "request": text, "renews": renews})
-    return {"name": name, "file": str(file), "fingerprint": fingerprint(text), "vouched": renews is not None}
+    return {"name": name, "file": str(file), "fingerprint": fingerprint(text)}
 
 
 def _key_file(kit: Path, role: Role) -> Path:
@@ -208,15 +207,11 @@ def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
     if (own := startup / ROOT).exists() and own.read_text() != root:
         raise UsageError(f"{file} is of another federation than {kit}, which was left as it is")
     fresh, gone = _fresh(key), str(document.get("withdrawn", ""))
-    rotates = fresh.exists() and fingerprint(new_request(fresh.read_text(), name, name)) == fingerprint(
-        certificate
-    )
-    _refuse_of_another(
-        file, kit, name, (fresh if rotates else key).read_text(), certificate, f"{root}\n{gone}"
-    )
+    asked = new_request(fresh.read_text(), name, name) if fresh.exists() else root
+    used = fresh if fingerprint(asked) == fingerprint(certificate) else key
+    _refuse_of_another(file, kit, name, used.read_text(), certificate, f"{root}\n{gone}")
     write_text(startup / f"{STEM[role]}.crt", certificate)
-    if rotates:
-        fresh.replace(key)
+    used.replace(key)
     write_text(own, root)
     said = {
         "name": name,
@@ -253,9 +248,9 @@ def provisioned_lines(document: dict[str, Any]) -> Lines:
 
 def requested_lines(document: dict[str, Any]) -> Lines:
     """Say what to send, and what to read out."""
-    vouched = "its key vouches for the new one; plans that name the old key end, so finish their runs first"
-    said = vouched if document.get("vouched") else "read out by telephone, unless the key is known there:"
-    yield Line(f"send {document['file']} to the coordinator; {said}")
+    yield Line(
+        f"send {document['file']} to the coordinator, and read out by telephone, unless it renews one:"
+    )
     yield fingerprint_line("the request", document["fingerprint"])
 
 
@@ -316,15 +311,16 @@ def _refuse_taken(root: Root, document: dict[str, Any], name: str, *, compared: 
     Args:
         compared: whether people have compared fingerprints, as a name needs whose keys were all withdrawn.
     """
-    text, current = str(document["request"]), root.keys().get(name)
-    if current not in (None, fingerprint(text), _vouching(root, document, name)):
+    current = root.keys().get(name)
+    if current in withdrawn(root.trusted).keys:
+        if not compared:
+            raise UsageError(
+                f"the key of {name} was withdrawn; give --fingerprint of the new one, as {name} reads it to you"
+            )
+    elif current not in (None, fingerprint(str(document["request"])), _vouching(root, document, name)):
         raise UsageError(
             f"{name} has a certificate for another key already, which did not sign this request: `wsi-fl federation "
             f"renew --new-key` does; if that key is lost or stolen, say `wsi-fl federation revoke {name}` first"
-        )
-    if current is None and not compared and name in {line["name"] for line in root.issued()}:
-        raise UsageError(
-            f"the key of {name} was withdrawn; give --fingerprint of the new one, as {name} reads it to you"
         )
 
 

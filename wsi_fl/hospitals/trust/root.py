@@ -48,9 +48,8 @@ class Root:
         return read_lines(self.path / "issued.jsonl", _ISSUED)
 
     def keys(self) -> dict[str, str]:
-        """Return the fingerprint of the key of everybody whose certificate is not withdrawn."""
-        gone = withdrawn(self.trusted).keys
-        return {one["name"]: one["fingerprint"] for one in self.issued() if one["fingerprint"] not in gone}
+        """Return the fingerprint of everybody's newest key, by name."""
+        return {one["name"]: one["fingerprint"] for one in self.issued()}
 
     def note(self, certificate: str, line: dict[str, Any]) -> bool:
         """Note a certificate (PEM) that was given; return whether another key of its name was withdrawn by that."""

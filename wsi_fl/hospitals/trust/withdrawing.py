@@ -5,6 +5,7 @@ Everybody keeps the list with the higher number, so nobody can put an older one 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,15 @@ _MOST_BYTES = 1 << 20
 
 
 def revoke(site: str, folder: Path) -> dict[str, Any]:
-    """Withdraw all certificates of a name.
-
-    Args:
-        folder: the founded one.
+    """Withdraw all certificates of a name, by the root in a founded folder.
 
     Raises:
-        UsageError: when the name has no certificate that could be withdrawn.
+        UsageError: when the name has none that could be withdrawn.
     """
-    root = Root.open(folder)
-    if not root.withdraw(site):
-        names = ", ".join(root.keys())
-        raise UsageError(f"{site} has no certificate that could be withdrawn; these have one: {names}")
+    if not Root.open(folder).withdraw(site):
+        raise UsageError(
+            f"{site} has no certificate that could be withdrawn; root/issued.jsonl has all names"
+        )
     return {"site": site} | handed_on(folder)
 
 
@@ -40,14 +38,6 @@ def handed_on(folder: Path) -> dict[str, Any]:
     """Give the root's list to the coordinator's kit in the founded folder; return where the list lies."""
     file, kit = folder / "root" / LIST, folder / COORDINATOR
     return (take_list(file, kit) if kit.is_dir() else {"said": ""}) | {"file": str(file)}
-
-
-def is_list(file: Path) -> bool:
-    """Return whether a file is a list of withdrawn certificates, or says that it is."""
-    try:
-        return "BEGIN X509 CRL" in ordinary(file).read_text(errors="replace")
-    except OSError:
-        return False
 
 
 def take_list(file: Path, kit: Path) -> dict[str, Any]:
@@ -58,44 +48,31 @@ def take_list(file: Path, kit: Path) -> dict[str, Any]:
     """
     opened = Kit.open(kit)
     try:
-        newer = opened.take(file.read_text(errors="replace"))
-    except NotTrusted as error:
-        raise UsageError(f"{file}: {error}; {kit} was left as it is") from None
+        newer = opened.take(ordinary(file).read_text(errors="replace"))
+    except (OSError, NotTrusted) as error:
+        raise UsageError(f"{file}: {one_line(error)}; {kit} was left as it is") from None
     number = opened.withdrawn().number
     said = f"{kit} has list {number} of withdrawn certificates{'' if newer else ', which is not older'}"
     laid = exchange_list(opened, opened.folder) if opened.folder else ""
-    return {"kit": str(kit), "number": number, "newer": newer, "said": "; ".join(filter(None, (said, laid)))}
+    return {"kit": str(kit), "number": number, "newer": newer, "said": f"{said}{laid and f'; {laid}'}"}
 
 
 def exchange_list(kit: Kit, address: str) -> str:
-    """Take a newer list of withdrawn certificates from a shared folder, or lay the kit's own there.
-
-    Returns:
-        What happened, in a line; "" where nothing did.
-    """
-    share, laid = Share(address), ""
+    """Take a newer list of withdrawn certificates from a shared folder, or lay the kit's own there; say which."""
+    share = Share(address)
     try:
-        if LIST in share.entries():
-            laid = share.read(_MOST_BYTES, LIST).decode(errors="replace")
-            if _took(kit, laid):
-                return f"list {kit.withdrawn().number} of withdrawn certificates was taken from the folder"
-        mine = kit.withdrawn()
-        if mine.text in ("", laid):
+        laid = share.read(_MOST_BYTES, LIST).decode(errors="replace") if LIST in share.entries() else ""
+        with suppress(NotTrusted):  # whoever can write to the folder may have laid anything
+            if kit.take(laid):
+                return "a newer list of withdrawn certificates was taken from the folder"
+        if (mine := kit.withdrawn().text) in ("", laid):
             return ""
         if laid:
             share.remove(LIST)
-        share.write(mine.text.encode(), LIST)
-        return f"list {mine.number} of withdrawn certificates was laid into the folder"
+        share.write(mine.encode(), LIST)
+        return "the list of withdrawn certificates was laid into the folder"
     except Exception as error:  # each kind of share fails in its own way
         return f"the folder was not asked for withdrawn certificates: {one_line(error)}"
-
-
-def _took(kit: Kit, laid: str) -> bool:
-    """Whether a list was newer; whoever can write to the folder may have laid anything."""
-    try:
-        return kit.take(laid)
-    except NotTrusted:
-        return False
 
 
 def list_lines(document: dict[str, Any]) -> Lines:
