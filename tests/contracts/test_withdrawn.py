@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import refused
@@ -17,6 +18,7 @@ from wsi_fl.cli.main import app
 from wsi_fl.hospitals.lines.relayed import RelayedComm
 from wsi_fl.hospitals.plans.signed import Plan, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
+from wsi_fl.hospitals.trust import kit as kits
 from wsi_fl.hospitals.trust.certificates import (
     Identity,
     NotTrusted,
@@ -30,7 +32,10 @@ from wsi_fl.hospitals.trust.kit import LIST, ROOT, Kit, look, refuse_withdrawn
 from wsi_fl.hospitals.trust.making import approve_request, join, provision, renew, request
 from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.hospitals.trust.withdrawing import exchange_list, revoke, take_list
-from wsi_fl.types import WsiFlError
+from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work.start import take_part_by_folder
+from wsi_fl.study.folder import Study
+from wsi_fl.types import KnownToAll, WsiFlError
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +161,59 @@ def test_the_list_goes_round_by_the_folder(place):
 
 
 @pytest.fixture(scope="module")
+def processes():
+    pytest.importorskip("nvflare")
+    from wsi_fl.hospitals.flare import processes
+
+    return processes
+
+
+def test_start_takes_the_list_from_the_folder_before_anything_else(place, capfd, monkeypatch):
+    study = Study(place)
+    monkeypatch.setattr(kits, "_SOON_DAYS", 1000)
+    revoke("C2", place / "one")
+    refused(lambda: take_part_by_folder(study, kit(place, "C1")), "C1 has approved no plan")
+    said = capfd.readouterr().err
+    assert "a newer list of withdrawn certificates was taken from the folder" in said
+    assert "the certificate of C1 ends in 729 days" in said
+    refused(lambda: take_part_by_folder(study, kit(place, "C2")), "of C2 was withdrawn on", "needs a new key")
+
+
+@pytest.fixture(scope="module")
+def roles(processes):
+    from wsi_fl.hospitals.flare import roles
+
+    return roles
+
+
+def test_a_job_brings_the_list_and_no_forged_one(place, roles, monkeypatch):
+    monkeypatch.setenv(roles.STUDY, str(place))
+    monkeypatch.setenv(roles.KIT, str(place / "one" / "C1"))
+    engine = SimpleNamespace(get_cell=lambda: None)
+    context = SimpleNamespace(get_engine=lambda: engine, get_job_id=lambda: "job")
+
+    def do(text):
+        job = {"what": "check", "plan": "0" * 64, "withdrawn": text}
+        return roles.Hospital()._do(job, context, None)
+
+    ours, theirs = (Path(revoke("C2", place / name)["file"]).read_text() for name in ("one", "two"))
+    refused(lambda: do(theirs), "not signed by this federation's root", error=NotTrusted)
+    refused(lambda: do(""), "approved no plan", error=KnownToAll)
+    refused(lambda: do(ours), "approved no plan", error=KnownToAll)
+    assert kit(place, "C1").withdrawn().text == ours
+    revoke("C1", place / "one")
+    refused(lambda: do((place / "one" / "root" / LIST).read_text()), "of C1 was withdrawn")
+
+
+def test_the_coordinator_is_told_before_anybody_is_asked(place, monkeypatch):
+    keys = {name: fingerprint(kit(place, name).identity().certificate) for name in ("C1", "C2")}
+    plan = Plan(json.dumps({"sites": [{"name": name, "key": key} for name, key in keys.items()]}))
+    revoke("C2", place / "one")
+    monkeypatch.setattr(submitting, "need_flare", lambda: None)
+    refused(lambda: submitting.submit(kit(place, "coordinator"), plan), "a key of C2 that was withdrawn")
+
+
+@pytest.fixture(scope="module")
 def federation():
     return Federation()
 
@@ -192,14 +250,6 @@ def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once(federation, people
     check_withdrawn(plan, trusted, ["C1"])  # without it a run can be finished
     check_withdrawn(plan, federation.root, plan.sites)
     refused(lambda: check_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")
-
-
-@pytest.fixture(scope="module")
-def processes():
-    pytest.importorskip("nvflare")
-    from wsi_fl.hospitals.flare import processes
-
-    return processes
 
 
 def test_tls_refuses_a_withdrawn_certificate_on_either_side(place, processes):
@@ -251,8 +301,6 @@ def test_a_renewed_certificate_holds_longer_and_needs_no_telephone(place, monkey
         @classmethod
         def now(cls, zone=None):
             return datetime.now(UTC) + timedelta(days=720)
-
-    from wsi_fl.hospitals.trust import kit as kits
 
     for module in (kits, certificates):
         monkeypatch.setattr(module, "datetime", Later)
