@@ -16,7 +16,7 @@ from wires import Federation, Wire
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.lines.relayed import RelayedComm
-from wsi_fl.hospitals.plans.signed import Plan, check_key, check_withdrawn
+from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
 from wsi_fl.hospitals.trust.certificates import (
@@ -101,6 +101,12 @@ def test_every_certificate_of_a_key_is_withdrawn_also_one_of_an_earlier_version(
         "C2 was withdrawn",
         error=NotTrusted,
     )
+
+
+def test_the_key_of_the_root_is_needed_to_withdraw_and_not_to_plan(place):
+    (place / "one" / "root" / "root.key").unlink()
+    assert {"C1", "C2"} <= set(Root.open(place / "one").keys())
+    refused(lambda: revoke("C1", place / "one"), "put the root's key back")
 
 
 def test_lists_that_the_root_did_not_sign_are_refused(place):
@@ -250,6 +256,16 @@ def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once(federation, people
     check_withdrawn(plan, trusted, ["C1"])  # without it a run can be finished
     check_withdrawn(plan, federation.root, plan.sites)
     refused(lambda: check_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")
+
+
+def test_the_approval_of_a_withdrawn_key_does_not_count(federation, people, tmp_path):
+    good, bad, _ = people
+    plan = Plan(json.dumps({"sites": [{"name": one.name} for one in (good, bad)]}))
+    for one in (good, bad):
+        approve(Study(tmp_path), plan, one)
+    assert approvals(Study(tmp_path), plan, federation.root).signed == ("C1", "C2")
+    found = approvals(Study(tmp_path), plan, listed(federation, bad))
+    assert found.signed == ("C1",) and "the certificate of C2 was withdrawn" in found.missing["C2"]
 
 
 def test_tls_refuses_a_withdrawn_certificate_on_either_side(place, processes):

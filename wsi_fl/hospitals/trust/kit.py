@@ -32,7 +32,7 @@ _SOON_DAYS = 30
 def trusted_in(folder: Path) -> str:
     """Return what is trusted by the files of a folder, PEM; OSError when the root's certificate cannot be read."""
     root, file = ordinary(folder / ROOT).read_text(), folder / LIST
-    return f"{root}\n{ordinary(file).read_text()}" if file.exists() else root
+    return f"{root}\n{ordinary(file).read_text(errors='replace')}" if file.exists() else root
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ _ISSUED = {"name": str, "role": str, "fingerprint": str}
 
 @dataclass(frozen=True)
 class Root:
-    """The key and the certificate of a root (PEM), the folder that they lie in, and what they were used for."""
+    """The certificate of a root (PEM), the folder that it lies in, and what its key was used for."""
 
     path: Path
-    key: str
     certificate: str
 
     @staticmethod
@@ -32,10 +31,20 @@ class Root:
         """
         path = folder / "root"
         try:
-            return Root(path, (path / "root.key").read_text(), (path / ROOT).read_text())
+            return Root(path, (path / ROOT).read_text())
         except OSError:
             raise UsageError(
                 f"{folder}: no federation's root/ is in it; give --kit the folder that `provision` made"
+            ) from None
+
+    @property
+    def key(self) -> str:
+        """The key, PEM; UsageError where it is kept elsewhere."""
+        try:
+            return (self.path / "root.key").read_text()
+        except OSError:
+            raise UsageError(
+                f"{self.path / 'root.key'} cannot be read; put the root's key back for this"
             ) from None
 
     @property
@@ -54,7 +63,7 @@ class Root:
     def note(self, certificate: str, line: dict[str, Any]) -> bool:
         """Note a certificate (PEM) that was given; return whether another key of its name was withdrawn by that."""
         key, now = fingerprint(certificate), datetime.now(UTC).isoformat(timespec="seconds")
-        line |= {"fingerprint": key, "serial": f"{serial_number(certificate):x}", "time": now}
+        line = line | {"fingerprint": key, "serial": f"{serial_number(certificate):x}", "time": now}
         append_line(self.path / "issued.jsonl", line)
         return self.withdraw(line["name"], but=key)
 
