@@ -21,7 +21,8 @@ from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import Plan
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import issued_keys, provision
+from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 
@@ -68,7 +69,7 @@ class Bed:
             pipeline_name=self.pipeline,
             overrides=overrides,
             out=file,
-            keys=issued_keys(self.root / "kits"),
+            keys=Root.open(self.root / "kits").keys(),
         )
         for site in by or self.sites:
             looked = look(self.study(site), plan, site)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html import unescape
 
 import pytest
@@ -9,10 +10,11 @@ from conftest import REAL, refused
 from test_plan import Root, hospital, made
 from test_report import Document
 
+from wsi_fl.hospitals.dossier.leaving import leave
 from wsi_fl.hospitals.dossier.page import make_dossier, render
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import document_of
-from wsi_fl.hospitals.plans.signed import plan_path
+from wsi_fl.hospitals.plans.signed import approval_path, approved_plan, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.guarantee import Terms
@@ -256,3 +258,43 @@ def test_the_coordinators_page_says_whom_epsilon_is_about(unit, said, not_said):
     page = words_of(render_coordinator(SUMMARY | {"sites": [row]}, None))
     assert f"ε is about {said}" in page and f"ε is about {not_said}" not in page
     assert "ε is about the patients" not in page
+
+
+def named(kit):
+    """The kit, as `join` would have made it."""
+    return Kit(kit, {**Kit.open(kit).document, "federation": "trial"})
+
+
+def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
+    study, kit, plan, ledger = signed
+    study = type(study)(shutil.copytree(study.root, tmp_path / "study"))
+    approval = approval_path(study, "S0")
+    first = leave(study, named(kit), out=tmp_path / "leaving.json")
+    assert approval.exists() and any(str(approval) in said for said in first["says"])
+    found = leave(study, named(kit), out=tmp_path / "leaving.json", delete_approval=True)
+    assert json.loads((tmp_path / "leaving.json").read_text()) == json.loads(json.dumps(found))
+    assert not approval.exists()
+    refused(lambda: approved_plan(study, Kit.open(kit).identity()), "has approved no plan")
+    (run,) = found["runs"]
+    assert run["plan"] == plan.digest and run["epsilon"] == pytest.approx(ledger.epsilon())
+    assert run["releases"] == []  # noted, and never sent
+    assert found["says"][0] == f"{RUN}: nothing has left"
+    for words in ("no plan is signed here", "keep", "revoke S0"):
+        assert any(words in said for said in found["says"])
+
+
+def test_what_was_sent_stays_with_the_other_sites_of_its_run(signed, tmp_path):
+    study, kit, _, ledger = signed
+    study = type(study)(shutil.copytree(study.root, tmp_path / "study"))
+    copy = PrivacyLedger(study.ledger("S0"), site="S0", run=ledger.run, terms=ledger.terms)
+    copy.sending(3, ledger.released()[-1].split()[1])
+    (study.runs / RUN / "config.toml").write_text('sites = ["S0", "S1", "S2"]\n')
+    manifest = {"id": "a" * 32, "config_sha256": "", "method": "proxyfl"}
+    write_sealed(study.runs / RUN / "manifest.json", manifest)
+    found = leave(study, named(kit), out=tmp_path / "leaving.json")
+    (run,) = found["runs"]
+    assert (run["method"], run["to"], len(run["releases"])) == ("proxyfl", ["S1", "S2"], 1)
+    words = (
+        f"{RUN}: S1, S2 may hold 1 releases of S0 (scores; rounds 3 to 3; ε = {ledger.epsilon():.2f} per row)"
+    )
+    assert found["says"][0].startswith(words)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip 
 SITES = ["C1", "C2"]
 PLAN = SimpleNamespace(
     sites=SITES,
+    keys={},
     digest="ab" * 32,
     method="proxyfl",
     pipeline=lambda: SimpleNamespace(comm=SimpleNamespace(timeout_s=300.0)),

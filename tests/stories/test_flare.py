@@ -2,12 +2,17 @@
 
 import json
 import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
 from hospitals import Bed, digests
 from opened import opening
 
+from wsi_fl.hospitals.demo import free_port
+from wsi_fl.hospitals.trust.kit import LIST, Kit, look
+from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.withdrawing import revoke, take_list
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
@@ -48,3 +53,19 @@ def _nobody_opened_a_file_of_another(bed):
     store = bed.study("S1").store("S1")
     subprocess.run(bed.opened.watched("S0", opening(store)), check=True)
     assert bed.strangers("S0") == [store]
+
+
+def test_the_server_refuses_a_withdrawn_certificate(tmp_path):
+    provision(tmp_path / "kits", federation="trial", server=f"localhost:{free_port()}", sites=["S0", "S1"])
+    revoke("S1", tmp_path / "kits")
+    assert take_list(tmp_path / "kits" / "root" / LIST, tmp_path / "kits" / "server")["newer"]
+    command = [sys.executable, "-m", "wsi_fl", "federation", "start", str(tmp_path / "kits" / "server")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert "listens on port" in server.stderr.readline()
+            steps = {name: list(look(Kit.open(tmp_path / "kits" / name))) for name in ("S0", "S1")}
+        finally:
+            server.terminate()
+    assert [step.ok for step in steps["S0"]] == [True] * 4
+    assert (steps["S1"][-1].what, steps["S1"][-1].ok) == ("mutual TLS", False)
+    assert "the server refused this kit's certificate" in steps["S1"][-1].said

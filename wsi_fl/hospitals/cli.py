@@ -81,16 +81,22 @@ def request(
 
 @app.command()
 def join(
-    file: Annotated[Path, typer.Argument(help="The certificate that the coordinator sent back.")],
+    file: Annotated[
+        Path, typer.Argument(help="The certificate, or withdrawn.pem, that the coordinator sent.")
+    ],
     kit: Annotated[Path, typer.Option(help="The kit that the request was made in.")],
     fingerprint: Annotated[
         str | None, typer.Option(help="The root's, as the coordinator read it out; another one is refused.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Put the certificate beside the key; the kit is complete then."""
+    """Put the certificate beside the key; the kit is complete then. Or let a kit take a list of withdrawn ones."""
     from wsi_fl.hospitals.trust.making import join, joined_lines
+    from wsi_fl.hospitals.trust.withdrawing import list_lines, take_list
 
+    if file.suffix == ".pem":
+        show(take_list(file, kit), as_json, list_lines)
+        return
     show(join(file, kit, fingerprint), as_json, joined_lines)
 
 
@@ -113,15 +119,16 @@ def plan(
 ) -> None:
     """Write the plan that hospitals sign: what runs, what leaves, what it costs, and what never leaves."""
     from wsi_fl.hospitals.plans.making import made_lines, make_plan
+    from wsi_fl.hospitals.plans.signed import check_withdrawn
+    from wsi_fl.hospitals.trust.root import Root
 
-    keys = {}
-    if kit is not None:
-        from wsi_fl.hospitals.trust.making import issued_keys
-
-        keys = issued_keys(kit)
+    root = None if kit is None else Root.open(kit)
+    keys = root.keys() if root else {}
     made = make_plan(
         _study(study), method=method, pipeline_name=pipeline, overrides=overrides or [], out=out, keys=keys
     )
+    if root:
+        check_withdrawn(made, root.trusted, made.sites)
     document = {"plan": str(out), "sha256": made.digest, "sites": made.sites, "most_bytes": made.most_bytes}
     show(document, as_json, made_lines)
 
@@ -351,3 +358,48 @@ def dossier(
 
     made = make_dossier(_study(study), site=site, kit=kit, out=out)
     show(dict(made), as_json, lambda _: [str(out)])
+
+
+@app.command()
+def renew(
+    kit: KitOption,
+    new_key: Annotated[
+        bool, typer.Option("--new-key", help="Ask for another key, which the present one vouches for.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the request that renews the certificate of a kit; the coordinator approves it, and the kit joins again."""
+    from wsi_fl.hospitals.trust.making import renew, requested_lines
+
+    show(renew(kit, rotate=new_key), as_json, requested_lines)
+
+
+@app.command()
+def revoke(
+    site: Annotated[str, typer.Argument(help="Whose certificates are withdrawn.")],
+    kit: Annotated[Path, typer.Option(metavar="DIR", help="The folder that `provision` made.")],
+    as_json: Json = False,
+) -> None:
+    """Withdraw the certificates of a hospital; the list of them is signed by the root, and everybody's kit takes it."""
+    from wsi_fl.hospitals.trust.withdrawing import list_lines, revoke
+
+    show(revoke(site, kit), as_json, list_lines)
+
+
+@app.command()
+def leave(
+    kit: KitOption,
+    study: StudyFolder = None,
+    delete_approval: Annotated[
+        bool, typer.Option("--delete-approval", help="Delete your approval, so that no further run starts.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The file to write, JSON.")] = Path("leaving.json"),
+    as_json: Json = False,
+) -> None:
+    """Write down for your records what you released to whom, what of it stays with others, and what is left to do."""
+    from wsi_fl.hospitals.dossier.leaving import leave, leaving_lines
+    from wsi_fl.hospitals.trust.kit import Kit
+
+    show(
+        leave(_study(study), Kit.open(kit), out=out, delete_approval=delete_approval), as_json, leaving_lines
+    )

@@ -111,7 +111,7 @@ class _ReleaseEntry(TypedDict):
     final: bool
 
 
-class _Account(TypedDict):
+class Account(TypedDict):
     """What a site released in one run, and what that cost.
 
     Attributes:
@@ -149,7 +149,7 @@ class Dossier(TypedDict):
         signed: the sites that have signed the plan.
         missing: the others, and why; None where the federation's root is not here to tell.
         spent: ε of everything released so far, per unit of the plan.
-        group: what that is worth to the patient with the most rows, as in `_Account`.
+        group: what that is worth to the patient with the most rows, as in `Account`.
         cost: what the plan costs, as the hospital saw it when it signed; None where its store was not there.
         warning: why the ledger is not to be believed, as `approve` says it; "" where it is.
     """
@@ -167,7 +167,7 @@ class Dossier(TypedDict):
     cost: dict[str, Any] | None
     warning: str
     network: list[Connection]
-    accounts: list[_Account]
+    accounts: list[Account]
     audits: list[_Audited]
     not_protected: list[str]
     assessment: list[Part]
@@ -223,7 +223,7 @@ def _of(study: Study, plan: Plan, said: PlanDocument, site: SiteFile, kit: Kit |
         "cost": cost,
         "warning": warning,
         "network": connections(kit),
-        "accounts": _accounts(study, site.name, entries, delta, rows),
+        "accounts": accounts(study, site.name, entries, delta, rows),
         "audits": audits,
         "not_protected": not_protected(said, kit, promised),
         "assessment": assessment(said, site, promised, audited=bool(audits)),
@@ -254,9 +254,9 @@ def _missing(study: Study, plan: Plan, missing: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _accounts(
+def accounts(
     study: Study, site: str, entries: Sequence[Entry], delta: float, rows: int | None
-) -> list[_Account]:
+) -> list[Account]:
     """What the site released in each run, the first run first."""
     return [
         _account([entry for entry in entries if entry.run_id == run], delta, _sent(study, site, run), rows)
@@ -264,7 +264,7 @@ def _accounts(
     ]
 
 
-def _account(lines: Sequence[Entry], delta: float, sent: dict[int, int], rows: int | None) -> _Account:
+def _account(lines: Sequence[Entry], delta: float, sent: dict[int, int], rows: int | None) -> Account:
     spent = epsilon_of(lines, delta)
     return {
         "run": lines[0].run,

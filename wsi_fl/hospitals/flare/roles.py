@@ -208,8 +208,8 @@ def _signs_of_life(engine: Any, job: str) -> Iterator[None]:
 class Hospital(Executor):  # type: ignore[misc]
     """A hospital's part of a job, in a process of its own that FLARE's client started.
 
-    A job is {"what": "work", "plan": SHA-256, "resume": RUN or null, "without": [SITE, …]}, or {"what": "check", …},
-    which goes to see every peer and trains nothing.
+    A job is {"what": "work", "plan": SHA-256, "resume": RUN or null, "without": [SITE, …], "withdrawn": list}, or
+    {"what": "check", …}, which goes to see every peer and trains nothing.
     """
 
     def __init__(self) -> None:
@@ -243,7 +243,9 @@ class Hospital(Executor):  # type: ignore[misc]
         return reply
 
     def _do(self, job: Mapping[str, Any], fl_ctx: FLContext, stopped: Signal) -> Outcome:
-        study, identity = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT])).identity()
+        study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
+        kit.take(str(job["withdrawn"]))
+        identity = kit.identity()
         line = _CellLine(fl_ctx.get_engine(), self._arrived, fl_ctx.get_job_id(), stopped)
         asked = str(job["plan"])
         if job["what"] == "check":

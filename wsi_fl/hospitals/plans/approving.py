@@ -26,6 +26,7 @@ from wsi_fl.hospitals.plans.signed import (
     check_code,
     check_key,
     check_promises,
+    check_withdrawn,
     keep_cost,
     shown,
 )
@@ -152,6 +153,7 @@ def sign(study: Study, looked: Looked, identity: Identity) -> Path:
     Raises:
         UsageError: when the identity is not that of the site that looked.
     """
+    check_withdrawn(looked.plan, identity.root, looked.plan.sites)
     check_key(looked.plan, identity.certificate, looked.site)
     if identity.name != looked.site:
         raise UsageError(f"this kit belongs to {identity.name}, but the plan was checked for {looked.site}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -18,7 +18,7 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans.code import code_digest, packages
-from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified
+from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified, withdrawn
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
@@ -255,9 +255,28 @@ def check_key(plan: Plan, certificate: str, site: str) -> None:
     pinned = plan.keys.get(site)
     if pinned is not None and fingerprint(certificate) != pinned:
         raise UsageError(
-            f"the plan names another key of {site} than its certificate here has; ask {site} for its fingerprint by "
-            "telephone"
+            f"the plan names another key of {site} than its certificate here has; a new key needs a new plan, and one "
+            f"that {site} did not ask for needs a telephone call"
         )
+
+
+def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
+    """Refuse to work with a site whose key, as the plan pins it, was withdrawn.
+
+    Args:
+        root: what is trusted, PEM.
+        sites: that take part.
+
+    Raises:
+        UsageError: naming the site.
+    """
+    gone = withdrawn(root).keys
+    for site in sites:
+        if (since := gone.get(plan.keys.get(site, ""))) is not None:
+            raise UsageError(
+                f"the plan names a key of {site} that was withdrawn on {since:%Y-%m-%d}; agree on a new plan, or go on "
+                f"with a run --without {site}"
+            )
 
 
 def check_code(plan: Plan, site: str) -> None:

@@ -2,17 +2,21 @@
 
 Keys never leave the machine they were made on. A hospital sends a request, whoever founded the federation approves it,
 and the hospital puts the certificate beside its key (RFC 2986, RFC 5280). The root's key can name anybody.
+
+The root also signs a numbered list of keys whose certificates it has withdrawn, a CRL (RFC 5280, section 5). What is
+*trusted* is one PEM text: the root's certificate, and after it that list, where there is one.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import padding
 from cryptography.hazmat.primitives.asymmetric.rsa import (
     RSAPrivateKey,
@@ -42,6 +46,9 @@ _SKEW = timedelta(minutes=10)
 """A certificate holds from a little before it was made, for clocks that are slow."""
 _FLARE_ROLE = {"coordinator": "project_admin"}
 """What FLARE reads of a certificate to know what its holder may do."""
+_KEY_OF, _OCTETS = x509.ObjectIdentifier("2.25.226721314452911909386262347428626637672"), b"\x04\x20"
+"""The extension of an entry of the list that holds the SHA-256 of the key, for plans pin keys, and how DER begins its
+32 bytes. The identifier is a UUID (ITU-T X.667)."""
 _PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
 
 
@@ -55,7 +62,8 @@ class Identity:
 
     Attributes:
         name: the site's, as the certificate has it.
-        certificate, root: PEM.
+        certificate: PEM.
+        root: what is trusted, PEM.
     """
 
     name: str
@@ -113,7 +121,8 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
     """Return whom a certificate names, once it is known to be one of the federation that holds now.
 
     Args:
-        certificate, root: PEM.
+        certificate: PEM.
+        root: what is trusted, PEM.
         now: the time it must hold at; default: now.
 
     Raises:
@@ -128,6 +137,10 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
         _named(found.subject, NameOID.COMMON_NAME),
         _named(found.subject, NameOID.ORGANIZATION_NAME),
     )
+    if (since := withdrawn(root).keys.get(fingerprint(certificate))) is not None:
+        raise NotTrusted(
+            f"the certificate of {name} was withdrawn on {since:%Y-%m-%d}; {name} needs a new key"
+        )
     today = now or datetime.now(UTC)
     for one, whose in ((found, name), (above, "the federation's root")):
         if not one.not_valid_before_utc <= today <= one.not_valid_after_utc:
@@ -141,6 +154,58 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
     _usual(above.public_key(), "the federation's root")
     key = _usual(found.public_key(), f"the certificate of {name}")
     return Holder(name, organization, found.not_valid_after_utc, key)
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """The list of withdrawn certificates.
+
+    Attributes:
+        number: of the list; of two the higher holds. 0 where there is none.
+        keys: when each key was withdrawn, by its fingerprint.
+        text: the list and nothing else, PEM; "" where there is none.
+    """
+
+    number: int
+    keys: Mapping[str, datetime]
+    text: str
+
+
+def withdrawn(trusted: str) -> Withdrawn:
+    """Return what the list says in a PEM text that is trusted.
+
+    Raises:
+        NotTrusted: when what follows the root's certificate is no list that the root signed.
+    """
+    root, end, rest = trusted.partition("-----END CERTIFICATE-----")
+    if not rest.strip():
+        return Withdrawn(0, {}, "")
+    try:
+        found, above = x509.load_pem_x509_crl(rest.encode()), _certificate(root + end)
+        if found.issuer != above.subject or not found.is_signature_valid(_usual(above.public_key(), "it")):
+            raise ValueError
+        number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        held = ((one, one.extensions.get_extension_for_oid(_KEY_OF).value.public_bytes()) for one in found)
+        keys = {_spelled(digest.removeprefix(_OCTETS)): one.revocation_date_utc for one, digest in held}
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound):
+        raise NotTrusted(
+            "the list of withdrawn certificates was not signed by this federation's root"
+        ) from None
+    return Withdrawn(number, keys, found.public_bytes(Encoding.PEM).decode())
+
+
+def longer_list(trusted: str, root_key: str, more: Mapping[int, str]) -> str:
+    """Return the next list, PEM: that of before and more certificates: by number, the fingerprints of their keys."""
+    before, above, now = withdrawn(trusted), _certificate(trusted), datetime.now(UTC)
+    made = x509.CertificateRevocationListBuilder(above.subject, now - _SKEW, above.not_valid_after_utc)
+    made = made.add_extension(x509.CRLNumber(before.number + 1), critical=False)
+    for entry in x509.load_pem_x509_crl(before.text.encode()) if before.text else ():
+        made = made.add_revoked_certificate(entry)
+    for number, key in more.items():
+        digest = x509.UnrecognizedExtension(_KEY_OF, _OCTETS + bytes.fromhex(key.replace(":", "")))
+        entry = x509.RevokedCertificateBuilder(number, now).add_extension(digest, critical=False).build()
+        made = made.add_revoked_certificate(entry)
+    return made.sign(_private(root_key), SHA256()).public_bytes(Encoding.PEM).decode()
 
 
 def new_key() -> str:
@@ -202,13 +267,14 @@ def approved(
     """Return the certificate (PEM) for a request.
 
     Args:
-        request, root_key, root: PEM.
+        request, root_key: PEM.
+        root: what is trusted, PEM.
         role: what its holder is.
         hosts: names under which a server is reached.
         days: how long it holds.
 
     Raises:
-        UsageError: when the request was not signed by the key that it is for, or the key has an unusual exponent.
+        UsageError: when the request was not signed by the key that it is for, or the key is withdrawn or unusual.
     """
     try:
         asked, above, private = (
@@ -225,6 +291,8 @@ def approved(
     except NotTrusted as error:
         raise UsageError(str(error)) from None
     name = _named(asked.subject, NameOID.COMMON_NAME)
+    if fingerprint(request) in withdrawn(root).keys:
+        raise UsageError(f"the key of this request was withdrawn; {name} needs a new one, in a new kit")
     subject = [  # of the request nothing but these: whatever else it says could give its holder a role
         x509.NameAttribute(NameOID.COMMON_NAME, name),
         x509.NameAttribute(
@@ -273,10 +341,18 @@ def fingerprint(pem: str) -> str:
         key = (x509.load_pem_x509_csr(pem.encode()) if "REQUEST" in pem else _certificate(pem)).public_key()
     except ValueError:
         raise UsageError("this is neither a certificate nor a request") from None
-    text = (
-        hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest().upper()
+    return _spelled(
+        hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
     )
-    return ":".join(text[k : k + 2] for k in range(0, len(text), 2))
+
+
+def serial_number(certificate: str) -> int:
+    """Return the number that the root gave a certificate (PEM)."""
+    return _certificate(certificate).serial_number
+
+
+def _spelled(digest: bytes) -> str:
+    return digest.hex(":").upper()
 
 
 def _begun(

@@ -16,15 +16,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.hospitals.trust.certificates import Identity, Role, verified
-from wsi_fl.system.files import ordinary, read_json
+from wsi_fl.hospitals.trust.certificates import Identity, Role, Withdrawn, verified, withdrawn
+from wsi_fl.system.files import ordinary, read_json, write_text
 from wsi_fl.system.locks import alone
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
 """How FLARE calls the files of a role."""
+ROOT, LIST = "rootCA.pem", "withdrawn.pem"
+"""The root's certificate, and the certificates that it has withdrawn."""
 _SECONDS = 5.0
 _SOON_DAYS = 30
+
+
+def trusted_in(folder: Path) -> str:
+    """Return what is trusted by the files of a folder, PEM; OSError when the root's certificate cannot be read."""
+    root, file = ordinary(folder / ROOT).read_text(), folder / LIST
+    return f"{root}\n{ordinary(file).read_text(errors='replace')}" if file.exists() else root
 
 
 @dataclass(frozen=True)
@@ -87,19 +95,51 @@ class Kit:
         """
         stem, startup = STEM[self.role], self.path / "startup"
         try:
-            texts = [
-                ordinary(startup / name).read_text() for name in (f"{stem}.key", f"{stem}.crt", "rootCA.pem")
-            ]
+            key, certificate = [ordinary(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")]
+            trusted = trusted_in(startup)
         except OSError as error:
             raise UsageError(
                 f"{self.path}: this kit is incomplete: {error.filename} cannot be read"
             ) from None
-        identity = Identity.load(*texts)
+        identity = Identity.load(key, certificate, trusted)
         if identity.name != self.name:
             raise UsageError(
                 f"{self.path}: this kit says {self.name}, but its certificate belongs to {identity.name}"
             )
         return identity
+
+    def withdrawn(self) -> Withdrawn:
+        """Return the kit's list of withdrawn certificates; NotTrusted when it is not the root's."""
+        return withdrawn(trusted_in(self.path / "startup"))
+
+    def take(self, text: str) -> bool:
+        """Keep a list (PEM, wherever it comes from, and nothing else of it) if it is newer; return whether it is.
+
+        Raises:
+            NotTrusted: when it is not the root's.
+        """
+        startup = self.path / "startup"
+        found = withdrawn(f"{ordinary(startup / ROOT).read_text()}\n{text}")
+        if newer := found.number > self.withdrawn().number:
+            write_text(startup / LIST, found.text)
+        return newer
+
+    def reminder(self) -> str:
+        """Return how to renew a certificate that ends soon, "" where it does not; UsageError as of `identity`."""
+        identity = self.identity()
+        left = (verified(identity.certificate, identity.root).until - datetime.now(UTC)).days
+        how = (
+            f"the certificate of {self.name} ends in {left} days: `wsi-fl federation renew --kit {self.path}`"
+        )
+        return how if left < _SOON_DAYS else ""
+
+
+def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
+    """Let TLS refuse the certificates that the list beside a root's certificate names; return the context."""
+    if (file := root.with_name(LIST)).exists():
+        context.load_verify_locations(file)
+        context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
+    return context
 
 
 @dataclass(frozen=True)
@@ -124,9 +164,8 @@ def look(kit: Kit) -> Iterator[Step]:
         yield Step("certificate", False, str(error))
         return
     until = verified(identity.certificate, identity.root).until
-    left = (until - datetime.now(UTC)).days
-    note = f"; request a new one soon, {left} days are left" if left < _SOON_DAYS else ""
-    yield Step("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note}")
+    note = kit.reminder()
+    yield Step("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}")
     if kit.folder is not None:
         return
     host, port = server_of(kit)
@@ -191,7 +230,7 @@ def server_of(kit: Kit) -> tuple[str, int]:
 def _handshake(kit: Kit, connection: socket.socket, host: str) -> Step:
     """Mutual TLS with the kit's certificate, and a byte more: in TLS 1.3 a server says no after the handshake."""
     startup, stem = kit.path / "startup", STEM[kit.role]
-    context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
+    context = refuse_withdrawn(ssl.create_default_context(cafile=startup / ROOT), startup / ROOT)
     context.load_cert_chain(startup / f"{stem}.crt", startup / f"{stem}.key")
     what = "mutual TLS"
     try:
@@ -199,7 +238,8 @@ def _handshake(kit: Kit, connection: socket.socket, host: str) -> Step:
             secured.settimeout(1.0)
             secured.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with suppress(TimeoutError):
-                secured.recv(1)
+                if not secured.recv(1):
+                    raise ConnectionResetError("it closed the connection")
             return Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
         why = f"the server's certificate was refused ({error.verify_message})"
@@ -208,6 +248,6 @@ def _handshake(kit: Kit, connection: socket.socket, host: str) -> Step:
         return Step(
             what,
             False,
-            f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation, and the "
-            "server's clock right?",
+            f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation and not "
+            "withdrawn, and the server's clock right?",
         )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.hospitals.flare.files import COORDINATOR, SERVER, write_flare_files
 from wsi_fl.hospitals.trust.certificates import (
     Identity,
+    NotTrusted,
     Role,
     approved,
     fingerprint,
@@ -23,17 +23,20 @@ from wsi_fl.hospitals.trust.certificates import (
     new_root,
     request_names,
     verified,
+    withdrawn,
 )
-from wsi_fl.hospitals.trust.kit import STEM, Kit
+from wsi_fl.hospitals.trust.kit import ROOT, STEM, Kit
+from wsi_fl.hospitals.trust.root import Root
+from wsi_fl.hospitals.trust.withdrawing import handed_on, list_lines
 from wsi_fl.stages.work.console import Line, Lines
-from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
+from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError
 
 REQUEST, CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certificate"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _PORT = 8602
-_ISSUED = {"name": str, "role": str, "fingerprint": str}
+_RENEWAL = b"wsi-fl renewal of a certificate, version 1\n"
 
 
 def provision(
@@ -93,28 +96,66 @@ def request(kit: Path, *, name: str, organization: str, role: Role = "hospital")
         UsageError: when the kit has a key already.
     """
     _check_name(name)
-    key_file = kit / "startup" / f"{STEM[role]}.key"
+    key_file = _key_file(kit, role)
     if key_file.exists():
         raise UsageError(
             f"{key_file}: there is a key already; take another --kit, or go on with `federation join`"
         )
-    key = new_key()
-    _write_secret(key_file, key)
-    text = new_request(key, name, organization)
+    _write_secret(key_file, new_key())
+    return _asked(kit, new_request(key_file.read_text(), name, organization), name, role)
+
+
+def renew(kit: Path, *, rotate: bool = False) -> dict[str, Any]:
+    """Write a request for a further certificate of a kit.
+
+    Args:
+        rotate: for a new key, which the kit's present one vouches for; it is used as soon as its certificate is here.
+
+    Raises:
+        UsageError: when the kit cannot be used, so that its key vouches for nothing.
+    """
+    opened, vouched = Kit.open(kit), None
+    name, organization, key = opened.name, str(opened.document["organization"]), _key_file(kit, opened.role)
+    if rotate and not (key := _fresh(key)).exists():
+        _write_secret(key, new_key())
+    text = new_request(key.read_text(), name, organization)
+    if rotate:
+        identity = opened.identity()
+        signature = identity.sign(_RENEWAL + text.encode()).hex()
+        vouched = {"certificate": identity.certificate, "signature": signature}
+    return _asked(kit, text, name, opened.role, vouched)
+
+
+def _asked(
+    kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Write the file of a request (PEM)."""
     file = kit / f"request-{name}.json"
-    write_json(file, {"format": REQUEST, "version": 1, "role": role, "request": text})
+    write_json(file, {"format": REQUEST, "version": 1, "role": role, "request": text, "renews": renews})
     return {"name": name, "file": str(file), "fingerprint": fingerprint(text)}
+
+
+def _key_file(kit: Path, role: Role) -> Path:
+    return kit / "startup" / f"{STEM[role]}.key"
+
+
+def _fresh(key: Path) -> Path:
+    """Where a key lies that takes the place of another one once its certificate is here."""
+    return key.with_suffix(".next.key")
 
 
 def approve_request(file: Path, folder: Path, expected: str | None = None) -> dict[str, Any]:
     """Sign a request with the federation's root, and write the certificate beside it.
+
+    Where a name gets another key, the one before is withdrawn.
 
     Args:
         folder: that `provision` made.
         expected: the fingerprint that the hospital read out; "" or None where it was not compared.
 
     Raises:
-        UsageError: when it is no request, the fingerprint is another one, or the name is taken by another key.
+        UsageError: when it is no request, the fingerprint is another one, the key was withdrawn, or the name is taken
+            by another key that has not signed the request.
     """
     document = _document(file, REQUEST)
     text, role = str(document["request"]), _role(document)
@@ -125,35 +166,19 @@ def approve_request(file: Path, folder: Path, expected: str | None = None) -> di
         raise UsageError(
             f"{file}: its fingerprint is {found}, not the one that was read out; ask {name} again"
         )
-    root_folder = folder / "root"
-    try:
-        key, root = (root_folder / "root.key").read_text(), (root_folder / "rootCA.pem").read_text()
-    except OSError:
-        raise UsageError(
-            f"{folder}: no federation's root/ is in it; give --kit the folder that `provision` made"
-        ) from None
-    federation = dict(read_json(root_folder / "federation.json"))
-    issued = root_folder / "issued.jsonl"
-    _refuse_taken(read_lines(issued, _ISSUED), name, role, found)
+    root = Root.open(folder)
+    federation = dict(read_json(root.path / "federation.json"))
+    _refuse_name(name, role)
+    _refuse_taken(root, document, name, compared=bool(expected))
     hosts = (_address(federation["server"])[0], name) if role == "server" else ()
-    certificate = approved(text, key, root, role=role, hosts=hosts)
-    target = file.parent / f"certificate-{name}.json"
-    write_json(
-        target,
-        {
-            "format": CERTIFICATE,
-            "version": 1,
-            "name": name,
-            "role": role,
-            "organization": organization,
-            "certificate": certificate,
-            "root": root,
-            **federation,
-        },
-    )
-    line = {"name": name, "role": role, "organization": organization, "fingerprint": found}
-    append_line(issued, line | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
-    return line | {"file": str(target), "root_fingerprint": fingerprint(root)}
+    certificate = approved(text, root.key, root.trusted, role=role, hosts=hosts)
+    line = {"name": name, "role": role, "organization": organization}
+    withdrew = root.note(certificate, line)
+    target, gone = file.parent / f"certificate-{name}.json", withdrawn(root.trusted).text
+    said = {"format": CERTIFICATE, "version": 1, "certificate": certificate, "root": root.certificate}
+    write_json(target, said | line | {"withdrawn": gone} | federation)
+    known = {"fingerprint": found, "file": str(target), "root_fingerprint": fingerprint(root.certificate)}
+    return line | known | {"withdrew": handed_on(folder) if withdrew else None}
 
 
 def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
@@ -174,15 +199,20 @@ def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
         raise UsageError(
             f"{file}: the root's fingerprint is {found}, not the one that was read out; do not join"
         )
-    startup, stem = kit / "startup", STEM[role]
-    key = startup / f"{stem}.key"
+    startup, certificate, key = kit / "startup", str(document["certificate"]), _key_file(kit, role)
     if not key.exists():
         raise UsageError(
             f"{kit}: no key is here; make one with `wsi-fl federation request`, and send the request"
         )
-    _refuse_of_another(file, kit, name, key.read_text(), str(document["certificate"]), root)
-    write_text(startup / f"{stem}.crt", str(document["certificate"]))
-    write_text(startup / "rootCA.pem", root)
+    if (own := startup / ROOT).exists() and own.read_text() != root:
+        raise UsageError(f"{file} is of another federation than {kit}, which was left as it is")
+    fresh, gone = _fresh(key), str(document.get("withdrawn", ""))
+    asked = new_request(fresh.read_text(), name, name) if fresh.exists() else root
+    used = fresh if fingerprint(asked) == fingerprint(certificate) else key
+    _refuse_of_another(file, kit, name, used.read_text(), certificate, f"{root}\n{gone}")
+    write_text(startup / f"{STEM[role]}.crt", certificate)
+    used.replace(key)
+    write_text(own, root)
     said = {
         "name": name,
         "role": role,
@@ -191,7 +221,9 @@ def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
     }
     reached = {key: document[key] for key in ("server", "folder") if key in document}
     write_json(kit / "federation.json", said | reached)
-    identity = Kit.open(kit).identity()
+    joined = Kit.open(kit)
+    joined.take(gone)
+    identity = joined.identity()
     if "server" in reached:
         host, port = _address(str(reached["server"]))
         federation = str(document["federation"])
@@ -216,7 +248,9 @@ def provisioned_lines(document: dict[str, Any]) -> Lines:
 
 def requested_lines(document: dict[str, Any]) -> Lines:
     """Say what to send, and what to read out."""
-    yield Line(f"send {document['file']} to the coordinator, and read out by telephone:")
+    yield Line(
+        f"send {document['file']} to the coordinator, and read out by telephone, unless it renews one:"
+    )
     yield fingerprint_line("the request", document["fingerprint"])
 
 
@@ -226,6 +260,9 @@ def approved_lines(document: dict[str, Any]) -> Lines:
     yield fingerprint_line(document["name"], document["fingerprint"])
     yield Line(f"send {document['file']} back, and read out:")
     yield fingerprint_line("the root", document["root_fingerprint"])
+    if document["withdrew"]:
+        yield Line("its key of before is withdrawn; plans that name it need new ones", "yellow")
+        yield from list_lines(document["withdrew"])
 
 
 def joined_lines(document: dict[str, Any]) -> Lines:
@@ -261,16 +298,41 @@ def _refuse_of_another(file: Path, kit: Path, name: str, key: str, certificate: 
         )
 
 
-def _refuse_taken(issued: Sequence[dict[str, Any]], name: str, role: Role, found: str) -> None:
-    """Refuse a name that is another's, and a second server or coordinator; the same key may ask again."""
+def _refuse_name(name: str, role: Role) -> None:
+    """Refuse a second server or coordinator, and hospitals that are called so."""
     reserved = {SERVER: "server", COORDINATOR: "coordinator"}
     if reserved.get(name, "hospital") != role:
         raise UsageError(f"{name!r} cannot be the name of a {role} in a federation")
-    if any(line["name"] == name and line["fingerprint"] != found for line in issued):
+
+
+def _refuse_taken(root: Root, document: dict[str, Any], name: str, *, compared: bool) -> None:
+    """Refuse a name that is another key's, unless that key signed the request; the same key may ask again.
+
+    Args:
+        compared: whether people have compared fingerprints, as a name needs whose keys were all withdrawn.
+    """
+    current = root.keys().get(name)
+    if current in withdrawn(root.trusted).keys:
+        if not compared:
+            raise UsageError(
+                f"the key of {name} was withdrawn; give --fingerprint of the new one, as {name} reads it to you"
+            )
+    elif current not in (None, fingerprint(str(document["request"])), _vouching(root, document, name)):
         raise UsageError(
-            f"{name} has a certificate for another key already; to give it a new key, delete its line from "
-            "root/issued.jsonl"
+            f"{name} has a certificate for another key already, which did not sign this request: `wsi-fl federation "
+            f"renew --new-key` does; if that key is lost or stolen, say `wsi-fl federation revoke {name}` first"
         )
+
+
+def _vouching(root: Root, document: dict[str, Any], name: str) -> str:
+    """The fingerprint of the key that signed a request in the name of its holder; "" where none did."""
+    signed, text = document.get("renews") or {}, str(document["request"])
+    try:
+        holder = verified(str(signed["certificate"]), root.trusted)
+        holder.check(bytes.fromhex(str(signed["signature"])), _RENEWAL + text.encode())
+    except (KeyError, TypeError, ValueError, NotTrusted):
+        return ""
+    return fingerprint(str(signed["certificate"])) if holder.name == name else ""
 
 
 def _role(document: dict[str, Any]) -> Role:
@@ -302,17 +364,3 @@ def _write_secret(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_text(path, text)
     path.chmod(0o600)
-
-
-def issued_keys(folder: Path) -> dict[str, str]:
-    """Return the fingerprint of the newest key of every hospital that a founded federation has given a certificate.
-
-    Raises:
-        UsageError: when no federation was founded in the folder.
-    """
-    file = folder / "root" / "issued.jsonl"
-    if not file.exists():
-        raise UsageError(f"{folder}: no federation was founded here; give the folder that `provision` made")
-    return {
-        line["name"]: line["fingerprint"] for line in read_lines(file, _ISSUED) if line["role"] == "hospital"
-    }

@@ -19,6 +19,7 @@ from wsi_fl.hospitals.lines.folder_line import FolderLine
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
 from wsi_fl.hospitals.trust.letters import Writer
+from wsi_fl.hospitals.trust.withdrawing import exchange_list
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
@@ -53,7 +54,8 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
         raise UsageError(f"{kit.path}: a coordinator has nothing to start; use submit, status and abort")
     if (study is None) != (kit.role == "server"):
         raise UsageError("a hospital's kit needs --study DIR; a server's kit takes no --study")
-    kit.identity()
+    if reminder := kit.reminder():
+        told(reminder)
     with kit.alone():
         _run(kit, study, told)
 
@@ -221,6 +223,9 @@ def take_part_by_folder(
     address = folder or kit.folder
     if address is None:
         raise UsageError(f"{kit.path}: this kit names no folder; give its address")
+    for said in (exchange_list(kit, address), kit.reminder()):
+        if said:
+            say(f"  {said}", "yellow")
     identity = kit.identity()
     plan = approved_plan(study, identity)
     beat_s = min(15.0, plan.pipeline().comm.timeout_s / 4)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.hospitals.flare.files import HEARTBEAT_S, need_flare
-from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.plans.signed import Plan, check_withdrawn
 from wsi_fl.hospitals.trust.kit import Kit, look
 from wsi_fl.hospitals.work.taking_part import LAST
 from wsi_fl.learning.counts import Scores
@@ -184,8 +184,12 @@ def _run(
     awaited: Sequence[str] = (),
 ) -> dict[str, Any]:
     need_flare()
+    check_withdrawn(plan, kit.identity().root, sites)
+    if reminder := kit.reminder():
+        watcher.say(f"  {reminder}", public=True)
     from wsi_fl.hospitals.flare import jobs
 
+    job = job | {"withdrawn": kit.withdrawn().text}  # so that every hospital has the newest list
     here = jobs.connected(kit)
     if missing := [site for site in sites if site not in here]:
         raise UsageError(

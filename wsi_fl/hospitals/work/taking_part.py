@@ -23,6 +23,7 @@ from wsi_fl.hospitals.plans.signed import (
     approved_plan,
     check_code,
     check_promises,
+    check_withdrawn,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.letters import Writer
@@ -214,6 +215,8 @@ def _introduced(
     attendance: Attendance | None = None,
 ) -> RelayedComm:
     """The sites of a plan, once all have said hello."""
+    with _told_to_all():
+        check_withdrawn(agreed, identity.root, [agreed.sites[k] for k in running])
     return RelayedComm(
         identity,
         agreed.sites,
