@@ -1,6 +1,7 @@
-"""What every process of NVIDIA FLARE is given: it asks for the right server, and ends with whoever started it.
+"""What every process of NVIDIA FLARE is given: the way to the right server, and an end with whoever started it.
 
-FLARE 2.9 looks at no name in certificates, and nobody would be there to end what goes on after its parent.
+FLARE 2.9 looks at no name in certificates, knows no proxy and reads no IPv6 address, and nobody would be there to end
+what goes on after its parent.
 """
 
 from __future__ import annotations
@@ -8,18 +9,40 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 from ssl import SSLContext
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
-from nvflare.fuel.f3.drivers import net_utils
+import aiohttp
+from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
+
+from wsi_fl.hospitals.trust.way import bracketed, proxy_to
 
 _LOOK_S = 0.25
-_made = net_utils.get_ssl_context
+_made, _connect = net_utils.get_ssl_context, aio_http_driver.AioHttpDriver.connect
 
 
-def check_names() -> None:
-    """Let every connection of this process to a server fail whose certificate is not for the host that is called."""
+def find_the_way() -> None:
+    """Let this process connect to servers as `federation check` does.
+
+    It goes through the proxy that the environment names, also to an IPv6 address, and every connection fails to a
+    server whose certificate is not for the host that is called.
+    """
     net_utils.get_ssl_context = _checking
+    aio_http_driver.AioHttpDriver.connect = _connecting
+
+
+def _connecting(driver: Any, connector: Any) -> None:
+    """Connect a driver to the server of its URL."""
+    server = urlsplit(connector.params["url"])
+    host = server.hostname or ""
+    connector.params |= {"host": bracketed(host), "port": server.port}
+    proxy = proxy_to(host)
+    session = partial(aiohttp.ClientSession, proxy=proxy.url if proxy else None)
+    aio_http_driver.aiohttp = SimpleNamespace(**vars(aiohttp) | {"ClientSession": session})
+    _connect(driver, connector)
 
 
 def _checking(params: dict[str, Any], ssl_server: bool) -> SSLContext | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from wsi_fl.hospitals.trust.certificates import (
     verified,
 )
 from wsi_fl.hospitals.trust.kit import STEM, Kit
+from wsi_fl.hospitals.trust.way import DEFAULT_PORT, address_of, bracketed
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
 from wsi_fl.types import UsageError
@@ -32,7 +34,6 @@ from wsi_fl.types import UsageError
 REQUEST, CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certificate"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
-_PORT = 8602
 _ISSUED = {"name": str, "role": str, "fingerprint": str}
 
 
@@ -48,7 +49,7 @@ def provision(
 
     Args:
         folder: a new one, which holds the root's key in `root/`; keep that part offline.
-        server: "host:port" under which hospitals reach the server.
+        server: "host", "host:port" or "[IPv6]:port" under which hospitals reach the server.
         shared_folder: address of a folder that all can reach, where no server joins them.
         sites: hospitals of a test bed, whose kits are made here too, keys and all.
 
@@ -68,7 +69,7 @@ def provision(
     root = new_root(root_key, federation)
     _write_secret(folder / "root" / "root.key", root_key)
     write_text(folder / "root" / "rootCA.pem", root)
-    reached = {"server": f"{host}:{port}"} if server else {"folder": shared_folder}
+    reached = {"server": f"{bracketed(host)}:{port}"} if server else {"folder": shared_folder}
     write_json(folder / "root" / "federation.json", {"federation": federation, **reached})
     members: list[tuple[str, Role]] = [(COORDINATOR, "coordinator"), *[(site, "hospital") for site in sites]]
     if server:
@@ -282,10 +283,13 @@ def _role(document: dict[str, Any]) -> Role:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.partition(":")
-    if not _HOST.fullmatch(host) or (port and not port.isdigit()):
-        raise UsageError(f"{text!r} is no address; write it as host:port, for example fl.example.org:{_PORT}")
-    return host, int(port or _PORT)
+    with suppress(ValueError):
+        host, port = address_of(text)
+        if ":" in host or _HOST.fullmatch(host):
+            return host, port
+    raise UsageError(
+        f"{text!r} is no address; write it as host:port, for example fl.example.org:{DEFAULT_PORT}"
+    )
 
 
 def _check_name(name: str) -> None:
