@@ -44,7 +44,17 @@ def proxying(folder, password=None):
         "--port-file",
         str(told),
     ]
-    command += ["--num-workers", "1", "--num-acceptors", "1", "--threaded", "--plugins", "rules.Rules"]
+    command += [
+        "--num-workers",
+        "1",
+        "--num-acceptors",
+        "1",
+        "--threaded",
+        "--timeout",
+        "90",
+        "--plugins",
+        "rules.Rules",
+    ]
     command += ["--basic-auth", f"user:{password}"] if password else []
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out)

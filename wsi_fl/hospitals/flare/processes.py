@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from ssl import SSLContext
 from types import SimpleNamespace
@@ -40,9 +42,16 @@ def _connecting(driver: Any, connector: Any) -> None:
     host = server.hostname or ""
     connector.params |= {"host": bracketed(host), "port": server.port}
     proxy = proxy_to(host)
-    session = partial(aiohttp.ClientSession, proxy=proxy.url if proxy else None)
-    aio_http_driver.aiohttp = SimpleNamespace(**vars(aiohttp) | {"ClientSession": session})
+    way = {"proxy": f"http://{proxy}", "proxy_headers": proxy.headers} if proxy else {}
+    aio_http_driver.aiohttp = SimpleNamespace(**vars(aiohttp) | {"ClientSession": partial(_session, way)})
     _connect(driver, connector)
+
+
+@asynccontextmanager
+async def _session(way: Mapping[str, Any]) -> AsyncIterator[SimpleNamespace]:
+    """What the driver takes of aiohttp's session; with the password in a header, no error and no log can tell it."""
+    async with aiohttp.ClientSession() as session:
+        yield SimpleNamespace(ws_connect=partial(session.ws_connect, **way))
 
 
 def _checking(params: dict[str, Any], ssl_server: bool) -> SSLContext | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from ipaddress import ip_address
 from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass
 
 from wsi_fl.types import WsiFlError, one_line
 
@@ -54,7 +54,7 @@ class Proxy:
     """An HTTP proxy.
 
     Attributes:
-        url: with its user and password, for whoever connects through it; never to be shown.
+        url: with its user and password; never to be shown.
     """
 
     url: str = field(repr=False)
@@ -71,19 +71,24 @@ class Proxy:
                 return parts.hostname, parts.port or 80
         raise WsiFlError(f"HTTPS_PROXY names no proxy that can be used; {_WRITE}")
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What tells the proxy who asks, where its address has a user."""
+        parts = urlsplit(self.url)
+        if parts.username is None:
+            return {}
+        user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        return {"Proxy-Authorization": f"Basic {b64encode(user.encode()).decode()}"}
+
     def connected(self, host: str, port: int) -> socket.socket:
         """Return a connection to a host through this proxy.
 
         Raises:
             WsiFlError: in one line that says what stands in the way.
         """
-        parts, known = urlsplit(self.url), f"the proxy {self} (HTTPS_PROXY)"
-        headers = {"Host": f"{bracketed(host)}:{port}"}
-        if parts.username is not None:
-            user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            headers["Proxy-Authorization"] = f"Basic {b64encode(user.encode()).decode()}"
+        known = f"the proxy {self} (HTTPS_PROXY)"
         way = HTTPConnection(*self._place(), timeout=_SECONDS)
-        way.set_tunnel(bracketed(host), port, headers)
+        way.set_tunnel(bracketed(host), port, {"Host": f"{bracketed(host)}:{port}", **self.headers})
         try:
             way.connect()
         except (OSError, HTTPException) as error:
@@ -108,7 +113,7 @@ def _refused(code: str, host: str, port: int, error: Exception) -> str:
 def proxy_to(host: str) -> Proxy | None:
     """Return the proxy of `HTTPS_PROXY` to a host; None where there is none, or `NO_PROXY` leaves the host out."""
     url = getproxies_environment().get("https", "")
-    if not url or proxy_bypass_environment(host):
+    if not url or proxy_bypass(host):
         return None
     return Proxy(url if "://" in url else f"http://{url}")
 
