@@ -217,6 +217,7 @@ def start(
         if without:
             raise UsageError("--without is for a folder; with a server, the coordinator gives it to `submit`")
         start(opened, found, told=say)
+        return
     if found is None:
         raise UsageError(f"{kit} is the kit of a {opened.role}; over a folder hospitals alone start")
     from wsi_fl.hospitals.work.start import take_part_by_folder
@@ -351,3 +352,34 @@ def dossier(
 
     made = make_dossier(_study(study), site=site, kit=kit, out=out)
     show(dict(made), as_json, lambda _: [str(out)])
+
+
+@app.command()
+def backup(
+    kit: KitOption,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write; it holds the key.")],
+    study: StudyFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Copy key, certificates, approvals, plan and ledger into one file."""
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.hospitals.work.backup import backup, backup_lines
+
+    opened = Kit.open(kit)
+    show(backup(opened, _study_to_start(opened, study), out), as_json, backup_lines)
+
+
+@app.command()
+def restore(
+    file: Annotated[Path, typer.Argument(help="What `backup` wrote.")],
+    kit: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the kit, new or damaged.")],
+    study: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A hospital's study, new or damaged.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Put back what is missing of a kit and a study, and no ledger in the place of a newer one."""
+    from wsi_fl.hospitals.work.backup import restore, restore_lines
+    from wsi_fl.study.folder import Study
+
+    show(restore(file, kit, Study(study.resolve()) if study else None), as_json, restore_lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,15 +20,17 @@ from wsi_fl.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.work.taking_part import take_part
+from wsi_fl.hospitals.work.upkeep import forget_jobs, rotate_logs
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import alone
-from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError
+from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError, one_line
 
 _REGISTER_S = 30.0
 _POLL_S = 0.2
 _END_S = 10.0
+_TIDY_S = 3600.0
 _REGISTERED = "Successfully registered client"
 _MODULES = {
     "hospital": "wsi_fl.hospitals.flare.client",
@@ -36,11 +39,11 @@ _MODULES = {
 
 
 def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None:
-    """Run a kit's process until it ends or is interrupted.
+    """Run a kit's process until it is interrupted (Ctrl-C, SIGTERM), which is its usual end.
 
     Args:
         study: of the hospital, the only folder that its jobs read and write; None for a server.
-        told: called with what people should know: that it is registered, and what it allows.
+        told: called with what people should know: that it is registered, what it allows, and that it was stopped.
 
     Raises:
         UsageError: when the kit cannot be started so.
@@ -54,13 +57,19 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
         raise UsageError("a hospital's kit needs --study DIR; a server's kit takes no --study")
     kit.identity()
     with kit.alone():
-        _run(kit, study, told)
+        try:
+            _run(kit, study, told)
+        except KeyboardInterrupt:
+            told(f"{kit.name} stopped")
 
 
 def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
     host, port = server_of(kit)
     federation = str(kit.document["federation"])
     write_flare_files(kit.path, name=kit.name, role=kit.role, federation=federation, host=host, port=port)
+    if study is None:
+        _require_port(port)
+    rotate_logs(kit.path, study.runs / f"{kit.name}.log" if study else None)
     log = kit.path / "log.txt"
     seen = log.stat().st_size if log.exists() else 0
     with _process(kit, study) as process:
@@ -72,7 +81,11 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
             told(f"{kit.name} is registered with {host}:{port}; Ctrl-C ends it")
             for line in _what_it_allows(kit, study):
                 told(line)
-        code = process.wait()
+        while (code := process.poll()) is None:
+            if not _started_by(process.pid):
+                forget_jobs(kit.path)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TIDY_S)
     raise WsiFlError(f"the process of {kit.name} ended (exit code {code}); see {log}")
 
 
@@ -166,9 +179,26 @@ def _until(done: Callable[[], bool], process: subprocess.Popen[bytes], kit: Kit)
         time.sleep(_POLL_S)
 
 
-def _listens(port: int) -> bool:
-    import socket
+def _require_port(port: int) -> None:
+    """Refuse to start a server that cannot open its port.
 
+    Raises:
+        WsiFlError: which says what to do.
+    """
+    with socket.socket() as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            place.bind(("", port))
+        except PermissionError:
+            raise WsiFlError(
+                f"this user may not open port {port}: start it as deploy/wsi-fl-server.service does, with "
+                "CAP_NET_BIND_SERVICE, or found the federation with a port above 1023"
+            ) from None
+        except OSError as error:
+            raise WsiFlError(f"port {port} cannot be opened ({one_line(error)}): end what has it") from None
+
+
+def _listens(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), _POLL_S):
         return True
     return False
