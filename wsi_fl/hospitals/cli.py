@@ -363,10 +363,11 @@ def backup(
 ) -> None:
     """Copy key, certificates, approvals, plan and ledger into one file."""
     from wsi_fl.hospitals.trust.kit import Kit
-    from wsi_fl.hospitals.work.backup import backup, backup_lines
+    from wsi_fl.hospitals.work.backup import backup
 
     opened = Kit.open(kit)
-    show(backup(opened, _study_to_start(opened, study), out), as_json, backup_lines)
+    made = backup(opened, _study_to_start(opened, study), out)
+    show(made, as_json, lambda one: [f"{one['file']} holds the key of {one['name']}: protect it as the kit"])
 
 
 @app.command()
@@ -379,7 +380,7 @@ def restore(
     as_json: Json = False,
 ) -> None:
     """Put back what is missing of a kit and a study, and no ledger in the place of a newer one."""
-    from wsi_fl.hospitals.work.backup import restore, restore_lines
+    from wsi_fl.hospitals.work.backup import restore, restored_lines
     from wsi_fl.study.folder import Study
 
-    show(restore(file, kit, Study(study.resolve()) if study else None), as_json, restore_lines)
+    show(restore(file, kit, Study(study.resolve()) if study else None), as_json, restored_lines)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
 
-from wsi_fl.hospitals.trust.way import bracketed, proxy_to
+from wsi_fl.hospitals.trust.way import address_of, bracketed, proxy_to
 
 _LOOK_S = 0.25
 _made, _connect = net_utils.get_ssl_context, aio_http_driver.AioHttpDriver.connect
@@ -38,9 +38,8 @@ def find_the_way() -> None:
 
 def _connecting(driver: Any, connector: Any) -> None:
     """Connect a driver to the server of its URL."""
-    server = urlsplit(connector.params["url"])
-    host = server.hostname or ""
-    connector.params |= {"host": bracketed(host), "port": server.port}
+    host, port = address_of(urlsplit(connector.params["url"]).netloc)
+    connector.params |= {"host": bracketed(host), "port": port}
     proxy = proxy_to(host)
     way = {"proxy": f"http://{proxy}", "proxy_headers": proxy.headers} if proxy else {}
     aio_http_driver.aiohttp = SimpleNamespace(**vars(aiohttp) | {"ClientSession": partial(_session, way)})

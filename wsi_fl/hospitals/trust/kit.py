@@ -130,17 +130,12 @@ def look(kit: Kit) -> Iterator[Step]:
     if kit.folder is not None:
         return
     host, port = server_of(kit)
-    proxy = proxy_to(host)  # which looks up the name itself
-    if proxy is None:
-        try:
-            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-        except OSError as error:
-            unknown = f"the name {host} is not known here ({one_line(error)}); ask your network's people"
-            yield Step("name", False, unknown)
-            return
-        yield Step("name", True, f"{host} is {address}")
-    what = "port" if proxy is None else "proxy"
+    what = "proxy"
     try:
+        if (proxy := proxy_to(host)) is None:  # a proxy looks up the name itself
+            what = "name"
+            yield Step(what, True, f"{host} is {_looked_up(host, port)}")
+            what = "port"
         connection = connected(host, port)
     except WsiFlError as error:
         yield Step(what, False, str(error))
@@ -149,6 +144,14 @@ def look(kit: Kit) -> Iterator[Step]:
     yield Step(what, True, f"TCP to port {port}{through}")
     with connection:
         yield _handshake(kit, connection, host, port)
+
+
+def _looked_up(host: str, port: int) -> str:
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        unknown = f"the name {host} is not known here ({one_line(error)}); ask your network's people"
+        raise WsiFlError(unknown) from None
 
 
 def likely_reason(kit: Kit) -> str:
@@ -193,7 +196,9 @@ def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Ste
                 secured.recv(1)
             return Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
-        return Step(what, False, _stranger(kit, host, port) or _refused(error))
+        ours = f"the server's certificate was refused ({error.verify_message})"
+        ours = f"{ours}: is this the right server, and the right time on this clock?"
+        return Step(what, False, _stranger(kit, host, port) or ours)
     except (OSError, ssl.SSLError) as error:
         return Step(
             what,
@@ -201,11 +206,6 @@ def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Ste
             f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation, and the "
             "server's clock right?",
         )
-
-
-def _refused(error: ssl.SSLCertVerificationError) -> str:
-    why = f"the server's certificate was refused ({error.verify_message})"
-    return f"{why}: is this the right server, and the right time on this clock?"
 
 
 def _stranger(kit: Kit, host: str, port: int) -> str:

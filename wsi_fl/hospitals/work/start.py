@@ -69,7 +69,8 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
     write_flare_files(kit.path, name=kit.name, role=kit.role, federation=federation, host=host, port=port)
     if study is None:
         _require_port(port)
-    rotate_logs(kit.path, study.runs / f"{kit.name}.log" if study else None)
+    own = [study.runs / f"{kit.name}.log"] if study else []
+    rotate_logs(kit.path / "console.txt", kit.path / "audit.log", *own)
     log = kit.path / "log.txt"
     seen = log.stat().st_size if log.exists() else 0
     with _process(kit, study) as process:
@@ -180,22 +181,16 @@ def _until(done: Callable[[], bool], process: subprocess.Popen[bytes], kit: Kit)
 
 
 def _require_port(port: int) -> None:
-    """Refuse to start a server that cannot open its port.
-
-    Raises:
-        WsiFlError: which says what to do.
-    """
+    """Refuse to start a server that cannot open its port."""
     with socket.socket() as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind(("", port))
-        except PermissionError:
-            raise WsiFlError(
-                f"this user may not open port {port}: start it as deploy/wsi-fl-server.service does, with "
-                "CAP_NET_BIND_SERVICE, or found the federation with a port above 1023"
-            ) from None
         except OSError as error:
-            raise WsiFlError(f"port {port} cannot be opened ({one_line(error)}): end what has it") from None
+            raise WsiFlError(
+                f"port {port} cannot be opened ({one_line(error)}): end what has it, or let the user open it as "
+                "deploy/wsi-fl-server.service does"
+            ) from None
 
 
 def _listens(port: int) -> bool:

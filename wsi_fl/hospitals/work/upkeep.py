@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -13,27 +14,15 @@ _LOGS, _JOBS = 5, 20
 _LARGE = 20 << 20
 
 
-def rotate_logs(kit: Path, own: Path | None) -> None:
-    """Set the logs aside that nobody else rotates: `console.txt` each time, others once they have 20 MB.
+def rotate_logs(each_time: Path, *large: Path) -> None:
+    """Call logs that nobody writes now `….1`, those `….2`, and so on to five.
 
     Args:
-        kit: which nobody uses now.
-        own: what a hospital's study says of its failures; None for a server.
+        large: what is left alone until it has 20 MB.
     """
-    _rotate(kit / "console.txt", 0)
-    for log in (kit / "audit.log", own):
-        if log is not None:
-            _rotate(log, _LARGE)
-
-
-def _rotate(log: Path, most_bytes: int) -> None:
-    """Call a log that is longer `….1`, that one `….2`, and so on to five."""
-    if not log.is_file() or log.stat().st_size <= most_bytes:
-        return
-    names = [log, *(log.with_name(f"{log.name}.{k}") for k in range(1, _LOGS + 1))]
-    for older, name in reversed(list(zip(names[1:], names[:-1], strict=True))):
-        if name.is_file():
-            name.replace(older)
+    for log in (each_time, *large):
+        if log.is_file() and log.stat().st_size > (_LARGE if log in large else 0):
+            RotatingFileHandler(log, backupCount=_LOGS, delay=True).doRollover()
 
 
 def forget_jobs(kit: Path) -> None:
