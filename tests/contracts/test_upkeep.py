@@ -22,13 +22,14 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 
 
-def test_logs_are_rotated_and_five_older_ones_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(upkeep, "_LARGE", 10)
+def test_logs_are_rotated_and_five_older_ones_kept(tmp_path):
     for number in range(8):
         (tmp_path / "console.txt").write_text(f"start {number}")
         (tmp_path / "audit.log").write_text("x" * (11 if number == 3 else 10))
         (tmp_path / "C1.log").write_text("short")
-        upkeep.rotate_logs(*(tmp_path / name for name in ("console.txt", "audit.log", "C1.log")))
+        upkeep.rotate(tmp_path / "console.txt", 0)
+        upkeep.rotate(tmp_path / "audit.log", 10)
+        upkeep.rotate(tmp_path / "C1.log")
     kept = {path.name: path.read_text() for path in tmp_path.glob("console.txt*")}
     assert kept == {f"console.txt.{k}": f"start {8 - k}" for k in range(1, 6)}
     assert sorted(path.name for path in tmp_path.glob("*.log*")) == ["C1.log", "audit.log", "audit.log.1"]

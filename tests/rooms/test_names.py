@@ -49,13 +49,14 @@ def by_flare(kit, host, port):
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_a_server_by_another_name_is_left(called, tmp_path, monkeypatch, checked):
-    from nvflare.fuel.f3.drivers import net_utils
+    from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
     from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
     from wsi_fl.hospitals.flare.processes import find_the_way
 
     monkeypatch.setattr(net_utils, "get_ssl_context", net_utils.get_ssl_context)
     monkeypatch.setattr(AioHttpDriver, "connect", AioHttpDriver.connect)
+    monkeypatch.setattr(aio_http_driver, "aiohttp", aio_http_driver.aiohttp)
     if checked:  # what is tested here is that FLARE itself looks at no name, and that it does then
         find_the_way()
     port, through = called

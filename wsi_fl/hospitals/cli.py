@@ -45,7 +45,8 @@ def provision(
     folder: Annotated[Path, typer.Argument(help="A new folder, for the root and the first kits.")],
     name: Annotated[str, typer.Option(help="Of the federation.")] = "wsi-fl",
     server: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where hospitals reach the server.")
+        str | None,
+        typer.Option(metavar="HOST", help="Where hospitals reach the server; HOST:PORT if not on 443."),
     ] = None,
     shared: Annotated[
         str | None,

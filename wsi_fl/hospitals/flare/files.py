@@ -45,13 +45,11 @@ def need_flare() -> None:
 def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:
     """Write the files that FLARE reads, all but key and certificates, into a kit."""
     startup, local = kit / "startup", kit / "local"
-    host, own = (
-        bracketed(host),
-        host if ":" not in host else _ANY,
-    )  # FLARE's server reads no IPv6, but listens on it
+    listens = _ANY if ":" in host else host  # FLARE's server reads no IPv6 address, but listens on all
+    host = bracketed(host)
     address = f"{host}:{port}"
     if role == "server":
-        write_json(startup / "fed_server.json", _server(federation, f"{own}:{port}", port))
+        write_json(startup / "fed_server.json", _server(federation, f"{listens}:{port}", port))
         write_json(local / "resources.json", _server_resources(kit))
     elif role == "coordinator":
         write_json(startup / "fed_admin.json", _admin(federation, name, host, port))

@@ -196,9 +196,8 @@ def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Ste
                 secured.recv(1)
             return Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
-        ours = f"the server's certificate was refused ({error.verify_message})"
-        ours = f"{ours}: is this the right server, and the right time on this clock?"
-        return Step(what, False, _stranger(kit, host, port) or ours)
+        why = f"the server's certificate was refused ({error.verify_message}): is this the right server, and the "
+        return Step(what, False, _stranger(kit, host, port) or f"{why}right time on this clock?")
     except (OSError, ssl.SSLError) as error:
         return Step(
             what,
@@ -211,10 +210,8 @@ def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Ste
 def _stranger(kit: Kit, host: str, port: int) -> str:
     """Whose certificate is shown in the server's place; "" where it is one of the federation."""
     context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = (
-        False,
-        ssl.CERT_NONE,
-    )  # nothing is sent, it is looked at alone
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # it is looked at, and nothing is sent
     with suppress(OSError, WsiFlError), connected(host, port) as plain, context.wrap_socket(plain) as secured:
         shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
         root = (kit.path / "startup" / "rootCA.pem").read_text()

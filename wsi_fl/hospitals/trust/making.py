@@ -58,7 +58,7 @@ def provision(
     """
     if (server is None) == (shared_folder is None):
         raise UsageError(
-            "how do the hospitals reach each other? give either --server HOST:PORT or --folder ADDRESS"
+            "how do the hospitals reach each other? give either --server HOST or --folder ADDRESS"
         )
     for name in (federation, *sites):
         _check_name(name)

@@ -78,9 +78,8 @@ def restore(file: Path, kit: Path, study: Study | None) -> dict[str, Any]:
     if strange := {one.parts[0] for one in found} - roots.keys():
         raise UsageError(f"{file}: it holds {min(strange)}/ too; give --study DIR")
     targets = {roots[one.parts[0]].joinpath(*one.parts[1:]): data for one, data in found.items()}
-    if any(
-        path.suffix == ".key" and path.exists() and path.read_bytes() != targets[path] for path in targets
-    ):
+    keys = [path for path in targets if path.suffix == ".key" and path.exists()]
+    if any(path.read_bytes() != targets[path] for path in keys):
         raise UsageError(f"{kit}: another key is here than in {file}; restore into a new folder")
     with alone(kit / ".lock", f"{name} runs now: another process has {kit}; end it first"):
         restored = []
@@ -127,7 +126,7 @@ def _read(file: Path) -> Files:
         with tarfile.open(ordinary(file), "r:") as tar:
             files = [(PurePosixPath(one.name), tar.extractfile(one)) for one in tar]
             found = {name: data.read() for name, data in files if data is not None}
-    except (OSError, tarfile.TarError):
+    except (OSError, KeyError, tarfile.TarError):
         found = {}
     if _DOCUMENT not in found or any(name.is_absolute() or ".." in name.parts for name in found):
         raise UsageError(f"{file}: this is no backup; `wsi-fl federation backup` makes one")

@@ -20,7 +20,7 @@ from wsi_fl.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.work.taking_part import take_part
-from wsi_fl.hospitals.work.upkeep import forget_jobs, rotate_logs
+from wsi_fl.hospitals.work.upkeep import forget_jobs, rotate
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
@@ -69,8 +69,10 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
     write_flare_files(kit.path, name=kit.name, role=kit.role, federation=federation, host=host, port=port)
     if study is None:
         _require_port(port)
-    own = [study.runs / f"{kit.name}.log"] if study else []
-    rotate_logs(kit.path / "console.txt", kit.path / "audit.log", *own)
+    else:
+        rotate(study.runs / f"{kit.name}.log")
+    rotate(kit.path / "audit.log")
+    rotate(kit.path / "console.txt", 0)
     log = kit.path / "log.txt"
     seen = log.stat().st_size if log.exists() else 0
     with _process(kit, study) as process:
@@ -250,6 +252,7 @@ def take_part_by_folder(
     line = FolderLine(address, identity.name, plan.digest, most_bytes=plan.most_bytes)
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
     with alone(study.root / "federation" / f".{identity.name}.lock", busy), kit.alone():
+        rotate(study.runs / f"{identity.name}.log")
         return _until_done(study, kit, plan, line, without)
 
 

@@ -11,18 +11,12 @@ _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """FLARE calls the folder of a job after its id."""
 _LOGS, _JOBS = 5, 20
 """How many older ones are kept."""
-_LARGE = 20 << 20
 
 
-def rotate_logs(each_time: Path, *large: Path) -> None:
-    """Call logs that nobody writes now `….1`, those `….2`, and so on to five.
-
-    Args:
-        large: what is left alone until it has 20 MB.
-    """
-    for log in (each_time, *large):
-        if log.is_file() and log.stat().st_size > (_LARGE if log in large else 0):
-            RotatingFileHandler(log, backupCount=_LOGS, delay=True).doRollover()
+def rotate(log: Path, most_bytes: int = 20 << 20) -> None:
+    """Call a log that is longer, and that nobody writes now, `….1`, that one `….2`, and so on to five."""
+    if log.is_file() and log.stat().st_size > most_bytes:
+        RotatingFileHandler(log, backupCount=_LOGS, delay=True).doRollover()
 
 
 def forget_jobs(kit: Path) -> None:
