@@ -4,10 +4,12 @@ import threading
 import time
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 from wsi_fl.hospitals.lines.folder_line import FolderLine
+from wsi_fl.hospitals.lines.share import Share
 
 TOPIC = "cd" * 32
 PAUSES = {"pauses_s": (0.02, 0.2), "settled_s": 0.5}
@@ -73,6 +75,13 @@ def sftp(folder):
         )
         port.append(server.sockets[0].getsockname()[1])
 
+    async def stop():
+        mine = asyncio.current_task()
+        rest = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
     loop.run_until_complete(serve())
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -80,6 +89,7 @@ def sftp(folder):
         told = {"port": port[0], "username": USER, "password": PASSWORD}
         yield "sftp://127.0.0.1/lymph", {"sftp": told}
     finally:
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(5)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(5)
 
@@ -108,6 +118,21 @@ def line_of(request, tmp_path, monkeypatch):
         yield make
         for line in made:
             line.close()
+
+
+@pytest.mark.parametrize(("status", "expected"), [(404, FileNotFoundError), (500, RuntimeError)])
+def test_a_file_that_goes_before_it_is_read_is_gone_and_no_failure(status, expected):
+    """Its sender may take a hello back after a look into the folder, and webdav4 has an error of HTTP for that."""
+    share = Share("memory://gone")
+
+    def read(fs, root):
+        error = RuntimeError("not found")
+        error.response = SimpleNamespace(status_code=status)
+        raise error
+
+    with pytest.raises(expected):
+        share.do(read)
+    assert (share._connected is not None) == (status == 404)
 
 
 def until(true, limit_s=20.0):
