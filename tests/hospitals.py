@@ -34,14 +34,22 @@ class Bed:
     """A federation of hospitals S0, S1, … in one folder; what each may see is in a folder of its own."""
 
     def __init__(
-        self, root: Path, n: int = 2, *, folder: str | None = None, extra: str = "", furnish=None, whole=None
+        self,
+        root: Path,
+        n: int = 2,
+        *,
+        folder: str | None = None,
+        server: str | None = None,
+        extra: str = "",
+        furnish=None,
+        whole=None,
     ) -> None:
         if whole is None:
             whole = make_study(root / "whole", n, extra)
             for k in range(n if furnish else 0):
                 furnish(whole, f"S{k}", k)
         self.root, self.sites, self.pipeline = root, whole.site_names(), whole.pipeline_name(None)
-        server = None if folder else f"localhost:{free_port()}"
+        server = None if folder else server or f"localhost:{free_port()}"
         provision(root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites)
         for site in self.sites:
             others = [name for name in self.sites if name != site]

@@ -42,20 +42,23 @@ def by_flare(kit, host, port):
 
     startup = kit / "startup"
     files = {"ca_cert": "rootCA.pem", "client_cert": "client.crt", "client_key": "client.key"}
-    params = {"scheme": "https", "secure": True, "host": host, "port": port}
+    params = {"url": f"https://{host}:{port}", "secure": True, "host": host, "port": port}
     params |= {key: str(startup / name) for key, name in files.items()}
     AioHttpDriver().connect(SimpleNamespace(params=params))
 
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_a_server_by_another_name_is_left(called, tmp_path, monkeypatch, checked):
-    from nvflare.fuel.f3.drivers import net_utils
+    from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
+    from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
-    from wsi_fl.hospitals.flare.processes import check_names
+    from wsi_fl.hospitals.flare.processes import find_the_way
 
     monkeypatch.setattr(net_utils, "get_ssl_context", net_utils.get_ssl_context)
+    monkeypatch.setattr(AioHttpDriver, "connect", AioHttpDriver.connect)
+    monkeypatch.setattr(aio_http_driver, "aiohttp", aio_http_driver.aiohttp)
     if checked:  # what is tested here is that FLARE itself looks at no name, and that it does then
-        check_names()
+        find_the_way()
     port, through = called
     for host, welcome in (("localhost", True), ("127.0.0.1", not checked)):
         through.clear()
@@ -73,7 +76,7 @@ def test_all_that_connects_checks_names(module, monkeypatch):
     checked = []
     part = import_module(f"wsi_fl.hospitals.flare.{module}")
     monkeypatch.setattr(
-        part, "check_names", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
+        part, "find_the_way", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
     )
     monkeypatch.setenv("WSI_FL_STARTED_BY", "1")
     monkeypatch.setattr(part, "require_server", lambda _: None, raising=False)

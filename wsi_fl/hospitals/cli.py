@@ -45,7 +45,8 @@ def provision(
     folder: Annotated[Path, typer.Argument(help="A new folder, for the root and the first kits.")],
     name: Annotated[str, typer.Option(help="Of the federation.")] = "wsi-fl",
     server: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where hospitals reach the server.")
+        str | None,
+        typer.Option(metavar="HOST", help="Where hospitals reach the server; HOST:PORT if not on 443."),
     ] = None,
     shared: Annotated[
         str | None,
@@ -224,6 +225,7 @@ def start(
         if without:
             raise UsageError("--without is for a folder; with a server, the coordinator gives it to `submit`")
         start(opened, found, told=say)
+        return
     if found is None:
         raise UsageError(f"{kit} is the kit of a {opened.role}; over a folder hospitals alone start")
     from wsi_fl.hospitals.work.start import take_part_by_folder
@@ -403,3 +405,35 @@ def leave(
     show(
         leave(_study(study), Kit.open(kit), out=out, delete_approval=delete_approval), as_json, leaving_lines
     )
+
+
+@app.command()
+def backup(
+    kit: KitOption,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write; it holds the key.")],
+    study: StudyFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Copy key, certificates, approvals, plan and ledger into one file."""
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.hospitals.work.backup import backup
+
+    opened = Kit.open(kit)
+    made = backup(opened, _study_to_start(opened, study), out)
+    show(made, as_json, lambda one: [f"{one['file']} holds the key of {one['name']}: protect it as the kit"])
+
+
+@app.command()
+def restore(
+    file: Annotated[Path, typer.Argument(help="What `backup` wrote.")],
+    kit: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the kit, new or damaged.")],
+    study: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A hospital's study, new or damaged.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Put back what is missing of a kit and a study, and no ledger in the place of a newer one."""
+    from wsi_fl.hospitals.work.backup import restore, restored_lines
+    from wsi_fl.study.folder import Study
+
+    show(restore(file, kit, Study(study.resolve()) if study else None), as_json, restored_lines)

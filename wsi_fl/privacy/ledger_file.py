@@ -210,6 +210,10 @@ class LedgerFile:
         """Write one more line, then the heads. The caller holds the lock and has caught up."""
         append_line(self.path, {**entry, "prev": self._so_far.hexdigest()})
         self.catch_up()
+        self.remember()
+
+    def remember(self) -> None:
+        """Write how far the ledger is into the heads. The caller holds the lock and has caught up."""
         for head in self._writable_heads():
             now = Head(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
             write_json(head, now.model_dump())

@@ -24,7 +24,7 @@ from nvflare.private.fed.client.scheduler_cmds import StartJobProcessor
 from nvflare.private.fed.client.training_cmds import AbortAppProcessor, DeployProcessor
 
 from wsi_fl.hospitals.flare.files import STARTED_BY
-from wsi_fl.hospitals.flare.processes import check_names, end_with
+from wsi_fl.hospitals.flare.processes import end_with, find_the_way
 
 _KEPT = {
     "ClientStatusProcessor",
@@ -103,7 +103,7 @@ def main() -> None:
     """Be FLARE's client, with the arguments that `client_train` takes."""
     end_with(int(os.environ[STARTED_BY]))
     os.environ[STARTED_BY] = str(os.getpid())  # for the processes of jobs
-    check_names()
+    find_the_way()
     missing = _KEPT - set(narrow())
     if missing:
         raise SystemExit(f"this NVIDIA FLARE has no {sorted(missing)[0]}; wsi-fl needs version 2.9")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.hospitals.trust.certificates import Role
+from wsi_fl.hospitals.trust.way import bracketed
 from wsi_fl.system.files import write_json
 from wsi_fl.types import UsageError
 
@@ -25,6 +26,7 @@ HEARTBEAT_S = 30
 SERVER = "server"
 """What the server's certificate calls it."""
 COORDINATOR = "coordinator"
+_ANY = "0.0.0.0"
 _MAIN_LOG = "log.txt"
 SAID = "said.json"
 """What each hospital said of a job, in the job's folder on the server."""
@@ -43,9 +45,11 @@ def need_flare() -> None:
 def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:
     """Write the files that FLARE reads, all but key and certificates, into a kit."""
     startup, local = kit / "startup", kit / "local"
+    listens = _ANY if ":" in host else host  # FLARE's server reads no IPv6 address, but listens on all
+    host = bracketed(host)
     address = f"{host}:{port}"
     if role == "server":
-        write_json(startup / "fed_server.json", _server(federation, address, port))
+        write_json(startup / "fed_server.json", _server(federation, f"{listens}:{port}", port))
         write_json(local / "resources.json", _server_resources(kit))
     elif role == "coordinator":
         write_json(startup / "fed_admin.json", _admin(federation, name, host, port))

@@ -11,7 +11,7 @@ from nvflare.app_common.job_launcher.client_process_launcher import ClientProces
 from nvflare.private.fed.app.client import worker_process
 
 from wsi_fl.hospitals.flare.files import JOB, STARTED_BY
-from wsi_fl.hospitals.flare.processes import check_names, end_with
+from wsi_fl.hospitals.flare.processes import end_with, find_the_way
 
 
 class Launcher(ClientProcessJobLauncher):  # type: ignore[misc]
@@ -28,7 +28,7 @@ class Launcher(ClientProcessJobLauncher):  # type: ignore[misc]
 def main() -> None:
     """Be the process of a job, with the arguments that FLARE's takes."""
     end_with(int(os.environ[STARTED_BY]))
-    check_names()
+    find_the_way()
     arguments = worker_process.parse_arguments()
     place = str(Path(arguments.workspace, arguments.job_id))
     sys.exit(worker_process.mpm.run(main_func=worker_process.main, run_dir=place, args=arguments))

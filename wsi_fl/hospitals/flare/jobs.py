@@ -17,7 +17,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from wsi_fl.federation.documents import NotAgreed
 from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, job_files
-from wsi_fl.hospitals.flare.processes import check_names
+from wsi_fl.hospitals.flare.processes import find_the_way
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, require_server
 from wsi_fl.hospitals.work.said import agreed
 from wsi_fl.hospitals.work.taking_part import LAST
@@ -183,7 +183,7 @@ def _session(kit: Kit) -> Iterator[Session]:
     if kit.role != "coordinator":
         raise UsageError(f"{kit.path} is the kit of a {kit.role}; this is for the coordinator's")
     require_server(kit)
-    check_names()
+    find_the_way()
     said, engine = StringIO(), logging.getLogger("nvflare")
     engine.propagate = False
     engine.addHandler(logging.NullHandler())

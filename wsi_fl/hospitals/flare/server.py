@@ -8,13 +8,13 @@ import sys
 from nvflare.private.fed.app.server import server_train
 
 from wsi_fl.hospitals.flare.files import STARTED_BY
-from wsi_fl.hospitals.flare.processes import check_names, end_with
+from wsi_fl.hospitals.flare.processes import find_the_way, end_with
 
 
 def main() -> None:
     """Be FLARE's server, with the arguments that `server_train` takes."""
     end_with(int(os.environ[STARTED_BY]))
-    check_names()
+    find_the_way()
     server_train.version_check()
     arguments = server_train.parse_arguments()
     sys.exit(server_train.mpm.run(main_func=server_train.main, run_dir=arguments.workspace, args=arguments))

@@ -48,9 +48,7 @@ class Share:
                 fs, root = self._connected
                 return action(fs, root.rstrip("/"))
             except Exception as error:
-                if (
-                    isinstance(error, OSError) and error.errno == errno.ENOENT
-                ):  # some have no class of their own for it
+                if _is_gone(error):  # some have no class of their own for it
                     raise FileNotFoundError(str(error)) from error
                 if not isinstance(error, FileNotFoundError):
                     self._connected = None
@@ -136,6 +134,12 @@ class Share:
     def remove(self, *parts: str) -> None:
         """Delete a file that may be gone already."""
         self.do(lambda fs, root: fs.rm_file("/".join([root, *parts])))
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether a file system, or a server of HTTP by its answer, says that a file is not there."""
+    answer = getattr(error, "response", None)
+    return getattr(error, "errno", None) == errno.ENOENT or getattr(answer, "status_code", None) == 404
 
 
 def _protocols(fs: Any) -> set[str]:

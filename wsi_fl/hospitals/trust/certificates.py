@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from typing import Literal
 
 from cryptography import x509
@@ -33,7 +34,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from wsi_fl.types import KnownToAll, UsageError
+from wsi_fl.types import KnownToAll, UsageError, printable
 
 Role = Literal["server", "coordinator", "hospital"]
 _KEY_BITS = 2048
@@ -128,11 +129,9 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
     Raises:
         NotTrusted: in one line that says what is wrong.
     """
-    try:
-        found, above = _certificate(certificate), _certificate(root)
-        found.verify_directly_issued_by(above)
-    except (ValueError, TypeError, InvalidSignature):
-        raise NotTrusted("a certificate does not belong to this federation") from None
+    if not issued_by(certificate, root):
+        raise NotTrusted("a certificate does not belong to this federation")
+    found, above = _certificate(certificate), _certificate(root)
     name, organization = (
         _named(found.subject, NameOID.COMMON_NAME),
         _named(found.subject, NameOID.ORGANIZATION_NAME),
@@ -306,7 +305,7 @@ def approved(
         _begun(x509.Name(subject), above.subject, key, datetime.now(UTC), days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(
-            x509.SubjectAlternativeName([x509.DNSName(h) for h in hosts or (name,)]), critical=False
+            x509.SubjectAlternativeName([_general(host) for host in hosts or (name,)]), critical=False
         )
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(
@@ -315,6 +314,23 @@ def approved(
         .sign(private, SHA256())
     )
     return _pem(made)
+
+
+def issued_by(certificate: str, root: str) -> bool:
+    """Return whether a root certificate signed another one (PEM)."""
+    try:
+        _certificate(certificate).verify_directly_issued_by(_certificate(root))
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def names_in(certificate: str) -> tuple[str, str]:
+    """Return (subject, issuer) of any certificate (PEM), each as a short text that steers no terminal."""
+    found = _certificate(certificate)
+    texts = (" ".join(one.rfc4514_string().split())[:200] for one in (found.subject, found.issuer))
+    subject, issuer = (printable(text) or "nobody" for text in texts)
+    return subject, issuer
 
 
 def request_names(request: str) -> tuple[str, str]:
@@ -367,6 +383,14 @@ def _begun(
         .not_valid_before(now - _SKEW)
         .not_valid_after(now + timedelta(days=days))
     )
+
+
+def _general(host: str) -> x509.GeneralName:
+    """A host's name or IP address, as clients compare it with the one that they call."""
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def _private(pem: str) -> RSAPrivateKey:

@@ -16,7 +16,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.hospitals.trust.certificates import Identity, Role, Withdrawn, verified, withdrawn
+from wsi_fl.hospitals.trust.certificates import (
+    Identity,
+    Role,
+    Withdrawn,
+    issued_by,
+    names_in,
+    verified,
+    withdrawn,
+)
+from wsi_fl.hospitals.trust.way import address_of, connected, proxy_to
 from wsi_fl.system.files import ordinary, read_json, write_text
 from wsi_fl.system.locks import alone
 from wsi_fl.types import UsageError, WsiFlError, one_line
@@ -25,7 +34,6 @@ STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
 """How FLARE calls the files of a role."""
 ROOT, LIST = "rootCA.pem", "withdrawn.pem"
 """The root's certificate, and the certificates that it has withdrawn."""
-_SECONDS = 5.0
 _SOON_DAYS = 30
 
 
@@ -157,7 +165,7 @@ class Step:
 
 
 def look(kit: Kit) -> Iterator[Step]:
-    """Look at certificate, name, port and handshake, and stop at the first that fails."""
+    """Look at certificate, name or proxy, port and handshake, and stop at the first that fails."""
     try:
         identity = kit.identity()
     except WsiFlError as error:
@@ -169,22 +177,28 @@ def look(kit: Kit) -> Iterator[Step]:
     if kit.folder is not None:
         return
     host, port = server_of(kit)
+    what = "proxy"
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        yield Step(
-            "name", False, f"the name {host} is not known here ({one_line(error)}); ask your network's people"
-        )
+        if (proxy := proxy_to(host)) is None:  # a proxy looks up the name itself
+            what = "name"
+            yield Step(what, True, f"{host} is {_looked_up(host, port)}")
+            what = "port"
+        connection = connected(host, port)
+    except WsiFlError as error:
+        yield Step(what, False, str(error))
         return
-    yield Step("name", True, f"{host} is {address}")
-    try:
-        connection = socket.create_connection((host, port), _SECONDS)
-    except OSError as error:
-        yield Step("port", False, _no_way(host, port, error))
-        return
-    yield Step("port", True, f"TCP to port {port}")
+    through = f" of {host} through the proxy {proxy} (HTTPS_PROXY)" if proxy else ""
+    yield Step(what, True, f"TCP to port {port}{through}")
     with connection:
-        yield _handshake(kit, connection, host)
+        yield _handshake(kit, connection, host, port)
+
+
+def _looked_up(host: str, port: int) -> str:
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        unknown = f"the name {host} is not known here ({one_line(error)}); ask your network's people"
+        raise WsiFlError(unknown) from None
 
 
 def likely_reason(kit: Kit) -> str:
@@ -199,18 +213,7 @@ def require_server(kit: Kit) -> None:
         UsageError: when the kit knows no server.
         WsiFlError: when there is no way through to its port.
     """
-    host, port = server_of(kit)
-    try:
-        socket.create_connection((host, port), _SECONDS).close()
-    except OSError as error:
-        raise WsiFlError(_no_way(host, port, error)) from None
-
-
-def _no_way(host: str, port: int, error: OSError) -> str:
-    return (
-        f"no way through to {host} port {port} ({one_line(error)}): is the server up, and does the firewall let TCP "
-        "out to this port?"
-    )
+    connected(*server_of(kit)).close()
 
 
 def server_of(kit: Kit) -> tuple[str, int]:
@@ -219,15 +222,14 @@ def server_of(kit: Kit) -> tuple[str, int]:
     Raises:
         UsageError: when the kit knows none.
     """
-    host, _, port = str(kit.document.get("server", "")).rpartition(":")
-    if not host:
+    if not (server := kit.document.get("server")):
         raise UsageError(
             f"{kit.path}: this federation uses a folder and has no server; each hospital runs `wsi-fl federation start`"
         )
-    return host, int(port)
+    return address_of(str(server))
 
 
-def _handshake(kit: Kit, connection: socket.socket, host: str) -> Step:
+def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Step:
     """Mutual TLS with the kit's certificate, and a byte more: in TLS 1.3 a server says no after the handshake."""
     startup, stem = kit.path / "startup", STEM[kit.role]
     context = refuse_withdrawn(ssl.create_default_context(cafile=startup / ROOT), startup / ROOT)
@@ -242,8 +244,8 @@ def _handshake(kit: Kit, connection: socket.socket, host: str) -> Step:
                     raise ConnectionResetError("it closed the connection")
             return Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
-        why = f"the server's certificate was refused ({error.verify_message})"
-        return Step(what, False, f"{why}: is this the right server, and the right time on this clock?")
+        why = f"the server's certificate was refused ({error.verify_message}): is this the right server, and the "
+        return Step(what, False, _stranger(kit, host, port) or f"{why}right time on this clock?")
     except (OSError, ssl.SSLError) as error:
         return Step(
             what,
@@ -251,3 +253,21 @@ def _handshake(kit: Kit, connection: socket.socket, host: str) -> Step:
             f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation and not "
             "withdrawn, and the server's clock right?",
         )
+
+
+def _stranger(kit: Kit, host: str, port: int) -> str:
+    """Whose certificate is shown in the server's place; "" where it is one of the federation."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # it is looked at, and nothing is sent
+    with suppress(OSError, WsiFlError), connected(host, port) as plain, context.wrap_socket(plain) as secured:
+        shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
+        root = (kit.path / "startup" / "rootCA.pem").read_text()
+        if not issued_by(shown, root):
+            subject, issuer = names_in(shown)
+            return (
+                f"{host} port {port} shows a certificate for {subject}, issued by {issuer} and not by this "
+                "federation's root: a device on the way opens TLS, for which your network's people make an exception, "
+                "or this is another server"
+            )
+    return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from wsi_fl.hospitals.trust.certificates import (
 )
 from wsi_fl.hospitals.trust.kit import ROOT, STEM, Kit
 from wsi_fl.hospitals.trust.root import Root
+from wsi_fl.hospitals.trust.way import DEFAULT_PORT, address_of, bracketed
 from wsi_fl.hospitals.trust.withdrawing import handed_on, list_lines
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.system.files import read_json, write_json, write_text
@@ -35,7 +37,6 @@ from wsi_fl.types import UsageError
 REQUEST, CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certificate"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
-_PORT = 8602
 _RENEWAL = b"wsi-fl renewal of a certificate, version 1\n"
 
 
@@ -51,7 +52,7 @@ def provision(
 
     Args:
         folder: a new one, which holds the root's key in `root/`; keep that part offline.
-        server: "host:port" under which hospitals reach the server.
+        server: "host", "host:port" or "[IPv6]:port" under which hospitals reach the server.
         shared_folder: address of a folder that all can reach, where no server joins them.
         sites: hospitals of a test bed, whose kits are made here too, keys and all.
 
@@ -60,7 +61,7 @@ def provision(
     """
     if (server is None) == (shared_folder is None):
         raise UsageError(
-            "how do the hospitals reach each other? give either --server HOST:PORT or --folder ADDRESS"
+            "how do the hospitals reach each other? give either --server HOST or --folder ADDRESS"
         )
     for name in (federation, *sites):
         _check_name(name)
@@ -71,7 +72,7 @@ def provision(
     root = new_root(root_key, federation)
     _write_secret(folder / "root" / "root.key", root_key)
     write_text(folder / "root" / "rootCA.pem", root)
-    reached = {"server": f"{host}:{port}"} if server else {"folder": shared_folder}
+    reached = {"server": f"{bracketed(host)}:{port}"} if server else {"folder": shared_folder}
     write_json(folder / "root" / "federation.json", {"federation": federation, **reached})
     members: list[tuple[str, Role]] = [(COORDINATOR, "coordinator"), *[(site, "hospital") for site in sites]]
     if server:
@@ -344,10 +345,13 @@ def _role(document: dict[str, Any]) -> Role:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.partition(":")
-    if not _HOST.fullmatch(host) or (port and not port.isdigit()):
-        raise UsageError(f"{text!r} is no address; write it as host:port, for example fl.example.org:{_PORT}")
-    return host, int(port or _PORT)
+    with suppress(ValueError):
+        host, port = address_of(text)
+        if ":" in host or _HOST.fullmatch(host):
+            return host, port
+    raise UsageError(
+        f"{text!r} is no address; write it as host:port, for example fl.example.org:{DEFAULT_PORT}"
+    )
 
 
 def _check_name(name: str) -> None:

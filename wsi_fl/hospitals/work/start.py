@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,15 +22,17 @@ from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.trust.withdrawing import exchange_list
 from wsi_fl.hospitals.work.taking_part import take_part
+from wsi_fl.hospitals.work.upkeep import forget_jobs, rotate
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import alone
-from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError
+from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError, one_line
 
 _REGISTER_S = 30.0
 _POLL_S = 0.2
 _END_S = 10.0
+_TIDY_S = 3600.0
 _REGISTERED = "Successfully registered client"
 _MODULES = {
     "hospital": "wsi_fl.hospitals.flare.client",
@@ -38,11 +41,11 @@ _MODULES = {
 
 
 def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None:
-    """Run a kit's process until it ends or is interrupted.
+    """Run a kit's process until it is interrupted (Ctrl-C, SIGTERM), which is its usual end.
 
     Args:
         study: of the hospital, the only folder that its jobs read and write; None for a server.
-        told: called with what people should know: that it is registered, and what it allows.
+        told: called with what people should know: that it is registered, what it allows, and that it was stopped.
 
     Raises:
         UsageError: when the kit cannot be started so.
@@ -57,13 +60,22 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
     if reminder := kit.reminder():
         told(reminder)
     with kit.alone():
-        _run(kit, study, told)
+        try:
+            _run(kit, study, told)
+        except KeyboardInterrupt:
+            told(f"{kit.name} stopped")
 
 
 def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
     host, port = server_of(kit)
     federation = str(kit.document["federation"])
     write_flare_files(kit.path, name=kit.name, role=kit.role, federation=federation, host=host, port=port)
+    if study is None:
+        _require_port(port)
+    else:
+        rotate(study.runs / f"{kit.name}.log")
+    rotate(kit.path / "audit.log")
+    rotate(kit.path / "console.txt", 0)
     log = kit.path / "log.txt"
     seen = log.stat().st_size if log.exists() else 0
     with _process(kit, study) as process:
@@ -75,7 +87,11 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
             told(f"{kit.name} is registered with {host}:{port}; Ctrl-C ends it")
             for line in _what_it_allows(kit, study):
                 told(line)
-        code = process.wait()
+        while (code := process.poll()) is None:
+            if not _started_by(process.pid):
+                forget_jobs(kit.path)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TIDY_S)
     raise WsiFlError(f"the process of {kit.name} ended (exit code {code}); see {log}")
 
 
@@ -169,9 +185,20 @@ def _until(done: Callable[[], bool], process: subprocess.Popen[bytes], kit: Kit)
         time.sleep(_POLL_S)
 
 
-def _listens(port: int) -> bool:
-    import socket
+def _require_port(port: int) -> None:
+    """Refuse to start a server that cannot open its port."""
+    with socket.socket() as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            place.bind(("", port))
+        except OSError as error:
+            raise WsiFlError(
+                f"port {port} cannot be opened ({one_line(error)}): end what has it, or let the user open it as "
+                "deploy/wsi-fl-server.service does"
+            ) from None
 
+
+def _listens(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), _POLL_S):
         return True
     return False
@@ -232,6 +259,7 @@ def take_part_by_folder(
     line = FolderLine(address, identity.name, plan.digest, most_bytes=plan.most_bytes, beat_s=beat_s)
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
     with alone(study.root / "federation" / f".{identity.name}.lock", busy), kit.alone():
+        rotate(study.runs / f"{identity.name}.log")
         return _until_done(study, kit, plan, line, without)
 
 

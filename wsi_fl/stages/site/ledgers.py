@@ -129,7 +129,7 @@ def open_ledger(
         WsiFlError: when the file is damaged, changed or older than what its heads remember.
     """
     path = study.ledger(site.name)
-    beside_store = study.store(site.name).parent / "ledger.head.json"
+    beside_store = _head_beside_store(study, site.name)
     account = partial(
         PrivacyLedger,
         path,
@@ -153,8 +153,7 @@ def open_ledger(
             f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
             "site's budget"
         )
-    heads = [beside_store, head_of_user(site.name)]
-    ledger = account(heads=heads)
+    ledger = account(heads=heads_of(study, site.name))
     for folder, identity, last in rounds:
         if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
             raise UsageError(
@@ -170,6 +169,15 @@ def open_ledger(
                 "is the site's budget"
             )
     return ledger
+
+
+def _head_beside_store(study: Study, site: str) -> Path:
+    return study.store(site).parent / "ledger.head.json"
+
+
+def heads_of(study: Study, site: str) -> list[Path]:
+    """Return the files that remember how far the ledger of a real site was: beside its store, and of this user."""
+    return [_head_beside_store(study, site), head_of_user(site)]
 
 
 def head_of_user(site: str) -> Path:

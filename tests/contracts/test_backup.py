@@ -1,0 +1,102 @@
+"""Key, certificates, approvals, plan and ledger in one file, and back; no older ledger takes a newer one's place."""
+
+import io
+import shutil
+import tarfile
+
+import pytest
+from conftest import REAL, make_study, refused
+
+from wsi_fl.hospitals.plans.making import make_plan
+from wsi_fl.hospitals.plans.signed import approve, approved_plan
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.work.backup import backup, restore
+from wsi_fl.privacy.ledger_file import LedgerFile
+from wsi_fl.stages.site.ledgers import heads_of
+from wsi_fl.study.folder import Study
+from wsi_fl.types import WsiFlError
+
+
+@pytest.fixture
+def bed(tmp_path, monkeypatch):
+    """A hospital with a kit and a signed plan, which has spent twice."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    provision(tmp_path / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
+    study, kit = make_study(tmp_path / "study", 2, site_extra=REAL), Kit.open(tmp_path / "kits" / "S0")
+    approve(study, make_plan(study, method="fedavg", out=tmp_path / "plan.json"), kit.identity())
+    spend(study, 1, 2)
+    return tmp_path, study, kit
+
+
+def ledger_of(study):
+    return LedgerFile(study.ledger("S0"), heads_of(study, "S0"))
+
+
+def spend(study, *rounds):
+    study.ledger("S0").parent.mkdir(exist_ok=True)
+    with (ledger := ledger_of(study)).locked():
+        for number in rounds:
+            ledger.append({"run": "00001 a", "site": "S0", "round": number, "real": True})
+
+
+def test_what_was_lost_comes_back_and_goes_on(bed):
+    root, study, kit = bed
+    digest = approved_plan(study, kit.identity()).digest
+    made = backup(kit, study, root / "S0.tar")
+    assert (made["name"], made["lines"]) == ("S0", 2)
+    assert (root / "S0.tar").stat().st_mode & 0o777 == 0o600
+    for folder in (kit.path, study.root, root / "state"):
+        shutil.rmtree(folder)
+    said = restore(root / "S0.tar", kit.path, Study(root / "study"))
+    assert (said["kept"], len(said["restored"])) == (0, made["files"])
+    key = kit.path / "startup" / "client.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert approved_plan(study, Kit.open(kit.path).identity()).digest == digest
+    spend(study, 3)
+    assert [entry.round for entry in ledger_of(study).entries] == [1, 2, 3]
+
+
+def test_an_older_ledger_is_refused_and_a_newer_one_stays(bed):
+    root, study, kit = bed
+    backup(kit, study, root / "old.tar")
+    spend(study, 3)
+    shutil.rmtree(kit.path)
+    said = restore(root / "old.tar", kit.path, study)  # the key was lost alone
+    assert str(kit.path / "startup" / "client.key") in said["restored"]
+    assert len(ledger_of(study).entries) == 3
+    study.ledger("S0").unlink()
+    again = lambda: restore(root / "old.tar", kit.path, study)  # noqa: E731
+    refused(again, "this is not the ledger that", "had 3 lines or more", error=WsiFlError)
+    assert not study.ledger("S0").exists()
+
+
+def test_another_ledger_or_key_is_not_replaced(bed):
+    root, study, kit = bed
+    backup(kit, study, root / "S0.tar")
+    file = study.ledger("S0")
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    refused(lambda: restore(root / "S0.tar", kit.path, study), "move it away first", error=WsiFlError)
+    refused(lambda: restore(root / "S0.tar", root / "kits" / "S1", study), "another key is here")
+    refused(lambda: restore(root / "S0.tar", kit.path, None), "give --study DIR")
+
+
+def test_a_kit_without_a_study_is_kept_too(bed):
+    root, _, _ = bed
+    server = Kit.open(root / "kits" / "server")
+    assert backup(server, None, root / "server.tar")["lines"] is None
+    shutil.rmtree(server.path)
+    restore(root / "server.tar", server.path, None)
+    assert Kit.open(server.path).identity().name == "server"
+
+
+@pytest.mark.parametrize("name", ["kit/../../up", "/kit/x", "kit//etc/../x"])
+def test_what_leads_out_of_its_folder_is_no_backup(bed, name):
+    root, _, kit = bed
+    backup(kit, None, root / "bent.tar")
+    with tarfile.open(root / "bent.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    refused(lambda: restore(root / "bent.tar", root / "new", None), "this is no backup")
+    (root / "none.tar").write_text("x")
+    refused(lambda: restore(root / "none.tar", root / "new", None), "this is no backup")
+    assert not (root / "new").exists()

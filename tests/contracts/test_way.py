@@ -1,0 +1,183 @@
+"""How a kit gets through to its server: straight or by a proxy; whatever stands in the way is said in one line."""
+
+import socket
+import ssl
+import threading
+from contextlib import contextmanager, suppress
+
+import pytest
+from conftest import refused
+from proxies import FORBIDDEN, KNOWN, needs_proxy, proxying
+
+from wsi_fl.hospitals.trust import way
+from wsi_fl.hospitals.trust.certificates import approved, new_key, new_request, new_root
+from wsi_fl.hospitals.trust.kit import Kit, likely_reason, look, server_of
+from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.way import address_of, proxy_to
+from wsi_fl.types import WsiFlError
+
+PASSWORD = "s:cr@t%"
+WRITTEN = "s%3Acr%40t%25"
+"""As it stands in a URL."""
+
+
+@pytest.fixture(autouse=True)
+def no_proxy_here(monkeypatch):
+    for name in ("https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def serving(startup, host="127.0.0.1"):
+    """The port of a server with the key and certificate in a folder, which asks for those of the same root."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=startup / "rootCA.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(startup / "server.crt", startup / "server.key")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+
+    def serve():
+        with suppress(OSError):
+            while True:
+                connection = listener.accept()[0]
+                with suppress(OSError), context.wrap_socket(connection, server_side=True) as secured:
+                    secured.recv(3)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory):
+    """Federations by the address of their server, each with a hospital C1; their ports come later."""
+    folder = tmp_path_factory.mktemp("founded")
+    for name, host in (("straight", "localhost"), ("named", KNOWN), ("six", "[::1]")):
+        provision(folder / name, federation=name, server=f"{host}:1", sites=["C1"])
+    return folder
+
+
+def kit_of(founded, name, port, host=None):
+    """The hospital's kit, whose server is at a port."""
+    kit = Kit.open(founded / name / "C1")
+    old = str(kit.document["server"]).rpartition(":")[0]
+    return Kit(kit.path, kit.document | {"server": f"{host or old}:{port}"})
+
+
+def steps_of(kit):
+    return {step.what: (step.ok, step.said) for step in look(kit)}
+
+
+def test_a_server_without_a_port_is_reached_by_that_of_https(tmp_path):
+    made = provision(tmp_path, federation="one", server="fl.example.org")
+    assert made["server"] == "fl.example.org:443"
+    assert server_of(Kit.open(tmp_path / "coordinator")) == ("fl.example.org", 443)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "::1", "a:b", "[::1", "[fl]", "a:0", "a:65536", "[::1]:x", "a b:[", "a:1:2"]
+)
+def test_what_is_no_address_is_none(text):
+    with pytest.raises(ValueError):
+        address_of(text)
+
+
+# a device that opens TLS
+
+
+def test_a_device_that_opens_tls_is_named(founded, tmp_path):
+    root_key, key = new_key(), new_key()
+    root = new_root(root_key, "Hospital Proxy CA")
+    shown = approved(new_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",))
+    for name, text in (("rootCA.pem", root), ("server.crt", shown), ("server.key", key)):
+        (tmp_path / name).write_text(text)
+    with serving(tmp_path) as port:
+        steps = steps_of(kit_of(founded, "straight", port))
+    ok, said = steps["mutual TLS"]
+    assert not ok and "\n" not in said
+    assert "a certificate for CN=server,O=one, issued by CN=Hospital Proxy CA" in said.replace(
+        "O=one,CN=server", "CN=server,O=one"
+    )
+    assert "opens TLS" in said and "exception" in said
+
+
+def test_a_server_of_the_federation_by_another_name_is_no_such_device(founded):
+    with serving(founded / "straight" / "server" / "startup") as port:
+        assert likely_reason(kit_of(founded, "straight", port)) == ""
+        said = likely_reason(kit_of(founded, "straight", port, host="127.0.0.1"))
+    assert "the server's certificate was refused" in said and "opens TLS" not in said
+
+
+# IPv6
+
+
+def test_a_server_is_reached_by_its_ipv6_address(founded):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with serving(founded / "six" / "server" / "startup", "::1") as port:
+        kit = kit_of(founded, "six", port)
+        assert server_of(kit) == ("::1", port)
+        assert [ok for ok, _ in steps_of(kit).values()] == [True] * 4
+
+
+# a proxy
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """The port of a proxy that asks for a password."""
+    with proxying(tmp_path_factory.mktemp("guarded"), PASSWORD) as port:
+        yield port
+
+
+@needs_proxy
+def test_check_goes_through_a_proxy_and_says_which(founded, guarded, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:{guarded}")
+    with serving(founded / "named" / "server" / "startup") as port:
+        steps = steps_of(kit_of(founded, "named", port))
+    assert list(steps) == ["certificate", "proxy", "mutual TLS"]
+    assert all(ok for ok, _ in steps.values()), steps
+    assert f"through the proxy 127.0.0.1:{guarded} (HTTPS_PROXY)" in steps["proxy"][1]
+    assert WRITTEN not in str(steps) and PASSWORD not in str(steps)
+
+
+@needs_proxy
+@pytest.mark.parametrize(
+    ("user", "port", "words"),
+    [
+        ("", 1, "asks for a user and a password, or does not take those given (407)"),
+        ("user:wrong@", 1, "does not take those given (407): write it as HTTPS_PROXY=http://USER:PASSWORD@"),
+        (f"user:{WRITTEN}@", FORBIDDEN, f"forbids {KNOWN} port {FORBIDDEN} (403)"),
+        (f"user:{WRITTEN}@", 1, f"does not get through to {KNOWN} port 1 ("),
+    ],
+)
+def test_what_a_proxy_lacks_is_said_in_one_line(founded, guarded, monkeypatch, user, port, words):
+    monkeypatch.setenv("HTTPS_PROXY", f"http://{user}127.0.0.1:{guarded}")
+    said = likely_reason(kit_of(founded, "named", port))
+    assert said.startswith(f"the proxy 127.0.0.1:{guarded} (HTTPS_PROXY) ") and words in said
+    assert "\n" not in said and "wrong" not in said and WRITTEN not in said
+
+
+def test_a_proxy_that_is_not_there_is_named(founded, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:1")
+    said = likely_reason(kit_of(founded, "named", 443))
+    assert "the proxy 127.0.0.1:1 (HTTPS_PROXY) cannot be reached" in said and WRITTEN not in said
+
+
+@pytest.mark.parametrize("url", ["socks5://h:1", "https://user:pw@h:1", "http://h:port", "http://:1"])
+def test_a_proxy_of_another_kind_is_refused(monkeypatch, url):
+    monkeypatch.setenv("HTTPS_PROXY", url)
+    refused(lambda: way.connected("a.org", 443), "names no proxy that can be used", error=WsiFlError)
+
+
+def test_a_proxy_may_be_written_without_its_scheme_and_is_left_out_for_hosts_of_no_proxy(monkeypatch):
+    assert proxy_to("fl.example.org") is None
+    monkeypatch.setenv("HTTPS_PROXY", "user:pw@proxy.example.org:3128")
+    monkeypatch.setenv("NO_PROXY", "localhost,.inside.org")
+    assert str(proxy_to("fl.example.org")) == "proxy.example.org:3128"
+    assert "pw" not in repr(proxy_to("fl.example.org"))
+    assert proxy_to("localhost") is proxy_to("fl.inside.org") is None

@@ -1,0 +1,65 @@
+"""A hospital whose only way out is an HTTP proxy with a password, over real processes of NVIDIA FLARE."""
+
+import json
+import time
+from importlib.util import find_spec
+
+import pytest
+from hospitals import Bed
+from proxies import KNOWN, needs_proxy, proxying
+
+from wsi_fl.hospitals.demo import free_port
+from wsi_fl.hospitals.plans.signed import plan_path
+
+pytestmark = [
+    needs_proxy,
+    pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'"),
+]
+
+WRITTEN, PASSWORD = "s%3Acr%40t%25", "s:cr@t%"
+
+
+def test_hospitals_learn_through_a_proxy_that_alone_knows_the_server(tmp_path, monkeypatch):
+    bed = Bed(tmp_path, 2, server=f"{KNOWN}:{free_port()}")
+    bed.sign("fedavg", "train.rounds=1")
+    with proxying(tmp_path / "proxy", PASSWORD) as port:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:{port}")
+        monkeypatch.setenv("NO_PROXY", "localhost,127.0.0.1")
+        with bed.running("server"):
+            began = time.monotonic()
+            bed.start("S0")
+            assert time.monotonic() - began < 30
+            bed.start("S1")
+            checked = bed.command("check", str(bed.root / "kits" / "coordinator"), "--json")
+            assert checked.returncode == 0, checked.stdout + checked.stderr
+            assert f"127.0.0.1:{port}" in checked.stdout
+            shown = "".join(line for line in _command_lines() if "--basic-auth" not in line)
+            said = bed.submit("--plan", str(plan_path(bed.study("S0"))))
+        assert said.returncode == 0, said.stderr
+        assert json.loads(said.stdout)["sites"]
+    written = b"".join(path.read_bytes() for path in bed.root.rglob("*.txt")) + shown.encode()
+    assert WRITTEN.encode() not in written and PASSWORD.encode() not in written
+
+
+@pytest.mark.parametrize("user", ["", "user:wr0ng-0ne@"])
+def test_a_password_that_is_not_taken_is_said_and_written_nowhere(tmp_path, monkeypatch, user):
+    bed = Bed(tmp_path, 2, server=f"{KNOWN}:{free_port()}")
+    with proxying(tmp_path / "proxy", PASSWORD) as port:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://{user}127.0.0.1:{port}")
+        with bed.running("server"):
+            process = bed.start("S0", wait=False)
+            said = process.stdout.read()
+    assert "asks for a user and a password, or does not take those given (407)" in said
+    logs = b"".join(path.read_bytes() for path in (bed.root / "kits" / "S0").rglob("*") if path.is_file())
+    assert b"wr0ng" not in logs and "wr0ng" not in said
+
+
+def _command_lines():
+    """The command line of every process of this machine."""
+    from pathlib import Path
+
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            yield (entry / "cmdline").read_text()
+        except OSError:
+            continue

@@ -1,0 +1,151 @@
+"""What a site must not lose, in one file: its key and certificates, what it has signed, and its ledger.
+
+The file is a plain tar that its owner alone may read: it holds the key. What is there already is never overwritten, and
+no ledger takes the place of a newer one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.privacy.ledger_file import LedgerFile
+from wsi_fl.stages.site.ledgers import heads_of
+from wsi_fl.stages.work.console import Line, Lines
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import atomic, ordinary, write_bytes
+from wsi_fl.system.locks import alone
+from wsi_fl.types import UsageError, WsiFlError
+
+_DOCUMENT, _LEDGER = PurePosixPath("kit/federation.json"), PurePosixPath("ledger.jsonl")
+_KIT, _STUDY = ("*.json", "jobs.jsonl", "startup/*"), ("federation/*.json", "sites/{}.toml")
+Files = dict[PurePosixPath, bytes]
+
+
+def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, Any]:
+    """Copy what a kit's holder must not lose into one file with mode 0600; a client may run meanwhile.
+
+    Args:
+        study: of the hospital; None for the kit of a server or a coordinator.
+
+    Returns:
+        {"file", "name", "files": how many, "lines": of the ledger, None without one}.
+
+    Raises:
+        WsiFlError: when the ledger is damaged, or older than its heads know.
+    """
+    found, lines = _files("kit", kit.path, _KIT), None
+    if study is not None:
+        found |= _files("study", study.root, [one.format(kit.name) for one in _STUDY])
+        ledger = _opened(study, kit.name)
+        if lines := len(ledger.entries):
+            with ledger.locked():
+                found[_LEDGER], lines = ledger.path.read_bytes(), len(ledger.entries)
+    with atomic(out) as temporary, tarfile.open(temporary, "w") as tar:
+        temporary.chmod(0o600)
+        for name, data in found.items():
+            entry = tarfile.TarInfo(str(name))
+            entry.size, entry.mode, entry.mtime = len(data), 0o600, int(time.time())
+            tar.addfile(entry, io.BytesIO(data))
+    return {"file": str(out), "name": kit.name, "files": len(found), "lines": lines}
+
+
+def restore(file: Path, kit: Path, study: Study | None) -> dict[str, Any]:
+    """Put back what is missing of a kit and a study; what is there stays as it is.
+
+    Args:
+        file: that `backup` made.
+        kit: its folder, a new one or that of the same key.
+
+    Returns:
+        {"kit", "name", "restored": the files that were missing, "kept": how many were there}.
+
+    Raises:
+        UsageError: when the file is no backup, or the kit holds another key.
+        WsiFlError: when the ledger is older than this machine knows, or the kit is in use.
+    """
+    found = _read(file)
+    name, roots = str(json.loads(found[_DOCUMENT])["name"]), {"kit": kit}
+    if study is not None:
+        roots["study"] = study.root
+    ledger = found.pop(_LEDGER, None)
+    if strange := {one.parts[0] for one in found} - roots.keys():
+        raise UsageError(f"{file}: it holds {min(strange)}/ too; give --study DIR")
+    targets = {roots[one.parts[0]].joinpath(*one.parts[1:]): data for one, data in found.items()}
+    keys = [path for path in targets if path.suffix == ".key" and path.exists()]
+    if any(path.read_bytes() != targets[path] for path in keys):
+        raise UsageError(f"{kit}: another key is here than in {file}; restore into a new folder")
+    with alone(kit / ".lock", f"{name} runs now: another process has {kit}; end it first"):
+        restored = []
+        if study is not None and ledger is not None:
+            site = study.root / "sites" / f"{name}.toml"  # it says where the ledger lies
+            restored = [*_put(site, targets[site]), *_put_ledger(study, name, ledger)]
+        restored += [one for path, data in targets.items() for one in _put(path, data)]
+        Kit.open(kit).identity()
+    kept = len(targets) + (ledger is not None) - len(restored)
+    return {"kit": str(kit), "name": name, "restored": restored, "kept": kept}
+
+
+def _put_ledger(study: Study, site: str, data: bytes) -> list[str]:
+    """Put a ledger back, unless the one that is here goes on from it, and let its heads know.
+
+    Raises:
+        WsiFlError: when it is older than its heads know, or another one is here.
+    """
+    path = study.ledger(site)
+    if made := _put(path, data):
+        try:
+            with (ledger := _opened(study, site)).locked():
+                ledger.remember()
+        except WsiFlError:
+            path.unlink()
+            raise
+    elif not path.read_bytes().startswith(data):
+        raise WsiFlError(f"{path}: is another ledger than that of the backup, or older; move it away first")
+    return made
+
+
+def _opened(study: Study, site: str) -> LedgerFile:
+    return LedgerFile(study.ledger(site), heads_of(study, site) if study.site(site).real else [])
+
+
+def _files(part: str, root: Path, patterns: Sequence[str]) -> Files:
+    paths = [path for pattern in patterns for path in root.glob(pattern) if path.is_file()]
+    return {PurePosixPath(part, path.relative_to(root).as_posix()): path.read_bytes() for path in paths}
+
+
+def _read(file: Path) -> Files:
+    """The files of a backup by name; none of them leads out of its folder."""
+    try:
+        with tarfile.open(ordinary(file), "r:") as tar:
+            files = [(PurePosixPath(one.name), tar.extractfile(one)) for one in tar]
+            found = {name: data.read() for name, data in files if data is not None}
+    except (OSError, KeyError, tarfile.TarError):
+        found = {}
+    if _DOCUMENT not in found or any(name.is_absolute() or ".." in name.parts for name in found):
+        raise UsageError(f"{file}: this is no backup; `wsi-fl federation backup` makes one")
+    return found
+
+
+def _put(path: Path, data: bytes) -> list[str]:
+    """Write a file for its owner alone where there is none, and return it then."""
+    if path.exists():
+        return []
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_bytes(path, data)
+    path.chmod(0o600)
+    return [str(path)]
+
+
+def restored_lines(document: dict[str, Any]) -> Lines:
+    """Say what was put back, and what comes next."""
+    yield Line(
+        f"{len(document['restored'])} files of {document['name']} are back; {document['kept']} were there"
+    )
+    yield Line(f"next: wsi-fl federation check {document['kit']}")
