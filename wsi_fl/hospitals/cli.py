@@ -277,12 +277,12 @@ def submit(
     show(document, as_json, submitted_lines)
 
 
-def _plan_here() -> Path:
-    """The signed plan of the study at or above this folder."""
+def _plan_here(study: Study | None = None) -> Path:
+    """The signed plan of a study, or of the one at or above this folder."""
     from wsi_fl.hospitals.plans.signed import plan_path
 
     with suppress(UsageError):
-        if (path := plan_path(find_study())).is_file():
+        if (path := plan_path(study or find_study())).is_file():
             return path
     raise UsageError("which plan? give --plan FILE, the one that all hospitals have signed")
 
@@ -351,3 +351,62 @@ def dossier(
 
     made = make_dossier(_study(study), site=site, kit=kit, out=out)
     show(dict(made), as_json, lambda _: [str(out)])
+
+
+@app.command()
+def frame(
+    kit: KitOption,
+    epsilon: Annotated[float | None, typer.Option(help="Of all plans together, by your own ledger.")] = None,
+    until: Annotated[str, typer.Option(metavar="DATE", help="The last day, as in 2027-03-31.")] = "",
+    method: Annotated[
+        list[str] | None, typer.Option(help="What plans may run. Repeatable. Default: the plan's.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="How many runs at most.")] = 20,
+    partner: Annotated[
+        list[str] | None, typer.Option(metavar="SITE", help="Who may take part. Repeatable. Default: all.")
+    ] = None,
+    code: Annotated[
+        list[str] | None, typer.Option(metavar="SHA256", help="Of another wsi-fl to allow. Repeatable.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What plans are like. Default: the one you signed.")
+    ] = None,
+    add_code: Annotated[
+        bool, typer.Option("--add-code", help="Allow in your frame the wsi-fl that is installed now too.")
+    ] = False,
+    study: StudyFolder = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Sign without being asked.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Sign a frame: plans within it run here for weeks without a further signature, all others are refused."""
+    from wsi_fl.hospitals.plans.admitting import frame_lines, make_frame, with_code
+    from wsi_fl.hospitals.plans.frames import require_frame, write_frame
+    from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.stages.work.console import render
+
+    found, identity, codes = _study(study), Kit.open(kit).identity(), code or []
+    if add_code:
+        made = with_code(require_frame(found, identity), codes)
+    else:
+        like = Plan.load(plan or _plan_here(found))
+        limits = {"epsilon": epsilon, "until": until, "runs": runs}
+        made = make_frame(
+            found, like, identity.name, **limits, methods=method or [], partners=partner or [], codes=codes
+        )
+    render(frame_lines(made))
+    if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
+        raise WsiFlError("nothing was signed")
+    write_frame(found, made, identity)
+    show(dict(made), as_json, lambda _: [])
+
+
+@app.command()
+def withdraw(kit: KitOption, study: StudyFolder = None, as_json: Json = False) -> None:
+    """End your frame at once, and all approvals made in its name; a run under way ends at its next round."""
+    from wsi_fl.hospitals.plans.frames import withdraw
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.stages.work.console import Line
+
+    ended = withdraw(_study(study), Kit.open(kit).identity())
+    show(dict(ended), as_json, lambda one: [Line(f"the frame until {one['until']} was withdrawn")])

@@ -29,7 +29,12 @@ T = TypeVar("T")
 
 Answer = Literal["taken", "later", "refused"]
 """What a receiver says of a letter: it has it, it cannot judge it yet, or it never will take it."""
-_END = "end"
+_END, _WITHDRAWN = "end", "withdrawn"
+_ENDS = {
+    _END: "ended the run; its own log says why",
+    _WITHDRAWN: "withdrew the frame of this plan, or it is over; the run ends",
+}
+"""Places of the last letter of a site, and what it tells."""
 MOST_BYTES = 1 << 30
 """The longest letter that is taken, where the signed plan does not say what to expect."""
 _PAUSES_S = (0.05, 2.0)
@@ -98,6 +103,7 @@ class RelayedComm:
         keys: the fingerprint of each site's key, where the plan pins them: no other key speaks for the site.
         waiting: called now and then while this process waits.
         writer: of this process; the same one when it begins again, so that its peers need not. Default: a new one.
+        standing: asked before anything is sent, returns in words why this site takes part no longer; "" while it does.
 
     Raises:
         PeerLate: when a site did not introduce itself in time.
@@ -116,6 +122,7 @@ class RelayedComm:
     keys: Mapping[str, str] = field(default_factory=dict)
     waiting: Callable[[], None] | None = None
     writer: Writer | None = None
+    standing: Callable[[], str] | None = None
     line_bytes: int = 0
     """All that was sent: letters with heads and signatures, documents too."""
     refused: list[str] = field(default_factory=list)
@@ -137,7 +144,7 @@ class RelayedComm:
         self._over: KnownToAll | None = None
         self._left: KnownToAll | None = None
         """What a peer did to end the run; while sites may be lost, nobody heeds it."""
-        self._lossy = False
+        self._lossy, self._last = False, _END
         self._changed = threading.Condition()
         self.line.listen(self._take)
         self._introduce()
@@ -198,7 +205,7 @@ class RelayedComm:
         del code
         if self._session and self._over is self._left is None:
             with suppress(Exception):  # the line may be what failed
-                self._send(_END, dict.fromkeys(self._others, (b"",)), _END_S, "")
+                self._send(self._last, dict.fromkeys(self._others, (b"",)), _END_S, "")
         self.close()
 
     def close(self) -> None:
@@ -294,8 +301,8 @@ class RelayedComm:
         key = (head["sender"], head["place"])
         if key in self._held or key in self._read:
             return "taken"
-        if head["place"] == _END:
-            self._left = KnownToAll(f"site {head['sender']} ended the run; its own log says why")
+        if head["place"] in _ENDS:
+            self._left = KnownToAll(f"site {head['sender']} {_ENDS[head['place']]}")
         self._held[key] = letter
         self._changed.notify_all()
         return "taken"
@@ -381,7 +388,14 @@ class RelayedComm:
         self._deliver(place, letters, limit_s, where)
 
     def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float, where: str) -> None:
-        """Send letters, all at once, until each has been taken."""
+        """Send letters, all at once, until each has been taken.
+
+        Raises:
+            KnownToAll: when this site takes part no longer; nothing was sent then.
+        """
+        if place not in _ENDS and self.standing is not None and (why := self.standing()):
+            self._last = _WITHDRAWN
+            raise KnownToAll(f"site {self.identity.name} {why}; the run ends here")
         deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
         with ThreadPoolExecutor(max(1, len(left))) as pool:
             while left:
@@ -394,7 +408,7 @@ class RelayedComm:
                 left = {name: left[name] for name in failed}
                 if not left:
                     return
-                if place != _END:
+                if place not in _ENDS:
                     self._check_over()
                 if time.monotonic() >= deadline:
                     name, why = next(iter(failed.items()))

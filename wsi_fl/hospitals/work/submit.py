@@ -53,7 +53,7 @@ def submit(
     if out is not None and (there := out / _SUMMARY).exists():
         raise UsageError(f"{out} holds the result of {read_json(there).get('run')}; give another folder")
     sites = _taking_part(plan, without)
-    job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
+    job = {"what": "work", "plan": plan.digest, "text": plan.text, "resume": resume, "without": list(without)}
     said = _run(kit, plan, sites, job, watcher or Silent())
     scores = _same_scores({site: said[site].pop("scores", None) for site in sites})
     summary: dict[str, Any] = said[sites[0]]
@@ -105,7 +105,7 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
     if plan is None:
         return document
     try:
-        job = {"what": "check", "plan": plan.digest}
+        job = {"what": "check", "plan": plan.digest, "text": plan.text}
         said = _run(kit, plan, plan.sites, job, watcher or Silent())
         document["peers"] = {
             name: {key: one[key] for key in ("peers", "seconds")} for name, one in said.items()

@@ -14,10 +14,13 @@ from typing_extensions import TypedDict
 from wsi_fl import __version__
 from wsi_fl.federation.documents import Name
 from wsi_fl.hospitals.lines.relayed import Line, RelayedComm
+from wsi_fl.hospitals.plans.admitting import admit
 from wsi_fl.hospitals.plans.code import code_digest
+from wsi_fl.hospitals.plans.frames import ended, listed_codes
 from wsi_fl.hospitals.plans.signed import (
     Plan,
     approved_at,
+    approved_frame,
     approved_plan,
     check_code,
     check_promises,
@@ -52,6 +55,7 @@ def take_part(
     resume: str | None = None,
     without: Sequence[str] = (),
     plan: str | None = None,
+    brought: Plan | None = None,
     go_on: bool = False,
     writer: Writer | None = None,
     waiting: Callable[[], None] | None = None,
@@ -64,6 +68,7 @@ def take_part(
         resume: a run of this plan to go on with, or "last", as `go_on`; default: a new one.
         without: sites that were lost.
         plan: SHA-256 of the plan that is asked for, where somebody asks; another than the signed one is refused.
+        brought: that plan as it came; it is approved now where the hospital's frame allows it.
         go_on: let the sites agree on the run: the one of this plan that all have, or a new one; `resume` is not read.
         writer: of this process, where it begins again; default: a new one.
         waiting: called now and then while this process waits for others.
@@ -73,7 +78,7 @@ def take_part(
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
     with _told_to_all():
-        agreed, go_on = _agreed(study, identity, plan), go_on or resume == LAST
+        agreed, go_on = _agreed(study, identity, plan, brought), go_on or resume == LAST
         if resume is None and not go_on:
             _refuse_once_more(study, agreed, identity.name)
         run = _own_run(study, resume) if resume is not None and not go_on else None
@@ -97,7 +102,7 @@ def take_part(
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
     seconds = party.pipeline.comm.timeout_s
-    comm = _introduced(identity, agreed, running, line, seconds, waiting=waiting, writer=writer)
+    comm = _introduced(study, identity, agreed, running, line, seconds, waiting=waiting, writer=writer)
     try:
         return ranks.take_part(party, comm, partial(which_run, party, asked))
     finally:
@@ -133,7 +138,14 @@ class Seen(TypedDict):
     site: Name
 
 
-def greet(study: Study, identity: Identity, line: Line, *, plan: str | None = None) -> dict[str, Any]:
+def greet(
+    study: Study,
+    identity: Identity,
+    line: Line,
+    *,
+    plan: str | None = None,
+    brought: Plan | None = None,
+) -> dict[str, Any]:
     """Go to see every other site of the signed plan and train nothing: {"site", "peers", "seconds"}.
 
     Raises:
@@ -142,8 +154,8 @@ def greet(study: Study, identity: Identity, line: Line, *, plan: str | None = No
     """
     began = time.perf_counter()
     with _told_to_all():
-        agreed = _agreed(study, identity, plan)
-    comm = _introduced(identity, agreed, tuple(range(len(agreed.sites))), line, _GREETING_S)
+        agreed = _agreed(study, identity, plan, brought)
+    comm = _introduced(study, identity, agreed, tuple(range(len(agreed.sites))), line, _GREETING_S)
     try:
         told = comm.gather([Seen(site=identity.name)], Seen)
     finally:
@@ -187,6 +199,7 @@ def _remaining(party: RunContext, without: Sequence[str]) -> tuple[int, ...]:
 
 
 def _introduced(
+    study: Study,
     identity: Identity,
     agreed: Plan,
     running: tuple[int, ...],
@@ -197,6 +210,7 @@ def _introduced(
     writer: Writer | None = None,
 ) -> RelayedComm:
     """The sites of a plan, once all have said hello."""
+    frame = approved_frame(study, identity.name)
     return RelayedComm(
         identity,
         agreed.sites,
@@ -210,11 +224,14 @@ def _introduced(
         keys=agreed.keys,
         waiting=waiting,
         writer=writer,
+        standing=partial(ended, study, identity, frame) if frame else None,
     )
 
 
-def _agreed(study: Study, identity: Identity, asked: str | None) -> Plan:
+def _agreed(study: Study, identity: Identity, asked: str | None, brought: Plan | None) -> Plan:
     """The plan that a site has signed, once it is known to be the one asked for, and for the code that is here."""
+    if brought is not None and brought.digest == asked:
+        admit(study, identity, brought)
     agreed, site = approved_plan(study, identity), identity.name
     if asked is not None and asked != agreed.digest:
         raise UsageError(
@@ -222,5 +239,5 @@ def _agreed(study: Study, identity: Identity, asked: str | None) -> Plan:
         )
     own = next(one for one in agreed.document["sites"] if one["name"] == site)
     check_promises(own, study.site(site))
-    check_code(agreed, site)
+    check_code(agreed, site, listed_codes(study, identity))
     return agreed
