@@ -389,10 +389,16 @@ def frame(
     if add_code:
         made = with_code(require_frame(found, identity), codes)
     else:
-        like = Plan.load(plan or _plan_here(found))
-        limits = {"epsilon": epsilon, "until": until, "runs": runs}
         made = make_frame(
-            found, like, identity.name, **limits, methods=method or [], partners=partner or [], codes=codes
+            found,
+            Plan.load(plan or _plan_here(found)),
+            identity.name,
+            epsilon=epsilon,
+            until=until,
+            runs=runs,
+            methods=method or [],
+            partners=partner or [],
+            codes=codes,
         )
     render(frame_lines(made))
     if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):

@@ -109,7 +109,7 @@ def _of_method(study: Study, looked: Looked, method: str) -> dict[str, list[Any]
 
 
 def _said(
-    looked: Looked, method: str, learned: Learned | Mapping[str, Any], leaves: Sequence[Leaving]
+    looked: Looked, method: str, learned: Mapping[str, object], leaves: Sequence[Leaving]
 ) -> dict[str, list[Any]]:
     """What a plan says of each thing that a frame limits.
 

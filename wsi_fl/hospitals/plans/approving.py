@@ -140,7 +140,7 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
     """
     document = document_of(plan)
     own, sites = _own_file(study, document, site), sites_of(document)
-    check_code(plan, site, frame["code"] if frame else ())
+    check_code(plan, site, frame["allows"]["code"] if frame else ())
     files = tuple(own if one.name == site else one for one in sites)
     pipeline = plan.pipeline()
     run = RunFolder(study.runs / "plan")

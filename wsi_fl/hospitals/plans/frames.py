@@ -120,5 +120,7 @@ def stamped(time: str, number: str) -> str:
 
 
 def of_frame(entries: Iterable[Entry], site: str, number: str) -> list[Entry]:
-    """Return the lines of a site's ledger that were approved in the name of a frame."""
-    return [e for e in entries if e.site == site and e.approved.endswith(f" frame {number}")]
+    """Return the lines of a site's ledger of all runs that were approved in the name of a frame."""
+    own = [entry for entry in entries if entry.site == site]
+    runs = {entry.run_id for entry in own if entry.approved.endswith(f" frame {number}")}
+    return [entry for entry in own if entry.run_id in runs]

@@ -91,7 +91,11 @@ def _what_it_allows(kit: Kit, study: Study) -> list[str]:
     except UsageError:
         signed = "no plan yet, so no job is taken (`wsi-fl federation approve PLAN`)"
     frame = open_frame(study, kit.identity())
-    framed = "" if frame is None else f"; a frame until {frame['until']}, for {', '.join(frame['methods'])}"
+    framed = (
+        ""
+        if frame is None
+        else f"; a frame until {frame['until']}, for {', '.join(frame['allows']['method'])}"
+    )
     return [
         f"  runs one class of wsi-fl and no code of others; signed: {signed}{framed}",
         f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone",
