@@ -416,3 +416,47 @@ def withdraw(kit: KitOption, study: StudyFolder = None, as_json: Json = False) -
 
     ended = withdraw(_study(study), Kit.open(kit).identity())
     show(dict(ended), as_json, lambda one: [Line(f"the frame until {one['until']} was withdrawn")])
+
+
+@app.command()
+def census(
+    kit: KitOption,
+    files: Annotated[list[Path] | None, typer.Argument(help="With --collect: what hospitals sent.")] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE,…", help="A column of your table, and the values to count. Repeatable."
+        ),
+    ] = None,
+    epsilon: Annotated[
+        float, typer.Option(min=0.001, help="Of the census per patient; with --collect, of the plan to come.")
+    ] = 0.1,
+    only_enough: Annotated[
+        bool, typer.Option("--only-enough", help="Tell only whether there are at least 20 of a value.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="The file to send. Default: census-SITE.json.")] = None,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="At the coordinator: say what all hospitals can answer.")
+    ] = False,
+    study: StudyFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Count patients by the values of a column, with noise, before there is a plan; or collect what hospitals sent."""
+    from wsi_fl.hospitals.plans import census as censuses
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.stages.work.console import Line
+    from wsi_fl.system.files import write_json
+
+    identity = Kit.open(kit).identity()
+    if collect:
+        found = [censuses.read_census(path, identity.root) for path in files or []]
+        show(censuses.collect(found, epsilon), as_json, censuses.census_lines)
+        return
+    asked = {name: values.split(",") for name, _, values in (one.partition("=") for one in column or [])}
+    if not asked:
+        raise UsageError("which column? say --column NAME=VALUE,VALUE, as in --column grade=low,high")
+    made = censuses.take_census(_study(study), identity, asked, epsilon=epsilon, only_enough=only_enough)
+    path = out or Path(f"census-{identity.name}.json")
+    write_json(path, made)
+    said = f"{path}: {len(asked)} columns at ε = {epsilon:g} per patient; send it to the coordinator"
+    show(made, as_json, lambda _: [Line(said)])

@@ -1,0 +1,255 @@
+"""A census: how many patients of a hospital have which value of a column of its table, with noise, before any plan.
+
+Each column that is asked puts a patient into one cell: a value that was declared, or "other" where the patient has
+none, an undeclared one, or several. So values that nobody declared are never told. The cells are one letter: whole
+numbers with discrete Gaussian noise, on the hospital's ledger, signed with its key, and made once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.documents import Amount, Name
+from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
+from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.privacy.accounting import Mechanism, sigma_for
+from wsi_fl.privacy.guarantee import Terms
+from wsi_fl.privacy.ledger_file import digest
+from wsi_fl.stages.site.account import require_budget
+from wsi_fl.stages.site.ledgers import check_own, open_ledger
+from wsi_fl.stages.site.targets import column_by_patient
+from wsi_fl.stages.work.console import Line, Lines, Table
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import toml_value
+from wsi_fl.system.files import read_json, read_object, write_json
+from wsi_fl.system.locks import locked
+from wsi_fl.types import UsageError
+
+ENOUGH = 20
+"""Patients of a value that a hospital should have to answer a question about it."""
+_SURE = NormalDist().inv_cdf(0.95)
+_FORMAT, _PURPOSE, _RUN, _OTHER = "wsi-fl census 1", b"wsi-fl census, version 1\n", "census", "other"
+
+
+class Census(TypedDict):
+    """What a hospital tells of its patients.
+
+    Attributes:
+        counts: patients by column and value, with noise; of `only_enough` 1 where there are `ENOUGH` for all that the
+            noise leaves open (95 %), else 0.
+        deviation: of the noise, in patients.
+    """
+
+    format: str
+    site: Name
+    counts: dict[str, dict[str, float]]
+    only_enough: bool
+    deviation: Amount
+    epsilon: Amount
+    delta: Amount
+
+
+def exact_counts(study: Study, site: SiteFile, columns: Mapping[str, Sequence[str]]) -> NDArray[np.int64]:
+    """Return int64[cells], the patients of each declared value and of all others, column by column.
+
+    A patient more or less changes one cell of each of k columns by 1, so these numbers by √k in L2.
+    """
+    found: list[int] = []
+    for column, values in columns.items():
+        cells = dict.fromkeys([*values, _OTHER], 0)
+        for said in column_by_patient(study, site, column).values():
+            (value,) = said if len(said) == 1 else (_OTHER,)
+            cells[value if value in values else _OTHER] += 1
+        found += cells.values()
+    return np.array(found, np.int64)
+
+
+def take_census(
+    study: Study,
+    identity: Identity,
+    columns: Mapping[str, Sequence[str]],
+    *,
+    epsilon: float,
+    only_enough: bool = False,
+) -> dict[str, Any]:
+    """Return what a hospital answers to a census, signed; the same question again has the same answer, at no cost.
+
+    Args:
+        columns: of the hospital's table, and which values are counted.
+        epsilon: of all columns together, at the δ of the site's file, per patient.
+
+    Raises:
+        UsageError: when the site names no budget, a value is declared twice, or the table lacks something.
+        WsiFlError: when the budget is not enough, or the account counts rows.
+    """
+    site = study.site(identity.name)
+    require_budget(site)
+    for column, values in columns.items():
+        if len({*values, _OTHER, ""}) != len(values) + 2:
+            raise UsageError(
+                f"--column {column}: name each value once, as in {column}=low,high; not {_OTHER!r}"
+            )
+    delta, clip = site.delta or 1e-5, sqrt(len(columns))
+    asked = json.dumps([columns, only_enough, epsilon, delta], sort_keys=True)
+    kept = study.root / "federation" / f"census-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+    terms = Terms(delta, site.max_epsilon, site.real, site.allowed, "guaranteed", "patient")
+    with locked(kept.parent, identity.name):
+        ledger = open_ledger(study, site, _RUN, terms)
+        if kept.exists():
+            document = dict(read_json(kept))
+            cells = [number for values in document["counts"].values() for number in values.values()]
+            vector = np.array(cells, np.float32)
+            round_ = check_own(ledger, _RUN, digest(vector), kept.name)
+            if not round_.final:
+                ledger.reissue(round_.number, vector, schema=_RUN)
+            return document
+        sigma = sigma_for(epsilon, 1.0, 1, delta)
+        noisy = _noisy(exact_counts(study, site, columns), sigma, clip)
+        if only_enough:
+            noisy = (noisy - _SURE * sigma * clip >= ENOUGH).astype(float)
+        mechanism = Mechanism(sigma, clip, 1.0, 1)
+        made = ledger.release(None, noisy.astype(np.float32), schema=_RUN, mechanism=mechanism, content=_RUN)
+        told = iter(noisy.tolist())
+        census: Census = {
+            "format": _FORMAT,
+            "site": site.name,
+            "counts": {
+                column: {one: next(told) for one in [*values, _OTHER]} for column, values in columns.items()
+            },
+            "only_enough": only_enough,
+            "deviation": sigma * clip,
+            "epsilon": epsilon,
+            "delta": delta,
+        }
+        document = sign_document(census, identity, _PURPOSE)
+        write_json(kept, document)
+        ledger.sending(made.round, made.digest)
+    return document
+
+
+def _noisy(counts: NDArray[np.int64], sigma: float, clip: float) -> NDArray[np.float64]:
+    """Add the noise of letters, and round to whole patients, which tells no more."""
+    import torch
+
+    from wsi_fl.privacy.cipher import CipherStream
+    from wsi_fl.privacy.sums import NoisySums
+
+    sums, exact = NoisySums(sigma, clip, len(counts), "patient"), torch.from_numpy(counts.astype(np.float64))
+    noisy: NDArray[np.float64] = sums.noisy(exact, CipherStream.fresh()).numpy()
+    return np.rint(noisy)
+
+
+def read_census(path: Path, root: str) -> Census:
+    """Return what a hospital has answered.
+
+    Args:
+        root: the federation's root certificate, PEM.
+
+    Raises:
+        UsageError: when it was not signed by the hospital that it names, or is damaged.
+    """
+    document = read_object(path, "ask the hospital for it again")
+    holder = signer_of(document, root, _PURPOSE, str(path))
+    said = {key: value for key, value in document.items() if key in Census.__annotations__}
+    try:
+        census = TypeAdapter(Census).validate_python(said, strict=True)
+    except ValidationError:
+        raise UsageError(f"{path}: no census that this version of wsi-fl reads") from None
+    if (census["format"], census["site"]) != (_FORMAT, holder.name):
+        raise UsageError(f"{path}: says that it is of {census['site']}, and {holder.name} signed it")
+    return census
+
+
+def collect(censuses: Sequence[Census], epsilon: float = 1.0) -> dict[str, Any]:
+    """Return which question all hospitals can answer, who would lend no label to it, and what to expect.
+
+    Args:
+        epsilon: of the plan to come, per patient.
+
+    Returns:
+        {"sites", "questions": [{"column", "values", "counts", "lacks", "receivers", "all", "expected", "pipeline"}]};
+        "lacks" are the values by site of which it may have fewer than `ENOUGH`, and a site that lacks all is among
+        "receivers".
+    """
+    sites = [census["site"] for census in censuses]
+    asked = {c: list(v) for c, v in censuses[0]["counts"].items()} if censuses else {}
+    common = [c for c, v in asked.items() if all(list(one["counts"].get(c, ())) == v for one in censuses)]
+    return {
+        "sites": {census["site"]: census["deviation"] for census in censuses},
+        "questions": [_question(column, asked[column][:-1], censuses, sites, epsilon) for column in common],
+    }
+
+
+def _question(
+    column: str, values: list[str], censuses: Sequence[Census], sites: list[str], epsilon: float
+) -> dict[str, Any]:
+    """What hospitals can say of one column."""
+    counts = {census["site"]: census["counts"][column] for census in censuses}
+    lacks = {
+        census["site"]: [one for one in values if not _enough(census, column, one)] for census in censuses
+    }
+    receivers = [site for site in sites if lacks[site] == values]
+    members = [census for census in censuses if census["site"] not in receivers]
+    return {
+        "column": column,
+        "values": values,
+        "counts": counts,
+        "lacks": lacks,
+        "receivers": receivers,
+        "all": not any(lacks.values()),
+        "expected": {
+            one["site"]: _expected(one["counts"][column], values, epsilon)
+            for one in members
+            if not one["only_enough"]
+        },
+        "pipeline": f'[target]\ncolumn = {toml_value(column)}\nclasses = {toml_value(values)}\nof = "patient"\n',
+    }
+
+
+def _enough(census: Census, column: str, value: str) -> bool:
+    told = census["counts"][column][value]
+    return told > 0 if census["only_enough"] else told - _SURE * census["deviation"] >= ENOUGH
+
+
+def _expected(counts: Mapping[str, float], values: Sequence[str], epsilon: float) -> str:
+    from wsi_fl.stages.training.plan import expected  # and with it PyTorch
+
+    told = [max(0.0, counts[value]) for value in values]
+    return expected(round(sum(told)), epsilon, min(told) * len(told) / max(1.0, sum(told)))
+
+
+def census_lines(document: Mapping[str, Any]) -> Lines:
+    """Say what hospitals can answer, and what to write into the pipeline and the site files."""
+    for one in document["questions"]:
+        rows = [
+            [
+                site,
+                *(f"{counts[value]:g}" for value in [*one["values"], _OTHER]),
+                f"{document['sites'][site]:.1f}",
+            ]
+            for site, counts in one["counts"].items()
+        ]
+        yield Table(one["column"], ["site", *one["values"], _OTHER, "± noise"], rows)
+        for site, lacks in one["lacks"].items():
+            if site in one["receivers"]:
+                yield Line(f'  {site} may have {ENOUGH} of no value: role = "receiver" in sites/{site}.toml')
+            elif lacks:
+                yield Line(f"  {site} may have fewer than {ENOUGH} of {', '.join(lacks)}", "yellow")
+        for site, gain in one["expected"].items():
+            yield Line(f"  {site}: in our study joining brought {gain} (studies/ROUNDS.md)")
+        able = "all hospitals can answer it" if one["all"] else "not all hospitals can answer it"
+        yield Line(f"  {able}; in the pipeline: {one['pipeline'].strip().replace(chr(10), ', ')}")
+    if not document["questions"]:
+        yield Line("no column with the same values was asked of all hospitals", "yellow")
