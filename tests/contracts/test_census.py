@@ -1,4 +1,4 @@
-"""A census: noisy counts of patients by declared values, charged once and signed, and what a coordinator reads there."""
+"""A census: noisy counts of patients by declared values, charged once and signed, and its collection."""
 
 import json
 

@@ -13,7 +13,7 @@ from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans import approving, code, frames, making
 from wsi_fl.hospitals.plans.admitting import admit, make_frame, outside, with_code
 from wsi_fl.hospitals.plans.approving import look, sign
-from wsi_fl.hospitals.plans.frames import frame_path, log_path, of_frame, open_frame, withdraw, write_frame
+from wsi_fl.hospitals.plans.frames import frame_path, of_frame, open_frame, withdraw, write_frame
 from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import Plan, approval_path, approved_at, approved_plan
 from wsi_fl.hospitals.trust.certificates import fingerprint
@@ -46,6 +46,10 @@ def made(study, identities, *overrides, method="proxyfl", out="plan.json", **key
     known = {name: fingerprint(one.certificate) for name, one in identities.items()} | keys
     given = [*PATIENTS, *overrides]
     return make_plan(study, method=method, overrides=given, out=study.root / out, keys=known)
+
+
+def log_of(study):
+    return frame_path(study).with_suffix(".log")
 
 
 def framed(study, identities, plan, site="S0", **given):
@@ -125,7 +129,7 @@ def test_what_a_frame_cannot_allow(study, identities):
 def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, identities, capsys):
     me, plan = identities["S0"], made(study, identities)
     admit(study, me, plan)  # without a frame nothing changes
-    assert not approval_path(study, "S0").exists() and not log_path(study).exists()
+    assert not approval_path(study, "S0").exists() and not log_of(study).exists()
     frame = framed(study, identities, plan)
     admit(study, me, plan)
     approval = json.loads(approval_path(study, "S0").read_text())
@@ -144,10 +148,8 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     refused(lambda: admit(study, me, stranger), "partners")
     edited = Plan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
     refused(lambda: admit(study, me, edited), "S0 cannot approve", "frame.log says why")
-    assert "changed by hand" in log_path(study).read_text()
-    assert (
-        approved_plan(study, me).digest == plan.digest and log_path(study).read_text().count("refused") == 4
-    )
+    assert "changed by hand" in log_of(study).read_text()
+    assert approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
 
 
 def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities):

@@ -6,16 +6,16 @@ come to on the hospital's own store and ledger. What fails as it looks stays at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
-from typing import Any, get_args
+from typing import Any, cast, get_args
 from uuid import uuid4
 
 from wsi_fl.hospitals.plans.approving import Looked, cost_words, look, sign
 from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.contents import Learned, Leaving, leaving, of_store
-from wsi_fl.hospitals.plans.frames import FORMAT, Frame, is_over, log_path, open_frame
+from wsi_fl.hospitals.plans.frames import FORMAT, Frame, frame_path, is_over, open_frame
 from wsi_fl.hospitals.plans.making import sites_of
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan, shown
 from wsi_fl.hospitals.trust.certificates import Identity
@@ -61,33 +61,22 @@ def make_frame(
     except ValueError:
         raise UsageError("until when? say --until DATE, as in --until 2027-03-31") from None
     looked, limit = look(study, plan, site), study.site(site).max_epsilon or 0
-    if looked.document["privacy"]["differential_privacy"] and (epsilon is None or epsilon > limit):
+    worth, wanted = looked.document["privacy"], {site, *(partners or plan.sites)}
+    if worth["differential_privacy"] and (epsilon is None or epsilon > limit):
         raise UsageError(f"sites/{site}.toml: max_epsilon = {limit:g}; say --epsilon up to that")
-    if unknown := sorted(set(partners) - set(plan.keys)):
+    if unknown := sorted(wanted - set(plan.keys)):
         raise UsageError(
-            f"the plan has no site {unknown[0]} whose key it pins; it pins {', '.join(plan.keys)}"
+            f"the plan has no site {unknown[0]} whose key it pins (`federation plan --kit FOUNDED`)"
         )
     allows: dict[str, list[Any]] = {}
     for method in methods or [plan.method]:
         for what, values in _of_method(study, looked, method).items():
-            known = allows.setdefault(what, [])
-            known += [value for value in values if value not in known]
-    allows["partners"] = [
-        _pinned(name, plan.keys[name]) for name in plan.keys if name in (partners or plan.keys)
-    ]
-    allows["partners"] += [_pinned(site, plan.keys[site])] if partners and site not in partners else []
-    weakest = _STRONGEST_FIRST.index(looked.document["privacy"]["guarantee"])
-    allows["guarantee"] = list(_STRONGEST_FIRST[: weakest + 1])
-    made: Frame = {
-        "format": FORMAT,
-        "id": uuid4().hex,
-        "site": site,
-        "allows": allows,
-        "epsilon": epsilon,
-        "runs": runs,
-        "until": last.isoformat(),
-    }
-    return with_code(made, codes)
+            allows[what] = [*(known := allows.get(what, [])), *(one for one in values if one not in known)]
+    allows["partners"] = [f"{name} {key}" for name, key in plan.keys.items() if name in wanted]
+    allows["guarantee"] = list(_STRONGEST_FIRST[: _STRONGEST_FIRST.index(worth["guarantee"]) + 1])
+    limits = {"epsilon": epsilon, "runs": runs, "until": last.isoformat()}
+    made = {"format": FORMAT, "id": uuid4().hex, "site": site, "allows": allows, **limits}
+    return with_code(cast("Frame", made), codes)
 
 
 def with_code(frame: Frame, codes: Sequence[str] = ()) -> Frame:
@@ -127,7 +116,7 @@ def _said(
     }
     return {
         "method": [method],
-        "partners": [_pinned(site["name"], site["key"]) for site in said["sites"]],
+        "partners": [f"{site['name']} {site['key']}" for site in said["sites"]],
         "leaves": sorted(kinds),
         **{key: [learned[key]] for key in Learned.__annotations__ if key != "says"},
         "unit": [privacy.unit],
@@ -138,10 +127,6 @@ def _said(
     }
 
 
-def _pinned(site: str, key: str | None) -> str:
-    return f"{site} {key or 'without a key'}"
-
-
 def outside(frame: Frame, looked: Looked, today: date) -> str:
     """Return in one line what of a plan lies outside a frame; "" where all of it lies inside.
 
@@ -149,27 +134,21 @@ def outside(frame: Frame, looked: Looked, today: date) -> str:
         looked: at the plan, with this frame.
         today: in UTC.
     """
-    return next(_outside(frame, looked, today), "")
-
-
-def _outside(frame: Frame, looked: Looked, today: date) -> Iterator[str]:
     cost, learned, allows = looked.cost, looked.learned, frame["allows"]
     if is_over(frame, today):
-        yield f"its last day was {frame['until']}"
+        return f"its last day was {frame['until']}"
     if cost is None or learned is None:
-        yield "the hospital's store is not on this machine, so what it costs is not known"
-        return
+        return "the hospital's store is not on this machine, so what it costs is not known"
     for what, values in _said(looked, looked.document["method"], learned, looked.document["leaves"]).items():
-        for value in values:
-            if value not in allows[what]:
-                has = "; ".join(map(shown, allows[what])) or "none"
-                yield f"{what}: {shown(value)}, where the frame has {has}"
+        if more := [value for value in values if value not in allows[what]]:
+            return f"{what}: {shown(more[0])}, where the frame has {'; '.join(map(shown, allows[what])) or 'none'}"
     if cost.framed_runs >= frame["runs"]:
-        yield f"the frame is for {frame['runs']} runs, and it had them"
+        return f"the frame is for {frame['runs']} runs, and it had them"
     if cost.framed is not None and cost.framed > (frame["epsilon"] or 0):
-        yield f"all plans of the frame would cost ε = {cost.framed:.2f} of {frame['epsilon'] or 0:g}"
-    if cost.above is not None:
-        yield "its ε per row is above max_epsilon for the patient with the most rows"
+        return f"all plans of the frame would cost ε = {cost.framed:.2f} of {frame['epsilon'] or 0:g}"
+    return (
+        "" if cost.above is None else "its ε per row is above max_epsilon for the patient with the most rows"
+    )
 
 
 def admit(study: Study, identity: Identity, plan: Plan) -> None:
@@ -204,7 +183,7 @@ def admit(study: Study, identity: Identity, plan: Plan) -> None:
 
 def _tell(study: Study, text: str) -> None:
     say(f"  {text}")
-    note(log_path(study), text)
+    note(frame_path(study).with_suffix(".log"), text)
 
 
 def frame_lines(frame: Frame) -> Lines:

@@ -173,83 +173,66 @@ def read_census(path: Path, root: str) -> Census:
 
 
 def collect(censuses: Sequence[Census], epsilon: float = 1.0) -> dict[str, Any]:
-    """Return which question all hospitals can answer, who would lend no label to it, and what to expect.
+    """Return what can be asked of all hospitals, who would lend no label to it, and what to expect.
 
     Args:
         epsilon: of the plan to come, per patient.
 
     Returns:
-        {"sites", "questions": [{"column", "values", "counts", "lacks", "receivers", "all", "expected", "pipeline"}]};
-        "lacks" are the values by site of which it may have fewer than `ENOUGH`, and a site that lacks all is among
-        "receivers".
+        {"sites": {site: the noise's deviation}, "questions": [{"column", "values", "counts", "lacks", "receivers",
+        "all", "expected", "pipeline"}]}; "lacks" are the values by site of which it may have fewer than `ENOUGH`. A
+        site that lacks all of them is among "receivers".
     """
-    sites = [census["site"] for census in censuses]
     asked = {c: list(v) for c, v in censuses[0]["counts"].items()} if censuses else {}
     common = [c for c, v in asked.items() if all(list(one["counts"].get(c, ())) == v for one in censuses)]
     return {
         "sites": {census["site"]: census["deviation"] for census in censuses},
-        "questions": [_question(column, asked[column][:-1], censuses, sites, epsilon) for column in common],
+        "questions": [_question(column, asked[column][:-1], censuses, epsilon) for column in common],
     }
 
 
-def _question(
-    column: str, values: list[str], censuses: Sequence[Census], sites: list[str], epsilon: float
-) -> dict[str, Any]:
+def _question(column: str, values: list[str], censuses: Sequence[Census], epsilon: float) -> dict[str, Any]:
     """What hospitals can say of one column."""
-    counts = {census["site"]: census["counts"][column] for census in censuses}
-    lacks = {
-        census["site"]: [one for one in values if not _enough(census, column, one)] for census in censuses
-    }
-    receivers = [site for site in sites if lacks[site] == values]
-    members = [census for census in censuses if census["site"] not in receivers]
+    from wsi_fl.stages.training.plan import expected  # and with it PyTorch
+
+    lacks, gains = {}, {}
+    for census in censuses:
+        told = [census["counts"][column][value] for value in values]
+        least = 1 if census["only_enough"] else ENOUGH + _SURE * census["deviation"]
+        lacks[census["site"]] = [value for value, n in zip(values, told, strict=True) if n < least]
+        if not census["only_enough"] and lacks[census["site"]] != values:
+            known = [max(0.0, n) for n in told]
+            rarest = min(known) * len(known) / max(1.0, sum(known))
+            gains[census["site"]] = expected(round(sum(known)), epsilon, rarest)
     return {
         "column": column,
         "values": values,
-        "counts": counts,
+        "counts": {census["site"]: census["counts"][column] for census in censuses},
         "lacks": lacks,
-        "receivers": receivers,
+        "receivers": [site for site, lacking in lacks.items() if lacking == values],
         "all": not any(lacks.values()),
-        "expected": {
-            one["site"]: _expected(one["counts"][column], values, epsilon)
-            for one in members
-            if not one["only_enough"]
-        },
+        "expected": gains,
         "pipeline": f'[target]\ncolumn = {toml_value(column)}\nclasses = {toml_value(values)}\nof = "patient"\n',
     }
-
-
-def _enough(census: Census, column: str, value: str) -> bool:
-    told = census["counts"][column][value]
-    return told > 0 if census["only_enough"] else told - _SURE * census["deviation"] >= ENOUGH
-
-
-def _expected(counts: Mapping[str, float], values: Sequence[str], epsilon: float) -> str:
-    from wsi_fl.stages.training.plan import expected  # and with it PyTorch
-
-    told = [max(0.0, counts[value]) for value in values]
-    return expected(round(sum(told)), epsilon, min(told) * len(told) / max(1.0, sum(told)))
 
 
 def census_lines(document: Mapping[str, Any]) -> Lines:
     """Say what hospitals can answer, and what to write into the pipeline and the site files."""
     for one in document["questions"]:
+        cells = [*one["values"], _OTHER]
         rows = [
-            [
-                site,
-                *(f"{counts[value]:g}" for value in [*one["values"], _OTHER]),
-                f"{document['sites'][site]:.1f}",
-            ]
+            [site, *(f"{counts[value]:g}" for value in cells), f"{document['sites'][site]:.1f}"]
             for site, counts in one["counts"].items()
         ]
-        yield Table(one["column"], ["site", *one["values"], _OTHER, "± noise"], rows)
+        yield Table(one["column"], ["site", *cells, "± noise"], rows)
+        for site in one["receivers"]:
+            yield Line(f'  {site} may have {ENOUGH} of no value: role = "receiver" in sites/{site}.toml')
         for site, lacks in one["lacks"].items():
-            if site in one["receivers"]:
-                yield Line(f'  {site} may have {ENOUGH} of no value: role = "receiver" in sites/{site}.toml')
-            elif lacks:
+            if lacks and site not in one["receivers"]:
                 yield Line(f"  {site} may have fewer than {ENOUGH} of {', '.join(lacks)}", "yellow")
         for site, gain in one["expected"].items():
             yield Line(f"  {site}: in our study joining brought {gain} (studies/ROUNDS.md)")
-        able = "all hospitals can answer it" if one["all"] else "not all hospitals can answer it"
-        yield Line(f"  {able}; in the pipeline: {one['pipeline'].strip().replace(chr(10), ', ')}")
+        able = "all hospitals" if one["all"] else "not all hospitals"
+        yield Line(f"  {able} can answer it; in the pipeline: {', '.join(one['pipeline'].splitlines())}")
     if not document["questions"]:
         yield Line("no column with the same values was asked of all hospitals", "yellow")

@@ -49,18 +49,13 @@ def frame_path(study: Study) -> Path:
     return study.root / "federation" / "frame.json"
 
 
-def log_path(study: Study) -> Path:
-    """Return where a study notes what became of the plans that came while there was a frame."""
-    return study.root / "federation" / "frame.log"
-
-
 def write_frame(study: Study, frame: Frame, identity: Identity) -> None:
     """Sign a frame in the name of its hospital; it holds from now on."""
     write_json(frame_path(study), sign_document(frame, identity, _PURPOSE))
 
 
 def open_frame(study: Study, identity: Identity) -> Frame | None:
-    """Return the frame that lies in a study, be it over or not; None where there is none.
+    """Return the frame that lies in a study, over or not; None where there is none.
 
     Raises:
         UsageError: when it is damaged, of another version, or not signed with this hospital's own key.
@@ -75,13 +70,6 @@ def open_frame(study: Study, identity: Identity) -> Frame | None:
             f"{what}: not a frame of {identity.name} that this version of wsi-fl reads; sign another"
         )
     return cast("Frame", {key: document[key] for key in Frame.__annotations__})
-
-
-def require_frame(study: Study, identity: Identity) -> Frame:
-    """Return the frame that lies in a study; UsageError where there is none."""
-    if (frame := open_frame(study, identity)) is None:
-        raise UsageError(f"{study.relative(frame_path(study))}: {identity.name} has signed no frame")
-    return frame
 
 
 def is_over(frame: Frame, today: date | None = None) -> bool:
@@ -103,20 +91,18 @@ def listed_codes(study: Study, identity: Identity) -> list[str]:
     return [] if frame is None or is_over(frame) else frame["allows"]["code"]
 
 
-def withdraw(study: Study, identity: Identity) -> Frame:
-    """End a frame and every approval in its name; a run under way ends before it sends more. The file stays, renamed.
-
-    Raises:
-        UsageError: when there is no frame.
-    """
-    frame, path = require_frame(study, identity), frame_path(study)
-    path.replace(path.with_name(f"frame-{frame['id']}-withdrawn.json"))
+def require_frame(study: Study, identity: Identity) -> Frame:
+    """Return the frame that lies in a study; UsageError where there is none."""
+    if (frame := open_frame(study, identity)) is None:
+        raise UsageError(f"{study.relative(frame_path(study))}: {identity.name} has signed no frame")
     return frame
 
 
-def stamped(time: str, number: str) -> str:
-    """Return how ledgers call an approval of a time in the name of a frame; "" for none."""
-    return f"{time} frame {number}" if number else time
+def withdraw(study: Study, identity: Identity) -> Frame:
+    """End the frame and all approvals in its name; a run under way ends before it sends more. The file is renamed."""
+    frame, path = require_frame(study, identity), frame_path(study)
+    path.replace(path.with_name(f"frame-{frame['id']}-withdrawn.json"))
+    return frame
 
 
 def of_frame(entries: Iterable[Entry], site: str, number: str) -> list[Entry]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans.code import code_digest, packages
-from wsi_fl.hospitals.plans.frames import Frame, ended, stamped
+from wsi_fl.hospitals.plans.frames import Frame, ended
 from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
 from wsi_fl.hospitals.trust.certificates import Identity, fingerprint
 from wsi_fl.study.folder import Study
@@ -205,8 +205,8 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
 
 def approved_at(study: Study, site: str) -> str:
     """Return when a site approved its plan, and in which frame; "" where it did not. It is good for one run."""
-    path = approval_path(study, site)
-    return stamped(str(read_json(path)["time"]), approved_frame(study, site)) if path.exists() else ""
+    path, frame = approval_path(study, site), approved_frame(study, site)
+    return str(read_json(path)["time"]) + (f" frame {frame}" if frame else "") if path.exists() else ""
 
 
 def approved_frame(study: Study, site: str) -> str:

@@ -17,7 +17,7 @@ from wsi_fl.hospitals.lines.folder_line import FolderLine
 from wsi_fl.hospitals.lines.relayed import SiteReturned
 from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans.admitting import admit
-from wsi_fl.hospitals.plans.frames import log_path, open_frame
+from wsi_fl.hospitals.plans.frames import frame_path, open_frame
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
@@ -76,7 +76,7 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
             told(f"{kit.name} is registered with {host}:{port}; Ctrl-C ends it")
             for line in _what_it_allows(kit, study):
                 told(line)
-        code = _followed(process, None if study is None else log_path(study), told)
+        code = _followed(process, None if study is None else frame_path(study).with_suffix(".log"), told)
     raise WsiFlError(f"the process of {kit.name} ended (exit code {code}); see {log}")
 
 
