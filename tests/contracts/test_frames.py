@@ -7,6 +7,7 @@ from datetime import UTC, date, datetime, timedelta
 
 import pytest
 from conftest import REAL, larger_study, refused
+from hospitals import INSECURE, Bed
 from wires import Federation, Wire
 
 from wsi_fl.hospitals.lines.share import Share
@@ -18,7 +19,7 @@ from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import Plan, approval_path, approved_at, approved_plan
 from wsi_fl.hospitals.trust.certificates import fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.making import issued_keys, provision
 from wsi_fl.hospitals.work.start import _take_laid
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.privacy.accounting import epsilon
@@ -246,7 +247,7 @@ def test_withdrawn_in_the_middle_a_run_ends_at_its_next_round(pair, identities):
 
     came = together(studies, identities, plan, meddle=meddle)
     assert came["S1"] == "site S1 withdrew the frame of this plan; the run ends here"
-    assert came["S0"].startswith("site S1 withdrew the frame of this plan, or it is over; the run ends")
+    assert came["S0"].startswith("site S1 withdrew its approval of this plan; the run ends")
     for name, study in studies.items():
         assert {entry.round for entry in LedgerFile(study.ledger(name)).entries} == {1}
     refused(
@@ -303,3 +304,42 @@ def test_the_commands_sign_show_and_withdraw(tmp_path, wsi_fl):
     assert done.returncode == 0 and len(json.loads(done.stdout)["allows"]["code"]) == 1
     assert wsi_fl("federation", "withdraw", "--kit", kit, "--json", cwd=study.root).returncode == 0
     assert not frame_path(study).exists()
+
+
+@pytest.mark.slow
+def test_over_flare_a_job_brings_its_plan(tmp_path):
+    pytest.importorskip("nvflare")
+    bed = Bed(tmp_path)
+    file = tmp_path / "plan.json"
+
+    def planned(method, seed):
+        given = [*INSECURE, f"train.seed={seed}"]
+        keys = issued_keys(bed.root / "kits")
+        study = bed.study("S0")
+        return make_plan(
+            study, method=method, pipeline_name=bed.pipeline, overrides=given, out=file, keys=keys
+        )
+
+    for site in bed.sites:
+        plan, limits = planned("proxyfl", 0), {"epsilon": None, "until": "2099-01-31", "runs": 5}
+        made_here = make_frame(bed.study(site), plan, site, **limits)
+        write_frame(bed.study(site), made_here, bed.kit(site).identity())
+    with bed.running():
+        plan = planned("proxyfl", 1)
+        done = bed.submit("--plan", str(file))
+        assert done.returncode == 0, done.stderr
+        for site in bed.sites:
+            lines = [json.loads(line) for line in bed.study(site).ledger(site).read_text().splitlines()]
+            assert {line["agreement"] for line in lines if line.get("released")} == {plan.digest}
+        planned("fedavg", 2)
+        done = bed.submit("--plan", str(file))
+        assert done.returncode != 0 and "lies outside the frame of S" in done.stderr
+        said = bed.command("withdraw", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1")
+        assert said.returncode == 0, said.stderr
+        planned("proxyfl", 3)
+        done = bed.submit("--plan", str(file))
+        assert done.returncode != 0 and "S1 withdrew the frame" in done.stderr
+        terminal = bed.processes["S0"]
+        bed.stop("S1")
+        terminal.terminate()
+        assert f"plan {plan.digest[:8]} was approved in the frame" in terminal.stdout.read()

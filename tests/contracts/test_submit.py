@@ -15,7 +15,7 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
 
 SITES = ["S0", "S1"]
-PLAN = SimpleNamespace(sites=SITES, digest="0" * 64)
+PLAN = SimpleNamespace(sites=SITES, digest="0" * 64, text="{}")
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ Answer = Literal["taken", "later", "refused"]
 _END, _WITHDRAWN = "end", "withdrawn"
 _ENDS = {
     _END: "ended the run; its own log says why",
-    _WITHDRAWN: "withdrew the frame of this plan, or it is over; the run ends",
+    _WITHDRAWN: "withdrew its approval of this plan; the run ends",
 }
 """Places of the last letter of a site, and what it tells."""
 MOST_BYTES = 1 << 30

@@ -210,7 +210,13 @@ def _introduced(
     writer: Writer | None = None,
 ) -> RelayedComm:
     """The sites of a plan, once all have said hello."""
-    frame = approved_frame(study, identity.name)
+    site = identity.name
+    approved, frame = approved_at(study, site), approved_frame(study, site)
+
+    def standing() -> str:
+        known = approved_at(study, site) == approved
+        return ended(study, identity, frame) or ("" if known else "approved another plan in its frame")
+
     return RelayedComm(
         identity,
         agreed.sites,
@@ -224,7 +230,7 @@ def _introduced(
         keys=agreed.keys,
         waiting=waiting,
         writer=writer,
-        standing=partial(ended, study, identity, frame) if frame else None,
+        standing=standing if frame else None,
     )
 
 
