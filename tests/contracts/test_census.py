@@ -84,7 +84,7 @@ def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
     assert 0.3 < spent < 0.6
     refused(lambda: take_census(study, identity, ASKED, epsilon=0.95), "above its 1", error=WsiFlError)
     assert epsilon(applied(LedgerFile(study.ledger("S0")).entries), 1e-5) == spent
-    kept = next((study.root / "federation").glob("census-*.json"))
+    kept = next((study.root / "federation" / "census").glob("*.json"))
     kept.write_text(kept.read_text().replace('"low": ', '"low": 1'))
     asked = [ASKED, {"grade": ["low", "high"]}]
     found = []
@@ -121,6 +121,7 @@ def test_the_coordinator_sees_who_can_answer_and_who_would_receive(tmp_path, fed
     assert her2["lacks"]["S0"] == ["pos"]
     assert collect(taken[:1])["questions"][0]["all"] is True
     assert collect([taken[0], {**taken[1], "counts": {}}])["questions"] == []
+    refused(lambda: collect([*taken, taken[1]]), "S1 answered twice")
     refused(
         lambda: read_census(tmp_path / "S0.json", Federation().root), "does not belong to this federation"
     )

@@ -343,3 +343,29 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
         bed.stop("S1")
         terminal.terminate()
         assert f"plan {plan.digest[:8]} was approved in the frame" in terminal.stdout.read()
+
+
+@pytest.mark.slow
+def test_over_a_folder_the_plan_lies_in_it(tmp_path):
+    share = tmp_path / "share"
+    share.mkdir()
+    bed = Bed(tmp_path, folder=str(share))
+    keys = issued_keys(bed.root / "kits")
+    given = {"method": "proxyfl", "pipeline_name": bed.pipeline, "out": share / "plan.json", "keys": keys}
+    like = make_plan(bed.study("S0"), overrides=[*INSECURE, "train.seed=9"], **given)
+    for site in bed.sites:
+        limits = {"epsilon": None, "until": "2099-01-31", "runs": 1}
+        study, identity = bed.study(site), bed.kit(site).identity()
+        write_frame(study, make_frame(study, like, site, **limits), identity)
+
+    def all_start():
+        processes = [bed.start(site, wait=False) for site in bed.sites]
+        return [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
+
+    for seed, code in ((0, 0), (1, 2)):  # the frame is for one run
+        plan = make_plan(bed.study("S0"), overrides=[*INSECURE, f"train.seed={seed}"], **given)
+        said = all_start()
+        assert [one[1] for one in said] == [code] * len(bed.sites), said
+        assert all(plan.digest[:8] in one[0] for one in said)
+        assert code == 0 or all("the frame is for 1 runs, and it had them" in one[0] for one in said)
+    bed.processes.clear()

@@ -429,8 +429,9 @@ def census(
         ),
     ] = None,
     epsilon: Annotated[
-        float, typer.Option(min=0.001, help="Of the census per patient; with --collect, of the plan to come.")
-    ] = 0.1,
+        float | None,
+        typer.Option(min=0.001, help="Per patient: of the census (0.1), or with --collect of the plan (1)."),
+    ] = None,
     only_enough: Annotated[
         bool, typer.Option("--only-enough", help="Tell only whether there are at least 20 of a value.")
     ] = False,
@@ -450,13 +451,15 @@ def census(
     identity = Kit.open(kit).identity()
     if collect:
         found = [censuses.read_census(path, identity.root) for path in files or []]
-        show(censuses.collect(found, epsilon), as_json, censuses.census_lines)
+        show(censuses.collect(found, epsilon or 1.0), as_json, censuses.census_lines)
         return
     asked = {name: values.split(",") for name, _, values in (one.partition("=") for one in column or [])}
     if not asked:
         raise UsageError("which column? say --column NAME=VALUE,VALUE, as in --column grade=low,high")
-    made = censuses.take_census(_study(study), identity, asked, epsilon=epsilon, only_enough=only_enough)
+    made = censuses.take_census(
+        _study(study), identity, asked, epsilon=epsilon or 0.1, only_enough=only_enough
+    )
     path = out or Path(f"census-{identity.name}.json")
     write_json(path, made)
-    said = f"{path}: {len(asked)} columns at ε = {epsilon:g} per patient; send it to the coordinator"
+    said = f"{path}: {len(asked)} columns at ε = {made['epsilon']:g} per patient; send it to the coordinator"
     show(made, as_json, lambda _: [Line(said)])

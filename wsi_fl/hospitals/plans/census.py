@@ -103,7 +103,7 @@ def take_census(
             )
     delta, clip = site.delta or 1e-5, sqrt(len(columns))
     asked = json.dumps([columns, only_enough, epsilon, delta], sort_keys=True)
-    kept = study.root / "federation" / f"census-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+    kept = study.root / "federation" / "census" / f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
     terms = Terms(delta, site.max_epsilon, site.real, site.allowed, "guaranteed", "patient")
     with locked(kept.parent, identity.name):
         ledger = open_ledger(study, site, _RUN, terms)
@@ -182,7 +182,13 @@ def collect(censuses: Sequence[Census], epsilon: float = 1.0) -> dict[str, Any]:
         {"sites": {site: the noise's deviation}, "questions": [{"column", "values", "counts", "lacks", "receivers",
         "all", "expected", "pipeline"}]}; "lacks" are the values by site of which it may have fewer than `ENOUGH`. A
         site that lacks all of them is among "receivers".
+
+    Raises:
+        UsageError: when a site is there twice.
     """
+    sites = [census["site"] for census in censuses]
+    if twice := [site for site in sites if sites.count(site) > 1]:
+        raise UsageError(f"{twice[0]} answered twice; give the newer file alone")
     asked = {c: list(v) for c, v in censuses[0]["counts"].items()} if censuses else {}
     common = [c for c, v in asked.items() if all(list(one["counts"].get(c, ())) == v for one in censuses)]
     return {

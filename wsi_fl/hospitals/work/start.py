@@ -91,11 +91,7 @@ def _what_it_allows(kit: Kit, study: Study) -> list[str]:
     except UsageError:
         signed = "no plan yet, so no job is taken (`wsi-fl federation approve PLAN`)"
     frame = open_frame(study, kit.identity())
-    framed = (
-        ""
-        if frame is None
-        else f"; a frame until {frame['until']}, for {', '.join(frame['allows']['method'])}"
-    )
+    framed = f"; a frame until {frame['until']}" if frame else ""
     return [
         f"  runs one class of wsi-fl and no code of others; signed: {signed}{framed}",
         f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone",
@@ -264,9 +260,7 @@ def _take_laid(study: Study, identity: Identity, address: str) -> None:
         return
     try:
         text = Share(address).read(_MOST_PLAN, _LAID).decode()
-    except (
-        Exception
-    ):  # nothing lies there, or the share is not reached now; each backend fails in its own way
+    except Exception:  # nothing lies there, or the share is not reached now
         return
     admit(study, identity, Plan.of(text, f"{_LAID} of the shared folder"))
 
