@@ -16,7 +16,7 @@ from wsi_fl.types import WsiFlError
 
 SITES = ["S0", "S1"]
 SETTINGS = SimpleNamespace(train=SimpleNamespace(at_least=None))
-PLAN = SimpleNamespace(sites=SITES, digest="0" * 64, pipeline=lambda: SETTINGS)
+PLAN = SimpleNamespace(sites=SITES, digest="0" * 64, text="{}", pipeline=lambda: SETTINGS)
 
 
 @pytest.fixture(scope="module")

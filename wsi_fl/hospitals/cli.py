@@ -286,12 +286,12 @@ def submit(
     show(document, as_json, submitted_lines)
 
 
-def _plan_here() -> Path:
-    """The signed plan of the study at or above this folder."""
+def _plan_here(study: Study | None = None) -> Path:
+    """The signed plan of a study, or of the one at or above this folder."""
     from wsi_fl.hospitals.plans.signed import plan_path
 
     with suppress(UsageError):
-        if (path := plan_path(find_study())).is_file():
+        if (path := plan_path(study or find_study())).is_file():
             return path
     raise UsageError("which plan? give --plan FILE, the one that all hospitals have signed")
 
@@ -437,3 +437,115 @@ def restore(
     from wsi_fl.study.folder import Study
 
     show(restore(file, kit, Study(study.resolve()) if study else None), as_json, restored_lines)
+
+
+@app.command()
+def frame(
+    kit: KitOption,
+    epsilon: Annotated[float | None, typer.Option(help="Of all plans together, by your own ledger.")] = None,
+    until: Annotated[str, typer.Option(metavar="DATE", help="The last day, as in 2027-03-31.")] = "",
+    method: Annotated[
+        list[str] | None, typer.Option(help="What plans may run. Repeatable. Default: the plan's.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="How many runs at most.")] = 20,
+    partner: Annotated[
+        list[str] | None, typer.Option(metavar="SITE", help="Who may take part. Repeatable. Default: all.")
+    ] = None,
+    code: Annotated[
+        list[str] | None, typer.Option(metavar="SHA256", help="Of another wsi-fl to allow. Repeatable.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What plans are like. Default: the one you signed.")
+    ] = None,
+    add_code: Annotated[
+        bool, typer.Option("--add-code", help="Allow in your frame the wsi-fl that is installed now too.")
+    ] = False,
+    study: StudyFolder = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Sign without being asked.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Sign a frame: plans within it run here for weeks without a further signature, all others are refused."""
+    from wsi_fl.hospitals.plans.admitting import frame_lines, make_frame, with_code
+    from wsi_fl.hospitals.plans.frames import require_frame, write_frame
+    from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.stages.work.console import render
+
+    found, identity, codes = _study(study), Kit.open(kit).identity(), code or []
+    if add_code:
+        made = with_code(require_frame(found, identity), codes)
+    else:
+        made = make_frame(
+            found,
+            Plan.load(plan or _plan_here(found)),
+            identity.name,
+            epsilon=epsilon,
+            until=until,
+            runs=runs,
+            methods=method or [],
+            partners=partner or [],
+            codes=codes,
+        )
+    render(frame_lines(made))
+    if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
+        raise WsiFlError("nothing was signed")
+    write_frame(found, made, identity)
+    show(dict(made), as_json, lambda _: [])
+
+
+@app.command()
+def withdraw(kit: KitOption, study: StudyFolder = None, as_json: Json = False) -> None:
+    """End your frame at once, and all approvals made in its name; a run under way ends at its next round."""
+    from wsi_fl.hospitals.plans.frames import withdraw
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.stages.work.console import Line
+
+    ended = withdraw(_study(study), Kit.open(kit).identity())
+    show(dict(ended), as_json, lambda one: [Line(f"the frame until {one['until']} was withdrawn")])
+
+
+@app.command()
+def census(
+    kit: KitOption,
+    files: Annotated[list[Path] | None, typer.Argument(help="With --collect: what hospitals sent.")] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE,…", help="A column of your table, and the values to count. Repeatable."
+        ),
+    ] = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Per patient: of the census (0.1), or with --collect of the plan (1)."),
+    ] = None,
+    only_enough: Annotated[
+        bool, typer.Option("--only-enough", help="Tell only whether there are at least 20 of a value.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="The file to send. Default: census-SITE.json.")] = None,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="At the coordinator: say what all hospitals can answer.")
+    ] = False,
+    study: StudyFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Count patients by the values of a column, with noise, before there is a plan; or collect what hospitals sent."""
+    from wsi_fl.hospitals.plans import census as censuses
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.stages.work.console import Line
+    from wsi_fl.system.files import write_json
+
+    identity = Kit.open(kit).identity()
+    if collect:
+        found = [censuses.read_census(path, identity.root) for path in files or []]
+        show(censuses.collect(found, epsilon or 1.0), as_json, censuses.census_lines)
+        return
+    asked = {name: values.split(",") for name, _, values in (one.partition("=") for one in column or [])}
+    if not asked:
+        raise UsageError("which column? say --column NAME=VALUE,VALUE, as in --column grade=low,high")
+    made = censuses.take_census(
+        _study(study), identity, asked, epsilon=epsilon or 0.1, only_enough=only_enough
+    )
+    path = out or Path(f"census-{identity.name}.json")
+    write_json(path, made)
+    said = f"{path}: {len(asked)} columns at ε = {made['epsilon']:g} per patient; send it to the coordinator"
+    show(made, as_json, lambda _: [Line(said)])

@@ -167,7 +167,7 @@ _MOST_ASKED = 5
 """Failed jobs whose reasons are fetched from the server at once."""
 _LOST = ("was lost", "took nothing", "did not answer")
 """Words of failures after which the others can go on."""
-_NAMED = re.compile(r"site (\S+) (?:was lost|took nothing|did not answer|failed)")
+_NAMED = re.compile(r"site (\S+) (?:was lost|took nothing|did not answer|failed|withdrew)")
 """How such a failure names the hospital."""
 Outcome = Mapping[str, Any]
 

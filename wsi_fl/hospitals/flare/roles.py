@@ -32,6 +32,7 @@ from nvflare.fuel.f3.message import Message
 
 from wsi_fl.hospitals.flare.files import SAID
 from wsi_fl.hospitals.lines.relayed import Answer
+from wsi_fl.hospitals.plans.signed import Plan
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Buffer
 from wsi_fl.hospitals.work.said import answered, failed
@@ -208,7 +209,8 @@ def _signs_of_life(engine: Any, job: str) -> Iterator[None]:
 class Hospital(Executor):  # type: ignore[misc]
     """A hospital's part of a job, in a process of its own that FLARE's client started.
 
-    A job is {"what": "work", "plan": SHA-256, "resume": RUN or null, "without": [SITE, …], "withdrawn": list}, or
+    A job is {"what": "work", "plan": SHA-256, "text": the plan, "resume": RUN or null, "without": [SITE, …],
+    "withdrawn": list}, or
     {"what": "check", …}, which goes to see every peer and trains nothing.
     """
 
@@ -248,11 +250,18 @@ class Hospital(Executor):  # type: ignore[misc]
         identity = kit.identity()
         line = _CellLine(fl_ctx.get_engine(), self._arrived, fl_ctx.get_job_id(), stopped)
         asked = str(job["plan"])
+        brought = Plan(str(job["text"])) if "text" in job else None
         if job["what"] == "check":
-            return greet(study, identity, line, plan=asked)
+            return greet(study, identity, line, plan=asked, brought=brought)
         with naming(study.runs, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
             summary = take_part(
-                study, identity, line, resume=job["resume"], without=job["without"], plan=asked
+                study,
+                identity,
+                line,
+                resume=job["resume"],
+                without=job["without"],
+                plan=asked,
+                brought=brought,
             )
         return known_to_all(study, identity.name, summary)
 

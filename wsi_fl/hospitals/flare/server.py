@@ -8,7 +8,7 @@ import sys
 from nvflare.private.fed.app.server import server_train
 
 from wsi_fl.hospitals.flare.files import STARTED_BY
-from wsi_fl.hospitals.flare.processes import find_the_way, end_with
+from wsi_fl.hospitals.flare.processes import end_with, find_the_way
 
 
 def main() -> None:

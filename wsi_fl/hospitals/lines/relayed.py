@@ -30,7 +30,12 @@ T = TypeVar("T")
 
 Answer = Literal["taken", "later", "refused"]
 """What a receiver says of a letter: it has it, it cannot judge it yet, or it never will take it."""
-_END = "end"
+_END, _WITHDRAWN = "end", "withdrawn"
+_ENDS = {
+    _END: "ended the run; its own log says why",
+    _WITHDRAWN: "withdrew its approval of this plan; the run ends",
+}
+"""Places of the last letter of a site, and what it tells."""
 MOST_BYTES = 1 << 30
 """The longest letter that is taken, where the signed plan does not say what to expect."""
 _PAUSES_S = (0.05, 2.0)
@@ -102,6 +107,7 @@ class RelayedComm:
         attendance: who is there, where the others may go on without a site; then `running` becomes those of the
             session, and a site that falls silent or ends makes every call raise `SitesGone`. By default all of
             `running` are needed.
+        standing: asked before anything is sent, returns in words why this site takes part no longer; "" while it does.
 
     Raises:
         PeerLate: when a site did not introduce itself in time.
@@ -122,6 +128,7 @@ class RelayedComm:
     waiting: Callable[[], None] | None = None
     writer: Writer | None = None
     attendance: Attendance | None = None
+    standing: Callable[[], str] | None = None
     line_bytes: int = 0
     """All that was sent: letters with heads and signatures, documents too."""
     refused: list[str] = field(default_factory=list)
@@ -144,7 +151,7 @@ class RelayedComm:
         self._over: KnownToAll | None = None
         self._left: KnownToAll | None = None
         """What a peer did to end the run; while sites may be lost, nobody heeds it."""
-        self._lossy = False
+        self._lossy, self._last = False, _END
         self._changed = threading.Condition()
         self.line.listen(self._take)
         self._introduce()
@@ -205,7 +212,7 @@ class RelayedComm:
         del code
         if self._session and self._over is self._left is None:
             with suppress(Exception):  # the line may be what failed
-                self._send(_END, dict.fromkeys(self._others, (b"",)), _END_S, "")
+                self._send(self._last, dict.fromkeys(self._others, (b"",)), _END_S, "")
         self.close()
 
     def close(self) -> None:
@@ -335,8 +342,8 @@ class RelayedComm:
         key = (head["sender"], head["place"])
         if key in self._held or key in self._read:
             return "taken"
-        if head["place"] == _END:
-            why = f"site {head['sender']} ended the run; its own log says why"
+        if head["place"] in _ENDS:
+            why = f"site {head['sender']} {_ENDS[head['place']]}"
             self._left = SitesGone(why, [head["sender"]]) if self.attendance else KnownToAll(why)
         self._held[key] = letter
         self._changed.notify_all()
@@ -429,7 +436,14 @@ class RelayedComm:
         self._deliver(place, letters, limit_s, where)
 
     def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float, where: str) -> None:
-        """Send letters, all at once, until each has been taken."""
+        """Send letters, all at once, until each has been taken.
+
+        Raises:
+            KnownToAll: when this site takes part no longer; nothing was sent then.
+        """
+        if place not in _ENDS and self.standing is not None and (why := self.standing()):
+            self._last = _WITHDRAWN
+            raise KnownToAll(f"site {self.identity.name} {why}; the run ends here")
         deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
         with ThreadPoolExecutor(max(1, len(left))) as pool:
             while left:
@@ -442,7 +456,7 @@ class RelayedComm:
                 left = {name: left[name] for name in failed}
                 if not left:
                     return
-                if place != _END:
+                if place not in _ENDS:
                     self._check_over()
                 if time.monotonic() >= deadline and (silent := self._silent(list(failed))):
                     raise self._late(silent, where, f"took nothing ({failed[silent[0]]})")

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.hospitals.plans.contents import of_store
+from wsi_fl.hospitals.plans.contents import Learned, of_store
+from wsi_fl.hospitals.plans.frames import Frame, of_frame
 from wsi_fl.hospitals.plans.making import (
     PlanDocument,
     described,
@@ -33,7 +34,7 @@ from wsi_fl.hospitals.plans.signed import (
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.making import fingerprint_line
 from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, detection_of
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, applied, detection_of
 from wsi_fl.report.words import count, detected, size
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import (
@@ -61,6 +62,9 @@ _OF_STORE = {
     "n_features": "features per patch",
     "weights": "weights (model.weights) with the SHA-256",
     "directions": "directions with the SHA-256",
+    "data": "data",
+    "example": "examples, each a",
+    "asks": "an answer to",
     "classes": "classes",
     "channels": "channels",
     "size_px": "patches of a size of",
@@ -81,6 +85,8 @@ class Cost:
         group, lifetime_group: what both ε are worth to the patient with the most rows; None where ε is per patient
             already, and where the store knows no patients.
         most_epsilon: of all attempts at a sum that one approval allows; None where no sum is made.
+        framed: the ε of everything that was spent in a frame and of all that this plan may spend; None without one.
+        framed_runs: how many runs the frame has had.
     """
 
     n_units: int
@@ -100,6 +106,8 @@ class Cost:
         return self.lifetime_group if above_budget(self.lifetime_group, self.max_epsilon) else None
 
     most_epsilon: float | None = None
+    framed: float | None = None
+    framed_runs: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class Looked:
 
     Attributes:
         site: who looked.
-        cost: None where the hospital's store is not on this machine.
+        cost, learned: from the hospital's own store; None where that is not on this machine.
         notes: what should be known and refuses nothing.
     """
 
@@ -117,19 +125,23 @@ class Looked:
     site: str
     cost: Cost | None
     notes: tuple[str, ...]
+    learned: Learned | None = None
 
 
-def look(study: Study, plan: Plan, site: str) -> Looked:
+def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Looked:
     """Check a plan against its own settings, this installation, the hospital's site file and its store.
 
     Nothing is written, and no other site's store is opened.
+
+    Args:
+        frame: that the plan might lie in: what was spent in it is counted, and its list of code holds.
 
     Raises:
         UsageError: in one line that says why the plan cannot be signed here.
     """
     document = document_of(plan)
     own, sites = _own_file(study, document, site), sites_of(document)
-    check_code(plan, site)
+    check_code(plan, site, frame["allows"]["code"] if frame else ())
     files = tuple(own if one.name == site else one for one in sites)
     pipeline = plan.pipeline()
     run = RunFolder(study.runs / "plan")
@@ -138,17 +150,21 @@ def look(study: Study, plan: Plan, site: str) -> Looked:
         _refuse_other_words(replace(party, sites=sites), plan, document)
         if spends(pipeline):
             require_budget(own)
-        cost = None
+        cost = learned = None
         if party.has_store(site):
-            _refuse_other_store(party, document, site)
-            cost = _cost(party, plan, own)
-    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, document)))
+            learned = of_store(party, site)
+            _refuse_other_store(learned, document, site)
+            cost = _cost(party, plan, own, frame["id"] if frame else "")
+    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, document)), learned)
 
 
-def sign(study: Study, looked: Looked, identity: Identity) -> Path:
+def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None = None) -> Path:
     """Sign a plan in the name of a hospital; return where the approval lies, which the coordinator needs.
 
     The plan's other sites get a file in `sites/` that holds what the plan says of them, where there is none.
+
+    Args:
+        frame: in whose name a process signs, where no person does.
 
     Raises:
         UsageError: when the identity is not that of the site that looked.
@@ -161,7 +177,7 @@ def sign(study: Study, looked: Looked, identity: Identity) -> Path:
         path = study.root / "sites" / f"{site.name}.toml"
         if not path.exists():
             write_text(path, _stub(site, looked.plan))
-    approve(study, looked.plan, identity)
+    approve(study, looked.plan, identity, frame)
     keep_cost(study, identity.name, looked.plan, None if looked.cost is None else asdict(looked.cost))
     return approval_path(study, identity.name)
 
@@ -187,6 +203,8 @@ def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -
         party: with the plan's own table of sites.
     """
     right = described(party, document["pipeline"], document["learns"], keys_of(document))
+    if document["code"] != right["code"]:  # the site's frame lists both
+        right |= {"wsi_fl": document["wsi_fl"], "code": document["code"], "packages": document["packages"]}
     if plan.text != text_of(right, document["created"]):
         wrong = [key for key, value in right.items() if plan.document.get(key) != value]
         raise UsageError(
@@ -195,9 +213,13 @@ def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -
         )
 
 
-def _refuse_other_store(party: RunContext, document: PlanDocument, site: str) -> None:
-    """Refuse a plan for another encoder, other weights, directions, classes or shape than the hospital's store has."""
-    own: dict[str, Any] = dict(of_store(party, site))
+def _refuse_other_store(learned: Learned, document: PlanDocument, site: str) -> None:
+    """Refuse a plan for another question, encoder, weights, directions, classes or shape than the hospital has.
+
+    Args:
+        learned: what is learned from its store with the plan's settings.
+    """
+    own: dict[str, Any] = dict(learned)
     said: dict[str, Any] = dict(document["learns"])
     for key, what in _OF_STORE.items():
         planned_key, found = said[key], own[key]
@@ -211,8 +233,12 @@ def _refuse_other_store(party: RunContext, document: PlanDocument, site: str) ->
         )
 
 
-def _cost(party: RunContext, plan: Plan, site: SiteFile) -> Cost | None:
-    """What the plan costs; refuses it where the budget is not enough for a single round."""
+def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | None:
+    """What the plan costs; refuses it where the budget is not enough for a single round.
+
+    Args:
+        frame: the id of one whose runs are counted; "" for none.
+    """
     from wsi_fl.stages.training.workshop import learned_from  # and with it PyTorch
 
     pipeline, rounds = party.pipeline, party.pipeline.train.rounds
@@ -222,8 +248,10 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile) -> Cost | None:
     account = open_account(party, index, data, train, planted, planned=f"plan {plan.digest[:32]}")
     ledger, terms, n_units = account.ledger, account.terms, account.units.n
     past = ledger.mechanisms(lifetime=True)
+    framed = of_frame(ledger.entries, site.name, frame) if frame else []
+    runs = len({entry.run_id for entry in framed})
     if not spends(pipeline):
-        return Cost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds)
+        return Cost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds, framed_runs=runs)
     affordable = affordable_rounds(account, rounds)
     if not affordable:
         raise UsageError(
@@ -233,6 +261,7 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile) -> Cost | None:
     alone = ledger.mechanisms()
     of_plan = planned(account, rounds)[len(alone) :]
     run, ever = [*alone, *of_plan], [*past, *of_plan]
+    most = of_plan * (MOST_ATTEMPTS if terms.guarantee == "shared" else 1)
     return Cost(
         n_units,
         terms.unit,
@@ -244,7 +273,9 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile) -> Cost | None:
         detection_of(terms.guarantee, ever),
         worth_to_patient(terms, train.patient, run),
         worth_to_patient(terms, train.patient, ever),
-        epsilon([*alone, *of_plan * MOST_ATTEMPTS], terms.delta) if terms.guarantee == "shared" else None,
+        epsilon([*alone, *most], terms.delta) if terms.guarantee == "shared" else None,
+        epsilon([*applied(framed), *most], terms.delta) if frame else None,
+        runs,
     )
 
 

@@ -18,7 +18,9 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans.code import code_digest, packages
-from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified, withdrawn
+from wsi_fl.hospitals.plans.frames import Frame, ended
+from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
+from wsi_fl.hospitals.trust.certificates import Identity, fingerprint, withdrawn
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
@@ -51,12 +53,28 @@ class Plan:
             UsageError: when the file is none.
         """
         try:
-            plan = Plan(ordinary(path).read_text(encoding="utf-8"))
+            text = ordinary(path).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            text = ""
+        return Plan.of(text, str(path))
+
+    @staticmethod
+    def of(text: str, label: str) -> Plan:
+        """Return the plan that a text is.
+
+        Args:
+            label: where it comes from, for messages.
+
+        Raises:
+            UsageError: when the text is none.
+        """
+        plan = Plan(text)
+        try:
             said = (plan.document.get("format"), plan.document.get("version"))
-        except (OSError, ValueError, AttributeError):
-            raise UsageError(f"{path}: this is no plan; make one with `wsi-fl federation plan`") from None
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise UsageError(f"{label}: this is no plan; make one with `wsi-fl federation plan`") from None
         if said != (FORMAT, VERSION):
-            raise UsageError(f"{path}: this is no plan that this version of wsi-fl reads")
+            raise UsageError(f"{label}: this is no plan that this version of wsi-fl reads")
         return plan
 
     @cached_property
@@ -141,8 +159,11 @@ def _cost_path(study: Study, site: str) -> Path:
     return study.root / "federation" / f"cost-{site}.json"
 
 
-def approve(study: Study, plan: Plan, identity: Identity) -> dict[str, Any]:
+def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = None) -> dict[str, Any]:
     """Sign a plan in the name of a hospital, and keep both in its study.
+
+    Args:
+        frame: in whose name a process signs, where no person does.
 
     Raises:
         UsageError: when the hospital takes no part in the plan.
@@ -155,10 +176,11 @@ def approve(study: Study, plan: Plan, identity: Identity) -> dict[str, Any]:
         "site": identity.name,
         "plan": plan.digest,
         "time": datetime.now(UTC).isoformat(),
-        "certificate": identity.certificate,
     }
-    signature = identity.sign(_signed(document))
-    write_json(approval_path(study, identity.name), document | {"signature": signature.hex()})
+    if frame is not None:
+        known = json.dumps(frame, sort_keys=True).encode()
+        document |= {"frame": frame["id"], "frame_sha256": hashlib.sha256(known).hexdigest()}
+    write_json(approval_path(study, identity.name), sign_document(document, identity, _PURPOSE))
     return document
 
 
@@ -175,13 +197,22 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
         )
     plan = Plan.load(path)
     _check_approval(dict(read_json(approval)), plan, identity.root, site=identity.name)
+    frame = approved_frame(study, identity.name)
+    if frame and (why := ended(study, identity, frame)):
+        raise UsageError(f"site {identity.name} {why} ({plan.digest[:8]}); have it approve the plan itself")
     return plan
 
 
 def approved_at(study: Study, site: str) -> str:
-    """Return when a site approved its plan, "" where it did not: each approval is good for one run."""
+    """Return when a site approved its plan, and in which frame; "" where it did not. It is good for one run."""
+    path, frame = approval_path(study, site), approved_frame(study, site)
+    return str(read_json(path)["time"]) + (f" frame {frame}" if frame else "") if path.exists() else ""
+
+
+def approved_frame(study: Study, site: str) -> str:
+    """Return the id of the frame in whose name a site's plan was approved; "" where a person approved it."""
     path = approval_path(study, site)
-    return str(dict(read_json(path))["time"]) if path.exists() else ""
+    return str(read_json(path).get("frame", "")) if path.exists() else ""
 
 
 def _check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str) -> None:
@@ -193,14 +224,9 @@ def _check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: st
     Raises:
         UsageError: in one line that says what is wrong.
     """
-    try:
-        holder = verified(str(document["certificate"]), root)
-        holder.check(bytes.fromhex(str(document["signature"])), _signed(document))
-    except (KeyError, ValueError, NotTrusted) as error:
-        why = str(error) if isinstance(error, NotTrusted) else "it is incomplete"
-        raise UsageError(f"the approval of {site} cannot be used: {why}") from None
+    holder = signer_of(document, root, _PURPOSE, f"the approval of {site}")
     check_key(plan, str(document["certificate"]), site)
-    if (holder.name, document["site"], document["plan"]) != (site, site, plan.digest):
+    if (holder.name, document.get("site"), document.get("plan")) != (site, site, plan.digest):
         raise UsageError(
             f"site {site} has signed another plan than federation/plan.json ({plan.digest[:8]}); read it and sign it "
             "with `wsi-fl federation approve`"
@@ -279,12 +305,18 @@ def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
             )
 
 
-def check_code(plan: Plan, site: str) -> None:
+def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
     """Refuse a plan for other code than a site has installed, or for other versions of what the guarantee rests on.
+
+    Args:
+        listed: digests of code that the site takes for one another, as its frame says.
 
     Raises:
         UsageError: naming both versions.
     """
+    said, here = str(plan.document["code"]), code_digest()
+    if {said, here} <= set(listed):
+        return
     installed, planned = packages(), plan.document.get("packages")
     planned = planned if isinstance(planned, dict) else installed
     for name in sorted(installed | planned):
@@ -294,7 +326,6 @@ def check_code(plan: Plan, site: str) -> None:
                 f"the plan is for {name} {one}, and site {site} has {other}; install the plan's version, or agree on "
                 "a new plan"
             )
-    said, here = str(plan.document["code"]), code_digest()
     if said != here:
         raise UsageError(
             f"the plan is for wsi-fl {plan.document['wsi_fl']} ({said[:8]}), and site {site} has {__version__} "
@@ -323,9 +354,3 @@ def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
 def shown(value: Any) -> str:
     """Return a value as a TOML file has it, and "nothing" for none."""
     return "nothing" if value is None else toml_value(value)
-
-
-def _signed(document: dict[str, Any]) -> bytes:
-    """What an approval's signature is of."""
-    said = {key: document[key] for key in ("site", "plan", "time")}
-    return _PURPOSE + json.dumps(said, sort_keys=True).encode()

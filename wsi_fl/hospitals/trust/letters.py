@@ -40,14 +40,15 @@ class Head(TypedDict):
     Attributes:
         to: the receiver; "everybody" of a hello.
         session: what all sites' hellos make; of a hello the signed plan, or empty.
-        place: "hello", "g4" for the fifth gathering, "x3.0" for hop 0 of round 3, "end".
+        place: "hello", "g4" for the fifth gathering, "x3.0" for hop 0 of round 3, "end", or "withdrawn" for an end
+            because the hospital withdrew what it had approved.
         digest: SHA-256 of the body as it travels.
     """
 
     sender: Name
     to: Name
     session: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
-    place: Annotated[str, Field(pattern=r"^(hello|end|g\d{1,9}|x\d{1,9}\.\d)$")]
+    place: Annotated[str, Field(pattern=r"^(hello|end|withdrawn|g\d{1,9}|x\d{1,9}\.\d)$")]
     digest: Digest
 
 

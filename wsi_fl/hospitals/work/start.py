@@ -17,7 +17,11 @@ from typing import Any
 from wsi_fl.hospitals.flare.files import STARTED_BY, need_flare, write_flare_files
 from wsi_fl.hospitals.lines.attendance import Attendance, LeftOut, SiteReturned, SitesGone
 from wsi_fl.hospitals.lines.folder_line import FolderLine
+from wsi_fl.hospitals.lines.share import Share
+from wsi_fl.hospitals.plans.admitting import admit
+from wsi_fl.hospitals.plans.frames import frame_path, open_frame
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan
+from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.trust.withdrawing import exchange_list
@@ -87,11 +91,7 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
             told(f"{kit.name} is registered with {host}:{port}; Ctrl-C ends it")
             for line in _what_it_allows(kit, study):
                 told(line)
-        while (code := process.poll()) is None:
-            if not _started_by(process.pid):
-                forget_jobs(kit.path)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_TIDY_S)
+        code = _followed(process, kit, None if study is None else frame_path(study).with_suffix(".log"), told)
     raise WsiFlError(f"the process of {kit.name} ended (exit code {code}); see {log}")
 
 
@@ -105,10 +105,35 @@ def _what_it_allows(kit: Kit, study: Study) -> list[str]:
         signed = f"plan {plan.digest[:8]}, {plan.method} with {', '.join(plan.sites)}"
     except UsageError:
         signed = "no plan yet, so no job is taken (`wsi-fl federation approve PLAN`)"
+    frame = open_frame(study, kit.identity())
+    framed = f"; a frame until {frame['until']}" if frame else ""
     return [
-        f"  runs one class of wsi-fl and no code of others; signed: {signed}",
+        f"  runs one class of wsi-fl and no code of others; signed: {signed}{framed}",
         f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone",
     ]
+
+
+def _followed(
+    process: subprocess.Popen[bytes], kit: Kit, log: Path | None, told: Callable[[str], None]
+) -> int:
+    """Wait for the end of a process, and tell meanwhile what becomes of plans that come; return its exit code.
+
+    Folders of old jobs are removed now and then, while no job runs.
+
+    Args:
+        log: where the processes of jobs write that; None for a server.
+    """
+    seen = log.stat().st_size if log and log.exists() else 0
+    tidied = -_TIDY_S
+    while (code := process.poll()) is None:
+        if time.monotonic() - tidied >= _TIDY_S and not _started_by(process.pid):
+            forget_jobs(kit.path)
+            tidied = time.monotonic()
+        if log is not None and (new := _since(log, seen)):
+            seen += len(new.encode())
+            told(new.rstrip())
+        time.sleep(_POLL_S)
+    return code
 
 
 @contextmanager
@@ -212,6 +237,8 @@ def _since(log: Path, start: int) -> str:
     return ""
 
 
+_LAID, _MOST_PLAN = "plan.json", 1 << 20
+"""A plan that lies in the shared folder, and its longest length in bytes."""
 _LEAVING_S = 10.0
 """How long a site that has the last letter of a run may take to write its summary and to leave."""
 
@@ -224,6 +251,8 @@ def take_part_by_folder(
     study: Study, kit: Kit, *, folder: str | None = None, without: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Do a hospital's part of the plan that it has signed, over a folder, and return the run's summary.
+
+    A `plan.json` that lies in the folder is taken first where the hospital's frame allows it; see `plans.admitting`.
 
     To call it again is always right, also from cron. It begins the plan's run, or goes on with the one that all
     sites have, from their checkpoints; what was sent is sent again, and nothing is charged twice but a sum that was
@@ -254,6 +283,7 @@ def take_part_by_folder(
         if said:
             say(f"  {said}", "yellow")
     identity = kit.identity()
+    _take_laid(study, identity, address)
     plan = approved_plan(study, identity)
     beat_s = min(15.0, plan.pipeline().comm.timeout_s / 4)
     line = FolderLine(address, identity.name, plan.digest, most_bytes=plan.most_bytes, beat_s=beat_s)
@@ -261,6 +291,17 @@ def take_part_by_folder(
     with alone(study.root / "federation" / f".{identity.name}.lock", busy), kit.alone():
         rotate(study.runs / f"{identity.name}.log")
         return _until_done(study, kit, plan, line, without)
+
+
+def _take_laid(study: Study, identity: Identity, address: str) -> None:
+    """Approve `plan.json` of the shared folder where the hospital's frame allows it; without a frame it is not read."""
+    if open_frame(study, identity) is None:
+        return
+    try:
+        text = Share(address).read(_MOST_PLAN, _LAID).decode()
+    except Exception:  # nothing lies there, or the share is not reached now
+        return
+    admit(study, identity, Plan.of(text, f"{_LAID} of the shared folder"))
 
 
 def _until_done(

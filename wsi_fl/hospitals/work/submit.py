@@ -11,6 +11,7 @@ from typing import Any
 
 from wsi_fl.hospitals.flare.files import HEARTBEAT_S, need_flare
 from wsi_fl.hospitals.plans.signed import Plan, check_withdrawn
+from wsi_fl.hospitals.trust.certificates import withdrawn
 from wsi_fl.hospitals.trust.kit import Kit, look
 from wsi_fl.hospitals.work.taking_part import LAST
 from wsi_fl.learning.counts import Scores
@@ -84,10 +85,14 @@ def _done(
         awaited = [site for site in sites if site not in there]
         return _run(kit, plan, there, job, watcher, awaited=awaited)
 
+    def connected() -> list[str]:
+        here, gone = jobs.connected(kit), withdrawn(kit.identity().root).keys
+        return [site for site in here if plan.keys.get(site, "") not in gone]
+
     return until_done(
         plan,
         ask,
-        lambda: jobs.connected(kit),
+        connected,
         resume=resume or (LAST if asked else None),
         without=without,
         watcher=watcher,
@@ -189,12 +194,18 @@ def _run(
         watcher.say(f"  {reminder}", public=True)
     from wsi_fl.hospitals.flare import jobs
 
-    job = job | {"withdrawn": kit.withdrawn().text}  # so that every hospital has the newest list
+    # so that every hospital has the plan, which may lie in its frame, and the newest list
+    job = job | {"text": plan.text, "withdrawn": kit.withdrawn().text}
     here = jobs.connected(kit)
     if missing := [site for site in sites if site not in here]:
-        raise UsageError(
+        why = (
             f"{', '.join(missing)} not connected; there: `wsi-fl federation start KIT --study DIR` "
             f"(connected: {', '.join(here) or 'nobody'})"
+        )
+        raise (
+            UsageError(why)
+            if plan.pipeline().train.at_least is None
+            else jobs.JobFailed(why, missing, again=True)
         )
 
     def waiting(seconds: float) -> None:

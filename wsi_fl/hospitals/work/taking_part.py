@@ -16,10 +16,13 @@ from wsi_fl import __version__
 from wsi_fl.federation.documents import Name
 from wsi_fl.hospitals.lines.attendance import Attendance
 from wsi_fl.hospitals.lines.relayed import Line, RelayedComm
+from wsi_fl.hospitals.plans.admitting import admit
 from wsi_fl.hospitals.plans.code import code_digest
+from wsi_fl.hospitals.plans.frames import ended, listed_codes
 from wsi_fl.hospitals.plans.signed import (
     Plan,
     approved_at,
+    approved_frame,
     approved_plan,
     check_code,
     check_promises,
@@ -55,6 +58,7 @@ def take_part(
     resume: str | None = None,
     without: Sequence[str] = (),
     plan: str | None = None,
+    brought: Plan | None = None,
     go_on: bool = False,
     writer: Writer | None = None,
     waiting: Callable[[], None] | None = None,
@@ -68,6 +72,7 @@ def take_part(
         resume: a run of this plan to go on with, or "last", as `go_on`; default: a new one.
         without: sites that were lost.
         plan: SHA-256 of the plan that is asked for, where somebody asks; another than the signed one is refused.
+        brought: that plan as it came; it is approved now where the hospital's frame allows it.
         go_on: let the sites agree on the run: the one of this plan that all have, or a new one; `resume` is not read.
         writer: of this process, where it begins again; default: a new one.
         waiting: called now and then while this process waits for others.
@@ -79,7 +84,7 @@ def take_part(
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
     with _told_to_all():
-        agreed, go_on = _agreed(study, identity, plan), go_on or resume == LAST
+        agreed, go_on = _agreed(study, identity, plan, brought), go_on or resume == LAST
         if resume is None and not go_on:
             _refuse_once_more(study, agreed, identity.name)
         run = _own_run(study, resume) if resume is not None and not go_on else None
@@ -110,7 +115,7 @@ def take_part(
 
     seconds = party.pipeline.comm.timeout_s
     comm = _introduced(
-        identity, agreed, running, line, seconds, waiting=waiting, writer=writer, attendance=attendance
+        study, identity, agreed, running, line, seconds, waiting=waiting, writer=writer, attendance=attendance
     )
     if attendance is not None:
         away = [name for k, name in enumerate(agreed.sites) if k not in comm.running]
@@ -150,7 +155,14 @@ class Seen(TypedDict):
     site: Name
 
 
-def greet(study: Study, identity: Identity, line: Line, *, plan: str | None = None) -> dict[str, Any]:
+def greet(
+    study: Study,
+    identity: Identity,
+    line: Line,
+    *,
+    plan: str | None = None,
+    brought: Plan | None = None,
+) -> dict[str, Any]:
     """Go to see every other site of the signed plan and train nothing: {"site", "peers", "seconds"}.
 
     Raises:
@@ -159,8 +171,8 @@ def greet(study: Study, identity: Identity, line: Line, *, plan: str | None = No
     """
     began = time.perf_counter()
     with _told_to_all():
-        agreed = _agreed(study, identity, plan)
-    comm = _introduced(identity, agreed, tuple(range(len(agreed.sites))), line, _GREETING_S)
+        agreed = _agreed(study, identity, plan, brought)
+    comm = _introduced(study, identity, agreed, tuple(range(len(agreed.sites))), line, _GREETING_S)
     try:
         told = comm.gather([Seen(site=identity.name)], Seen)
     finally:
@@ -204,6 +216,7 @@ def _remaining(party: RunContext, without: Sequence[str]) -> tuple[int, ...]:
 
 
 def _introduced(
+    study: Study,
     identity: Identity,
     agreed: Plan,
     running: tuple[int, ...],
@@ -215,8 +228,16 @@ def _introduced(
     attendance: Attendance | None = None,
 ) -> RelayedComm:
     """The sites of a plan, once all have said hello."""
-    with _told_to_all():
-        check_withdrawn(agreed, identity.root, [agreed.sites[k] for k in running])
+    if attendance is None:
+        with _told_to_all():
+            check_withdrawn(agreed, identity.root, [agreed.sites[k] for k in running])
+    site = identity.name
+    approved, frame = approved_at(study, site), approved_frame(study, site)
+
+    def standing() -> str:
+        known = approved_at(study, site) == approved
+        return ended(study, identity, frame) or ("" if known else "approved another plan in its frame")
+
     return RelayedComm(
         identity,
         agreed.sites,
@@ -231,11 +252,14 @@ def _introduced(
         waiting=waiting,
         writer=writer,
         attendance=attendance,
+        standing=standing if frame else None,
     )
 
 
-def _agreed(study: Study, identity: Identity, asked: str | None) -> Plan:
+def _agreed(study: Study, identity: Identity, asked: str | None, brought: Plan | None) -> Plan:
     """The plan that a site has signed, once it is known to be the one asked for, and for the code that is here."""
+    if brought is not None and brought.digest == asked:
+        admit(study, identity, brought)
     agreed, site = approved_plan(study, identity), identity.name
     if asked is not None and asked != agreed.digest:
         raise UsageError(
@@ -243,5 +267,5 @@ def _agreed(study: Study, identity: Identity, asked: str | None) -> Plan:
         )
     own = next(one for one in agreed.document["sites"] if one["name"] == site)
     check_promises(own, study.site(site))
-    check_code(agreed, site)
+    check_code(agreed, site, listed_codes(study, identity))
     return agreed

@@ -178,6 +178,26 @@ def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str]
     return _by_name(_table_path(study, site), site, [column], lambda row, _: row[column] or None)
 
 
+def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, set[str]]:
+    """Return all that a column of the site's own table says of each patient, without what says nothing.
+
+    Raises:
+        UsageError: when there is no table, it lacks the column or one of patients, or a line names no patient.
+    """
+    path, found = _table_path(study, site), dict[str, set[str]]()
+    rows = rows_of(path, [column])
+    patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
+    for row in of_site(rows, site.name):
+        if patient is None or not row[patient]:
+            raise UsageError(
+                f"{row.where}: names no patient; patients are counted, so say whose each line is"
+            )
+        found.setdefault(row[patient], set()).update(
+            {row[column]} if row[column].lower() not in _NOTHING else ()
+        )
+    return found
+
+
 def _values(path: Path, site: SiteFile, target: Target) -> dict[tuple[str, str], Any]:
     """("slide" or "patient", its name) → the truth, of every line that has one."""
     columns = [target.column] if target.column else [target.time, target.event]

@@ -1,0 +1,150 @@
+"""A census: noisy counts of patients by declared values, charged once and signed, and its collection."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import make_study, refused
+from wires import Federation
+
+from wsi_fl.hospitals.plans.census import ENOUGH, _noisy, collect, exact_counts, read_census, take_census
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.guarantee import applied
+from wsi_fl.privacy.ledger_file import LedgerFile
+from wsi_fl.types import WsiFlError
+
+REAL = "real = true\nmax_epsilon = 1.0\ndelta = 1e-5"
+ASKED = {"grade": ["low", "high"], "her2": ["pos", "neg"]}
+
+
+@pytest.fixture(scope="module")
+def federation():
+    return Federation()
+
+
+def hospital(folder, patients, name="S0", said=REAL):
+    """A study with one site, whose table has these lines of (patient, grade, her2)."""
+    study = make_study(folder, n_sites=0)
+    (folder / "sites" / f"{name}.toml").write_text(f'name = "{name}"\nlabels = "slides.csv"\n{said}\n')
+    rows = [f"s{k},{','.join(line)}" for k, line in enumerate(patients)]
+    (folder / "slides.csv").write_text("\n".join(["slide,patient,grade,her2", *rows]) + "\n")
+    return study
+
+
+def many(low, high):
+    """Patients of both grades, all of them HER2 negative."""
+    return [(f"p{k}", "low" if k < low else "high", "neg") for k in range(low + high)]
+
+
+def counted(tmp_path, patients):
+    study = hospital(tmp_path / f"{len(list(tmp_path.iterdir()))}", patients)
+    return exact_counts(study, study.site("S0"), ASKED)
+
+
+def test_a_patient_counts_once_for_each_column_whatever_its_lines_say(tmp_path):
+    patients = [("a", "low", "pos"), ("a", "low", "pos"), ("b", "high", "neg"), ("b", "low", "neg")]
+    patients += [("c", "secret", ""), ("d", "low", "neg")]
+    assert counted(tmp_path, patients).tolist() == [2, 0, 2, 1, 2, 1]
+    refused(lambda: counted(tmp_path, [("", "low", "pos")]), "slides.csv line 2", "names no patient")
+
+
+def test_one_patient_more_moves_the_counts_by_the_root_of_the_columns_at_most(tmp_path):
+    rng, furthest = np.random.default_rng(0), 0.0
+    words = np.array(["low", "high", "pos", "neg", "", "else"])
+    for _ in range(20):
+        lines = [(f"p{rng.integers(6)}", *rng.choice(words, 2)) for _ in range(12)]
+        one = counted(tmp_path, [*lines, ("x", "low", "pos"), ("x", "low", str(rng.choice(words)))])
+        furthest = max(furthest, float(np.linalg.norm(one - counted(tmp_path, lines))))
+    assert furthest == pytest.approx(2**0.5)
+
+
+def test_the_noise_is_that_of_the_mechanism_on_the_ledger():
+    drawn = _noisy(np.zeros(1000, np.int64), 5.0, 2**0.5)
+    assert drawn.std() == pytest.approx(5 * 2**0.5, rel=0.15) and abs(drawn.mean()) < 1.5
+    assert (drawn == np.rint(drawn)).all()
+
+
+def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
+    study, identity = hospital(tmp_path / "S0", many(80, 60)), federation.identity("S0")
+    first = take_census(study, identity, ASKED, epsilon=0.3)
+    assert take_census(study, identity, ASKED, epsilon=0.3) == first
+    entries = LedgerFile(study.ledger("S0")).entries
+    assert len(applied(entries)) == 1 and [entry.sending for entry in entries] == [False, True]
+    assert epsilon(applied(entries), 1e-5) == pytest.approx(0.3, rel=1e-3) and entries[0].unit == "patient"
+    assert list(first["counts"]) == ["grade", "her2"] and list(first["counts"]["grade"]) == [
+        "low",
+        "high",
+        "other",
+    ]
+    assert "secret" not in json.dumps(first)
+    take_census(study, identity, {"grade": ["low", "high"]}, epsilon=0.3)
+    spent = epsilon(applied(LedgerFile(study.ledger("S0")).entries), 1e-5)
+    assert 0.3 < spent < 0.6
+    refused(lambda: take_census(study, identity, ASKED, epsilon=0.95), "above its 1", error=WsiFlError)
+    assert epsilon(applied(LedgerFile(study.ledger("S0")).entries), 1e-5) == spent
+    kept = next((study.root / "federation" / "census").glob("*.json"))
+    kept.write_text(kept.read_text().replace('"low": ', '"low": 1'))
+    asked = [ASKED, {"grade": ["low", "high"]}]
+    found = []
+    for one in asked:
+        try:
+            found.append(take_census(study, identity, one, epsilon=0.3))
+        except WsiFlError as error:
+            assert "does not know its numbers" in str(error)
+    assert len(found) == 1  # the one that was not touched
+
+
+def test_what_is_asked_wrongly_costs_nothing(tmp_path, federation):
+    study, identity = hospital(tmp_path / "S0", many(3, 3)), federation.identity("S0")
+    refused(lambda: take_census(study, identity, {"grade": ["low", "low"]}, epsilon=0.1), "each value once")
+    refused(lambda: take_census(study, identity, {"grade": [""]}, epsilon=0.1), "grade=low,high")
+    refused(lambda: take_census(study, identity, {"none": ["a"]}, epsilon=0.1), "column 'none' is missing")
+    assert not study.ledger("S0").exists()
+    poor = hospital(tmp_path / "poor", many(3, 3), said="real = true")
+    refused(lambda: take_census(poor, identity, ASKED, epsilon=0.1), "max_epsilon")
+
+
+def test_the_coordinator_sees_who_can_answer_and_who_would_receive(tmp_path, federation):
+    taken, made = [], {"S0": many(400, 400), "S1": many(500, 0), "S2": many(1, 1)}
+    for name, patients in made.items():
+        study, identity = hospital(tmp_path / name, patients, name), federation.identity(name)
+        document = take_census(study, identity, ASKED, epsilon=0.5)
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+        taken.append(read_census(tmp_path / f"{name}.json", federation.root))
+    grade, her2 = collect(taken)["questions"]
+    assert grade["lacks"] == {"S0": [], "S1": ["high"], "S2": ["low", "high"]} and not grade["all"]
+    assert grade["receivers"] == ["S2"] and list(grade["expected"]) == ["S0", "S1"]
+    assert "0 to 0.03 more than alone" in grade["expected"]["S0"]
+    assert grade["pipeline"].splitlines()[2] == 'classes = ["low", "high"]'
+    assert her2["lacks"]["S0"] == ["pos"]
+    assert collect(taken[:1])["questions"][0]["all"] is True
+    assert collect([taken[0], {**taken[1], "counts": {}}])["questions"] == []
+    refused(lambda: collect([*taken, taken[1]]), "S1 answered twice")
+    refused(
+        lambda: read_census(tmp_path / "S0.json", Federation().root), "does not belong to this federation"
+    )
+    (tmp_path / "S0.json").write_text((tmp_path / "S0.json").read_text().replace('"S0"', '"S1"'))
+    refused(lambda: read_census(tmp_path / "S0.json", federation.root), "cannot be used", "not signed")
+
+
+def test_the_commands_take_and_collect(tmp_path, wsi_fl):
+    provision(tmp_path / "kits", federation="trial", server="localhost:1", sites=["S0", "S1"])
+    files = []
+    for name in ("S0", "S1"):
+        study, kit = hospital(tmp_path / name, many(300, 300), name), tmp_path / "kits" / name
+        given = ("federation", "census", "--kit", kit, "--epsilon", "0.5", "--only-enough")
+        assert "which column?" in wsi_fl(*given, cwd=study.root).stderr
+        done = wsi_fl(*given, "--column", "grade=low,high", "--json", cwd=study.root)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["counts"]["grade"] == {"low": 1.0, "high": 1.0, "other": 0.0}
+        files.append(study.root / f"census-{name}.json")
+    kit = tmp_path / "kits" / "coordinator"
+    done = wsi_fl("federation", "census", "--kit", kit, "--collect", *files, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (question,) = json.loads(done.stdout)["questions"]
+    assert question["all"] and question["expected"] == {} and ENOUGH == 20
+    shown = wsi_fl("federation", "census", "--kit", kit, "--collect", *files, cwd=tmp_path).stderr
+    assert "all hospitals can answer it" in shown and 'column = "grade"' in shown
+    assert Kit.open(kit).role == "coordinator"

@@ -1,0 +1,371 @@
+"""Frames: plans within them run at a hospital without a further signature; nothing outside runs, nor after the end."""
+
+import json
+import threading
+from dataclasses import replace
+from datetime import UTC, date, datetime, timedelta
+
+import pytest
+from conftest import REAL, larger_study, refused
+from hospitals import INSECURE, Bed
+from wires import Federation, Wire
+
+from wsi_fl.hospitals.lines.share import Share
+from wsi_fl.hospitals.plans import approving, code, frames, making
+from wsi_fl.hospitals.plans.admitting import admit, make_frame, outside, with_code
+from wsi_fl.hospitals.plans.approving import look, sign
+from wsi_fl.hospitals.plans.frames import frame_path, of_frame, open_frame, withdraw, write_frame
+from wsi_fl.hospitals.plans.making import make_plan
+from wsi_fl.hospitals.plans.signed import Plan, approval_path, approved_at, approved_plan
+from wsi_fl.hospitals.trust.certificates import fingerprint
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.making import issued_keys, provision
+from wsi_fl.hospitals.work.start import _take_laid
+from wsi_fl.hospitals.work.taking_part import take_part
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.guarantee import applied
+from wsi_fl.privacy.ledger_file import LedgerFile
+from wsi_fl.types import NoCommonPlan
+
+SITES = ("S0", "S1")
+PATIENTS = ("privacy.unit='patient'", "train.batch_size=3", "privacy.sigma=5", "train.rounds=2")
+TODAY = datetime.now(UTC).date()
+
+
+@pytest.fixture(scope="module")
+def identities():
+    federation = Federation()
+    return {name: federation.identity(name) for name in SITES}
+
+
+@pytest.fixture
+def study(tmp_path):
+    return larger_study(tmp_path / "S0", n_sites=2, site_extra=REAL)
+
+
+def made(study, identities, *overrides, method="proxyfl", out="plan.json", **keys):
+    known = {name: fingerprint(one.certificate) for name, one in identities.items()} | keys
+    given = [*PATIENTS, *overrides]
+    return make_plan(study, method=method, overrides=given, out=study.root / out, keys=known)
+
+
+def log_of(study):
+    return frame_path(study).with_suffix(".log")
+
+
+def framed(study, identities, plan, site="S0", **given):
+    limits = {"epsilon": 3.0, "until": (TODAY + timedelta(30)).isoformat(), "runs": 3} | given
+    frame = make_frame(study, plan, site, **limits)
+    write_frame(study, frame, identities[site])
+    return frame
+
+
+def together(studies, identities, plan, *, meddle=None):
+    """What came of a run of all hospitals, each of which is brought the plan: a summary, or the one-line error."""
+    ends, came = {}, {}
+
+    def be(name):
+        try:
+            line = Wire(name, ends, meddle)
+            came[name] = take_part(studies[name], identities[name], line, plan=plan.digest, brought=plan)
+        except Exception as error:
+            came[name] = str(error)
+
+    threads = [threading.Thread(target=be, args=(name,), daemon=True) for name in studies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return came
+
+
+def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, identities):
+    plan = made(study, identities)
+    frame = framed(study, identities, plan)
+    allows = frame["allows"]
+    assert allows["method"] == ["proxyfl"] and allows["unit"] == ["patient"] and allows["delta"] == [1e-5]
+    assert allows["guarantee"] == ["guaranteed"] and allows["classes"] == [["healthy", "tumor"]]
+    assert [one.split()[0] for one in allows["partners"]] == list(SITES)
+    assert "proxy model" in allows["leaves"] and not any("without diff" in one for one in allows["leaves"])
+    looked = look(study, plan, "S0", frame)
+    assert outside(frame, looked, TODAY) == ""
+    assert open_frame(study, identities["S0"]) == frame
+
+    def why(frame=frame, looked=looked, today=TODAY):
+        return outside(frame, looked, today)
+
+    def only(**given):
+        return {**frame, "allows": {**allows, **given}}
+
+    for what, changed in (
+        ("last day was", {"today": date.fromisoformat(frame["until"]) + timedelta(1)}),
+        ("method", {"frame": only(method=["fedavg"])}),
+        ("partners", {"frame": only(partners=allows["partners"][:1])}),
+        ("leaves", {"frame": only(leaves=[])}),
+        ("encoder", {"looked": replace(looked, learned={**looked.learned, "encoder": "another"})}),
+        ("classes", {"looked": replace(looked, learned={**looked.learned, "classes": ["a", "b"]})}),
+        ("unit", {"frame": only(unit=["row"])}),
+        ("guarantee", {"frame": only(guarantee=[])}),
+        ("delta", {"frame": only(delta=[1e-6])}),
+        ("code", {"frame": only(code=["0" * 64])}),
+        ("not on this machine", {"looked": replace(looked, cost=None)}),
+        ("3 runs", {"looked": replace(looked, cost=replace(looked.cost, framed_runs=3))}),
+        ("ε = 3.01 of 3", {"looked": replace(looked, cost=replace(looked.cost, framed=3.01))}),
+    ):
+        assert what in why(**changed), what
+    assert why(looked=replace(looked, cost=replace(looked.cost, framed_runs=2, framed=3.0))) == ""
+
+
+def test_what_a_frame_cannot_allow(study, identities):
+    plan = made(study, identities)
+    refused(lambda: framed(study, identities, plan, epsilon=51.0), "sites/S0.toml: max_epsilon = 50")
+    refused(lambda: framed(study, identities, plan, until="soon"), "--until 2027-03-31")
+    refused(lambda: framed(study, identities, plan, partners=["S7"]), "no site S7")
+    refused(lambda: framed(study, identities, plan, methods=["regular"]), "regular shares nothing")
+    two = framed(study, identities, plan, methods=["proxyfl", "fedavg"], partners=["S1"])
+    assert two["allows"]["method"] == ["proxyfl", "fedavg"] and "central model" in two["allows"]["leaves"]
+    assert len(two["allows"]["partners"]) == 2  # its own too
+
+
+def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, identities, capsys):
+    me, plan = identities["S0"], made(study, identities)
+    admit(study, me, plan)  # without a frame nothing changes
+    assert not approval_path(study, "S0").exists() and not log_of(study).exists()
+    frame = framed(study, identities, plan)
+    admit(study, me, plan)
+    approval = json.loads(approval_path(study, "S0").read_text())
+    assert approval["frame"] == frame["id"] and len(approval["frame_sha256"]) == 64
+    assert approved_plan(study, me).digest == plan.digest and approved_at(study, "S0").endswith(frame["id"])
+    assert (study.root / "federation" / "plans" / f"{plan.digest}.json").read_text() == plan.text
+    assert f"plan {plan.digest[:8]} was approved in the frame" in capsys.readouterr().err
+    before = approved_at(study, "S0")
+    admit(study, me, plan)
+    assert approved_at(study, "S0") == before
+    other = made(study, identities, method="fedavg")
+    refused(lambda: admit(study, me, other), f"plan {other.digest[:8]} lies outside the frame of S0: method")
+    dear = made(study, identities, "privacy.sigma=1.5")
+    refused(lambda: admit(study, me, dear), "would cost ε = 4.", "of 3")
+    stranger = made(study, identities, S1="0" * 64)
+    refused(lambda: admit(study, me, stranger), "partners")
+    edited = Plan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
+    refused(lambda: admit(study, me, edited), "S0 cannot approve", "frame.log says why")
+    assert "changed by hand" in log_of(study).read_text()
+    assert approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
+
+
+def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities):
+    plan = made(study, identities)
+    frame = framed(study, identities, plan)
+    path = frame_path(study)
+    path.write_text(path.read_text().replace('"runs": 3', '"runs": 4'))
+    refused(
+        lambda: admit(study, identities["S0"], plan), "federation/frame.json cannot be used", "not signed"
+    )
+    write_frame(study, frame, identities["S1"])
+    refused(lambda: admit(study, identities["S0"], plan), "not a frame of S0")
+
+
+def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
+    study, identities, monkeypatch
+):
+    me, plan = identities["S0"], made(study, identities)
+    frame = framed(study, identities, plan)
+    admit(study, me, plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(frames, "is_over", lambda *_: True)
+        refused(lambda: approved_plan(study, me), f"allowed this plan until {frame['until']}")
+    assert approved_plan(study, me)
+    withdraw(study, me)
+    refused(lambda: approved_plan(study, me), "withdrew the frame")
+    refused(lambda: withdraw(study, me), "has signed no frame")
+    assert (study.root / "federation" / f"frame-{frame['id']}-withdrawn.json").exists()
+    framed(study, identities, plan)  # another frame brings no old approval back
+    refused(lambda: approved_plan(study, me), "withdrew the frame")
+    sign(study, look(study, plan, "S0"), me)  # a person's own approval needs none
+    withdraw(study, me)
+    assert approved_plan(study, me)
+
+
+def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, monkeypatch):
+    me, plan = identities["S0"], made(study, identities)
+    frame = framed(study, identities, plan)
+    admit(study, me, plan)
+    for module in (approving, code, making):
+        if hasattr(module, "code_digest"):
+            monkeypatch.setattr(module, "code_digest", lambda: "1" * 64)
+    for name in ("signed", "admitting"):
+        monkeypatch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", lambda: "1" * 64)
+    refused(lambda: look(study, plan, "S0", frame), "install the plan's version")
+    write_frame(study, with_code(frame), me)
+    listed = open_frame(study, me)
+    assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
+    assert outside(listed, look(study, plan, "S0", listed), TODAY) == ""
+    refused(
+        lambda: look(study, plan, "S0"), "install the plan's version"
+    )  # a person's approval is of one code
+    part = lambda: take_part(study, me, Wire("S0", {}), plan=plan.digest)  # noqa: E731
+    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._introduced", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # that far: the code is no reason to refuse
+        part()
+
+
+def test_a_plan_that_lies_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, study, identities):
+    me, plan, share = identities["S0"], made(study, identities), tmp_path / "share"
+    share.mkdir()
+    (share / "plan.json").write_text(plan.text)
+    _take_laid(study, me, str(share))
+    assert not approval_path(study, "S0").exists()
+    framed(study, identities, plan)
+    _take_laid(study, me, str(share))
+    assert approved_plan(study, me).digest == plan.digest
+    other = made(study, identities, method="fedavg")
+    (share / "plan.json").write_text(other.text)
+    refused(lambda: _take_laid(study, me, str(share)), "lies outside the frame of S0: method")
+    Share(str(share)).write(b"{}", "plan.json")
+    refused(lambda: _take_laid(study, me, str(share)), "plan.json of the shared folder: this is no plan")
+
+
+@pytest.fixture
+def pair(tmp_path, identities):
+    """Two hospitals, and a frame at each that was made of the same plan."""
+    studies = {name: larger_study(tmp_path / name, n_sites=2, site_extra=REAL) for name in SITES}
+    plan = made(studies["S0"], identities)
+    for name in SITES:
+        framed(studies[name], identities, plan, name, runs=12, epsilon=3.0)
+    return studies, plan
+
+
+@pytest.mark.slow
+def test_withdrawn_in_the_middle_a_run_ends_at_its_next_round(pair, identities):
+    studies, _ = pair
+    plan, told = made(studies["S0"], identities, "train.rounds=3", out="three.json"), []
+
+    def meddle(sender, to, name, letter):
+        if name == "x1.0" and sender == "S1" and not told:
+            told.append(withdraw(studies["S1"], identities["S1"]))
+        return [letter]
+
+    came = together(studies, identities, plan, meddle=meddle)
+    assert came["S1"] == "site S1 withdrew the frame of this plan; the run ends here"
+    assert came["S0"].startswith("site S1 withdrew its approval of this plan; the run ends")
+    for name, study in studies.items():
+        assert {entry.round for entry in LedgerFile(study.ledger(name)).entries} == {1}
+    refused(
+        lambda: take_part(studies["S1"], identities["S1"], Wire("S1", {}), plan=plan.digest, brought=plan),
+        "withdrew the frame of this plan",
+        error=NoCommonPlan,
+    )
+
+
+@pytest.mark.slow
+def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities):
+    studies, _ = pair
+    ran, refused_ = [], []
+    for k in range(10):
+        for inside in (True, False):
+            odd = {
+                0: ("fedavg", "train.rounds=1"),
+                1: ("proxyfl", "privacy.unit='row'"),
+                2: ("proxyfl", "privacy.sigma=1"),
+                3: ("proxyfl", "privacy.enabled=false"),
+            }[k % 4]
+            method, more = ("proxyfl", "privacy.sigma=5") if inside else odd
+            given = ("train.rounds=1", f"train.seed={k}", more)
+            try:
+                plan = made(studies["S0"], identities, *given, method=method, out=f"{k}-{inside}.json")
+            except Exception as error:  # a plan that no site file allows is not even made
+                refused_.append(str(error))
+                continue
+            came = together(studies, identities, plan)
+            (ran if all(isinstance(one, dict) for one in came.values()) else refused_).append(plan.digest)
+            assert inside == (plan.digest in ran), came
+    assert len(ran) == 10 and len(refused_) == 10
+    for name, study in studies.items():
+        entries = LedgerFile(study.ledger(name)).entries
+        assert {entry.agreement for entry in entries if entry.mechanism} == set(ran)
+        frame = open_frame(study, identities[name])
+        assert of_frame(entries, name, frame["id"]) == entries
+        spent = epsilon(applied(entries), 1e-5)
+        assert 2.5 < spent <= 3.0 < 10 * epsilon(applied(entries)[:1], 1e-5)  # composed, not added
+
+
+def test_the_commands_sign_show_and_withdraw(tmp_path, wsi_fl):
+    study = larger_study(tmp_path / "S0", n_sites=2, site_extra=REAL)
+    provision(tmp_path / "kits", federation="trial", server="localhost:1", sites=list(SITES))
+    kit = tmp_path / "kits" / "S0"
+    keys = {name: Kit.open(tmp_path / "kits" / name).identity() for name in SITES}
+    made(study, keys)
+    given = ("federation", "frame", "--kit", kit, "--plan", study.root / "plan.json", "--epsilon", "2")
+    assert "say --until DATE" in wsi_fl(*given, cwd=study.root).stderr
+    done = wsi_fl(*given, "--until", "2099-01-31", "--yes", "--json", cwd=study.root)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["epsilon"] == 2 and "ε = 2 in all" in done.stderr
+    done = wsi_fl("federation", "frame", "--kit", kit, "--add-code", "--yes", "--json", cwd=study.root)
+    assert done.returncode == 0 and len(json.loads(done.stdout)["allows"]["code"]) == 1
+    assert wsi_fl("federation", "withdraw", "--kit", kit, "--json", cwd=study.root).returncode == 0
+    assert not frame_path(study).exists()
+
+
+@pytest.mark.slow
+def test_over_flare_a_job_brings_its_plan(tmp_path):
+    pytest.importorskip("nvflare")
+    bed = Bed(tmp_path)
+    file = tmp_path / "plan.json"
+
+    def planned(method, seed):
+        given = [*INSECURE, f"train.seed={seed}"]
+        keys = issued_keys(bed.root / "kits")
+        study = bed.study("S0")
+        return make_plan(
+            study, method=method, pipeline_name=bed.pipeline, overrides=given, out=file, keys=keys
+        )
+
+    for site in bed.sites:
+        plan, limits = planned("proxyfl", 0), {"epsilon": None, "until": "2099-01-31", "runs": 5}
+        made_here = make_frame(bed.study(site), plan, site, **limits)
+        write_frame(bed.study(site), made_here, bed.kit(site).identity())
+    with bed.running():
+        plan = planned("proxyfl", 1)
+        done = bed.submit("--plan", str(file))
+        assert done.returncode == 0, done.stderr
+        for site in bed.sites:
+            lines = [json.loads(line) for line in bed.study(site).ledger(site).read_text().splitlines()]
+            assert {line["agreement"] for line in lines if line.get("released")} == {plan.digest}
+        planned("fedavg", 2)
+        done = bed.submit("--plan", str(file))
+        assert done.returncode != 0 and "lies outside the frame of S" in done.stderr
+        said = bed.command("withdraw", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1")
+        assert said.returncode == 0, said.stderr
+        planned("proxyfl", 3)
+        done = bed.submit("--plan", str(file))
+        assert done.returncode != 0 and "S1 withdrew the frame" in done.stderr
+        terminal = bed.processes["S0"]
+        bed.stop("S1")
+        terminal.terminate()
+        assert f"plan {plan.digest[:8]} was approved in the frame" in terminal.stdout.read()
+
+
+@pytest.mark.slow
+def test_over_a_folder_the_plan_lies_in_it(tmp_path):
+    share = tmp_path / "share"
+    share.mkdir()
+    bed = Bed(tmp_path, folder=str(share))
+    keys = issued_keys(bed.root / "kits")
+    given = {"method": "proxyfl", "pipeline_name": bed.pipeline, "out": share / "plan.json", "keys": keys}
+    like = make_plan(bed.study("S0"), overrides=[*INSECURE, "train.seed=9"], **given)
+    for site in bed.sites:
+        limits = {"epsilon": None, "until": "2099-01-31", "runs": 1}
+        study, identity = bed.study(site), bed.kit(site).identity()
+        write_frame(study, make_frame(study, like, site, **limits), identity)
+
+    def all_start():
+        processes = [bed.start(site, wait=False) for site in bed.sites]
+        return [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
+
+    for seed, status in ((0, 0), (1, 2)):  # the frame is for one run
+        plan = make_plan(bed.study("S0"), overrides=[*INSECURE, f"train.seed={seed}"], **given)
+        said = all_start()
+        assert [one[1] for one in said] == [status] * len(bed.sites), said
+        assert all(plan.digest[:8] in one[0] for one in said)
+        assert status == 0 or all("the frame is for 1 runs, and it had them" in one[0] for one in said)
+    bed.processes.clear()

@@ -1,0 +1,112 @@
+"""A frame: what plans a hospital lets run without signing each of them, for how long and up to which ε.
+
+It is `federation/frame.json` in the hospital's study, signed with the key of its kit. An approval that was made in its
+name names its id, and is worth nothing once the frame is gone, another one lies there, or its last day is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from typing_extensions import TypedDict
+
+from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
+from wsi_fl.hospitals.trust.certificates import Identity, fingerprint
+from wsi_fl.privacy.ledger_file import Entry
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import read_object, write_json
+from wsi_fl.types import UsageError
+
+FORMAT = "wsi-fl frame 1"
+_PURPOSE = b"wsi-fl frame of plans, version 1\n"
+
+
+class Frame(TypedDict):
+    """What a hospital signs for weeks.
+
+    Attributes:
+        id: stays when code is added, so that what was spent in the frame still counts.
+        allows: what plans may say of each thing that `admitting` names, such as "method" and "leaves".
+        epsilon: of all plans in the frame together; None where nothing is under differential privacy.
+        runs: how many there may be.
+        until: the last day, in UTC.
+    """
+
+    format: str
+    id: str
+    site: str
+    allows: dict[str, list[Any]]
+    epsilon: float | None
+    runs: int
+    until: str
+
+
+def frame_path(study: Study) -> Path:
+    """Return where a study keeps the frame that its hospital signed."""
+    return study.root / "federation" / "frame.json"
+
+
+def write_frame(study: Study, frame: Frame, identity: Identity) -> None:
+    """Sign a frame in the name of its hospital; it holds from now on."""
+    write_json(frame_path(study), sign_document(frame, identity, _PURPOSE))
+
+
+def open_frame(study: Study, identity: Identity) -> Frame | None:
+    """Return the frame that lies in a study, over or not; None where there is none.
+
+    Raises:
+        UsageError: when it is damaged, of another version, or not signed with this hospital's own key.
+    """
+    if not (path := frame_path(study)).exists():
+        return None
+    document, what = read_object(path, "sign another frame"), study.relative(path)
+    holder = signer_of(document, identity.root, _PURPOSE, what)
+    own = fingerprint(str(document["certificate"])) == fingerprint(identity.certificate)
+    if not own or (holder.name, document["site"], document["format"]) != (identity.name, holder.name, FORMAT):
+        raise UsageError(
+            f"{what}: not a frame of {identity.name} that this version of wsi-fl reads; sign another"
+        )
+    return cast("Frame", {key: document[key] for key in Frame.__annotations__})
+
+
+def is_over(frame: Frame, today: date | None = None) -> bool:
+    """Return whether the last day of a frame is over, in UTC."""
+    return (today or datetime.now(UTC).date()) > date.fromisoformat(frame["until"])
+
+
+def ended(study: Study, identity: Identity, number: str) -> str:
+    """Return in words how a hospital ended the frame with an id; "" while it stands."""
+    frame = open_frame(study, identity)
+    if frame is None or frame["id"] != number:
+        return "withdrew the frame of this plan"
+    return f"allowed this plan until {frame['until']}" if is_over(frame) else ""
+
+
+def listed_codes(study: Study, identity: Identity) -> list[str]:
+    """Return the SHA-256 of each wsi-fl that a hospital takes for one another; none without a frame that stands."""
+    frame = open_frame(study, identity)
+    return [] if frame is None or is_over(frame) else frame["allows"]["code"]
+
+
+def require_frame(study: Study, identity: Identity) -> Frame:
+    """Return the frame that lies in a study; UsageError where there is none."""
+    if (frame := open_frame(study, identity)) is None:
+        raise UsageError(f"{study.relative(frame_path(study))}: {identity.name} has signed no frame")
+    return frame
+
+
+def withdraw(study: Study, identity: Identity) -> Frame:
+    """End the frame and all approvals in its name; a run under way ends before it sends more. The file is renamed."""
+    frame, path = require_frame(study, identity), frame_path(study)
+    path.replace(path.with_name(f"frame-{frame['id']}-withdrawn.json"))
+    return frame
+
+
+def of_frame(entries: Iterable[Entry], site: str, number: str) -> list[Entry]:
+    """Return the lines of a site's ledger of all runs that were approved in the name of a frame."""
+    own = [entry for entry in entries if entry.site == site]
+    runs = {entry.run_id for entry in own if entry.approved.endswith(f" frame {number}")}
+    return [entry for entry in own if entry.run_id in runs]
