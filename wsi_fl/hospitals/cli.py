@@ -351,3 +351,19 @@ def dossier(
 
     made = make_dossier(_study(study), site=site, kit=kit, out=out)
     show(dict(made), as_json, lambda _: [str(out)])
+
+
+@app.command()
+def board(
+    kit: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Your kit, the coordinator's or a hospital's.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write it as a page too.")] = None,
+    study: StudyFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Say who takes part, how far everybody is, what came of it, and what is to be done next, by whom."""
+    from wsi_fl.hospitals.board.page import board_lines, make_board
+
+    named = (str(kit or "KIT"), str(study or "."))
+    show(make_board(_study(study), kit=kit, out=out, named=named), as_json, board_lines)

@@ -15,6 +15,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from secrets import token_hex
 
 from wsi_fl.hospitals.lines.relayed import MOST_BYTES, Answer
@@ -27,8 +29,49 @@ _FILE = re.compile(
     r"(?P<sender>[A-Za-z0-9][A-Za-z0-9._-]{0,199})~(?P<place>[a-z0-9.]{1,30})~(?P<digest>[0-9a-f]{32})\.letter"
 )
 _LAG_S = 30 * 86400.0
+_MOST_HELLO = 1 << 16
+"""Bytes that are read of a hello by whoever only looks."""
 _ANSWER_S = 5.0
 """Longest time that one call of `send` watches a letter: who waits must notice other things too."""
+
+
+def _folder_of(topic: str) -> str:
+    return f"wsi-fl-{topic[:16]}"
+
+
+@dataclass(frozen=True)
+class Lying:
+    """A letter that lies in the folder, by the name of its file.
+
+    Attributes:
+        time: when it was written, in seconds since 1970, where the share tells.
+        content: of a hello, which anybody may read; else empty.
+    """
+
+    sender: str
+    place: str
+    time: float | None
+    content: bytes
+
+
+def lying(address: str, topic: str) -> list[Lying]:
+    """Return the letters of a topic that lie in a folder now, and change nothing in it.
+
+    Whatever its backend raises, where the folder cannot be listed, is raised.
+    """
+    share, found = Share(address), []
+    share.check()
+    for to in share.folders(_folder_of(topic)):
+        inbox = (_folder_of(topic), to)
+        for name, entry in share.entries(*inbox).items():
+            said = _FILE.fullmatch(name)
+            with suppress(FileNotFoundError):  # its sender took it back
+                if said and said["place"] == HELLO:
+                    content = share.read(_MOST_HELLO, *inbox, name)
+                    found.append(Lying(said["sender"], HELLO, entry.time, content))
+                elif said:
+                    found.append(Lying(said["sender"], said["place"], entry.time, b""))
+    return found
 
 
 def _inboxes(there: Mapping[str, Entry]) -> set[str]:
@@ -67,7 +110,7 @@ class FolderLine:
         """What the folder last failed with."""
         self.written_bytes = 0
         """All that was written: letters, as often as they were."""
-        self._me, self._topic = me, f"wsi-fl-{topic[:16]}"
+        self._me, self._topic = me, _folder_of(topic)
         self._most, self._pauses, self._settled_s = most_bytes, pauses_s, settled_s
         self._looking, self._sending = Share(address), Share(address)
         self._sending.check()

@@ -24,7 +24,7 @@ from wsi_fl.types import UsageError, WsiFlError, one_line
 STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
 """How FLARE calls the files of a role."""
 _SECONDS = 5.0
-_SOON_DAYS = 30
+SOON_DAYS = 30
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def look(kit: Kit) -> Iterator[Step]:
         return
     until = verified(identity.certificate, identity.root).until
     left = (until - datetime.now(UTC)).days
-    note = f"; request a new one soon, {left} days are left" if left < _SOON_DAYS else ""
+    note = f"; request a new one soon, {left} days are left" if left < SOON_DAYS else ""
     yield Step("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note}")
     if kit.folder is not None:
         return

@@ -152,6 +152,7 @@ def approve_request(file: Path, folder: Path, expected: str | None = None) -> di
         },
     )
     line = {"name": name, "role": role, "organization": organization, "fingerprint": found}
+    line["until"] = verified(certificate, root).until.isoformat()
     append_line(issued, line | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
     return line | {"file": str(target), "root_fingerprint": fingerprint(root)}
 
@@ -310,9 +311,11 @@ def issued_keys(folder: Path) -> dict[str, str]:
     Raises:
         UsageError: when no federation was founded in the folder.
     """
-    file = folder / "root" / "issued.jsonl"
-    if not file.exists():
+    if not (folder / "root" / "issued.jsonl").exists():
         raise UsageError(f"{folder}: no federation was founded here; give the folder that `provision` made")
-    return {
-        line["name"]: line["fingerprint"] for line in read_lines(file, _ISSUED) if line["role"] == "hospital"
-    }
+    return {line["name"]: line["fingerprint"] for line in issued_lines(folder) if line["role"] == "hospital"}
+
+
+def issued_lines(folder: Path) -> list[dict[str, Any]]:
+    """Return a line for every certificate that a founded federation has given, oldest first; none where none lie."""
+    return read_lines(folder / "root" / "issued.jsonl", _ISSUED)
