@@ -16,7 +16,7 @@ from wsi_fl.federation.documents import NotAgreed
 from wsi_fl.hospitals.board.steps import Agreed, Facts, Job, Member, Result
 from wsi_fl.hospitals.dossier.page import dossier_of
 from wsi_fl.hospitals.lines.folder_line import lying
-from wsi_fl.hospitals.plans.signed import Plan, approvals, plan_path
+from wsi_fl.hospitals.plans.signed import Plan, approvals, check_code, check_promises, plan_path
 from wsi_fl.hospitals.trust.certificates import NotTrusted, Role, verified
 from wsi_fl.hospitals.trust.kit import Kit, look
 from wsi_fl.hospitals.trust.letters import HELLO, Letter
@@ -73,6 +73,9 @@ def gather(
             _look_at_plan(seen, study, plan[1], kit)
         with _told(seen):
             _look_at_work(seen, study, plan[1], kit)
+        with _told(seen):
+            if seen.result is None and kit is not None and kit.name in plan[1].sites:
+                _refuse_unfit(study, plan[1], kit.name)
     facts = Facts(
         now=datetime.now(UTC),
         me=kit.name if kit else "",
@@ -131,7 +134,10 @@ def _look_at_kit(seen: Seen, kit: Kit) -> None:
         identity = kit.identity()
         seen.note(kit.name, until=verified(identity.certificate, identity.root).until)
     if kit.role == "hospital":
-        seen.note(kit.name, connected=_runs(kit))
+        started = kit.path / "startup" / "fed_client.json"  # which `start` writes anew
+        running = _runs(kit)
+        since = started.stat().st_mtime if running and started.is_file() else None
+        seen.note(kit.name, connected=running, since=_time(since))
 
 
 def _runs(kit: Kit) -> bool:
@@ -163,6 +169,13 @@ def _look_at_plan(seen: Seen, study: Study, plan: Plan, kit: Kit | None) -> None
         seen.trouble += [own["warning"]] if own["warning"] else []
 
 
+def _refuse_unfit(study: Study, plan: Plan, name: str) -> None:
+    """Refuse what a hospital's own process would: other code than the plan's, or another promise."""
+    check_code(plan, name)
+    said = next(one for one in plan.document["sites"] if one["name"] == name)
+    check_promises(said, study.site(name))
+
+
 def _look_at_work(seen: Seen, study: Study, plan: Plan, kit: Kit | None) -> None:
     """How far the plan's run is, by one's own files, the letters in the folder, and the server."""
     if kit is not None and kit.role == "coordinator":
@@ -170,7 +183,7 @@ def _look_at_work(seen: Seen, study: Study, plan: Plan, kit: Kit | None) -> None
     elif kit is not None:
         _look_at_run(seen, study, plan, kit.name)
     if kit is not None and kit.folder is not None:
-        _look_into_folder(seen, kit.folder, plan, kit.identity().root)
+        _look_into_folder(seen, kit, kit.folder, plan)
 
 
 def _look_at_run(seen: Seen, study: Study, plan: Plan, name: str) -> None:
@@ -232,7 +245,7 @@ def _note_rows(seen: Seen, summary: _Json) -> None:
         seen.note(row["site"], round=row["rounds"])
 
 
-def _look_into_folder(seen: Seen, address: str, plan: Plan, root: str) -> None:
+def _look_into_folder(seen: Seen, kit: Kit, address: str, plan: Plan) -> None:
     """Who said hello and has not left, and the newest round that letters are of."""
     try:
         letters = lying(address, plan.digest)
@@ -243,14 +256,12 @@ def _look_into_folder(seen: Seen, address: str, plan: Plan, root: str) -> None:
     for name in plan.sites:
         own = [one for one in letters if one.sender == name]
         rounds = [int(found[1]) for one in own if (found := _ROUND.fullmatch(one.place))]
-        known = seen.members[name].round
-        seen.note(
-            name, connected=False, heard=_time(max((one.time for one in own if one.time), default=None))
-        )
+        known, newest = seen.members[name].round, max((one.time for one in own if one.time), default=None)
         seen.note(name, round=max([*rounds, *([] if known is None else [known])], default=None))
+        seen.note(name, heard=_time(newest), connected=None if name == kit.name else False)
         for one in own:
             if one.place == HELLO:
-                _greeted(seen, name, one.content, plan.digest, root)
+                _greeted(seen, name, one.content, plan.digest, kit.identity().root)
 
 
 def _greeted(seen: Seen, name: str, content: bytes, digest: str, root: str) -> None:

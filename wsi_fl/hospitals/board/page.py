@@ -23,15 +23,10 @@ from wsi_fl.system.files import write_text
 
 _Json = dict[str, Any]
 _NOBODY_HERE = {
-    "until": "the coordinator, whose founded folder lists it, and its holder (wsi-fl federation check KIT)",
-    "version": "the hospital; others know it once its approval has come",
-    "signed": "the coordinator, to whom approvals go, and the hospital",
-    "connected": "the coordinator, by wsi-fl federation status",
-    "since": "over a folder everybody; of a server's connection nobody keeps it",
-    "round": "the hospital while it works, everybody when the run is done",
-    "heard": "the hospital, by its own log; over a folder everybody",
-    "epsilon": "the hospital, by its own ledger; what a run had cost stands in its summary",
-    "labels": "the hospital; others know it once its approval has come",
+    "until": "the coordinator and its holder",
+    "signed": "the coordinator and the hospital",
+    "connected": "the coordinator",
+    **dict.fromkeys(("version", "since", "round", "heard", "epsilon", "labels"), "the hospital"),
 }
 """Who could know what nothing here says, by what is asked."""
 
@@ -71,7 +66,9 @@ def document_of(facts: Facts, steps: list[Step], scores: Scores | None) -> _Json
 
 
 def _plain(value: Any) -> Any:
-    return value.isoformat(timespec="seconds") if isinstance(value, datetime) else value
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="seconds")
+    return list(value) if isinstance(value, tuple) else value
 
 
 def render(board: _Json) -> str:
@@ -88,6 +85,7 @@ def render(board: _Json) -> str:
             "b": board,
             "rows": _rows(board),
             "headings": _HEADINGS,
+            "who_knows": _who_knows(board),
             "slots": {name: 0 if many else k for k, name in enumerate(names)},
             "between": section(board["scores"]),
             "many": many,
@@ -98,9 +96,9 @@ def render(board: _Json) -> str:
 
 _HEADINGS = {
     "name": "who",
-    "until": "certificate until",
+    "until": "certificate",
     "version": "version",
-    "signed": "plan signed",
+    "signed": "signed",
     "connected": "connected",
     "since": "since",
     "round": "round",
@@ -134,6 +132,14 @@ def _cells(one: _Json, plan: _Json | None) -> list[str]:
     return first + (shown if hospital else [""] * len(shown))
 
 
+def _who_knows(board: _Json) -> dict[str, list[str]]:
+    """What is not known here, by who could know it."""
+    found: dict[str, list[str]] = {}
+    for key, who in board["unknown"].items():
+        found.setdefault(who, []).append(_HEADINGS[key])
+    return found
+
+
 def _or_dash(value: Any) -> str:
     return "–" if value is None else str(value)
 
@@ -150,9 +156,12 @@ def board_lines(board: _Json) -> Lines:
     """Show everybody, what came of the plan, and what is to be done next."""
     plan = board["plan"]
     about = f"plan {plan['sha256'][:8]}, {plan['method']}, {plan['rounds']} rounds" if plan else "no plan yet"
-    yield Table(about, list(_HEADINGS.values()), _rows(board))
-    for key, who in board["unknown"].items():
-        yield Line(f"  – {_HEADINGS[key]}: known by {who}")
+    yield Table(about, list(_HEADINGS.values())[:-1], [row[:-1] for row in _rows(board)])
+    for one in board["members"]:
+        if one["labels"]:
+            yield Line(f"  {one['name']} has {', '.join(one['labels'])}")
+    for who, keys in _who_knows(board).items():
+        yield Line(f"  – is known by {who}: {', '.join(keys)}")
     if board["scores"]:
         yield from between_lines(board["scores"])
     for line in board["trouble"]:

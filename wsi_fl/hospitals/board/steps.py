@@ -240,7 +240,9 @@ def _steps(facts: Facts) -> Iterator[Step]:
         yield from _remedied(facts, line)
     for member in facts.members:
         yield from _renewal(facts, member)
-    if facts.plan is None:
+    if not facts.me:
+        yield Step("", "say --kit too: without it nothing is known of signatures, server and folder")
+    elif facts.plan is None:
         yield _step(facts, Step(COORDINATOR, "make the plan, and send it to every hospital", _PLAN))
     elif facts.result is not None:
         yield _open(facts, facts.result)
