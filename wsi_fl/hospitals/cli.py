@@ -367,3 +367,24 @@ def board(
 
     named = (str(kit or "KIT"), str(study or "."))
     show(make_board(_study(study), kit=kit, out=out, named=named), as_json, board_lines)
+
+
+@app.command()
+def rehearse(
+    file: Annotated[Path, typer.Argument(help="A plan, signed or not.")],
+    kit: KitOption,
+    study: StudyFolder = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="A new folder to keep the run in, private models too.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Do a plan with your own data alone: how long, how much memory, what ε; nothing leaves and nothing is spent."""
+    from wsi_fl.hospitals.plans.rehearsing import rehearse, rehearsed_lines
+    from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("rehearse") as bars:
+        document = rehearse(_study(study), Plan.load(file), Kit.open(kit).name, keep=keep, watcher=bars)
+    show(document, as_json, rehearsed_lines)
