@@ -365,8 +365,8 @@ def board(
     """Say who takes part, how far everybody is, what came of it, and what is to be done next, by whom."""
     from wsi_fl.hospitals.board.page import board_lines, make_board
 
-    named = (str(kit or "KIT"), str(study or "."))
-    show(make_board(_study(study), kit=kit, out=out, named=named), as_json, board_lines)
+    made = make_board(_study(study), kit=kit, out=out, named=str(study or "."))
+    show(made, as_json, board_lines)
 
 
 @app.command()

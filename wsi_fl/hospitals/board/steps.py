@@ -1,28 +1,22 @@
-"""What is to be done next in a federation, by whom: one pure function of what is known, and one table of remedies."""
+"""What is to be done next in a federation, by whom: a pure function of what is known, and `remedies.toml`."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from wsi_fl.hospitals.flare.files import COORDINATOR, SERVER
+from wsi_fl.hospitals.flare.files import COORDINATOR
 from wsi_fl.hospitals.trust.certificates import Role
 from wsi_fl.hospitals.trust.kit import SOON_DAYS
+from wsi_fl.learning.counts import Scores
 
-_SITE = "SITE"
-"""In a remedy: whoever the problem names, and where it names nobody, whoever looks."""
-_ALL = "everybody"
-_APPROVE = "wsi-fl federation approve {plan} --kit {kit}"
-_START = "wsi-fl federation start {kit} --study {study}"
-_SUBMIT = "wsi-fl federation submit --kit {kit} --plan {plan}"
-_RESUME = f"{_SUBMIT} --resume last"
-_PLAN = "wsi-fl federation plan --method {method} --kit {founded}"
-_CHECK = "wsi-fl federation check {kit}"
-_RENEW = "wsi-fl federation approve request-{site}.json --kit {founded}"
+_SITE, _ALL = "SITE", "everybody"
 
 
 @dataclass(frozen=True)
@@ -31,11 +25,10 @@ class Member:
 
     Attributes:
         until: when the certificate ends.
-        version: of wsi-fl; of another hospital the one that it said hello with, or signed the plan with.
-        signed: whether the plan; `why` says why not.
+        version: of wsi-fl, by a hello or an approval where it is another's.
+        signed: whether the plan.
         connected, since: whether a process of its own takes part, and since when.
-        round: the last that it has begun or finished.
-        heard: when it last wrote something: a letter, or a line of its own log.
+        round, heard: the last that it began or finished, and when it last wrote a letter or a line of its log.
         spent, budget: ε of everything that it ever released, and its max_epsilon.
         labels: classes that it offers examples of.
     """
@@ -45,7 +38,6 @@ class Member:
     until: datetime | None = None
     version: str | None = None
     signed: bool | None = None
-    why: str = ""
     connected: bool | None = None
     since: datetime | None = None
     round: int | None = None
@@ -55,65 +47,44 @@ class Member:
     labels: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """The newest plan that lies in the study.
-
-    Attributes:
-        file: as commands name it.
-        patience_s: how long sites wait for one another.
-    """
-
-    file: str
-    sha256: str
-    method: str
-    rounds: int
-    patience_s: float
-
-
-@dataclass(frozen=True)
-class Job:
-    """What became of the newest job of the plan; None for what is not so.
-
-    Attributes:
-        running: whether the server works on it.
-        reason: why it failed.
-    """
-
-    id: str
-    running: bool = False
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """The finished run of the plan; `report` is the page of it, or "" where none was made."""
-
-    run: str
-    report: str = ""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Facts:
-    """All that is known of a federation at one place.
+    """All that is known of a federation at one place; "" stands for what there is not.
 
     Attributes:
-        me: whose kit looks; "" without one.
-        over: what joins the hospitals; "" where no kit says so.
+        me: whose kit looks.
+        over: what joins the hospitals.
+        plan, sha256, method, rounds, patience_s: the newest plan: its file, and what it says.
+        job, running, reason: the newest job of the plan, whether it works, and why it failed.
+        run, report, scores: the finished run of the plan, its page, and the counts that hospitals let go.
         kit, study: where they lie, as commands name them.
         trouble: what failed while this was looked up, a line each.
     """
 
-    now: datetime
-    me: str
-    over: Literal["server", "folder", ""]
-    members: tuple[Member, ...]
-    plan: Agreed | None = None
-    job: Job | None = None
-    result: Result | None = None
-    trouble: tuple[str, ...] = ()
+    members: dict[str, Member]
+    now: datetime = field(default_factory=lambda: datetime.now(UTC))
+    me: str = ""
+    over: Literal["server", "folder", ""] = ""
+    plan: str = ""
+    sha256: str = ""
+    method: str = "METHOD"
+    rounds: int = 0
+    patience_s: float = 0.0
+    job: str = ""
+    running: bool = False
+    reason: str = ""
+    run: str = ""
+    report: str = ""
+    scores: Scores | None = None
     kit: str = "KIT"
     study: str = "."
+    trouble: list[str] = field(default_factory=list)
+
+    def note(self, name: str, **found: Any) -> None:
+        """Note what was found of a member; None tells nothing, and a stranger's name is nobody's."""
+        if name in self.members:
+            known = {key: value for key, value in found.items() if value is not None}
+            self.members[name] = replace(self.members[name], **known)
 
 
 class Step(NamedTuple):
@@ -124,106 +95,14 @@ class Step(NamedTuple):
     command: str = ""
 
 
-class Remedy(NamedTuple):
-    """What is to be done about a known problem.
-
-    Attributes:
-        problem: a regular expression of what is told; its group `site` names whom it is about.
-        steps: whose commands have places for what is known here.
-    """
-
-    problem: str
-    steps: tuple[Step, ...]
+def _table() -> tuple[dict[str, str], list[tuple[str, list[Step]]]]:
+    said = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text("utf-8"))
+    named = [(one["problem"].replace(_SITE, r"(?P<site>[\w.-]+)"), one["steps"]) for one in said["remedy"]]
+    return said["command"], [(problem, [Step(*step) for step in steps]) for problem, steps in named]
 
 
-_GO_ON = Step(COORDINATOR, "go on from the last common round", _RESUME)
-_NEW_PLAN = Step(COORDINATOR, "make a new plan, which all sign", _PLAN)
-_S = r"(?P<site>[\w.-]+)"
-REMEDIES = (
-    Remedy(
-        "no way through to",
-        (
-            Step(
-                SERVER,
-                "start the server, and let TCP in and out at its port",
-                "wsi-fl federation start {kit}",
-            ),
-        ),
-    ),
-    Remedy(
-        r"the name \S+ is not known here", (Step(_SITE, "ask your network's people to resolve it", _CHECK),)
-    ),
-    Remedy(
-        "the server's certificate was refused",
-        (Step(_SITE, "compare the server's address and your clock with the coordinator's", _CHECK),),
-    ),
-    Remedy(
-        "the server refused this kit's certificate|set the clock, or request a new certificate",
-        (
-            Step(_SITE, "set the clock; where it is right, send your request once more", _CHECK),
-            Step(COORDINATOR, "approve it again, and send the certificate back", _RENEW),
-        ),
-    ),
-    Remedy(rf"{_S} not connected", (Step(_SITE, "start", _START),)),
-    Remedy(
-        rf"{_S} has (approved no|signed another) plan", (Step(_SITE, "read the plan and sign it", _APPROVE),)
-    ),
-    Remedy(
-        rf"site {_S} signed plan .* but this job is plan", (Step(_SITE, "sign the newest plan", _APPROVE),)
-    ),
-    Remedy(
-        rf"{_S} approved plan .* for one run",
-        (_GO_ON, Step(_SITE, "for another run, and its ε once more, sign again", _APPROVE)),
-    ),
-    Remedy(
-        rf"the plan is for .*, (and site|but) {_S} has",
-        (
-            Step(_SITE, "install what the plan names, or make your store as it says", "wsi-fl doctor"),
-            _NEW_PLAN,
-        ),
-    ),
-    Remedy(
-        rf"the plan says .* of {_S}, and sites/",
-        (Step(_SITE, "send the coordinator your site file's promises"), _NEW_PLAN),
-    ),
-    Remedy(
-        rf"the plan names another key of {_S}",
-        (Step(COORDINATOR, "compare the fingerprint by telephone, then make the plan anew", _PLAN),),
-    ),
-    Remedy("is not enough for one round", (_NEW_PLAN._replace(what="plan more noise or fewer rounds"),)),
-    Remedy(
-        rf"site {_S} failed; its own log says why",
-        (Step(_SITE, "look into your own log, runs/{site}.log, and mend what it says"), _GO_ON),
-    ),
-    Remedy(
-        rf"site {_S} (was lost|took nothing|did not answer)",
-        (Step(_SITE, "start again, unless it runs", _START), _GO_ON),
-    ),
-    Remedy("the server was (stopped|lost) while|has not finished", (_GO_ON,)),
-    Remedy(
-        r"the server \S+ is gone",
-        (Step(SERVER, "start the server again", "wsi-fl federation start {kit}"), _GO_ON),
-    ),
-    Remedy("was ended by the coordinator", (_GO_ON._replace(what="go on, if it was not ended for good"),)),
-    Remedy(
-        "nothing was begun: submit again|has not begun within", (Step(COORDINATOR, "submit again", _SUBMIT),)
-    ),
-    Remedy(
-        "and no hospital said why|has no answer of",
-        (Step(SERVER, "look into the server's log.txt"), _GO_ON),
-    ),
-    Remedy("another process", (Step(_SITE, "end the other process, or let it do the work"),)),
-    Remedy(
-        "the folder cannot be used|no such folder; mount the share",
-        (Step(_SITE, "mount the share, or give its address", _START + " --folder ADDRESS"),),
-    ),
-    Remedy(
-        "backup of the ledger back|restore it: it is the|restore both from the same backup",
-        (Step(_SITE, "put the newest backup of your ledger back, and start nothing before"),),
-    ),
-    Remedy("this kit is incomplete|this kit says", (Step(_SITE, "put the kit's own backup back", _CHECK),)),
-    Remedy(r"wsi-fl\[flare\]", (Step(_SITE, "install NVIDIA FLARE: pip install 'wsi-fl[flare]'"),)),
-)
+COMMANDS, REMEDIES = _table()
+"""Commands with places for what is known, and (problem, steps) of each known problem."""
 
 
 def next_steps(facts: Facts) -> list[Step]:
@@ -238,15 +117,17 @@ def next_steps(facts: Facts) -> list[Step]:
 def _steps(facts: Facts) -> Iterator[Step]:
     for line in facts.trouble:
         yield from _remedied(facts, line)
-    for member in facts.members:
+    for member in facts.members.values():
         yield from _renewal(facts, member)
     if not facts.me:
         yield Step("", "say --kit too: without it nothing is known of signatures, server and folder")
-    elif facts.plan is None:
-        yield _step(facts, Step(COORDINATOR, "make the plan, and send it to every hospital", _PLAN))
-    elif facts.result is not None:
-        yield _open(facts, facts.result)
-    elif facts.job is not None and facts.job.running:
+    elif not facts.plan:
+        yield _step(facts, COORDINATOR, "make the plan, and send it to every hospital", "plan")
+    elif facts.run and facts.report:
+        yield Step(facts.me, f"done: open {facts.report}")
+    elif facts.run:
+        yield _step(facts, facts.me, "done: make the report", "report")
+    elif facts.running:
         yield Step(_ALL, "wait: the hospitals work")
     else:
         yield from _to_a_run(facts)
@@ -254,80 +135,60 @@ def _steps(facts: Facts) -> Iterator[Step]:
 
 def _to_a_run(facts: Facts) -> Iterator[Step]:
     """What is missing for a run of the plan to begin, or to go on."""
-    hospitals = [one for one in facts.members if one.role == "hospital"]
-    missing = [*_signatures(facts, hospitals), *_starts(facts, hospitals)]
+    hospitals = [one for one in facts.members.values() if one.role == "hospital"]
+    missing = [step for one in hospitals for step in _from_hospital(facts, one)]
     yield from missing
-    if facts.job is not None and facts.job.reason:
-        yield from _remedied(facts, facts.job.reason)
+    if facts.reason:
+        yield from _remedied(facts, facts.reason)
     elif facts.over == "server" and not missing:
-        known = all(one.signed and one.connected for one in hospitals)
-        what = "all have signed: submit" if known else "submit, once all have signed and started"
-        yield _step(facts, Step(COORDINATOR, what, _SUBMIT))
+        ready = all(one.signed and one.connected for one in hospitals)
+        what = "all have signed: submit" if ready else "submit, once all have signed and started"
+        yield _step(facts, COORDINATOR, what, "submit")
 
 
-def _signatures(facts: Facts, hospitals: list[Member]) -> Iterator[Step]:
-    send = "sign the plan, and send the approval to the coordinator"
-    for one in hospitals:
-        if one.signed is False:
-            yield _step(facts, Step(one.name, send, _APPROVE))
+def _from_hospital(facts: Facts, one: Member) -> Iterator[Step]:
+    waited_for = one.heard if facts.over == "folder" else None  # a server says itself who is gone
+    if one.signed is False:
+        yield _step(facts, one.name, "sign the plan, and send the approval to the coordinator", "approve")
+    elif one.connected is False:
+        yield _step(facts, one.name, "not connected: start", "start")
+    elif waited_for and (facts.now - waited_for).total_seconds() > facts.patience_s:
+        yield _step(facts, one.name, f"silent since {waited_for:%Y-%m-%d %H:%M}: start again", "start")
 
 
-def _starts(facts: Facts, hospitals: list[Member]) -> Iterator[Step]:
-    """Of hospitals that are not there, or have been silent for longer than the others wait."""
-    assert facts.plan is not None
-    for one in hospitals:
-        waited_for = one.heard if facts.over == "folder" else None
-        silent_s = (facts.now - waited_for).total_seconds() if waited_for else 0.0
-        if one.connected is False and one.signed is not False:
-            yield _step(facts, Step(one.name, "not connected: start", _START))
-        elif silent_s > facts.plan.patience_s:
-            yield _step(
-                facts, Step(one.name, f"silent since {one.heard:%Y-%m-%d %H:%M}: start again", _START)
-            )
-
-
-def _renewal(facts: Facts, member: Member) -> Iterator[Step]:
-    if member.until is None or (days := (member.until - facts.now).days) >= SOON_DAYS:
+def _renewal(facts: Facts, one: Member) -> Iterator[Step]:
+    if one.until is None or (days := (one.until - facts.now).days) >= SOON_DAYS:
         return
-    when = f"ends in {days} days" if days >= 0 else f"ended on {member.until:%Y-%m-%d}"
-    renew = f"the certificate of {member.name} {when}: approve its request again, send it back"
-    yield _step(facts, Step(COORDINATOR, renew, _RENEW), member.name)
-    join = "wsi-fl federation join certificate-{site}.json --kit {kit}"
-    yield _step(facts, Step(member.name, "put the new certificate into the kit", join), member.name)
-
-
-def _open(facts: Facts, result: Result) -> Step:
-    if result.report:
-        return Step(facts.me, f"done: open {result.report}")
-    return Step(facts.me, "done: make the report", f"wsi-fl report {shlex.quote(result.run)}")
+    when = f"ends in {days} days" if days >= 0 else f"ended on {one.until:%Y-%m-%d}"
+    renew = f"the certificate of {one.name} {when}: approve its request again, send it back"
+    yield _step(facts, COORDINATOR, renew, "renew", one.name)
+    yield _step(facts, one.name, "put the new certificate into the kit", "join")
 
 
 def _remedied(facts: Facts, line: str) -> Iterator[Step]:
     """What is to be done about a problem; one that nobody knows is shown as it is."""
-    for remedy in REMEDIES:
-        if found := re.search(remedy.problem, line):
+    for problem, steps in REMEDIES:
+        if found := re.search(problem, line):
             site = found.groupdict().get("site") or facts.me
-            yield from (_step(facts, step, site) for step in remedy.steps)
+            for who, what, command in steps:
+                yield _step(facts, site if who == _SITE else who, what, command, site)
             return
     yield Step(facts.me, line)
 
 
-def _step(facts: Facts, step: Step, site: str = "") -> Step:
+def _step(facts: Facts, who: str, what: str, command: str, site: str = "") -> Step:
     """A step with what is known put into its places: own paths for oneself, words in capitals for others."""
-    if facts.over == "folder" and step.command in (
-        _SUBMIT,
-        _RESUME,
-    ):  # there every hospital goes on by itself
-        return Step(_ALL, "start; to start again is always right", "wsi-fl federation start KIT --study DIR")
-    who = site if step.who == _SITE else step.who
-    mine, plan = who == facts.me, facts.plan
+    if facts.over == "folder" and command in ("submit", "resume"):  # there every hospital goes on by itself
+        who, what, command = _ALL, "start; to start again is always right", "start"
+    mine = who == facts.me
     places = {
         "kit": facts.kit if mine else "KIT",
         "study": facts.study if mine else "DIR",
+        "plan": facts.plan if mine else "plan.json",
         "founded": "FOUNDED",
-        "plan": plan.file if plan and mine else "plan.json",
-        "method": plan.method if plan else "METHOD",
+        "method": facts.method,
+        "run": facts.run,
         "site": site or who,
     }
     quoted = {name: shlex.quote(value) for name, value in places.items()}
-    return Step(who, step.what.format(**places), step.command.format(**quoted))
+    return Step(who, what.format(**places), COMMANDS[command].format(**quoted) if command else "")

@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from secrets import token_hex
+from typing import NamedTuple
 
 from wsi_fl.hospitals.lines.relayed import MOST_BYTES, Answer
 from wsi_fl.hospitals.lines.share import Entry, Share
@@ -39,14 +39,8 @@ def _folder_of(topic: str) -> str:
     return f"wsi-fl-{topic[:16]}"
 
 
-@dataclass(frozen=True)
-class Lying:
-    """A letter that lies in the folder, by the name of its file.
-
-    Attributes:
-        time: when it was written, in seconds since 1970, where the share tells.
-        content: of a hello, which anybody may read; else empty.
-    """
+class Lying(NamedTuple):
+    """A letter that lies in the folder: when it was written, where the share tells, and of a hello what it says."""
 
     sender: str
     place: str
@@ -55,22 +49,17 @@ class Lying:
 
 
 def lying(address: str, topic: str) -> list[Lying]:
-    """Return the letters of a topic that lie in a folder now, and change nothing in it.
-
-    Whatever its backend raises, where the folder cannot be listed, is raised.
-    """
+    """Return the letters of a topic that lie in a folder now; its backend raises what it likes where it cannot."""
     share, found = Share(address), []
     share.check()
     for to in share.folders(_folder_of(topic)):
         inbox = (_folder_of(topic), to)
         for name, entry in share.entries(*inbox).items():
-            said = _FILE.fullmatch(name)
             with suppress(FileNotFoundError):  # its sender took it back
-                if said and said["place"] == HELLO:
-                    content = share.read(_MOST_HELLO, *inbox, name)
-                    found.append(Lying(said["sender"], HELLO, entry.time, content))
-                elif said:
-                    found.append(Lying(said["sender"], said["place"], entry.time, b""))
+                if said := _FILE.fullmatch(name):
+                    hello = said["place"] == HELLO
+                    content = share.read(_MOST_HELLO, *inbox, name) if hello else b""
+                    found.append(Lying(said["sender"], said["place"], entry.time, content))
     return found
 
 

@@ -103,24 +103,23 @@ def _imitated(study: Study, plan: Plan, site: str) -> Iterator[Study]:
 
 def _simulated(study: Study, site: str, name: str) -> SiteFile:
     """The hospital's own site file under another name: with its budget, and without its ledger."""
+
+    def there(said: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(said, list):
+            return [str(study.resolve(one)) for one in said]
+        return said and str(study.resolve(said))
+
     own = study.site(site)
-    paths = {key: getattr(own, key) for key in _PATHS}
-    there = {
-        key: [str(study.resolve(one)) for one in said] if isinstance(said, list) else str(study.resolve(said))
-        for key, said in paths.items()
-        if said is not None
-    }
-    return own.model_copy(update={"name": name, "real": False, "allow": [], "ledger": None, **there})
+    paths = {key: there(getattr(own, key)) for key in _PATHS}
+    return own.model_copy(update={"name": name, "real": False, "allow": [], "ledger": None, **paths})
 
 
 def _not_finite(run: RunFolder) -> list[str]:
-    """The models of a run with a number that is none, or is infinite."""
-    files = sorted(run.path.glob("sites/*/*.safetensors"))
-    models = {
-        f"{file.parent.name}/{file.stem}": run.site(file.parent.name).load_model(file.stem) for file in files
-    }
+    """The models of a run with a number that is none, or is infinite, as "site/role"."""
     return [
-        name for name, one in models.items() if not all(tensor.isfinite().all() for tensor in one.values())
+        f"{file.parent.name}/{file.stem}"
+        for file in sorted(run.path.glob("sites/*/*.safetensors"))
+        if not all(one.isfinite().all() for one in run.site(file.parent.name).load_model(file.stem).values())
     ]
 
 
