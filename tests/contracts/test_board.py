@@ -377,7 +377,7 @@ def test_the_page_stands_alone_and_names_cannot_break_it(board, finished):
     assert str(finished[1].root) not in html
     said = words_of(html)
     assert "done: open result-" in said and "outlined cells are models" in said
-    assert "not known here, but by the hospital" in said
+    assert "The hospital can know: " in said and "ε spent" in said
     from wsi_fl.hospitals.board.page import render as render_page
 
     assert "<script>" not in render_page(board[0] | {"trouble": ["<script>alert(1)</script>"]})

@@ -140,6 +140,8 @@ def _look_at_jobs(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
 def _finish(facts: Facts, summary: dict[str, Any], report: str, scores: Any) -> None:
     """Note a run that has finished, and what its summary, which all hold alike, says of each site."""
     facts.run, facts.report, facts.scores = str(summary["run"]), report, cast("Scores | None", scores)
+    for name in scores["hospitals"] if scores else ():
+        facts.note(name, labels=tuple(scores["classes"]))
     for row in summary["sites"]:
         facts.note(row["site"], round=row["rounds"], spent=row["lifetime_epsilon"], budget=row["max_epsilon"])
 

@@ -115,6 +115,9 @@ def next_steps(facts: Facts) -> list[Step]:
 
 
 def _steps(facts: Facts) -> Iterator[Step]:
+    if facts.run:
+        done = _step(facts, facts.me, "done: make the report", "report")
+        yield Step(facts.me, f"done: open {facts.report}") if facts.report else done
     for line in facts.trouble:
         yield from _remedied(facts, line)
     for member in facts.members.values():
@@ -123,13 +126,9 @@ def _steps(facts: Facts) -> Iterator[Step]:
         yield Step("", "say --kit too: without it nothing is known of signatures, server and folder")
     elif not facts.plan:
         yield _step(facts, COORDINATOR, "make the plan, and send it to every hospital", "plan")
-    elif facts.run and facts.report:
-        yield Step(facts.me, f"done: open {facts.report}")
-    elif facts.run:
-        yield _step(facts, facts.me, "done: make the report", "report")
     elif facts.running:
         yield Step(_ALL, "wait: the hospitals work")
-    else:
+    elif not facts.run:
         yield from _to_a_run(facts)
 
 
