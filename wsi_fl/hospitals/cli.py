@@ -388,3 +388,26 @@ def rehearse(
     with Bars("rehearse") as bars:
         document = rehearse(_study(study), Plan.load(file), Kit.open(kit).name, keep=keep, watcher=bars)
     show(document, as_json, rehearsed_lines)
+
+
+@app.command()
+def evidence(
+    kit: KitOption,
+    study: StudyFolder = None,
+    out: Annotated[Path, typer.Option(help="A new folder.")] = Path("evidence"),
+    verify: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Check such a folder instead, whosever it is.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write what security, data protection and registers ask of a hospital, in one signed folder; or check one."""
+    from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
+    from wsi_fl.hospitals.trust.kit import Kit
+
+    opened = Kit.open(kit)
+    if verify is None:
+        show(make_evidence(_study(study), opened, out), as_json, lambda _: [str(out / "index.html")])
+        return
+    found = verify_evidence(verify, opened.identity().root)
+    said = f"{verify} is as {found['site']} ({found['organization']}) signed it at {found['time']}"
+    show(found, as_json, lambda _: [said])
