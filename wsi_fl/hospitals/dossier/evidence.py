@@ -30,7 +30,7 @@ _SIGNATURE = "evidence.sig.json"
 _SHEETS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("evidence.toml").read_text("utf-8"))[
     "sheet"
 ]
-_GUARANTEED = "It holds against every attack on what was released."
+_GUARANTEED = "It holds for whom models were trained on, against every attack; counts of test examples, where they leave, are exact."
 _TOOL_S = 600.0
 
 
@@ -125,7 +125,7 @@ def _facts(dossier: Dossier) -> dict[str, str | None]:
         "packages": ", ".join(f"{name} {version}" for name, version in plan["packages"].items()),
         "does": plan["does"].rstrip("."),
         "data": plan["learns"]["data"],
-        "leaves": ", ".join(row["what"] for row in plan["leaves"]),
+        "leaves": "; ".join(row["what"].partition(":")[0] for row in plan["leaves"]),
         "stays": "; ".join(plan["stays"]),
         "says": privacy["says"],
         "unit": privacy["unit"],
@@ -162,7 +162,7 @@ def _tool(module: str, package: str, arguments: list[str], file: Path) -> str:
     """Let a tool that may be installed write a file; return what came of it in words."""
     command = ["-m", module, *arguments, "-o", str(file)]
     if find_spec(module) is None:
-        return f"not made; `pip install {package}`, then `python {' '.join(command[:-1])} {file.name}`"
+        return f"not made; pip install {package}, then python {' '.join(command[:-1])} {file.name}"
     try:
         done = subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, check=False, timeout=_TOOL_S
