@@ -13,6 +13,7 @@ from wsi_fl.hospitals.dossier import evidence as writing
 from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
 from wsi_fl.hospitals.trust.certificates import NotTrusted
 from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.system.files import write_json
 
 __all__ = ["own_state", "signed"]
 
@@ -38,7 +39,7 @@ def root_of(signed):
 
 def answers(document, title):
     (sheet,) = [one for one in document["sheets"] if one["title"].startswith(title)]
-    return {row["asks"]: row for row in sheet["rows"]}
+    return {row["asks"]: row for row in sheet["row"]}
 
 
 def test_epsilon_of_the_page_is_the_ledgers(signed, made):
@@ -73,7 +74,7 @@ def test_figures_of_audits_are_those_of_the_audit_and_nothing_else_is_claimed(
 
 
 def test_every_place_of_a_sheet_is_a_fact_and_tools_that_are_missing_are_named(made):
-    rows = [row for sheet in made[0]["sheets"] for row in sheet["rows"]]
+    rows = [row for sheet in made[0]["sheets"] for row in sheet["row"]]
     assert len(rows) == sum(len(one["row"]) for one in writing._SHEETS) > 45
     assert all("{" not in row["says"] and "= None" not in row["says"] for row in rows)
     assert all(row["says"] for row in rows), "what is not shown says why"
@@ -118,6 +119,7 @@ def of_another_site(folder):
     [
         (edited, "index.html is not as S0 signed it"),
         (lambda folder: (folder / "more.txt").write_text("x"), "more.txt is not as"),
+        (lambda folder: write_json(folder / "a" / "evidence.sig.json", {}), "a/evidence.sig.json is not as"),
         (lambda folder: (folder / "dossier.html").unlink(), "dossier.html is not as"),
         (of_another_site, "was not signed by it"),
         (lambda folder: (folder / "evidence.sig.json").write_text("{}"), "it is damaged"),

@@ -31,7 +31,7 @@ _ROUND = re.compile(r"x(\d+)\.\d")
 
 
 def gather(study: Study, kit: Kit | None) -> Facts:
-    """Return what is known here of a federation; nothing is written.
+    """Return what is known here of a federation; nothing is written but the lock that tells whether a kit is in use.
 
     Args:
         study: of whoever looks.
@@ -124,11 +124,11 @@ def _look_at_jobs(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
     asked = [(key, one) for key, one in asked_for(kit).items() if one["plan"] == plan.digest]
     for number, job in [one for one in asked if one[1]["what"] == "work"][-1:]:
         facts.job, facts.reason = number, job["reason"] or ""
-        results = sorted(study.root.glob("*/summary.json"), key=lambda path: -path.stat().st_mtime)
-        for file in [file for file in results if read_json(file).get("run") == job["run"]][:1]:
-            scores = file.with_name("scores.json")
-            report = study.relative(file.with_name("report.html"))
-            _finish(facts, read_json(file), report, read_json(scores) if scores.is_file() else None)
+        for file in sorted(study.root.glob("*/summary.json"), key=lambda path: path.stat().st_mtime):
+            summary, scores = read_json(file), file.with_name("scores.json")
+            if isinstance(summary, dict) and job["run"] and summary.get("run") == job["run"]:
+                told = read_json(scores) if scores.is_file() else None
+                _finish(facts, summary, study.relative(file.with_name("report.html")), told)
     now = status(kit) if kit.folder is None else {"connected": [], "jobs": []}
     for name in plan.sites if kit.folder is None else ():
         facts.note(name, connected=name in now["connected"])

@@ -63,23 +63,21 @@ def rehearse(
         except KeyboardInterrupt:
             raise WsiFlError("interrupted; nothing is left of the rehearsal") from None
         run = RunFolder(stage.run(str(summary["run"])))
-        lines = run.site(site).metrics()
-        sent = [*lines, *run.site(site).transfers()]
-        found = {
+        lines, extra = run.site(site).metrics(), run.site(site).transfers()
+        if keep is not None:
+            shutil.copytree(run.path, keep)
+        return {
             "site": site,
             "plan": plan.digest,
             "rounds": len(lines),
             "seconds_per_round": sum(one["seconds"] for one in lines) / max(1, len(lines)),
-            "sent_bytes": sum(one["bytes"] for one in sent),
+            "sent_bytes": sum(one["bytes"] for one in [*lines, *extra]),
             "all_bytes": summary["communication"]["bytes"],
             "peak_bytes": peak_bytes(),
             "not_finite": _not_finite(run),
             "cost": asdict(cost),
             "kept": None if keep is None else str(keep),
         }
-        if keep is not None:
-            shutil.copytree(run.path, keep)
-    return found
 
 
 @contextmanager
