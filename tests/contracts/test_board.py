@@ -366,9 +366,19 @@ def test_a_job_that_failed_is_told_with_its_remedy(finished, monkeypatch):
     finally:
         (kit / "jobs.jsonl").write_text(kept)
     whats = [one["what"] for one in found["next"]]
-    assert whats[0].startswith("start the server")
+    assert whats[0].startswith("done: open result-") and whats[1].startswith("start the server")
     assert whats[-2:] == ["start again, unless it runs", "go on from the last common round"]
-    assert found["run"] == "" and found["members"][-1]["connected"] is None
+    assert found["job"] == "job-2" and found["members"][-1]["connected"] is None
+
+
+def test_a_job_that_runs_is_waited_for(finished, monkeypatch):
+    kit, study, _ = finished
+    job = {"id": "job-1", "status": "RUNNING", "reason": None}
+    monkeypatch.setattr(looking, "status", lambda _: {"connected": ["S0", "S1"], "jobs": [job]})
+    found = make_board(study, kit=kit)
+    assert found["running"] and found["next"][-1]["what"] == "wait: the hospitals work"
+    job |= {"status": "DEAD", "reason": "the server was stopped while it ran"}
+    assert make_board(study, kit=kit)["next"][-1]["command"].endswith("--resume last")
 
 
 def test_the_page_stands_alone_and_names_cannot_break_it(board, finished):

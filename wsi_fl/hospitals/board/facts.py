@@ -122,7 +122,7 @@ def _at_work(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
 def _look_at_jobs(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
     """What the coordinator asked for, what came back, and, where there is a server, who is connected to it."""
     asked = [(key, one) for key, one in asked_for(kit).items() if one["plan"] == plan.digest]
-    for number, job in [one for one in asked if one[1]["what"] == "work"][-1:]:
+    for number, job in [one for one in asked if one[1]["what"] == "work"]:  # the newest counts
         facts.job, facts.reason = number, job["reason"] or ""
         for file in sorted(study.root.glob("*/summary.json"), key=lambda path: path.stat().st_mtime):
             summary, scores = read_json(file), file.with_name("scores.json")

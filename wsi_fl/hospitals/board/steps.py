@@ -130,6 +130,8 @@ def _steps(facts: Facts) -> Iterator[Step]:
         yield Step(_ALL, "wait: the hospitals work")
     elif not facts.run:
         yield from _to_a_run(facts)
+    elif facts.reason:  # a further run was tried
+        yield from _remedied(facts, facts.reason)
 
 
 def _to_a_run(facts: Facts) -> Iterator[Step]:
