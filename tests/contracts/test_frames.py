@@ -19,7 +19,8 @@ from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import Plan, approval_path, approved_at, approved_plan
 from wsi_fl.hospitals.trust.certificates import fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import issued_keys, provision
+from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.hospitals.work.start import _take_laid
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.privacy.accounting import epsilon
@@ -314,7 +315,7 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
 
     def planned(method, seed):
         given = [*INSECURE, f"train.seed={seed}"]
-        keys = issued_keys(bed.root / "kits")
+        keys = Root.open(bed.root / "kits").keys()
         study = bed.study("S0")
         return make_plan(
             study, method=method, pipeline_name=bed.pipeline, overrides=given, out=file, keys=keys
@@ -350,7 +351,7 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
     share = tmp_path / "share"
     share.mkdir()
     bed = Bed(tmp_path, folder=str(share))
-    keys = issued_keys(bed.root / "kits")
+    keys = Root.open(bed.root / "kits").keys()
     given = {"method": "proxyfl", "pipeline_name": bed.pipeline, "out": share / "plan.json", "keys": keys}
     like = make_plan(bed.study("S0"), overrides=[*INSECURE, "train.seed=9"], **given)
     for site in bed.sites:

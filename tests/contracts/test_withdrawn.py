@@ -176,7 +176,7 @@ def processes():
 
 def test_start_takes_the_list_from_the_folder_before_anything_else(place, capfd, monkeypatch):
     study = Study(place)
-    monkeypatch.setattr(kits, "_SOON_DAYS", 1000)
+    monkeypatch.setattr(kits, "SOON_DAYS", 1000)
     revoke("C2", place / "one")
     refused(lambda: take_part_by_folder(study, kit(place, "C1")), "C1 has approved no plan")
     said = capfd.readouterr().err

@@ -549,3 +549,63 @@ def census(
     write_json(path, made)
     said = f"{path}: {len(asked)} columns at ε = {made['epsilon']:g} per patient; send it to the coordinator"
     show(made, as_json, lambda _: [Line(said)])
+
+
+@app.command()
+def board(
+    kit: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Your kit, the coordinator's or a hospital's.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write it as a page too.")] = None,
+    study: StudyFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Say who takes part, how far everybody is, what came of it, and what is to be done next, by whom."""
+    from wsi_fl.hospitals.board.page import board_lines, make_board
+
+    made = make_board(_study(study), kit=kit, out=out, named=str(study or "."))
+    show(made, as_json, board_lines)
+
+
+@app.command()
+def rehearse(
+    file: Annotated[Path, typer.Argument(help="A plan, signed or not.")],
+    kit: KitOption,
+    study: StudyFolder = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="A new folder to keep the run in, private models too.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Do a plan with your own data alone: how long, how much memory, what ε; nothing leaves and nothing is spent."""
+    from wsi_fl.hospitals.plans.rehearsing import rehearse, rehearsed_lines
+    from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("rehearse") as bars:
+        document = rehearse(_study(study), Plan.load(file), Kit.open(kit).name, keep=keep, watcher=bars)
+    show(document, as_json, rehearsed_lines)
+
+
+@app.command()
+def evidence(
+    kit: KitOption,
+    study: StudyFolder = None,
+    out: Annotated[Path, typer.Option(help="A new folder.")] = Path("evidence"),
+    verify: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Check such a folder instead, whosever it is.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write what security, data protection and registers ask of a hospital, in one signed folder; or check one."""
+    from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
+    from wsi_fl.hospitals.trust.kit import Kit
+
+    opened = Kit.open(kit)
+    if verify is None:
+        show(make_evidence(_study(study), opened, out), as_json, lambda _: [str(out / "index.html")])
+        return
+    found = verify_evidence(verify, opened.identity().root)
+    said = f"{verify} is as {found['site']} ({found['organization']}) signed it at {found['time']}"
+    show(found, as_json, lambda _: [said])

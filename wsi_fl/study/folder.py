@@ -31,13 +31,18 @@ def shipped(kind: Literal["pipelines", "sites"]) -> Path:
 class Study:
     """A folder with pipelines/ and sites/; stores, runs and ledgers grow in it."""
 
-    def __init__(self, root: Path, run: Path | None = None) -> None:
+    def __init__(self, root: Path, run: Path | None = None, *, rehearses: str = "") -> None:
         self.root = root
         self._run = run
+        self._rehearses = rehearses
 
     def as_of(self, run: Path) -> Study:
         """Return the study as a run sees it: its site files promise what they did when the run began."""
-        return Study(self.root, run)
+        return Study(self.root, run, rehearses=self._rehearses)
+
+    def owner(self, site: str) -> str:
+        """Return whose a site's store must be: its own, or, where one site's rows stand for all, that site's."""
+        return self._rehearses or site
 
     @staticmethod
     def find(start: Path | None = None) -> Study:

@@ -191,16 +191,17 @@ def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path)
     name = site or (found.name if found and found.role == "hospital" else None)
     if name is None:
         raise UsageError("of which hospital? add --site NAME, or --kit DIR of a hospital")
-    said = document_of(plan)
     if name not in plan.sites:
         raise UsageError(f"site {name} is not in this plan, which has {', '.join(plan.sites)}")
-    dossier = _of(study, plan, said, study.site(name), found)
+    dossier = dossier_of(study, plan, study.site(name), found)
     write_json(out.with_suffix(".json"), dossier)
     write_text(out, render(dossier))
     return dossier
 
 
-def _of(study: Study, plan: Plan, said: PlanDocument, site: SiteFile, kit: Kit | None) -> Dossier:
+def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> Dossier:
+    """Return what the page of a hospital says of a plan, from the files of its study and its kit."""
+    said = document_of(plan)
     heard = approvals(study, plan, kit.identity().root) if kit else None
     lines, warning = _ledger(study, plan, site)
     entries = [entry for entry in lines if entry.site == site.name]

@@ -16,8 +16,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import inf
 from secrets import token_hex
+from typing import NamedTuple
 
 from wsi_fl.hospitals.lines.relayed import MOST_BYTES, Answer
 from wsi_fl.hospitals.lines.share import Entry, Share
@@ -29,8 +31,40 @@ _FILE = re.compile(
     r"(?P<sender>[A-Za-z0-9][A-Za-z0-9._-]{0,199})~(?P<place>[a-z0-9.]{1,30})~(?P<digest>[0-9a-f]{32})\.letter"
 )
 _LAG_S = 30 * 86400.0
+_MOST_HELLO = 1 << 16
+"""Bytes that are read of a hello by whoever only looks."""
 _ANSWER_S = 5.0
 """Longest time that one call of `send` watches a letter: who waits must notice other things too."""
+
+
+def _folder_of(topic: str) -> str:
+    return f"wsi-fl-{topic[:16]}"
+
+
+class Lying(NamedTuple):
+    """A letter or a sign of life in the folder: when it was written, where the share tells, and what a hello says."""
+
+    sender: str
+    place: str
+    time: float | None
+    content: bytes
+
+
+def lying(address: str, topic: str) -> list[Lying]:
+    """Return what of a topic lies in a folder now; its backend raises what it likes where it cannot."""
+    share, found = Share(address), []
+    share.check()
+    for to in share.folders(_folder_of(topic)):
+        inbox = (_folder_of(topic), to)
+        for name, entry in share.entries(*inbox).items():
+            with suppress(FileNotFoundError):  # its sender took it back
+                if said := _FILE.fullmatch(name):
+                    hello = said["place"] == HELLO
+                    content = share.read(_MOST_HELLO, *inbox, name) if hello else b""
+                    found.append(Lying(said["sender"], said["place"], entry.time, content))
+                elif to == _ALIVE:
+                    found.append(Lying(name.partition("~")[0], to, entry.time, b""))
+    return found
 
 
 def _inboxes(there: Mapping[str, Entry]) -> set[str]:
@@ -71,7 +105,7 @@ class FolderLine:
         """What the folder last failed with."""
         self.written_bytes = 0
         """All that was written: letters, as often as they were."""
-        self._me, self._topic = me, f"wsi-fl-{topic[:16]}"
+        self._me, self._topic = me, _folder_of(topic)
         self._most, self._pauses, self._settled_s, self._beat_s = most_bytes, pauses_s, settled_s, beat_s
         self._looking, self._sending = Share(address), Share(address)
         self._sending.check()

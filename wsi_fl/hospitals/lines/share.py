@@ -6,8 +6,9 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -22,10 +23,11 @@ _WHOLE_AT_ONCE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "ad
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of an inbox."""
+    """A file of an inbox; `time` is when it was written, in seconds since 1970, where the share tells."""
 
     name: str
     size: int
+    time: float | None = None
 
 
 @dataclass
@@ -74,7 +76,10 @@ class Share:
             fs.invalidate_cache()
             listed = fs.ls("/".join([root, *parts]), detail=True)
             files = [one for one in listed if one.get("type") == "file" and not one.get("islink")]
-            found = (Entry(str(one["name"]).rsplit("/", 1)[-1], int(one.get("size") or 0)) for one in files)
+            found = (
+                Entry(str(one["name"]).rsplit("/", 1)[-1], int(one.get("size") or 0), _written(one))
+                for one in files
+            )
             return {one.name: one for one in found}
 
         found: dict[str, Entry] = self.do(look)
@@ -140,6 +145,12 @@ def _is_gone(error: Exception) -> bool:
     """Whether a file system, or a server of HTTP by its answer, says that a file is not there."""
     answer = getattr(error, "response", None)
     return getattr(error, "errno", None) == errno.ENOENT or getattr(answer, "status_code", None) == 404
+
+
+def _written(one: Mapping[str, Any]) -> float | None:
+    """When a file was written; each backend of fsspec calls it otherwise."""
+    said = next((one[key] for key in ("mtime", "LastModified", "modified", "created") if one.get(key)), None)
+    return said.timestamp() if isinstance(said, datetime) else said if isinstance(said, float) else None
 
 
 def _protocols(fs: Any) -> set[str]:

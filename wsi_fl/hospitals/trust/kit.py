@@ -34,7 +34,7 @@ STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
 """How FLARE calls the files of a role."""
 ROOT, LIST = "rootCA.pem", "withdrawn.pem"
 """The root's certificate, and the certificates that it has withdrawn."""
-_SOON_DAYS = 30
+SOON_DAYS = 30
 
 
 def trusted_in(folder: Path) -> str:
@@ -139,7 +139,7 @@ class Kit:
         how = (
             f"the certificate of {self.name} ends in {left} days: `wsi-fl federation renew --kit {self.path}`"
         )
-        return how if left < _SOON_DAYS else ""
+        return how if left < SOON_DAYS else ""
 
 
 def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.hospitals.trust.certificates import fingerprint, longer_list, serial_number, withdrawn
+from wsi_fl.hospitals.trust.certificates import fingerprint, longer_list, serial_number, verified, withdrawn
 from wsi_fl.hospitals.trust.kit import LIST, ROOT, trusted_in
 from wsi_fl.system.files import append_line, read_lines, write_text
 from wsi_fl.types import UsageError
@@ -63,7 +63,9 @@ class Root:
     def note(self, certificate: str, line: dict[str, Any]) -> bool:
         """Note a certificate (PEM) that was given; return whether another key of its name was withdrawn by that."""
         key, now = fingerprint(certificate), datetime.now(UTC).isoformat(timespec="seconds")
-        line = line | {"fingerprint": key, "serial": f"{serial_number(certificate):x}", "time": now}
+        until = verified(certificate, self.certificate).until.isoformat()
+        number = f"{serial_number(certificate):x}"
+        line = line | {"fingerprint": key, "serial": number, "until": until, "time": now}
         append_line(self.path / "issued.jsonl", line)
         return self.withdraw(line["name"], but=key)
 
@@ -78,5 +80,5 @@ class Root:
 
 
 def _serial(line: dict[str, Any]) -> int:
-    """The number of a certificate; lines of earlier versions have none, and there the key alone is refused."""
+    """The number of a certificate; one without a number is refused by its key alone."""
     return int(line.get("serial") or line["fingerprint"].replace(":", "")[:38], 16)

@@ -79,7 +79,7 @@ def _done(
     from wsi_fl.hospitals.flare import jobs
     from wsi_fl.hospitals.work.patience import until_done
 
-    asked = any(one["plan"] == plan.digest and one["what"] == "work" for one in _asked_for(kit).values())
+    asked = any(one["plan"] == plan.digest and one["what"] == "work" for one in asked_for(kit).values())
 
     def ask(there: list[str], job: dict[str, Any]) -> dict[str, Any]:
         awaited = [site for site in sites if site not in there]
@@ -160,7 +160,7 @@ def status(kit: Kit) -> dict[str, Any]:
     need_flare()
     from wsi_fl.hospitals.flare import jobs
 
-    here, known = jobs.connected(kit), _asked_for(kit)
+    here, known = jobs.connected(kit), asked_for(kit)
     rows = jobs.jobs(kit, [number for number, one in known.items() if one["reason"]])
     for row in rows:
         number, of_job = str(row["id"]), known.get(str(row["id"]), dict.fromkeys(_KNOWN))
@@ -303,8 +303,8 @@ def _note_ended(kit: Kit, number: str, *, run: str | None = None, reason: str | 
     append_line(kit.path / _JOBS, {"id": number, "run": run, "reason": reason, "ended": _now()})
 
 
-def _asked_for(kit: Kit) -> dict[str, dict[str, Any]]:
-    """Return what is known of each job by its id, with all keys of `_KNOWN`."""
+def asked_for(kit: Kit) -> dict[str, dict[str, Any]]:
+    """Return what a kit knows of each job by its id, oldest first, with all keys of `_KNOWN`."""
     found: dict[str, dict[str, Any]] = {}
     for line in read_lines(kit.path / _JOBS, {"id": str}):
         of_job = found.setdefault(line["id"], dict.fromkeys(_KNOWN))

@@ -261,7 +261,7 @@ def open_bags(study: Study, site: str, data: str) -> BagStore:
 
 def _own(store: Opened, study: Study, site: str) -> Opened:
     """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
-    if (theirs := store.meta.site) == site:
+    if (theirs := store.meta.site) == study.owner(site):
         return store
     store.close()
     raise WsiFlError(

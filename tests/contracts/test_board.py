@@ -1,0 +1,428 @@
+"""The board of a federation: what is known at one place, what is to be done next, a remedy for each known problem."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, browser
+from conftest import REAL, larger_study, make_study, refused
+from test_advice import PACKAGE, _parses, _texts, ast
+from test_dossier import words_of
+from test_plan import made
+from test_report import Document
+from typer.testing import CliRunner
+
+from wsi_fl import __version__
+from wsi_fl.cli.main import app
+from wsi_fl.hospitals.board import facts as looking
+from wsi_fl.hospitals.board.facts import gather
+from wsi_fl.hospitals.board.page import board_lines, make_board
+from wsi_fl.hospitals.board.steps import COMMANDS, REMEDIES, Facts, Member, Step, next_steps
+from wsi_fl.hospitals.lines.folder_line import FolderLine
+from wsi_fl.hospitals.plans.approving import look, sign
+from wsi_fl.hospitals.plans.code import code_digest
+from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.letters import Writer
+from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.trust.root import Root
+from wsi_fl.stages.work.console import render
+from wsi_fl.system.files import append_line
+from wsi_fl.types import WsiFlError
+
+DOCS = Path(__file__).parents[2] / "docs" / "hospitals"
+NOW = datetime(2026, 7, 1, 12, tzinfo=UTC)
+YEAR = NOW + timedelta(days=365)
+
+
+def hospital(name, **given):
+    return Member(name, "hospital", **({"until": YEAR, "signed": True, "connected": True} | given))
+
+
+READY = Facts(
+    {
+        "coordinator": Member("coordinator", "coordinator", until=YEAR),
+        "C1": hospital("C1"),
+        "C2": hospital("C2"),
+    },
+    now=NOW,
+    me="coordinator",
+    over="server",
+    plan="plan.json",
+    sha256="a" * 64,
+    method="proxyfl",
+    rounds=3,
+    patience_s=600.0,
+    kit="fed/coordinator",
+)
+
+
+def with_c2(**given):
+    return replace(READY, members={**READY.members, "C2": hospital("C2", **given)})
+
+
+def steps(facts):
+    return [f"{one.who}: {one.what}: {one.command}" for one in next_steps(facts)]
+
+
+# what is to be done next
+
+SIGN = (
+    "sign the plan, and send the approval to the coordinator: wsi-fl federation approve plan.json --kit KIT"
+)
+PLANNING = (
+    "make the plan, and send it to every hospital: wsi-fl federation plan --method proxyfl --kit FOUNDED"
+)
+REPORT = "result-1/report.html"
+SUBMIT = "wsi-fl federation submit --kit fed/coordinator --plan plan.json"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (READY, [f"coordinator: all have signed: submit: {SUBMIT}"]),
+        (
+            replace(READY, plan=""),
+            [f"coordinator: {PLANNING}"],
+        ),
+        (
+            with_c2(signed=False),
+            [f"C2: {SIGN}"],
+        ),
+        (with_c2(connected=False), ["C2: not connected: start: wsi-fl federation start KIT --study DIR"]),
+        (with_c2(signed=None), [f"coordinator: submit, once all have signed and started: {SUBMIT}"]),
+        (replace(READY, job="1", running=True), ["everybody: wait: the hospitals work: "]),
+        (replace(READY, run="runs/1", report=REPORT), [f"coordinator: done: open {REPORT}: "]),
+        (
+            replace(READY, me="C1", run="runs/00001-proxyfl-a b"),
+            ["C1: done: make the report: wsi-fl report 'runs/00001-proxyfl-a b'"],
+        ),
+        (replace(READY, me=""), [": say --kit too: without it nothing is known of signatures, server and folder: "]),
+    ],
+)  # fmt: skip
+def test_the_next_steps_follow_from_the_facts(facts, said):
+    assert steps(facts) == said
+
+
+def test_a_certificate_that_ends_soon_is_renewed_by_two(tmp_path):
+    renew, join, submit = next_steps(with_c2(until=NOW + timedelta(days=12, hours=1)))
+    assert renew[:2] == (
+        "coordinator",
+        "the certificate of C2 ends in 12 days: approve its request again, send it back",
+    )
+    assert renew.command == "wsi-fl federation approve request-C2.json --kit FOUNDED"
+    assert join == (
+        "C2",
+        "put the new certificate into the kit",
+        "wsi-fl federation join certificate-C2.json --kit KIT",
+    )
+    assert submit.what == "all have signed: submit"
+    assert "ended on 2026-06-30" in next_steps(with_c2(until=NOW - timedelta(days=1)))[0].what
+
+
+def test_a_failed_job_says_who_mends_it_and_how_it_goes_on():
+    facts = replace(READY, job="1", reason="site C2 was lost: it fell silent before the others")
+    assert steps(facts) == [
+        "C2: start again, unless it runs: wsi-fl federation start KIT --study DIR",
+        f"coordinator: go on from the last common round: {SUBMIT} --resume last",
+    ]
+    assert steps(replace(facts, over="folder"))[1] == (
+        "everybody: start; to start again is always right: wsi-fl federation start KIT --study DIR"
+    )
+
+
+def test_what_nobody_knows_a_remedy_for_is_shown_as_it_is():
+    assert next_steps(replace(READY, me="C1", trouble=["the sky fell"]))[0] == Step("C1", "the sky fell")
+
+
+def test_over_a_folder_silence_is_longer_than_others_wait():
+    late = with_c2(heard=NOW - timedelta(seconds=601))
+    assert "C2: silent since 2026-07-01 11:49: start again" in steps(replace(late, over="folder"))[0]
+    assert steps(late) == [f"coordinator: all have signed: submit: {SUBMIT}"]
+    assert steps(replace(with_c2(heard=NOW - timedelta(seconds=599)), over="folder")) == []
+
+
+def test_own_paths_stand_in_own_commands_alone():
+    facts = replace(with_c2(signed=False), me="C2", kit="/srv/my kit", plan="federation/plan.json")
+    approve = "wsi-fl federation approve federation/plan.json --kit '/srv/my kit'"
+    assert next_steps(facts)[0].command == approve
+
+
+# every known problem has its remedy here
+
+
+NAME = r"(?P<site>[\w.-]+)"
+
+
+def test_every_remedy_is_for_something_that_is_said():
+    files = [*(PACKAGE / "hospitals").rglob("*.py"), PACKAGE / "stages" / "site" / "ledgers.py"]
+    trees = [ast.parse(path.read_text("utf-8")) for path in files if path.parent.name != "board"]
+    said = "\n".join(" ".join(text.split()) for tree in trees for _, text in _texts(tree))
+    for problem, _ in REMEDIES:
+        assert re.search(problem.replace(NAME, "(?:1|S1)"), said), problem
+
+
+def test_every_failure_that_the_pages_name_has_a_remedy():
+    table = (DOCS / "index.md").read_text("utf-8").split("## When something fails")[1].split("\n## ")[0]
+    told = [re.findall(r"\*([^*]+)\*", row.split("|")[2]) for row in table.splitlines() if row.count("|") > 3]
+    lines = [one for row in told for one in row]
+    assert len(lines) >= 8
+    for line in lines:
+        assert any(re.search(problem, line) for problem, _ in REMEDIES), line
+
+
+def test_commands_of_remedies_can_be_given():
+    for command in COMMANDS.values():
+        _parses(command.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
+    assert {step.command for _, steps in REMEDIES for step in steps} <= {*COMMANDS, ""}
+
+
+def test_a_hospital_that_failed_is_sent_to_its_own_log():
+    line = "site C2 failed; its own log says why (runs/C2.log)"
+    own, others = next_steps(replace(READY, trouble=[line]))[:2]
+    assert (own.who, own.what) == ("C2", "look into your own log, runs/C2.log, and mend what it says")
+    assert (others.who, others.command) == ("coordinator", f"{SUBMIT} --resume last")
+
+
+# what is known at one place
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory):
+    """(folder of the kits, study of S0, its plan): S0 and S1 over a shared folder, of whom S0 has signed."""
+    root = tmp_path_factory.mktemp("board")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(root / "state"))
+        (root / "share").mkdir()
+        provision(root / "kits", federation="one", shared_folder=str(root / "share"), sites=["S0", "S1"])
+        study = larger_study(root / "study", n_sites=2, site_extra=REAL)
+        from wsi_fl.hospitals.plans.making import make_plan
+
+        keys = Root.open(root / "kits").keys()
+        plan = make_plan(study, method="proxyfl", overrides=(), out=study.root / "plan.json", keys=keys)
+        sign(study, look(study, plan, "S0"), Kit.open(root / "kits" / "S0").identity())
+        yield root, study, plan
+
+
+def kit_of(founded, name):
+    return Kit.open(founded[0] / "kits" / name)
+
+
+def seen_by(founded, name):
+    return gather(founded[1], kit_of(founded, name))
+
+
+def test_a_hospital_sees_itself_and_what_nobody_sent_stays_unknown(founded):
+    facts = seen_by(founded, "S0")
+    members = facts.members
+    me, other = members["S0"], members["S1"]
+    assert (me.signed, me.connected, me.version) == (True, False, __version__)
+    assert (me.spent, me.budget, me.labels) == (0.0, 50.0, ("healthy", "tumor"))
+    assert abs(me.until - facts.now - timedelta(days=730)) < timedelta(hours=1)
+    assert (other.signed, other.version, other.spent, other.labels) == (None, None, None, None)
+    assert facts.trouble == [] and facts.sha256 == founded[2].digest
+
+
+def test_the_coordinator_sees_who_has_not_signed(founded):
+    facts = seen_by(founded, "coordinator")
+    assert {one.name: one.signed for one in facts.members.values()} == {
+        "coordinator": None,
+        "S0": True,
+        "S1": False,
+    }
+    assert [one.who for one in next_steps(facts)] == ["S0", "S1"]
+
+
+def greet(founded, name, plan=None, by=None):
+    """The line of a site that said hello to S0, and the hello."""
+    digest = plan or founded[2].digest
+    identity = kit_of(founded, by or name).identity()
+    line = FolderLine(str(founded[0] / "share"), name, founded[2].digest)
+    said = {
+        "certificate": identity.certificate,
+        "public": Writer(identity).public,
+        "time": 1.78e9,
+        "version": "9.9",
+        "code": code_digest(),
+    }
+    assert line.send("S0", "hello", Writer(identity).hello(said, digest), 0.0) == ""
+    return line
+
+
+def test_a_hello_in_the_folder_says_version_and_since_when(founded):
+    line = greet(founded, "S1")
+    try:
+        line.send("S0", "x2.0", b"a letter", 0.0)
+        one = seen_by(founded, "S0").members["S1"]
+        assert (one.connected, one.version, one.round) == (True, "9.9", 2)
+        assert one.since == datetime.fromtimestamp(1.78e9, UTC)
+        assert abs(one.heard - datetime.now(UTC)) < timedelta(minutes=1)
+    finally:
+        line.close()
+        shutil.rmtree(next((founded[0] / "share").iterdir()))
+
+
+@pytest.mark.parametrize("wrong", [{"plan": "f" * 64}, {"by": "coordinator"}])
+def test_a_hello_of_another_plan_or_of_a_stranger_is_none(founded, wrong):
+    line = greet(founded, "S1", **wrong)
+    try:
+        one = seen_by(founded, "S0").members["S1"]
+        assert (one.connected, one.version) == (False, None)
+    finally:
+        line.close()
+        shutil.rmtree(next((founded[0] / "share").iterdir()))
+
+
+def test_a_hospital_that_runs_is_connected_and_looking_changes_nothing(founded):
+    def files():
+        return {p: p.read_bytes() for p in founded[0].rglob("*") if p.is_file() and p.name != ".lock"}
+
+    before = files()
+    with kit_of(founded, "S0").alone():
+        assert seen_by(founded, "S0").members["S0"].connected
+    assert files() == before
+
+
+def test_what_is_wrong_here_is_a_trouble_with_its_remedy(founded, monkeypatch):
+    share = founded[0] / "share"
+    share.rename(founded[0] / "away")
+    try:
+        facts = seen_by(founded, "S0")
+        assert len(facts.trouble) == 1 and "mount the share" in facts.trouble[0]
+        assert next_steps(facts)[0].what == "mount the share, or give its address"
+    finally:
+        (founded[0] / "away").rename(share)
+    monkeypatch.setattr("wsi_fl.hospitals.plans.signed.code_digest", lambda: "0" * 64)
+    assert next_steps(seen_by(founded, "S0"))[0].what.startswith("install what the plan names")
+
+
+# results, and the page
+
+
+@pytest.fixture(scope="module")
+def finished(founded, tmp_path_factory):
+    """(coordinator's kit, its study) after a job that has come back, with scores; a server that says who is there."""
+    from test_submit import submitting, train
+
+    from wsi_fl.hospitals.work.taking_part import known_to_all
+    from wsi_fl.stages.training import checks
+
+    root = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(root / "state"))
+        patch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
+        provision(root / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
+        study = make_study(root / "study", 2, site_extra=REAL + '\nallow = ["scores"]')
+        plan = made(study, study.root, "proxyfl", "train.rounds=1", "privacy.sigma=4")
+        overrides = ["train.rounds=1", "privacy.sigma=4"]
+        summary = train(study, method="proxyfl", overrides=overrides, backend="local")
+        answers = {site: known_to_all(study, site, dict(summary)) for site in ("S0", "S1")}
+        patch.setattr(submitting, "_run", lambda *_: answers)
+        kit = Kit.open(root / "kits" / "coordinator")
+        submitting.submit(kit, plan, beside=study.root)
+        submitting._note_asked(kit, "job-1", plan, {"what": "work"}, plan.sites)
+        submitting._note_ended(kit, "job-1", run=summary["run"])
+        here = {
+            "connected": ["S0"],
+            "jobs": [{"id": "job-1", "status": "FINISHED:COMPLETED", "reason": None}],
+        }
+        patch.setattr(looking, "status", lambda _: here)
+        patch.setattr(looking, "look", lambda _: iter(()))
+        yield root / "kits" / "coordinator", study, summary
+
+
+@pytest.fixture(scope="module")
+def board(finished, tmp_path_factory):
+    out = tmp_path_factory.mktemp("page") / "board.html"
+    kit, study, _ = finished
+    return make_board(study, kit=kit, out=out), out
+
+
+def test_the_finished_run_has_its_matrix_and_its_report(finished, board):
+    found, _ = board
+    run = finished[2]["run"]
+    assert found["run"] == run and found["next"][-1]["what"].startswith("done: open result-")
+    assert set(found["scores"]["models"]) == {"S0", "S1"}
+    members = {one["name"]: one for one in found["members"]}
+    assert (members["S0"]["connected"], members["S1"]["connected"]) == (True, False)
+    row = next(row for row in finished[2]["sites"] if row["site"] == "S1")
+    assert members["S1"]["spent"] == pytest.approx(row["lifetime_epsilon"]) and members["S1"]["round"] == 1
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_job_that_failed_is_told_with_its_remedy(finished, monkeypatch):
+    kit, study, _ = finished
+    kept = (kit / "jobs.jsonl").read_text()
+    try:
+        line = {"id": "job-2", "what": "work", "plan": Plan.load(study.root / "plan.json").digest}
+        append_line(kit / "jobs.jsonl", line)
+        append_line(kit / "jobs.jsonl", {"id": "job-2", "reason": "site S1 took nothing (timeout) for 20 s"})
+        down = WsiFlError("no way through to localhost port 1 (refused): is the server up")
+        monkeypatch.setattr(looking, "status", lambda _: (_ for _ in ()).throw(down))
+        found = make_board(study, kit=kit)
+    finally:
+        (kit / "jobs.jsonl").write_text(kept)
+    whats = [one["what"] for one in found["next"]]
+    assert whats[0].startswith("done: open result-") and whats[1].startswith("start the server")
+    assert whats[-2:] == ["start again, unless it runs", "go on from the last common round"]
+    assert found["job"] == "job-2" and found["members"][-1]["connected"] is None
+
+
+def test_a_job_that_runs_is_waited_for(finished, monkeypatch):
+    kit, study, _ = finished
+    job = {"id": "job-1", "status": "RUNNING", "reason": None}
+    monkeypatch.setattr(looking, "status", lambda _: {"connected": ["S0", "S1"], "jobs": [job]})
+    found = make_board(study, kit=kit)
+    assert found["running"] and found["next"][-1]["what"] == "wait: the hospitals work"
+    job |= {"status": "DEAD", "reason": "the server was stopped while it ran"}
+    assert make_board(study, kit=kit)["next"][-1]["command"].endswith("--resume last")
+
+
+def test_the_page_stands_alone_and_names_cannot_break_it(board, finished):
+    html = board[1].read_text()
+    assert not {"script", "link", "iframe", "img"} & {tag for tag, _ in Document(html).tags}
+    assert str(finished[1].root) not in html
+    said = words_of(html)
+    assert "done: open result-" in said and "outlined cells are models" in said
+    assert "The hospital can know: " in said and "ε spent" in said
+    from wsi_fl.hospitals.board.page import render as render_page
+
+    assert "<script>" not in render_page(board[0] | {"trouble": ["<script>alert(1)</script>"]})
+
+
+def test_the_terminal_shows_everybody_what_is_unknown_and_what_is_next(board, capsys):
+    render(board_lines(board[0]))
+    said = capsys.readouterr().err
+    assert (
+        re.search(r"S0 .* yes .*", said) and "next:" in said and "  coordinator: done: open result-" in said
+    )
+    assert "is known by the hospital: version" in said
+
+
+def test_the_command_prints_the_json_and_writes_the_page(founded, tmp_path, monkeypatch):
+    root, study, _ = founded
+    out = tmp_path / "board.html"
+    given = ["--kit", root / "kits" / "S0", "--study", study.root, "--out", out, "--json"]
+    done = CliRunner().invoke(app, ["federation", "board", *map(str, given)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["me"] == "S0" and {step["who"] for step in found["next"]} == {"S0", "S1"}
+    assert out.is_file()
+    refused(lambda: make_board(study, kit=tmp_path), "this is no kit")
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
+def test_a_browser_without_scripts_shows_the_page_and_asks_nobody(board, tmp_path):
+    with browser(tmp_path / "profile") as page:
+        page.call("Emulation.setScriptExecutionDisabled", value=True)
+        for width in (1280, 400):
+            page.size(width, 900)
+            page.goto(board[1].as_uri())
+            page.until("document.querySelectorAll('ol.steps li').length")
+            assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+        assert page.run("document.querySelectorAll('#results table.heat').length") >= 1
+        assert page.said == [] and {url.split(":")[0] for url in page.asked} <= {"file", "about"}

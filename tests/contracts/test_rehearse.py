@@ -1,0 +1,123 @@
+"""A plan tried at one hospital alone: it says what the real run takes and costs, and leaves no trace in the account."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from conftest import REAL, refused
+from conftest import larger_study as larger_of
+from test_dossier import spend
+from test_plan import Root, hospital, made
+from typer.testing import CliRunner
+
+from wsi_fl.cli.main import app
+from wsi_fl.hospitals.plans import rehearsing
+from wsi_fl.hospitals.plans.approving import look
+from wsi_fl.hospitals.plans.rehearsing import rehearse, rehearsed_lines
+from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.stages.work.console import render
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """(study of S0 with releases on its ledger, a plan of three sites, the folder of S0's kit)."""
+    root = tmp_path_factory.mktemp("rehearse")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(root / "state"))
+        plan = made(
+            larger_of(root / "coordinator", n_sites=3, site_extra=REAL), root, "proxyfl", "train.rounds=1"
+        )
+        study = hospital(root, "S0")
+        spend(study, Plan(plan.text))
+        look(study, plan, "S0")  # which makes the folder that remembers ledgers
+        yield study, plan, Root().kit(root / "kit", "S0")
+
+
+def files(*folders):
+    """All that lies in the folders, byte for byte."""
+    found = [path for folder in folders for path in Path(folder).rglob("*")]
+    return {path: path.read_bytes() if path.is_file() else b"" for path in found}
+
+
+@pytest.fixture(scope="module")
+def rehearsed(asked, tmp_path_factory):
+    """(files of the study and of the user's state before, the same after, what was said, the run that was kept)."""
+    study, plan, _ = asked
+    places = (study.root, os.environ["XDG_STATE_HOME"])
+    before, keep = files(*places), tmp_path_factory.mktemp("kept") / "run"
+    said = rehearse(study, plan, "S0", keep=keep)
+    return before, files(*places), said, keep
+
+
+def test_a_rehearsal_changes_no_byte_of_the_study_its_ledger_and_its_heads(asked, rehearsed):
+    before, after, *_ = rehearsed
+    assert before == after
+    assert asked[0].ledger("S0") in before, "there is a ledger"
+
+
+def test_it_says_what_the_real_run_takes_and_costs(asked, rehearsed, capsys):
+    study, plan, _ = asked
+    said = rehearsed[2]
+    cost = look(study, plan, "S0").cost
+    assert said["cost"]["epsilon"] == cost.epsilon > 0 and said["cost"]["lifetime_epsilon"] > cost.epsilon
+    assert (said["rounds"], said["not_finite"]) == (1, [])
+    assert said["seconds_per_round"] > 0 and said["peak_bytes"] > 1e7
+    assert said["sent_bytes"] >= plan.document["leaves"][0]["bytes"]
+    assert said["all_bytes"] == 3 * said["sent_bytes"]
+    render(rehearsed_lines(said))
+    words = capsys.readouterr().err
+    assert "all models are finite" in words and f"all rounds cost ε = {cost.epsilon:.2f}" in words
+    render(rehearsed_lines(said | {"not_finite": ["S1/proxy"]}))
+    assert "not finite: S1/proxy; do not sign this" in capsys.readouterr().err
+
+
+def test_what_is_kept_is_the_run_with_noise_and_its_own_ledger(rehearsed):
+    keep = rehearsed[3]
+    assert sorted(path.name for path in (keep / "sites").iterdir()) == ["S0", "S1", "S2"]
+    ledger = json.loads((keep / "sites" / "S1" / "ledger.json").read_text())
+    assert ledger["epsilon"] > 0
+
+
+def test_a_number_that_is_none_is_noticed(rehearsed):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from wsi_fl.runs.run import RunFolder
+
+    file = rehearsed[3] / "sites" / "S1" / "proxy.safetensors"
+    good, tensors = file.read_bytes(), load_file(file)
+    try:
+        name = next(iter(tensors))
+        save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, file)
+        assert rehearsing._not_finite(RunFolder(rehearsed[3])) == ["S1/proxy"]
+    finally:
+        file.write_bytes(good)
+
+
+def test_a_rehearsal_that_fails_leaves_nothing_behind(asked, monkeypatch):
+    study, plan, _ = asked
+    before = files(study.root)
+    monkeypatch.setattr("wsi_fl.stages.training.train.train", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rehearse(study, plan, "S0")
+    assert files(study.root) == before
+
+
+def test_what_cannot_be_rehearsed_is_refused(asked, tmp_path, monkeypatch):
+    study, plan, kit = asked
+    refused(lambda: rehearse(study, plan, "S0", keep=tmp_path), "it is there already")
+    refused(lambda: rehearse(study, plan, "S7"), "S7 is not in this plan")
+    store = study.store("S0").parent
+    store.rename(store.with_name("away"))
+    try:
+        refused(lambda: rehearse(study, plan, "S0"), "rehearse where it is")
+    finally:
+        store.with_name("away").rename(store)
+    said = {"site": "S0", "rounds": 1}
+    monkeypatch.setattr(rehearsing, "rehearse", lambda study, plan, site, **_: said | {"asked": site})
+    file = tmp_path / "plan.json"
+    file.write_text(plan.text)
+    given = ["rehearse", str(file), "--kit", str(kit), "--study", str(study.root), "--json"]
+    done = CliRunner().invoke(app, ["federation", *given])
+    assert json.loads(done.stdout) == said | {"asked": "S0"}, done.output

@@ -1,0 +1,172 @@
+"""The evidence of a hospital: what others ask on forms of theirs, answered from its state, in one signed folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from wsi_fl import __version__
+from wsi_fl.hospitals.dossier.page import Dossier, make_dossier
+from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.privacy.accounting import ACCOUNTANT
+from wsi_fl.privacy.audit import ADJACENCY
+from wsi_fl.report.fill import fill
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import ordinary, read_json, write_json, write_text
+from wsi_fl.types import UsageError
+
+_PURPOSE = b"wsi-fl evidence, version 1\n"
+_SIGNATURE = "evidence.sig.json"
+_SHEETS = tomllib.loads(Path(__file__).with_name("evidence.toml").read_text("utf-8"))["sheet"]
+_GUARANTEED = (
+    "It holds for all trained on, against every attack; counts of test examples, if any left, are exact."
+)
+
+
+def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
+    """Write the folder: the dossier, the sheets, the list of software, and a signature of all; return the document.
+
+    Raises:
+        UsageError: when the folder holds something, no plan lies in the study, or the kit cannot sign.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out}: it holds something already; give a new folder")
+    identity = kit.identity()
+    dossier = make_dossier(study, site=None, kit=kit.path, out=out / "dossier.html")
+    tools = {
+        "sbom": _tool("cyclonedx_py", "cyclonedx-bom", ["environment", "--of", "JSON"], out / "sbom.json"),
+        "vulnerabilities": _tool(
+            "pip_audit", "pip-audit", ["--format", "json"], out / "vulnerabilities.json"
+        ),
+    }
+    known = _facts(dossier) | tools
+    document = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "wsi_fl": __version__,
+        "site": identity.name,
+        "plan_sha256": dossier["plan_sha256"],
+        **tools,
+        "sheets": [one | {"row": [_answered(row, known) for row in one["row"]]} for one in _SHEETS],
+    }
+    write_json(out / "evidence.json", document)
+    write_text(out / "index.html", fill("evidence", {"e": document}, Path(__file__).parent))
+    said = {"site": identity.name, "time": document["created"], "files": _digests(out)}
+    signature = identity.sign(_signed(said)).hex()
+    write_json(out / _SIGNATURE, said | {"certificate": identity.certificate, "signature": signature})
+    return document
+
+
+def verify_evidence(folder: Path, root: str) -> dict[str, Any]:
+    """Return {"site", "organization", "time", "files"} of a folder that is as its hospital signed it.
+
+    Args:
+        root: the federation's root certificate, PEM.
+
+    Raises:
+        NotTrusted: when a file was changed, added or taken away, or the signature is not that hospital's.
+    """
+    said = read_json(folder / _SIGNATURE)
+    try:
+        signed = {key: said[key] for key in ("site", "time", "files")}
+        holder = verified(str(said["certificate"]), root)
+        holder.check(bytes.fromhex(str(said["signature"])), _signed(signed))
+        found, files = _digests(folder), dict(signed["files"])
+    except (KeyError, TypeError, ValueError):
+        raise NotTrusted(f"{folder / _SIGNATURE}: it is damaged; ask for the folder again") from None
+    if holder.name != signed["site"]:
+        raise NotTrusted(f"{holder.name} signed {folder} in the name of {signed['site']}")
+    if other := sorted(name for name in found | files if found.get(name) != files.get(name)):
+        raise NotTrusted(
+            f"{folder}: {other[0]} is not as {holder.name} signed it; ask it for the folder again"
+        )
+    return signed | {"organization": holder.organization}
+
+
+def _facts(dossier: Dossier) -> dict[str, str | None]:
+    """What the sheets may name; None where it is not known."""
+    plan, accounts, audits = dossier["plan"], dossier["accounts"], dossier["audits"]
+    privacy, first, group = plan["privacy"], dossier["network"][0], dossier["group"]
+    releases = [one for account in accounts for one in account["releases"]]
+    kept = {account["guarantee"] for account in accounts if account["epsilon"] is not None}
+    return {
+        "to": first["to"],
+        "port": first["port"],
+        "protocol": first["protocol"],
+        "sigma": _number(privacy["sigma"]),
+        "clip": _number(privacy["clip"]),
+        "auroc": _most([one["auroc"] for one in audits]),
+        "lower": _most([one["epsilon_lower"] for one in audits]),
+        "upper": _most([one["epsilon_upper"] for one in audits]),
+        "guarantee": ", ".join(sorted(kept)) or privacy["guarantee"],
+        "worth": _GUARANTEED if kept == {"guaranteed"} else "It is no guarantee by itself: see the dossier.",
+        "patient": _number(group["epsilon"] if group else None),
+        "site": dossier["site"],
+        "wsi_fl": dossier["wsi_fl"],
+        "plan": dossier["plan_sha256"][:16],
+        "code": plan["code"][:16],
+        "packages": ", ".join(f"{name} {version}" for name, version in plan["packages"].items()),
+        "does": plan["does"].rstrip("."),
+        "data": plan["learns"]["data"],
+        "leaves": "; ".join(row["what"].partition(":")[0] for row in plan["leaves"]),
+        "stays": "; ".join(plan["stays"]),
+        "says": privacy["says"],
+        "unit": privacy["unit"],
+        "sampling": privacy["sampling"],
+        "spent": _number(dossier["spent"]),
+        "limit": _number(dossier["budget"]["max_epsilon"]) or "no limit",
+        "delta": f"{dossier['budget']['delta']:g}",
+        "releases": str(len(releases)),
+        "runs": str(len(accounts)),
+        "kinds": ", ".join(sorted({one["what"] for one in releases})) or None,
+        "accountant": f"{ACCOUNTANT.upper()}; exact for Gaussian sums without sampling",
+        "neighbours": ADJACENCY,
+        "never": None,
+    }
+
+
+def _number(value: Any) -> str | None:
+    return None if value is None else f"{value:.4g}"
+
+
+def _most(values: list[float | None]) -> str | None:
+    return _number(max((one for one in values if one is not None), default=None))
+
+
+def _answered(row: Mapping[str, str], known: Mapping[str, str | None]) -> dict[str, Any]:
+    """The answer of a row, where all that it names is known."""
+    places = {name for _, name, _, _ in Formatter().parse(row["says"]) if name}
+    if any(known[name] is None for name in places):
+        return {"asks": row["asks"], "shown": False, "says": row.get("otherwise", "")}
+    return {"asks": row["asks"], "shown": True, "says": row["says"].format_map(known)}
+
+
+def _tool(module: str, package: str, arguments: list[str], file: Path) -> str:
+    """Let a tool that may be installed write a file; return what came of it in words."""
+    command = ["-m", module, *arguments, "-o", str(file)]
+    if find_spec(module) is None:
+        return f"not made; pip install {package}, then python {' '.join(command[:-1])} {file.name}"
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return file.name if file.is_file() else f"not made; {package} failed: {last}"
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file but the signature, by its path in the folder."""
+    files = sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / _SIGNATURE)
+    return {
+        path.relative_to(folder).as_posix(): sha256(ordinary(path).read_bytes()).hexdigest() for path in files
+    }
+
+
+def _signed(said: Mapping[str, Any]) -> bytes:
+    return _PURPOSE + json.dumps(said, sort_keys=True).encode()
