@@ -362,10 +362,10 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
         processes = [bed.start(site, wait=False) for site in bed.sites]
         return [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
 
-    for seed, code in ((0, 0), (1, 2)):  # the frame is for one run
+    for seed, expected in ((0, 0), (1, 2)):  # the frame is for one run
         plan = make_plan(bed.study("S0"), overrides=[*INSECURE, f"train.seed={seed}"], **given)
         said = all_start()
-        assert [one[1] for one in said] == [code] * len(bed.sites), said
+        assert [one[1] for one in said] == [expected] * len(bed.sites), said
         assert all(plan.digest[:8] in one[0] for one in said)
-        assert code == 0 or all("the frame is for 1 runs, and it had them" in one[0] for one in said)
+        assert expected == 0 or all("the frame is for 1 runs, and it had them" in one[0] for one in said)
     bed.processes.clear()
