@@ -5,8 +5,8 @@ import shutil
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
