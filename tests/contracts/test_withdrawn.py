@@ -6,6 +6,7 @@ import ssl
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.hospitals.trust.withdrawing import exchange_list, revoke, take_list
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work.start import take_part_by_folder
+from wsi_fl.stages.work.console import Silent
 from wsi_fl.study.folder import Study
 from wsi_fl.types import KnownToAll, WsiFlError
 
@@ -216,7 +218,8 @@ def test_the_coordinator_is_told_before_anybody_is_asked(place, monkeypatch):
     plan = Plan(json.dumps({"sites": [{"name": name, "key": key} for name, key in keys.items()]}))
     revoke("C2", place / "one")
     monkeypatch.setattr(submitting, "need_flare", lambda: None)
-    refused(lambda: submitting.submit(kit(place, "coordinator"), plan), "a key of C2 that was withdrawn")
+    asking = partial(submitting._run, kit(place, "coordinator"), plan, plan.sites, {}, Silent())
+    refused(asking, "a key of C2 that was withdrawn")
 
 
 @pytest.fixture(scope="module")
