@@ -487,16 +487,18 @@ def kit_of(folder, identity, federation, site, share):
 class Group:
     """Hospitals of one plan, each with a study and a store of its own, and one process that does as they should."""
 
-    def __init__(self, root, method, overrides, federation, share, extra="[replay]\nbuffer = 10\n"):
+    def __init__(
+        self, root, method, overrides, federation, share, *, extra="[replay]\nbuffer = 10\n", sites=SITES
+    ):
         self.root, self.method, self.overrides, self.extra = root, method, overrides, extra
         self.jobs = []
-        for k, site in enumerate(SITES):
+        for k, site in enumerate(sites):
             study = make_study(root / site, n_sites=0, extra=extra)
-            for one in SITES:
+            for one in sites:
                 (study.root / "sites" / f"{one}.toml").write_text(f'name = "{one}"\n{REAL}\n')
             furnish(study, method, site, k)
             identity = federation.identity(site)
-            approve(study, plan_of(study, method, overrides), identity)
+            approve(study, plan_of(study, method, overrides, sites), identity)
             kit = kit_of(root / f"kit-{site}", identity, federation, site, share)
             self.jobs.append({"study": str(study.root), "kit": str(kit)})
 
