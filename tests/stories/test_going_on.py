@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from test_folder_line import BASE, SITES, Group, charged, start
+from test_folder_line import BASE, SITES, Group, charged, models, require_the_same, start
+from test_oneshot import HEADS
 
 pytestmark = pytest.mark.slow
 PATIENT = [*BASE[:3], "comm.timeout_s=8", "train.at_least=2"]
@@ -88,3 +89,20 @@ def test_below_the_plans_number_all_wait(group_of, tmp_path):
     for site in SITES:
         assert group.result(site)["lost"] == []
         assert rounds_charged(group, site) == [1, 2, 3]
+
+
+def test_a_letter_that_comes_late_makes_the_head_of_all(tmp_path, federation):
+    """Two hospitals have their head already; it is made again of three letters, at no further charge."""
+    (tmp_path / "share").mkdir()
+    settings = [*HEADS, *BASE[1:3], "comm.timeout_s=8", "train.at_least=2"]
+    group = Group(tmp_path / "group", "oneshot", settings, federation, tmp_path / "share")
+    late = group.jobs.pop()
+    start(tmp_path, [group])
+    before = [models(group.run(site), site) for site in SITES[:2]]
+    assert [group.result(site)["lost"] for site in SITES[:2]] == [["S2"]] * 2
+    for job in group.jobs:
+        job["until"] = f"{group.root}/S2/result.json"
+    group.jobs.append(late)
+    start(tmp_path, [group])
+    assert before != [models(group.run(site), site) for site in SITES[:2]]
+    require_the_same(group)
