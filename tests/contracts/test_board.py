@@ -248,6 +248,7 @@ def greet(founded, name, plan=None, by=None):
         "time": 1.78e9,
         "version": "9.9",
         "code": code_digest(),
+        "gone": {},
     }
     assert line.send("S0", "hello", Writer(identity).hello(said, digest), 0.0) == ""
     return line

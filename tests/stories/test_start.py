@@ -107,7 +107,9 @@ def test_a_kit_that_runs_is_not_started_again(held, tmp_path, monkeypatch):
 
 
 def test_a_kit_that_runs_is_not_started_again_over_a_folder(held, tmp_path, monkeypatch):
-    monkeypatch.setattr(starting, "approved_plan", lambda *_: SimpleNamespace(digest="0" * 64, most_bytes=1))
+    settings = SimpleNamespace(comm=SimpleNamespace(timeout_s=60.0))
+    plan = SimpleNamespace(digest="0" * 64, most_bytes=1, pipeline=lambda: settings)
+    monkeypatch.setattr(starting, "approved_plan", lambda *_: plan)
     monkeypatch.setattr(starting, "_until_done", lambda *_: pytest.fail("a second one takes part"))
     study = SimpleNamespace(root=tmp_path / "other")
     (tmp_path / "share").mkdir()
