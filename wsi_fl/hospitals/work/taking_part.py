@@ -35,9 +35,9 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check, running_sites
 from wsi_fl.stages.training.going_on import (
     Asked,
+    begun_under,
     note_who_goes_on,
     require_same,
-    runs_of_plan,
     taken_up,
     which_run,
 )
@@ -199,13 +199,11 @@ def _refuse_once_more(study: Study, plan: Plan, site: str) -> None:
     Raises:
         UsageError: which says how to go on, and how to allow another run.
     """
-    approved = approved_at(study, site)
-    for run in runs_of_plan(study, plan.digest):
-        if run.approved == approved and run.site(site).checkpoints():
-            raise UsageError(
-                f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
-                f"`federation submit --resume last`, or let {site} approve the plan again, which spends its ε once more"
-            )
+    if (run := begun_under(study, plan.digest, approved_at(study, site), site)) is not None:
+        raise UsageError(
+            f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
+            f"`federation submit --resume last`, or let {site} approve the plan again, which spends its ε once more"
+        )
 
 
 def _remaining(party: RunContext, without: Sequence[str]) -> tuple[int, ...]:
