@@ -23,9 +23,10 @@ from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.hospitals.work.start import _take_laid
 from wsi_fl.hospitals.work.taking_part import take_part
-from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.guarantee import applied
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.guarantee import Terms, applied
 from wsi_fl.privacy.ledger_file import LedgerFile
+from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.types import NoCommonPlan
 
 SITES = ("S0", "S1")
@@ -185,6 +186,54 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
     sign(study, look(study, plan, "S0"), me)  # a person's own approval needs none
     withdraw(study, me)
     assert approved_plan(study, me)
+
+
+def spend(study, me, run, rounds):
+    """What a run of the approved plan writes on the ledger."""
+    site, named = study.site(me.name), {"approved": approved_at(study, me.name)}
+    terms = Terms(1e-5, site.max_epsilon, True, (), "guaranteed", "patient")
+    ledger = open_ledger(study, site, run, terms, named=named)
+    for _ in range(rounds):
+        ledger.sending(ledger.record(None, Mechanism(5.0, 1.0, 1.0, 1), "kept 0"), "0")
+
+
+def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities):
+    """A run goes on beside one that was begun later: each fitted as its plan came, and together they do not."""
+    me, plan = identities["S0"], made(study, identities)
+    framed(study, identities, plan, epsilon=2.0, runs=2)
+    admit(study, me, plan)
+    spend(study, me, "a" * 32, 2)
+    assert approved_plan(study, me)
+    spend(study, me, "b" * 32, 2)
+    assert approved_plan(study, me)
+    spend(study, me, "a" * 32, 3)
+    refused(lambda: approved_plan(study, me), "S0 spent ε = 2.", "of the 2 of its frame")
+    framed(study, identities, plan, epsilon=9.0, runs=2)
+    admit(study, me, plan)
+    for run in "cde":
+        assert approved_plan(study, me)
+        spend(study, me, run * 32, 1)
+    refused(lambda: approved_plan(study, me), "began 3 runs in a frame for 2")
+
+
+def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, identities, monkeypatch):
+    """Lines on the ledger would name another approval than that of the plan that is done."""
+    me, plan = identities["S0"], made(study, identities)
+    sign(study, look(study, plan, "S0"), me)  # by a person
+    framed(study, identities, plan)
+    other, seen = made(study, identities, "comm.timeout_s=1", out="other.json"), []
+
+    def meanwhile(*given):
+        if not seen:
+            seen.append(admit(study, me, other))
+        return approved_plan(*given)
+
+    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part.approved_plan", meanwhile)
+    refused(
+        lambda: take_part(study, me, Wire("S0", {}), plan=other.digest),
+        "approved another plan just now",
+        error=NoCommonPlan,
+    )
 
 
 def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, monkeypatch):
