@@ -120,7 +120,8 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
 
 def test_what_a_frame_cannot_allow(study, identities):
     plan = made(study, identities)
-    refused(lambda: framed(study, identities, plan, epsilon=51.0), "sites/S0.toml: max_epsilon = 50")
+    for much in (51.0, 0.0, float("nan")):
+        refused(lambda much=much: framed(study, identities, plan, epsilon=much), "S0.toml: max_epsilon = 50")
     refused(lambda: framed(study, identities, plan, until="soon"), "--until 2027-03-31")
     refused(lambda: framed(study, identities, plan, partners=["S7"]), "no site S7")
     refused(lambda: framed(study, identities, plan, methods=["regular"]), "regular shares nothing")
@@ -181,6 +182,10 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
     refused(lambda: approved_plan(study, me), "withdrew the frame")
     refused(lambda: withdraw(study, me), "has signed no frame")
     assert (study.root / "federation" / f"frame-{frame['id']}-withdrawn.json").exists()
+    gone = study.root / "federation" / f"frame-{frame['id']}-withdrawn.json"
+    frame_path(study).write_text(gone.read_text())  # as it comes back from a backup
+    assert open_frame(study, me) is None
+    refused(lambda: approved_plan(study, me), "withdrew the frame")
     framed(study, identities, plan)  # another frame brings no old approval back
     refused(lambda: approved_plan(study, me), "withdrew the frame")
     sign(study, look(study, plan, "S0"), me)  # a person's own approval needs none
@@ -255,6 +260,10 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     )  # a person's approval is of one code
     part = lambda: take_part(study, me, Wire("S0", {}), plan=plan.digest)  # noqa: E731
     monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._introduced", lambda *_, **__: 1 / 0)
+    with monkeypatch.context() as patch:  # a list of code says nothing of what its guarantee rests on
+        patch.setattr("wsi_fl.hospitals.plans.signed.code_digest", lambda: frame["allows"]["code"][0])
+        patch.setattr("wsi_fl.hospitals.plans.signed.packages", lambda: {"torch": "0"})
+        refused(part, "the plan is for ", "install the plan's version", error=NoCommonPlan)
     with pytest.raises(ZeroDivisionError):  # that far: the code is no reason to refuse
         part()
 

@@ -62,7 +62,7 @@ def make_frame(
         raise UsageError("until when? say --until DATE, as in --until 2027-03-31") from None
     looked, limit = look(study, plan, site), study.site(site).max_epsilon or 0
     worth, wanted = looked.document["privacy"], {site, *(partners or plan.sites)}
-    if worth["differential_privacy"] and (epsilon is None or epsilon > limit):
+    if worth["differential_privacy"] and (epsilon is None or not 0 < epsilon <= limit):
         raise UsageError(f"sites/{site}.toml: max_epsilon = {limit:g}; say --epsilon up to that")
     if unknown := sorted(wanted - set(plan.keys)):
         raise UsageError(

@@ -59,7 +59,7 @@ def write_frame(study: Study, frame: Frame, identity: Identity) -> None:
 
 
 def open_frame(study: Study, identity: Identity) -> Frame | None:
-    """Return the frame that lies in a study, over or not; None where there is none.
+    """Return the frame that lies in a study, over or not; None where there is none, or it was withdrawn.
 
     Raises:
         UsageError: when it is damaged, of another version, or not signed with this hospital's own key.
@@ -73,7 +73,14 @@ def open_frame(study: Study, identity: Identity) -> Frame | None:
         raise UsageError(
             f"{what}: not a frame of {identity.name} that this version of wsi-fl reads; sign another"
         )
+    if _withdrawn(path, document["id"]).exists():  # it came back from a backup
+        return None
     return cast("Frame", {key: document[key] for key in Frame.__annotations__})
+
+
+def _withdrawn(path: Path, number: str) -> Path:
+    """Return what the file of a frame is called once it is withdrawn."""
+    return path.with_name(f"frame-{number}-withdrawn.json")
 
 
 def is_over(frame: Frame, today: date | None = None) -> bool:
@@ -120,7 +127,7 @@ def require_frame(study: Study, identity: Identity) -> Frame:
 def withdraw(study: Study, identity: Identity) -> Frame:
     """End the frame and all approvals in its name; a run under way ends before it sends more. The file is renamed."""
     frame, path = require_frame(study, identity), frame_path(study)
-    path.replace(path.with_name(f"frame-{frame['id']}-withdrawn.json"))
+    path.replace(_withdrawn(path, frame["id"]))
     return frame
 
 
