@@ -199,7 +199,9 @@ def roles(processes):
 def test_all_who_begin_again_over_a_folder_know_the_newest_list(place, monkeypatch):
     trusted, mine = [], kit(place, "C1")
     plan = SimpleNamespace(
-        digest="0" * 64, sites=["C1", "C2"], pipeline=lambda: SimpleNamespace(train=SimpleNamespace(at_least=2))
+        digest="0" * 64,
+        sites=["C1", "C2"],
+        pipeline=lambda: SimpleNamespace(train=SimpleNamespace(at_least=2)),
     )
 
     def part(_, identity, *args, **given):

@@ -116,10 +116,10 @@ def take_part(
         study,
         identity,
         agreed,
-        approved,
         running,
         line,
         seconds,
+        approved=approved,
         waiting=waiting,
         writer=writer,
         attendance=attendance,
@@ -180,7 +180,7 @@ def greet(
     with _told_to_all():
         agreed, approved = _agreed(study, identity, plan, brought)
     everybody = tuple(range(len(agreed.sites)))
-    comm = _introduced(study, identity, agreed, approved, everybody, line, _GREETING_S)
+    comm = _introduced(study, identity, agreed, everybody, line, _GREETING_S, approved=approved)
     try:
         told = comm.gather([Seen(site=identity.name)], Seen)
     finally:
@@ -225,11 +225,11 @@ def _introduced(
     study: Study,
     identity: Identity,
     agreed: Plan,
-    approved: str,
     running: tuple[int, ...],
     line: Line,
     timeout_s: float,
     *,
+    approved: str,
     waiting: Callable[[], None] | None = None,
     writer: Writer | None = None,
     attendance: Attendance | None = None,
@@ -262,9 +262,7 @@ def _introduced(
     )
 
 
-def _agreed(
-    study: Study, identity: Identity, asked: str | None, brought: Plan | None
-) -> tuple[Plan, str]:
+def _agreed(study: Study, identity: Identity, asked: str | None, brought: Plan | None) -> tuple[Plan, str]:
     """The plan that a site has signed, once it is known to be the one asked for and for the code here, and when."""
     if brought is not None and brought.digest == asked:
         admit(study, identity, brought)

@@ -83,7 +83,9 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
             run.discard_if_unstarted()
     if chosen:
         own = begun_under(party.study, asked.agreement, asked.approved, me)
-        if chosen not in mine and own is not None:  # whoever lies of its runs must not make others spend again
+        if (
+            chosen not in mine and own is not None
+        ):  # whoever lies of its runs must not make others spend again
             raise KnownToAll(
                 f"{me} has a run of this plan of its own, and the others go on with another; to come to theirs, which "
                 f"spends its ε once more, let {me} approve the plan again"
