@@ -27,7 +27,7 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.guarantee import Terms, applied
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.ledgers import open_ledger
-from wsi_fl.types import NoCommonPlan
+from wsi_fl.types import NoCommonPlan, UsageError
 
 SITES = ("S0", "S1")
 PATIENTS = ("privacy.unit='patient'", "train.batch_size=3", "privacy.sigma=5", "train.rounds=2")
@@ -191,6 +191,19 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
     sign(study, look(study, plan, "S0"), me)  # a person's own approval needs none
     withdraw(study, me)
     assert approved_plan(study, me)
+
+
+def test_others_are_not_told_what_follows_from_a_single_patient(study, identities, monkeypatch):
+    plan = made(study, identities)
+    framed(study, identities, plan)
+    looked = look(study, plan, "S0", open_frame(study, identities["S0"]))
+    group = {"rows": 700, "epsilon": 99.0, "delta": 1e-5}
+    dear = replace(looked, cost=replace(looked.cost, group=group, lifetime_group=group))
+    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *_: dear)
+    with pytest.raises(UsageError) as told:
+        admit(study, identities["S0"], plan)
+    assert "its own federation/frame.log says why" in str(told.value) and "patient" not in str(told.value)
+    assert "above your max_epsilon" in log_of(study).read_text()
 
 
 def spend(study, me, run, rounds):
