@@ -106,7 +106,10 @@ def take_part(
         note_who_goes_on(party, asked)
         running = running_sites(party)
     else:
-        running = _remaining(party, without if go_on or least else ())
+        if unknown := sorted(set(without) - set(party.names)):
+            raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")
+        left_out = without if go_on or least else ()
+        running = tuple(k for k, name in enumerate(party.names) if name not in left_out)
     if least is not None and len(running) < least:
         raise KnownToAll(f"the plan is for at least {least} hospitals, and this job for {len(running)}")
     from wsi_fl.stages.training import ranks  # and with it PyTorch
@@ -212,13 +215,6 @@ def _refuse_once_more(study: Study, plan: Plan, approved: str, site: str) -> Non
             f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
             f"`federation submit --resume last`, or let {site} approve the plan again, which spends its ε once more"
         )
-
-
-def _remaining(party: RunContext, without: Sequence[str]) -> tuple[int, ...]:
-    """The indices of the sites that are not left out."""
-    if unknown := sorted(set(without) - set(party.names)):
-        raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")
-    return tuple(k for k, name in enumerate(party.names) if name not in without)
 
 
 def _introduced(
