@@ -96,6 +96,16 @@ def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
     assert len(found) == 1  # the one that was not touched
 
 
+def test_whoever_gets_another_key_signs_its_answer_anew_and_pays_nothing(tmp_path, federation):
+    study, other = hospital(tmp_path / "S0", many(80, 60)), federation.identity("S0")
+    first = take_census(study, federation.identity("S0"), ASKED, epsilon=0.3)
+    again = take_census(study, other, ASKED, epsilon=0.3)
+    assert again["counts"] == first["counts"] and again["certificate"] == other.certificate
+    (tmp_path / "S0.json").write_text(json.dumps(again))
+    assert read_census(tmp_path / "S0.json", federation.root)["counts"] == first["counts"]
+    assert len(applied(LedgerFile(study.ledger("S0")).entries)) == 1
+
+
 def test_what_is_asked_wrongly_costs_nothing(tmp_path, federation):
     study, identity = hospital(tmp_path / "S0", many(3, 3)), federation.identity("S0")
     refused(lambda: take_census(study, identity, {"grade": ["low", "low"]}, epsilon=0.1), "each value once")

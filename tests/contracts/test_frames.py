@@ -23,10 +23,11 @@ from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.hospitals.work.start import _take_laid
 from wsi_fl.hospitals.work.taking_part import take_part
-from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.guarantee import applied
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.guarantee import Terms, applied
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.types import NoCommonPlan
+from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.types import NoCommonPlan, UsageError
 
 SITES = ("S0", "S1")
 PATIENTS = ("privacy.unit='patient'", "train.batch_size=3", "privacy.sigma=5", "train.rounds=2")
@@ -119,7 +120,8 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
 
 def test_what_a_frame_cannot_allow(study, identities):
     plan = made(study, identities)
-    refused(lambda: framed(study, identities, plan, epsilon=51.0), "sites/S0.toml: max_epsilon = 50")
+    for much in (51.0, 0.0, float("nan")):
+        refused(lambda much=much: framed(study, identities, plan, epsilon=much), "S0.toml: max_epsilon = 50")
     refused(lambda: framed(study, identities, plan, until="soon"), "--until 2027-03-31")
     refused(lambda: framed(study, identities, plan, partners=["S7"]), "no site S7")
     refused(lambda: framed(study, identities, plan, methods=["regular"]), "regular shares nothing")
@@ -180,11 +182,76 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
     refused(lambda: approved_plan(study, me), "withdrew the frame")
     refused(lambda: withdraw(study, me), "has signed no frame")
     assert (study.root / "federation" / f"frame-{frame['id']}-withdrawn.json").exists()
+    gone = study.root / "federation" / f"frame-{frame['id']}-withdrawn.json"
+    frame_path(study).write_text(gone.read_text())  # as it comes back from a backup
+    assert open_frame(study, me) is None
+    refused(lambda: approved_plan(study, me), "withdrew the frame")
     framed(study, identities, plan)  # another frame brings no old approval back
     refused(lambda: approved_plan(study, me), "withdrew the frame")
     sign(study, look(study, plan, "S0"), me)  # a person's own approval needs none
     withdraw(study, me)
     assert approved_plan(study, me)
+
+
+def test_others_are_not_told_what_follows_from_a_single_patient(study, identities, monkeypatch):
+    plan = made(study, identities)
+    framed(study, identities, plan)
+    looked = look(study, plan, "S0", open_frame(study, identities["S0"]))
+    group = {"rows": 700, "epsilon": 99.0, "delta": 1e-5}
+    dear = replace(looked, cost=replace(looked.cost, group=group, lifetime_group=group))
+    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *_: dear)
+    with pytest.raises(UsageError) as told:
+        admit(study, identities["S0"], plan)
+    assert "its own federation/frame.log says why" in str(told.value) and "patient" not in str(told.value)
+    assert "above your max_epsilon" in log_of(study).read_text()
+
+
+def spend(study, me, run, rounds):
+    """What a run of the approved plan writes on the ledger."""
+    site, named = study.site(me.name), {"approved": approved_at(study, me.name)}
+    terms = Terms(1e-5, site.max_epsilon, True, (), "guaranteed", "patient")
+    ledger = open_ledger(study, site, run, terms, named=named)
+    for _ in range(rounds):
+        ledger.sending(ledger.record(None, Mechanism(5.0, 1.0, 1.0, 1), "kept 0"), "0")
+
+
+def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities):
+    """A run goes on beside one that was begun later: each fitted as its plan came, and together they do not."""
+    me, plan = identities["S0"], made(study, identities)
+    framed(study, identities, plan, epsilon=2.0, runs=2)
+    admit(study, me, plan)
+    spend(study, me, "a" * 32, 2)
+    assert approved_plan(study, me)
+    spend(study, me, "b" * 32, 2)
+    assert approved_plan(study, me)
+    spend(study, me, "a" * 32, 3)
+    refused(lambda: approved_plan(study, me), "S0 spent ε = 2.", "of the 2 of its frame")
+    framed(study, identities, plan, epsilon=9.0, runs=2)
+    admit(study, me, plan)
+    for run in "cde":
+        assert approved_plan(study, me)
+        spend(study, me, run * 32, 1)
+    refused(lambda: approved_plan(study, me), "began 3 runs in a frame for 2")
+
+
+def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, identities, monkeypatch):
+    """Lines on the ledger would name another approval than that of the plan that is done."""
+    me, plan = identities["S0"], made(study, identities)
+    sign(study, look(study, plan, "S0"), me)  # by a person
+    framed(study, identities, plan)
+    other, seen = made(study, identities, "comm.timeout_s=1", out="other.json"), []
+
+    def meanwhile(*given):
+        if not seen:
+            seen.append(admit(study, me, other))
+        return approved_plan(*given)
+
+    monkeypatch.setattr("wsi_fl.hospitals.work.taking_part.approved_plan", meanwhile)
+    refused(
+        lambda: take_part(study, me, Wire("S0", {}), plan=other.digest),
+        "approved another plan just now",
+        error=NoCommonPlan,
+    )
 
 
 def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, monkeypatch):
@@ -206,6 +273,10 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     )  # a person's approval is of one code
     part = lambda: take_part(study, me, Wire("S0", {}), plan=plan.digest)  # noqa: E731
     monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._introduced", lambda *_, **__: 1 / 0)
+    with monkeypatch.context() as patch:  # a list of code says nothing of what its guarantee rests on
+        patch.setattr("wsi_fl.hospitals.plans.signed.code_digest", lambda: frame["allows"]["code"][0])
+        patch.setattr("wsi_fl.hospitals.plans.signed.packages", lambda: {"torch": "0"})
+        refused(part, "the plan is for ", "install the plan's version", error=NoCommonPlan)
     with pytest.raises(ZeroDivisionError):  # that far: the code is no reason to refuse
         part()
 

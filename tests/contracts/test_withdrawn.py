@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from wires import Federation, Wire
 
 from wsi_fl.cli.main import app
+from wsi_fl.hospitals.lines.attendance import SiteReturned
 from wsi_fl.hospitals.lines.relayed import RelayedComm
 from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
@@ -33,6 +34,7 @@ from wsi_fl.hospitals.trust.kit import LIST, ROOT, Kit, look, refuse_withdrawn
 from wsi_fl.hospitals.trust.making import approve_request, join, provision, renew, request
 from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.hospitals.trust.withdrawing import exchange_list, revoke, take_list
+from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work.start import take_part_by_folder
 from wsi_fl.stages.work.console import Silent
@@ -192,6 +194,27 @@ def roles(processes):
     from wsi_fl.hospitals.flare import roles
 
     return roles
+
+
+def test_all_who_begin_again_over_a_folder_know_the_newest_list(place, monkeypatch):
+    trusted, mine = [], kit(place, "C1")
+    plan = SimpleNamespace(
+        digest="0" * 64,
+        sites=["C1", "C2"],
+        pipeline=lambda: SimpleNamespace(train=SimpleNamespace(at_least=2)),
+    )
+
+    def part(_, identity, *args, **given):
+        trusted.append(withdrawn(identity.root).number)
+        if len(trusted) == 1:
+            revoke("C2", place / "one")  # it lies in the folder now
+            raise SiteReturned("site C2 began anew")
+        return {}
+
+    monkeypatch.setattr(starting, "take_part", part)
+    line, study = SimpleNamespace(close=lambda: None, waiting=set), Study(place / "study")
+    assert starting._until_done(study, mine, plan, line, mine.folder, ()) == {}
+    assert trusted == [0, 1]
 
 
 def test_a_job_brings_the_list_and_no_forged_one(place, roles, monkeypatch):

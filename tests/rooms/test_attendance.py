@@ -33,6 +33,13 @@ def test_below_so_many_those_who_are_gone_are_lacking():
     assert one.lacking() == []
 
 
+def test_two_halves_never_go_on_apart_however_few_the_plan_asks_for():
+    for gone in (["C3", "C4"], ["C1", "C2"]):
+        one = of(next(name for name in NAMES if name not in gone))
+        one.note_gone(gone)
+        assert one.lacking() == gone
+
+
 def test_a_site_knows_when_the_others_went_on_without_it():
     one = of("C1")
     assert not one.left_out(10.0)

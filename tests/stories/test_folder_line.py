@@ -744,6 +744,26 @@ def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):
     )
 
 
+def test_a_site_with_rounds_of_its_own_begins_no_other_run_because_another_says_so(tmp_path):
+    """Whoever claims that the others went on without it in a run that it does not know would make it spend again."""
+    study = make_study(tmp_path / "study", n_sites=2)
+    plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
+    party = RunContext.of(study, plan.pipeline(), "proxyfl")
+    offered = {"number": 1, "name": "proxyfl-small", "identity": "1" * 32}
+    asked = Asked(plan.name, last=True, agreement=plan.digest, approved="monday")
+    mine = which_run(party, asked, Told({"runs": []}, offered, {"claimed": True}))
+    state = mine.site("S1").path / "state"
+    state.mkdir(parents=True)
+    (state / "round_00001.safetensors").touch()
+    own, lie = {"identity": mine.id, "rounds": 1, "lost": []}, {"identity": "9" * 32, "rounds": 5}
+    told = {"runs": [own, lie | {"lost": ["S1"]}]}
+    refused(
+        lambda: which_run(party, asked, Told(told)), "S1 has a run of this plan of its own", error=KnownToAll
+    )
+    again = replace(asked, approved="tuesday")  # by its people
+    assert which_run(party, again, Told(told)).id == lie["identity"]
+
+
 def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation):
     (tmp_path / "share").mkdir()
     group = Group(tmp_path / "two", "proxyfl", BASE, federation, tmp_path / "share")

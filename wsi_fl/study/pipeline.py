@@ -125,9 +125,10 @@ class Train(Section):
     instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone."""
     at_least: int | None = Field(None, ge=1, le=10_000, json_schema_extra=_FEWER)
     """How many sites must be there. The others go on without one that was silent for `comm.timeout_s`, and it takes
-    part again when it comes back; below so many all wait. By default all are needed. With `train.releases`: how many
-    letters must lie in `releases/` before heads are made of those that are there, by default those of all sites that
-    write one, and any after `train.until`. Whenever another has come, `train` makes the heads again."""
+    part again when it comes back; below so many, and over a folder below more than half, all wait. By default all are
+    needed. With `train.releases`: how many letters must lie in `releases/` before heads are made of those that are
+    there, by default those of all sites that write one, and any after `train.until`. Whenever another has come, `train`
+    makes the heads again."""
     until: str | None = None
     """Last day on which sites, or letters that are missing, are waited for, as "2027-01-31"."""
     start: Literal["fresh", "oneshot"] = "fresh"

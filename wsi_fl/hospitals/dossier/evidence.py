@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tomllib
@@ -16,13 +15,13 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.dossier.page import Dossier, make_dossier
-from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
+from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import ACCOUNTANT
 from wsi_fl.privacy.audit import ADJACENCY
 from wsi_fl.report.fill import fill
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import ordinary, read_json, write_json, write_text
+from wsi_fl.system.files import ordinary, read_object, write_json, write_text
 from wsi_fl.types import UsageError
 
 _PURPOSE = b"wsi-fl evidence, version 1\n"
@@ -61,8 +60,7 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
     write_json(out / "evidence.json", document)
     write_text(out / "index.html", fill("evidence", {"e": document}, Path(__file__).parent))
     said = {"site": identity.name, "time": document["created"], "files": _digests(out)}
-    signature = identity.sign(_signed(said)).hex()
-    write_json(out / _SIGNATURE, said | {"certificate": identity.certificate, "signature": signature})
+    write_json(out / _SIGNATURE, sign_document(said, identity, _PURPOSE))
     return document
 
 
@@ -73,23 +71,19 @@ def verify_evidence(folder: Path, root: str) -> dict[str, Any]:
         root: the federation's root certificate, PEM.
 
     Raises:
-        NotTrusted: when a file was changed, added or taken away, or the signature is not that hospital's.
+        UsageError: when a file was changed, added or taken away, or the signature is not that hospital's.
     """
-    said = read_json(folder / _SIGNATURE)
-    try:
-        signed = {key: said[key] for key in ("site", "time", "files")}
-        holder = verified(str(said["certificate"]), root)
-        holder.check(bytes.fromhex(str(said["signature"])), _signed(signed))
-        found, files = _digests(folder), dict(signed["files"])
-    except (KeyError, TypeError, ValueError):
-        raise NotTrusted(f"{folder / _SIGNATURE}: it is damaged; ask for the folder again") from None
-    if holder.name != signed["site"]:
-        raise NotTrusted(f"{holder.name} signed {folder} in the name of {signed['site']}")
+    signed = read_object(folder / _SIGNATURE, "ask for the folder again")
+    holder = signer_of(signed, root, _PURPOSE, str(folder / _SIGNATURE))
+    said = {key: signed.get(key) for key in ("site", "time", "files")}
+    found, files = _digests(folder), said["files"] if isinstance(said["files"], dict) else {}
+    if holder.name != said["site"]:
+        raise UsageError(f"{holder.name} signed {folder} in the name of {said['site']}")
     if other := sorted(name for name in found | files if found.get(name) != files.get(name)):
-        raise NotTrusted(
+        raise UsageError(
             f"{folder}: {other[0]} is not as {holder.name} signed it; ask it for the folder again"
         )
-    return signed | {"organization": holder.organization}
+    return said | {"organization": holder.organization}
 
 
 def _facts(dossier: Dossier) -> dict[str, str | None]:
@@ -166,7 +160,3 @@ def _digests(folder: Path) -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): sha256(ordinary(path).read_bytes()).hexdigest() for path in files
     }
-
-
-def _signed(said: Mapping[str, Any]) -> bytes:
-    return _PURPOSE + json.dumps(said, sort_keys=True).encode()

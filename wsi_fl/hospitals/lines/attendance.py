@@ -41,7 +41,8 @@ class Attendance:
     Args:
         me: the site of this process.
         names: of all sites of the plan, this one among them.
-        at_least: how many must be there for a session.
+        at_least: how many must be there for a session; more than half must be in any case, lest two groups that do not
+            hear each other both go on.
         heard: site → time of its newest hello, in seconds since 1970 by the site's clock; shared with the `Writer`.
     """
 
@@ -63,7 +64,7 @@ class Attendance:
     def lacking(self) -> list[str]:
         """Return those that are gone, of whom some must come back before there are enough; none where there are."""
         expected = self.expected()
-        enough = len(expected) + 1 >= self.at_least
+        enough = len(expected) + 1 >= max(self.at_least, len(self.names) // 2 + 1)
         return [] if enough else [name for name in self.names if name not in (self.me, *expected)]
 
     def note_gone(self, names: Iterable[str]) -> None:

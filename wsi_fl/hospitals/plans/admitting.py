@@ -12,7 +12,7 @@ from datetime import UTC, date, datetime
 from typing import Any, cast, get_args
 from uuid import uuid4
 
-from wsi_fl.hospitals.plans.approving import Looked, cost_words, look, sign
+from wsi_fl.hospitals.plans.approving import Looked, above_words, cost_words, look, sign
 from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.contents import Learned, Leaving, leaving, of_store
 from wsi_fl.hospitals.plans.frames import FORMAT, Frame, frame_path, is_over, open_frame
@@ -62,7 +62,7 @@ def make_frame(
         raise UsageError("until when? say --until DATE, as in --until 2027-03-31") from None
     looked, limit = look(study, plan, site), study.site(site).max_epsilon or 0
     worth, wanted = looked.document["privacy"], {site, *(partners or plan.sites)}
-    if worth["differential_privacy"] and (epsilon is None or epsilon > limit):
+    if worth["differential_privacy"] and (epsilon is None or not 0 < epsilon <= limit):
         raise UsageError(f"sites/{site}.toml: max_epsilon = {limit:g}; say --epsilon up to that")
     if unknown := sorted(wanted - set(plan.keys)):
         raise UsageError(
@@ -146,9 +146,7 @@ def outside(frame: Frame, looked: Looked, today: date) -> str:
         return f"the frame is for {frame['runs']} runs, and it had them"
     if cost.framed is not None and cost.framed > (frame["epsilon"] or 0):
         return f"all plans of the frame would cost ε = {cost.framed:.2f} of {frame['epsilon'] or 0:g}"
-    return (
-        "" if cost.above is None else "its ε per row is above max_epsilon for the patient with the most rows"
-    )
+    return ""
 
 
 def admit(study: Study, identity: Identity, plan: Plan) -> None:
@@ -168,6 +166,8 @@ def admit(study: Study, identity: Identity, plan: Plan) -> None:
     try:
         looked = look(study, plan, identity.name, frame)
         why = outside(frame, looked, datetime.now(UTC).date())
+        if not why and (above := above_words(looked.cost)):
+            raise UsageError(above)
     except Exception as error:  # may name what is in the store
         _tell(study, f"{called} was refused: {one_line(error)}")
         own = "its own federation/frame.log says why"

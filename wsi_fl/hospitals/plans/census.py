@@ -114,6 +114,9 @@ def take_census(
             round_ = check_own(ledger, _RUN, digest(vector), kept.name)
             if not round_.final:
                 ledger.reissue(round_.number, vector, schema=_RUN)
+            if document["certificate"] != identity.certificate:
+                said = {key: document[key] for key in Census.__annotations__}
+                document = sign_document(said, identity, _PURPOSE)
             return document
         sigma = sigma_for(epsilon, 1.0, 1, delta)
         noisy = _noisy(exact_counts(study, site, columns), sigma, clip)

@@ -15,13 +15,17 @@ from typing_extensions import TypedDict
 
 from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
 from wsi_fl.hospitals.trust.certificates import Identity, fingerprint
-from wsi_fl.privacy.ledger_file import Entry
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.guarantee import applied
+from wsi_fl.privacy.ledger_file import Entry, LedgerFile
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_object, write_json
 from wsi_fl.types import UsageError
 
 FORMAT = "wsi-fl frame 1"
 _PURPOSE = b"wsi-fl frame of plans, version 1\n"
+_ROUND_OFF = 1e-6
+"""Of ε: the same rounds are added up in another order as a plan is admitted."""
 
 
 class Frame(TypedDict):
@@ -55,7 +59,7 @@ def write_frame(study: Study, frame: Frame, identity: Identity) -> None:
 
 
 def open_frame(study: Study, identity: Identity) -> Frame | None:
-    """Return the frame that lies in a study, over or not; None where there is none.
+    """Return the frame that lies in a study, over or not; None where there is none, or it was withdrawn.
 
     Raises:
         UsageError: when it is damaged, of another version, or not signed with this hospital's own key.
@@ -69,7 +73,14 @@ def open_frame(study: Study, identity: Identity) -> Frame | None:
         raise UsageError(
             f"{what}: not a frame of {identity.name} that this version of wsi-fl reads; sign another"
         )
+    if _withdrawn(path, document["id"]).exists():  # it came back from a backup
+        return None
     return cast("Frame", {key: document[key] for key in Frame.__annotations__})
+
+
+def _withdrawn(path: Path, number: str) -> Path:
+    """Return what the file of a frame is called once it is withdrawn."""
+    return path.with_name(f"frame-{number}-withdrawn.json")
 
 
 def is_over(frame: Frame, today: date | None = None) -> bool:
@@ -82,7 +93,22 @@ def ended(study: Study, identity: Identity, number: str) -> str:
     frame = open_frame(study, identity)
     if frame is None or frame["id"] != number:
         return "withdrew the frame of this plan"
-    return f"allowed this plan until {frame['until']}" if is_over(frame) else ""
+    return f"allowed this plan until {frame['until']}" if is_over(frame) else _overspent(study, frame)
+
+
+def _overspent(study: Study, frame: Frame) -> str:
+    """Return in words what the ledger holds beyond a frame; "" for nothing.
+
+    Each plan fitted as it was admitted, but a run may go on beside one that was admitted later.
+    """
+    site, limit = frame["site"], frame["epsilon"]
+    lines = of_frame(LedgerFile(study.ledger(site)).entries, site, frame["id"])
+    if (runs := len({line.run_id for line in lines})) > frame["runs"]:
+        return f"began {runs} runs in a frame for {frame['runs']}"
+    deltas = [delta for delta in frame["allows"]["delta"] if delta]
+    spent = epsilon(applied(lines), min(deltas)) if deltas else 0.0
+    over = limit is not None and spent > limit * (1 + _ROUND_OFF)
+    return f"spent ε = {spent:.2f} of the {limit:g} of its frame" if over else ""
 
 
 def listed_codes(study: Study, identity: Identity) -> list[str]:
@@ -101,7 +127,7 @@ def require_frame(study: Study, identity: Identity) -> Frame:
 def withdraw(study: Study, identity: Identity) -> Frame:
     """End the frame and all approvals in its name; a run under way ends before it sends more. The file is renamed."""
     frame, path = require_frame(study, identity), frame_path(study)
-    path.replace(path.with_name(f"frame-{frame['id']}-withdrawn.json"))
+    path.replace(_withdrawn(path, frame["id"]))
     return frame
 
 

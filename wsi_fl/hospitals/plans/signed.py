@@ -197,7 +197,7 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
         )
     plan = Plan.load(path)
     _check_approval(dict(read_json(approval)), plan, identity.root, site=identity.name)
-    frame = approved_frame(study, identity.name)
+    frame = approved_at(study, identity.name).partition(" frame ")[2]
     if frame and (why := ended(study, identity, frame)):
         raise UsageError(f"site {identity.name} {why} ({plan.digest[:8]}); have it approve the plan itself")
     return plan
@@ -205,14 +205,9 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
 
 def approved_at(study: Study, site: str) -> str:
     """Return when a site approved its plan, and in which frame; "" where it did not. It is good for one run."""
-    path, frame = approval_path(study, site), approved_frame(study, site)
-    return str(read_json(path)["time"]) + (f" frame {frame}" if frame else "") if path.exists() else ""
-
-
-def approved_frame(study: Study, site: str) -> str:
-    """Return the id of the frame in whose name a site's plan was approved; "" where a person approved it."""
     path = approval_path(study, site)
-    return str(read_json(path).get("frame", "")) if path.exists() else ""
+    said = read_json(path) if path.exists() else {"time": ""}
+    return f"{said['time']} frame {said['frame']}" if "frame" in said else str(said["time"])
 
 
 def _check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str) -> None:
@@ -315,7 +310,7 @@ def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
         UsageError: naming both versions.
     """
     said, here = str(plan.document["code"]), code_digest()
-    if {said, here} <= set(listed):
+    if said != here and {said, here} <= set(listed):
         return
     installed, planned = packages(), plan.document.get("packages")
     planned = planned if isinstance(planned, dict) else installed

@@ -290,7 +290,7 @@ def take_part_by_folder(
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
     with alone(study.root / "federation" / f".{identity.name}.lock", busy), kit.alone():
         rotate(study.runs / f"{identity.name}.log")
-        return _until_done(study, kit, plan, line, without)
+        return _until_done(study, kit, plan, line, address, without)
 
 
 def _take_laid(study: Study, identity: Identity, address: str) -> None:
@@ -305,7 +305,7 @@ def _take_laid(study: Study, identity: Identity, address: str) -> None:
 
 
 def _until_done(
-    study: Study, kit: Kit, plan: Plan, line: FolderLine, without: Sequence[str]
+    study: Study, kit: Kit, plan: Plan, line: FolderLine, address: str, without: Sequence[str]
 ) -> dict[str, Any]:
     """Take part, and begin again whenever a peer does."""
     identity, train = kit.identity(), plan.pipeline().train
@@ -332,7 +332,7 @@ def _until_done(
         try:
             return take_part(
                 study,
-                identity,
+                kit.identity(),
                 line,
                 without=without,
                 go_on=True,
@@ -355,6 +355,7 @@ def _until_done(
             return finished
         finally:
             line.close()
+        exchange_list(kit, address)
 
 
 def _still_wait(line: FolderLine, peers: set[str]) -> bool:

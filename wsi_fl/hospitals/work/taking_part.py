@@ -22,7 +22,6 @@ from wsi_fl.hospitals.plans.frames import ended, listed_codes
 from wsi_fl.hospitals.plans.signed import (
     Plan,
     approved_at,
-    approved_frame,
     approved_plan,
     check_code,
     check_promises,
@@ -35,9 +34,9 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check, running_sites
 from wsi_fl.stages.training.going_on import (
     Asked,
+    begun_under,
     note_who_goes_on,
     require_same,
-    runs_of_plan,
     taken_up,
     which_run,
 )
@@ -84,11 +83,10 @@ def take_part(
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
     with _told_to_all():
-        agreed, go_on = _agreed(study, identity, plan, brought), go_on or resume == LAST
+        (agreed, approved), go_on = _agreed(study, identity, plan, brought), go_on or resume == LAST
         if resume is None and not go_on:
-            _refuse_once_more(study, agreed, identity.name)
+            _refuse_once_more(study, agreed, approved, identity.name)
         run = _own_run(study, resume) if resume is not None and not go_on else None
-    approved = approved_at(study, identity.name)
     few = agreed.pipeline().train.at_least is not None
     asked = Asked(
         agreed.name, run, go_on, without, begins_without=few, agreement=agreed.digest, approved=approved
@@ -108,14 +106,26 @@ def take_part(
         note_who_goes_on(party, asked)
         running = running_sites(party)
     else:
-        running = _remaining(party, without if go_on or least else ())
+        if unknown := sorted(set(without) - set(party.names)):
+            raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")
+        left_out = without if go_on or least else ()
+        running = tuple(k for k, name in enumerate(party.names) if name not in left_out)
     if least is not None and len(running) < least:
         raise KnownToAll(f"the plan is for at least {least} hospitals, and this job for {len(running)}")
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
     seconds = party.pipeline.comm.timeout_s
     comm = _introduced(
-        study, identity, agreed, running, line, seconds, waiting=waiting, writer=writer, attendance=attendance
+        study,
+        identity,
+        agreed,
+        running,
+        line,
+        seconds,
+        approved=approved,
+        waiting=waiting,
+        writer=writer,
+        attendance=attendance,
     )
     if attendance is not None:
         away = [name for k, name in enumerate(agreed.sites) if k not in comm.running]
@@ -171,8 +181,9 @@ def greet(
     """
     began = time.perf_counter()
     with _told_to_all():
-        agreed = _agreed(study, identity, plan, brought)
-    comm = _introduced(study, identity, agreed, tuple(range(len(agreed.sites))), line, _GREETING_S)
+        agreed, approved = _agreed(study, identity, plan, brought)
+    everybody = tuple(range(len(agreed.sites)))
+    comm = _introduced(study, identity, agreed, everybody, line, _GREETING_S, approved=approved)
     try:
         told = comm.gather([Seen(site=identity.name)], Seen)
     finally:
@@ -193,26 +204,17 @@ def _own_run(study: Study, asked: str) -> RunFolder:
     return RunFolder(study.runs / name)
 
 
-def _refuse_once_more(study: Study, plan: Plan, site: str) -> None:
+def _refuse_once_more(study: Study, plan: Plan, approved: str, site: str) -> None:
     """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says.
 
     Raises:
         UsageError: which says how to go on, and how to allow another run.
     """
-    approved = approved_at(study, site)
-    for run in runs_of_plan(study, plan.digest):
-        if run.approved == approved and run.site(site).checkpoints():
-            raise UsageError(
-                f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
-                f"`federation submit --resume last`, or let {site} approve the plan again, which spends its ε once more"
-            )
-
-
-def _remaining(party: RunContext, without: Sequence[str]) -> tuple[int, ...]:
-    """The indices of the sites that are not left out."""
-    if unknown := sorted(set(without) - set(party.names)):
-        raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")
-    return tuple(k for k, name in enumerate(party.names) if name not in without)
+    if (run := begun_under(study, plan.digest, approved, site)) is not None:
+        raise UsageError(
+            f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
+            f"`federation submit --resume last`, or let {site} approve the plan again, which spends its ε once more"
+        )
 
 
 def _introduced(
@@ -223,6 +225,7 @@ def _introduced(
     line: Line,
     timeout_s: float,
     *,
+    approved: str,
     waiting: Callable[[], None] | None = None,
     writer: Writer | None = None,
     attendance: Attendance | None = None,
@@ -231,8 +234,7 @@ def _introduced(
     if attendance is None:
         with _told_to_all():
             check_withdrawn(agreed, identity.root, [agreed.sites[k] for k in running])
-    site = identity.name
-    approved, frame = approved_at(study, site), approved_frame(study, site)
+    site, frame = identity.name, approved.partition(" frame ")[2]
 
     def standing() -> str:
         known = approved_at(study, site) == approved
@@ -256,11 +258,14 @@ def _introduced(
     )
 
 
-def _agreed(study: Study, identity: Identity, asked: str | None, brought: Plan | None) -> Plan:
-    """The plan that a site has signed, once it is known to be the one asked for, and for the code that is here."""
+def _agreed(study: Study, identity: Identity, asked: str | None, brought: Plan | None) -> tuple[Plan, str]:
+    """The plan that a site has signed, once it is known to be the one asked for and for the code here, and when."""
     if brought is not None and brought.digest == asked:
         admit(study, identity, brought)
-    agreed, site = approved_plan(study, identity), identity.name
+    site = identity.name
+    approved, agreed = approved_at(study, site), approved_plan(study, identity)
+    if approved != approved_at(study, site):
+        raise UsageError(f"site {site} approved another plan just now; nothing was begun, so ask again")
     if asked is not None and asked != agreed.digest:
         raise UsageError(
             f"site {site} signed plan {agreed.digest[:8]}, but this job is plan {asked[:8]}; nothing was begun"
@@ -268,4 +273,4 @@ def _agreed(study: Study, identity: Identity, asked: str | None, brought: Plan |
     own = next(one for one in agreed.document["sites"] if one["name"] == site)
     check_promises(own, study.site(site))
     check_code(agreed, site, listed_codes(study, identity))
-    return agreed
+    return agreed, approved

@@ -82,6 +82,14 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
         if identity != chosen:
             run.discard_if_unstarted()
     if chosen:
+        own = begun_under(party.study, asked.agreement, asked.approved, me)
+        if (
+            chosen not in mine and own is not None
+        ):  # whoever lies of its runs must not make others spend again
+            raise KnownToAll(
+                f"{me} has a run of this plan of its own, and the others go on with another; to come to theirs, which "
+                f"spends its ε once more, let {me} approve the plan again"
+            )
         run = mine.get(chosen) or _own_folder(party, asked, chosen)
         began, _ = taken_up(party.study, replace(asked, run=run))
         require_same(began, party, asked.agreement)
@@ -182,6 +190,17 @@ def runs_of_plan(study: Study, digest: str) -> list[RunFolder]:
     """
     found = [RunFolder(path.parent) for path in sorted(study.runs.glob("*/config.toml"))]
     return [run for run in found if run.agreement == digest]
+
+
+def begun_under(study: Study, digest: str, approved: str, site: str) -> RunFolder | None:
+    """Return the run of a plan in which a site finished rounds under an approval, which is good for one run.
+
+    Args:
+        digest: SHA-256 of the plan.
+        approved: when the site approved it.
+    """
+    runs = runs_of_plan(study, digest)
+    return next((run for run in runs if run.approved == approved and run.site(site).checkpoints()), None)
 
 
 def finished_summary(
