@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from html import unescape
 
 import pytest
@@ -271,7 +272,11 @@ def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
     approval = approval_path(study, "S0")
     first = leave(study, named(kit), out=tmp_path / "leaving.json")
     assert approval.exists() and any(str(approval) in said for said in first["says"])
-    found = leave(study, named(kit), out=tmp_path / "leaving.json", delete_approval=True)
+    again = partial(leave, study, named(kit), out=tmp_path / "leaving.json", delete_approval=True)
+    with Kit.open(kit).alone():
+        refused(again, "end it first", error=WsiFlError)
+    assert approval.exists()
+    found = again()
     assert json.loads((tmp_path / "leaving.json").read_text()) == json.loads(json.dumps(found))
     assert not approval.exists()
     refused(lambda: approved_plan(study, Kit.open(kit).identity()), "has approved no plan")

@@ -42,6 +42,7 @@ def serving(startup, host="127.0.0.1"):
                 connection = listener.accept()[0]
                 with suppress(OSError), context.wrap_socket(connection, server_side=True) as secured:
                     secured.recv(3)
+                    secured.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
     threading.Thread(target=serve, daemon=True).start()
     try:

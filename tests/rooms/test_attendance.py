@@ -15,7 +15,7 @@ def of(me, at_least=2, **heard):
 def test_whoever_fell_silent_is_not_expected_until_it_says_a_newer_hello():
     one = of("C1", C2=5.0, C3=6.0)
     assert one.expected() == ["C2", "C3", "C4"]
-    one.note_gone(["C3", "C4"])
+    one.note_gone(["C3", "C4"], "silent")
     assert one.expected() == ["C2"] and one.gone == {"C3": 6.0, "C4": 0.0}
     one.heard["C3"] = 6.5
     assert one.expected() == ["C2", "C3"]
@@ -25,9 +25,9 @@ def test_whoever_fell_silent_is_not_expected_until_it_says_a_newer_hello():
 
 def test_below_so_many_those_who_are_gone_are_lacking():
     one = of("C1", at_least=3)
-    one.note_gone(["C3"])
+    one.note_gone(["C3"], "silent")
     assert one.lacking() == []
-    one.note_gone(["C4"])
+    one.note_gone(["C4"], "silent")
     assert one.lacking() == ["C3", "C4"]
     one.heard["C4"] = 1.0
     assert one.lacking() == []
@@ -36,7 +36,7 @@ def test_below_so_many_those_who_are_gone_are_lacking():
 def test_two_halves_never_go_on_apart_however_few_the_plan_asks_for():
     for gone in (["C3", "C4"], ["C1", "C2"]):
         one = of(next(name for name in NAMES if name not in gone))
-        one.note_gone(gone)
+        one.note_gone(gone, "silent")
         assert one.lacking() == gone
 
 

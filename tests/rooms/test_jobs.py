@@ -24,7 +24,10 @@ PLAN = SimpleNamespace(
     keys={},
     digest="ab" * 32,
     method="proxyfl",
-    pipeline=lambda: SimpleNamespace(comm=SimpleNamespace(timeout_s=300.0)),
+    text="{}",
+    pipeline=lambda: SimpleNamespace(
+        comm=SimpleNamespace(timeout_s=300.0), train=SimpleNamespace(at_least=None)
+    ),
 )
 WORK = {"what": "work", "plan": PLAN.digest, "resume": None, "without": []}
 

@@ -28,6 +28,7 @@ from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Writer
+from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work.start import take_part_by_folder
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.going_on import Asked, choose_run, which_run
@@ -214,6 +215,25 @@ def test_a_hello_stays_for_whoever_begins_later_and_goes_with_its_sender(share, 
         receiver.close()
     sender.close()
     assert letters(share, "C2") == []
+
+
+def test_who_lives_gives_signs_and_who_was_killed_is_not_waited_for(share, line_of):
+    """A hello stays where its process was killed; nobody helps it to finish before its next process is there."""
+    dead, alive, looks = (line_of(name, beat_s=0.1) for name in ("C2", "C3", "C1"))
+    for line in (dead, alive, looks):
+        line.listen(Desk())
+    for line in (dead, alive):
+        assert line.send("C1", "hello", b"here I am", 5.0) == ""
+    until(
+        lambda: alive.signs().keys() == {"C1", "C2", "C3"} and looks.silent_s("C2") < 1 > looks.silent_s("C3")
+    )
+    dead._stop.set()  # its hello and its last sign stay
+    until(lambda: looks.silent_s("C2") > 0.5)
+    assert looks.silent_s("C3") < 0.5 and looks.waiting() == {"C2", "C3"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starting, "_LEAVING_S", 0.3)
+        assert not starting._still_wait(looks, {"C2"})
+        assert starting._still_wait(looks, {"C2", "C3"})
 
 
 def test_what_an_earlier_process_left_is_removed_when_the_next_begins(share, line_of):

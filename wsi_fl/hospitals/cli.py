@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -231,7 +232,8 @@ def start(
     from wsi_fl.hospitals.work.start import take_part_by_folder
     from wsi_fl.stages.training.train import summary_lines
 
-    show(take_part_by_folder(found, opened, folder=shared, without=without or []), as_json, summary_lines)
+    summary = take_part_by_folder(found, opened, folder=shared, without=without or [])
+    show(summary, as_json, partial(summary_lines, again="wsi-fl federation start"))
 
 
 def _study_to_start(kit: Kit, folder: Path | None) -> Study | None:
@@ -572,6 +574,9 @@ def rehearse(
     file: Annotated[Path, typer.Argument(help="A plan, signed or not.")],
     kit: KitOption,
     study: StudyFolder = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Fewer than the plan's: all take as long as all sites in turn.")
+    ] = None,
     keep: Annotated[
         Path | None, typer.Option(help="A new folder to keep the run in, private models too.")
     ] = None,
@@ -584,7 +589,9 @@ def rehearse(
     from wsi_fl.stages.work.console import Bars
 
     with Bars("rehearse") as bars:
-        document = rehearse(_study(study), Plan.load(file), Kit.open(kit).name, keep=keep, watcher=bars)
+        document = rehearse(
+            _study(study), Plan.load(file), Kit.open(kit).name, rounds=rounds, keep=keep, watcher=bars
+        )
     show(document, as_json, rehearsed_lines)
 
 

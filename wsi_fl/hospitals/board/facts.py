@@ -27,6 +27,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
+_SILENT_S, _SKEW_S = 60.0, 900.0
 _ROUND = re.compile(r"x(\d+)\.\d")
 
 
@@ -167,7 +168,17 @@ def _at_folder(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
                 said, holder = letter.hello(kit.identity().root)
                 if letter.head["session"] == plan.digest:
                     since, until = _time(said["time"]), holder.until
-                    facts.note(holder.name, connected=True, since=since, version=said["version"], until=until)
+                    told = {
+                        "version": said["version"],
+                        "until": until,
+                        "signed": True,
+                    }  # else it says no hello
+                    facts.note(holder.name, connected=True, since=since, **told)
+    # by the clock of the share, which tells when files were written; a process that lives writes several times a minute
+    latest = max([one.time or 0.0 for one in letters] + [facts.now.timestamp() - _SKEW_S])
+    for name, member in list(facts.members.items()):
+        if member.connected and member.heard and latest - member.heard.timestamp() > _SILENT_S:
+            facts.note(name, connected=False)
 
 
 def _at_own_part(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:

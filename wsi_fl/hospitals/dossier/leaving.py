@@ -22,13 +22,17 @@ def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -
     Args:
         out: the file to write, JSON.
         delete_approval: delete the hospital's approval of its plan, so that no further run of it starts.
+
+    Raises:
+        WsiFlError: when the approval is to be deleted and a process of the hospital still runs.
     """
     site, approval = study.site(kit.name), approval_path(study, kit.name)
     entries = [one for one in LedgerFile(study.ledger(site.name)).entries if one.site == site.name]
     delta = site.delta or next((one.delta for one in reversed(entries) if one.delta), 1e-5)
     runs = [_released(study, site.name, one) for one in accounts(study, site.name, entries, delta, None)]
     if delete_approval:
-        approval.unlink(missing_ok=True)
+        with kit.alone():  # a process that runs would go on
+            approval.unlink(missing_ok=True)
     signed = (
         f"{approval} is there: --delete-approval deletes it"
         if approval.exists()

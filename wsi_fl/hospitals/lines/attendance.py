@@ -52,6 +52,8 @@ class Attendance:
     heard: dict[str, float]
     gone: dict[str, float] = field(default_factory=dict)
     """Site → time of the hello of its newest process that is gone; 0 for a site that never said hello."""
+    why: dict[str, str] = field(default_factory=dict)
+    """Site → why this process believed it gone; what others say of it has no reason."""
 
     def expected(self) -> list[str]:
         """Return the other sites that are not gone, in the order of the plan."""
@@ -67,9 +69,10 @@ class Attendance:
         enough = len(expected) + 1 >= max(self.at_least, len(self.names) // 2 + 1)
         return [] if enough else [name for name in self.names if name not in (self.me, *expected)]
 
-    def note_gone(self, names: Iterable[str]) -> None:
-        """Believe that the newest process of each of some sites is gone."""
-        self.gone |= {name: self.heard.get(name, 0.0) for name in names}
+    def note_gone(self, names: Iterable[str], why: str) -> None:
+        """Believe that the newest process of each of some sites is gone, and remember in words why."""
+        for name in names:
+            self.gone[name], self.why[name] = self.heard.get(name, 0.0), why
 
     def learn(self, told: Mapping[str, float]) -> None:
         """Believe what a peer's hello tells, where it is of a later process."""

@@ -106,7 +106,7 @@ class FolderLine:
         self.written_bytes = 0
         """All that was written: letters, as often as they were."""
         self._me, self._topic = me, _folder_of(topic)
-        self._most, self._pauses, self._settled_s, self._beat_s = most_bytes, pauses_s, settled_s, beat_s
+        self._most, self._pauses, self._settled_s, self.beat_s = most_bytes, pauses_s, settled_s, beat_s
         self._looking, self._sending = Share(address), Share(address)
         self._sending.check()
         self._stop, self._beginning = threading.Event(), threading.Lock()
@@ -153,6 +153,16 @@ class FolderLine:
         """Return "": a folder that is not there now may come back."""
         return ""
 
+    def signs(self, share: Share | None = None) -> dict[str, set[str]]:
+        """Return the signs of life that lie in the folder, by site; those of a process that lives change."""
+        found: dict[str, set[str]] = {}
+        try:
+            for name in self._there(share or self._sending, _ALIVE):
+                found.setdefault(name.partition("~")[0], set()).add(name)
+        except Exception as error:
+            self._note(error)
+        return found
+
     def silent_s(self, site: str) -> float:
         """Return for how long the sign of life of a site has not changed, as seen from here."""
         return time.monotonic() - self._signs[site][1] if site in self._signs else inf
@@ -187,7 +197,7 @@ class FolderLine:
         with self._beginning:
             for to in [] if self._clean else self._sending.folders(self._topic):
                 for name in self._sending.entries(self._topic, to):
-                    if to != self._me and name.startswith(mine):
+                    if to not in (self._me, _ALIVE) and name.startswith(mine):
                         self._discard(self._sending, to, name)
             self._clean = True
 
@@ -234,17 +244,16 @@ class FolderLine:
     def _beat(self) -> None:
         """Give a sign of life where it is time to, and see those of others; a name that is new is no sign yet."""
         now = time.monotonic()
-        if now - self._beaten < self._beat_s:
+        if now - self._beaten < self.beat_s:
             return
         self._beaten = now
         old, self._sign = self._sign, f"{self._me}~{token_hex(4)}"
         self._looking.write(b"", self._topic, _ALIVE, self._sign)
         if old:
             self._discard(self._looking, _ALIVE, old)
-        there: dict[str, set[str]] = {}
-        for name in self._there(self._looking, _ALIVE):
-            there.setdefault(name.partition("~")[0], set()).add(name)
-        for site, names in there.items():
+        for name in self.signs(self._looking).pop(self._me, set()) - {self._sign}:
+            self._discard(self._looking, _ALIVE, name)  # of an earlier process
+        for site, names in self.signs(self._looking).items():
             known, _ = self._signs.get(site, (set(), 0.0))
             if known != names:
                 self._signs[site] = (names, now if known else -inf)

@@ -33,7 +33,7 @@ Answer = Literal["taken", "later", "refused"]
 _END, _WITHDRAWN = "end", "withdrawn"
 _ENDS = {
     _END: "ended the run; its own log says why",
-    _WITHDRAWN: "withdrew its approval of this plan; the run ends",
+    _WITHDRAWN: "withdrew its approval of this plan",
 }
 """Places of the last letter of a site, and what it tells."""
 MOST_BYTES = 1 << 30

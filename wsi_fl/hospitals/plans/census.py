@@ -221,7 +221,7 @@ def _question(column: str, values: list[str], censuses: Sequence[Census], epsilo
         "receivers": [site for site, lacking in lacks.items() if lacking == values],
         "all": not any(lacks.values()),
         "expected": gains,
-        "pipeline": f'[target]\ncolumn = {toml_value(column)}\nclasses = {toml_value(values)}\nof = "patient"\n',
+        "pipeline": f'[target]\ncolumn = {toml_value(column)}\nclasses = {toml_value(values)}\nper = "patient"\n',
     }
 
 
@@ -235,7 +235,8 @@ def census_lines(document: Mapping[str, Any]) -> Lines:
         ]
         yield Table(one["column"], ["site", *cells, "± noise"], rows)
         for site in one["receivers"]:
-            yield Line(f'  {site} may have {ENOUGH} of no value: role = "receiver" in sites/{site}.toml')
+            none = f"{site} cannot be shown to have {ENOUGH} patients of any value"
+            yield Line(f'  {none}: role = "receiver" in sites/{site}.toml')
         for site, lacks in one["lacks"].items():
             if lacks and site not in one["receivers"]:
                 yield Line(f"  {site} may have fewer than {ENOUGH} of {', '.join(lacks)}", "yellow")

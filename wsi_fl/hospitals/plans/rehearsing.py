@@ -31,12 +31,19 @@ _PATHS = ("slides", "annotations", "labels", "clinical", "split", "manifest")
 
 
 def rehearse(
-    study: Study, plan: Plan, site: str, *, keep: Path | None = None, watcher: Watcher | None = None
+    study: Study,
+    plan: Plan,
+    site: str,
+    *,
+    rounds: int | None = None,
+    keep: Path | None = None,
+    watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Do all of a plan with the hospital's own rows in the place of everybody's, in this process, with its noise.
+    """Do a plan with the hospital's own rows in the place of everybody's, in this process, with its noise.
 
     Args:
         site: of the hospital; the other sites of the plan are imitated by copies of it.
+        rounds: fewer than the plan's, for an idea of minutes and memory.
         keep: a new folder for the run, its private models too; by default it is deleted.
 
     Returns:
@@ -58,7 +65,12 @@ def rehearse(
     with _imitated(study, plan, site) as stage:
         try:
             summary = train(
-                stage, method=plan.method, pipeline_name=_PIPELINE, backend="local", watcher=watcher
+                stage,
+                method=plan.method,
+                pipeline_name=_PIPELINE,
+                overrides=[] if rounds is None else [f"train.rounds={rounds}"],
+                backend="local",
+                watcher=watcher,
             )
         except KeyboardInterrupt:
             raise WsiFlError("interrupted; nothing is left of the rehearsal") from None

@@ -295,8 +295,8 @@ def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
     for site in sites:
         if (since := gone.get(plan.keys.get(site, ""))) is not None:
             raise UsageError(
-                f"the plan names a key of {site} that was withdrawn on {since:%Y-%m-%d}; agree on a new plan, or go on "
-                f"with a run --without {site}"
+                f"the plan names a key of {site} that was withdrawn on {since:%Y-%m-%d}; a new plan needs its "
+                f"new key, or sites/{site}.toml taken away; a run goes on --without {site}"
             )
 
 

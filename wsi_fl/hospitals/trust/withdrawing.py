@@ -80,5 +80,5 @@ def list_lines(document: dict[str, Any]) -> Lines:
     yield Line(document["said"])
     if "file" in document:
         yield Line(
-            f"send {document['file']} to all: `wsi-fl federation join {LIST} --kit KIT`; restart the server"
+            f"send {document['file']} to all: `wsi-fl federation join {LIST} --kit KIT`; start a server anew"
         )

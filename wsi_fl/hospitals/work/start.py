@@ -345,7 +345,7 @@ def _until_done(
         except (SitesGone, LeftOut) as news:
             say(f"  {news}; those who are there go on", "yellow")
             assert attendance is not None
-            attendance.note_gone(news.sites if isinstance(news, SitesGone) else ())
+            attendance.note_gone(news.sites if isinstance(news, SitesGone) else (), str(news))
             writer = writer.anew(attendance.gone.get(identity.name, 0.0))
         except KnownToAll as refusal:
             if finished is None:
@@ -359,10 +359,13 @@ def _until_done(
 
 
 def _still_wait(line: FolderLine, peers: set[str]) -> bool:
-    """Whether a peer waits for a run that has finished here, and is not just about to leave it too."""
-    deadline = time.monotonic() + _LEAVING_S
-    while peers & line.waiting():
-        if time.monotonic() > deadline:
+    """Whether a peer's process waits for a run that has finished here, and is not just about to leave it too."""
+    began, seen = time.monotonic(), line.signs()
+    while waiting := peers & line.waiting():
+        signs, passed_s = line.signs(), time.monotonic() - began
+        if passed_s > _LEAVING_S and any(signs.get(one) != seen.get(one) for one in waiting):
             return True
+        if passed_s > max(_LEAVING_S, 2 * line.beat_s):
+            return False  # what said hello is gone; its next process gives signs again
         time.sleep(_LEAVING_S / 50)
     return False

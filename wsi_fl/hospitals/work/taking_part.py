@@ -129,7 +129,8 @@ def take_part(
     )
     if attendance is not None:
         away = [name for k, name in enumerate(agreed.sites) if k not in comm.running]
-        asked = replace(asked, without=away, why=f"silent for {seconds:g} s")
+        why = {name: attendance.why.get(name, "gone, as other sites say") for name in away}
+        asked = replace(asked, without=away, why=why)
     try:
         return ranks.take_part(party, comm, partial(which_run, party, asked))
     finally:

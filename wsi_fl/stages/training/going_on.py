@@ -6,7 +6,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +38,7 @@ class Asked:
         run: the one to go on with, once it is `taken_up`; None for a new one, or the last of a plan.
         last: whether the sites go on with the last run of the plan that all of them have, if there is one.
         without: sites to go on without, as if they had been lost.
-        why: they are left out.
+        why: each of them is left out; by default people said --without.
         begins_without: whether a new run may begin without them too, and they may come to it later.
         agreement: SHA-256 of the plan that the hospitals signed; "" where nobody signed.
         approved: when this hospital approved it.
@@ -48,7 +48,7 @@ class Asked:
     run: RunFolder | None = None
     last: bool = False
     without: Sequence[str] = ()
-    why: str = "left out by --without"
+    why: Mapping[str, str] = field(default_factory=dict)
     begins_without: bool = False
     agreement: str = ""
     approved: str = ""
@@ -108,7 +108,7 @@ def _begun(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
     """A new run, without those who are left out."""
     run = _new_run(party, asked, comm)
     for name in asked.without if asked.begins_without else ():
-        run.note_loss(name, asked.why)
+        run.note_loss(name, asked.why.get(name, "left out by --without"))
     return run
 
 
@@ -160,7 +160,7 @@ def note_who_goes_on(party: RunContext, asked: Asked) -> None:
     for name in sorted(lost - set(without)):
         run.note_return(name)
     for name in sorted(set(without) - lost):
-        run.note_loss(name, asked.why)
+        run.note_loss(name, asked.why.get(name, "left out by --without"))
 
 
 class Begun(TypedDict):

@@ -170,8 +170,12 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> dict[str, Any]:
     return summary
 
 
-def summary_lines(summary: dict[str, Any]) -> Lines:
-    """The summary for people."""
+def summary_lines(summary: dict[str, Any], again: str = "") -> Lines:
+    """The summary for people.
+
+    Args:
+        again: the command by which a site that was lost comes back; default: `train --resume`.
+    """
     for row in summary["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     if found := detected_of(summary["sites"]):
@@ -186,6 +190,6 @@ def summary_lines(summary: dict[str, Any]) -> Lines:
     )
     for loss in summary["losses"]:
         yield Line(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
-        yield Line(f"  it can come back: wsi-fl train --resume {summary['run']}")
+        yield Line(f"  it can come back: {again or 'wsi-fl train --resume ' + summary['run']}")
     yield from (Line(f"  {said}", "yellow") for said in absences(summary["sites"]))
     yield Line(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")
