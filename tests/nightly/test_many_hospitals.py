@@ -30,7 +30,8 @@ def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation)
     for site in MANY[:17]:
         summary = group.result(site)
         assert summary["lost"] == list(MANY[17:])
-        assert {loss["reason"] for loss in summary["losses"]} == {"silent for 90 s"}
+        reasons = [loss["reason"] for loss in summary["losses"]]
+        assert all("did not answer for 90 s" in one or one == "gone, as other sites say" for one in reasons)
         assert [round_ for round_, _ in charged(group.study(site), site)] == list(range(1, ROUNDS + 1))
         assert [row["attended"] for row in summary["sites"]] == [[[1, ROUNDS]]] * 17
     print(json.dumps(summary["communication"]), sum(f.stat().st_size for f in share.rglob("*.letter")))

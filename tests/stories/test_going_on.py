@@ -36,7 +36,9 @@ def test_who_is_killed_for_good_is_left_out_and_nobody_is_asked(group_of, tmp_pa
     start(tmp_path, [group])
     for site in SITES[:2]:
         summary = group.result(site)
-        assert summary["lost"] == ["S2"] and summary["losses"][0]["reason"] == "silent for 8 s"
+        assert summary["lost"] == ["S2"]
+        reason = summary["losses"][0]["reason"]
+        assert "for 8 s" in reason or reason == "gone, as other sites say"
         assert rounds_charged(group, site) == [1, 2, 3]
 
 
