@@ -191,7 +191,7 @@ def _waits(n: int, pipeline: Pipeline) -> str:
         return f"All {n} hospitals are needed; when one is silent for {patience}, training stops.{until}"
     return (
         f"A hospital that is silent for {patience} is left out and comes back when it can; the others go on while at "
-        f"least {least} of {n} are there.{until}"
+        f"least {least} of {n} are there, over a folder more than half.{until}"
     )
 
 

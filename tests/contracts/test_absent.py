@@ -1,0 +1,78 @@
+"""What is said of sites that may be away: in the plan that hospitals sign, in summaries, and before a run begins."""
+
+import pytest
+from conftest import REAL, make_study, refused
+
+from wsi_fl.hospitals.plans.approving import look, look_lines
+from wsi_fl.hospitals.plans.making import document_of, make_plan
+from wsi_fl.report.words import absences
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.train import summary_lines, train
+from wsi_fl.stages.work.console import render
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def planned(tmp_path, *overrides):
+    study = make_study(tmp_path / "study", n_sites=3, site_extra=REAL)
+    return study, make_plan(study, method="proxyfl", overrides=overrides, out=tmp_path / "plan.json")
+
+
+def test_a_plan_says_who_must_be_there_how_long_others_wait_and_until_when(tmp_path, capsys):
+    study, plan = planned(tmp_path, "train.at_least=2", "comm.timeout_s=600", 'train.until="2027-01-31"')
+    said = document_of(plan)["waits"]
+    assert "silent for 10 min 0 s is left out" in said and "at least 2 of 3" in said and "2027-01-31" in said
+    render(look_lines(look(study, plan, "S0")))
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_without_the_key_says_that_all_are_needed(tmp_path):
+    said = document_of(planned(tmp_path)[1])["waits"]
+    assert said == "All 3 hospitals are needed; when one is silent for 30 min 0 s, training stops."
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_fewer_than_two_or_more_than_there_are_is_refused(tmp_path, least):
+    refused(
+        lambda: planned(tmp_path, f"train.at_least={least}"), f"train.at_least = {least}", error=UsageError
+    )
+
+
+def test_shared_noise_names_its_own_key(tmp_path):
+    noisy = ("train.at_least=2", "privacy.noise='shared'")
+    refused(lambda: planned(tmp_path, *noisy), "privacy.dropouts", error=UsageError)
+
+
+def test_over_mpi_too_few_do_not_go_on(tmp_path, monkeypatch):
+    study, asked = make_study(tmp_path, n_sites=3), []
+
+    def loses(running, *_, **__):
+        asked.append(list(running))
+        raise launch.SitesLost({running[-1]: "killed"})
+
+    monkeypatch.setattr(launch, "run_ranks", loses)
+    refused(
+        lambda: train(study, method="proxyfl", overrides=["train.at_least=2"], backend="mpi"),
+        "1 of at least 2 sites are left",
+        error=WsiFlError,
+    )
+    assert asked == [["S0", "S1", "S2"], ["S0", "S1"]]
+
+
+def test_who_was_away_and_came_back_is_said_with_the_rounds():
+    rows = [
+        {"site": "A", "attended": [[1, 6]]},
+        {"site": "B", "attended": [[3, 6]]},
+        {"site": "C", "attended": []},
+    ]
+    assert list(absences(rows)) == ["B was away for a while; it took part in rounds 3 to 6."]
+
+
+def test_how_a_lost_site_comes_back_depends_on_who_joins_the_sites():
+    lost = {"site": "B", "round": 2, "reason": "killed"}
+    told = {"messages": 0, "bytes": 0, "seconds": 0.0}
+    summary = {"run": "runs/1-x", "sites": [], "losses": [lost], "communication": told, "seconds": 1.0}
+    for again, said in (
+        ("", "wsi-fl train --resume runs/1-x"),
+        ("wsi-fl federation start", "wsi-fl federation start"),
+    ):
+        assert any(f"it can come back: {said}" in line.text for line in summary_lines(summary, again))
