@@ -17,9 +17,8 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.slides import open_data
-from wsi_fl.stages.training import series
-from wsi_fl.stages.training.series import train_series
-from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training import train as training
+from wsi_fl.stages.training.train import train, train_series
 from wsi_fl.study.folder import load_pipeline
 from wsi_fl.types import WsiFlError
 
@@ -206,7 +205,7 @@ def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeyp
     )
     refused(folded("train.fold=1", "train.releases=true", method="oneshot"), "train.releases", "own split")
     refused(folded("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
-    monkeypatch.setattr(series, "launched_ranks", lambda: 2)
+    monkeypatch.setattr(training, "launched_ranks", lambda: 2)
     refused(
         lambda: train_series(study, method="regular", overrides=["train.folds=3"]),
         "leave out mpiexec or srun",

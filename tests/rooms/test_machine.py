@@ -9,7 +9,7 @@ import pytest
 
 from wsi_fl.system import machine
 from wsi_fl.system.bulk import BulkFile, aligned_empty
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone
 from wsi_fl.types import WsiFlError
 
 HOLDER = """

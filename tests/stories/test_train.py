@@ -25,7 +25,7 @@ from wsi_fl.stages.site.account import guarantee_of
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.system.machine import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 study = larger

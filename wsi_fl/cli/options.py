@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from wsi_fl.system.ranks import is_first, launched_ranks
+from wsi_fl.system.machine import is_first, launched_ranks
 from wsi_fl.types import UsageError, WsiFlError, printable
 
 if TYPE_CHECKING:

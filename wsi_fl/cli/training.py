@@ -108,7 +108,6 @@ def train(
         "pipeline_name": pipeline,
         "overrides": [*(overrides or []), *divided],
     }
-    from wsi_fl.stages.training import series
     from wsi_fl.stages.training import train as stage
     from wsi_fl.stages.work.console import Bars
 
@@ -130,14 +129,14 @@ def train(
     with Bars("train") as bars:
         if resume is not None:
             summary = stage.resume(study, resume, without=without or (), backend=backend, watcher=bars)
-            summary = series.resume_series(study, resume, backend=backend, watcher=bars) or summary
-        elif several or series.is_series(study.pipeline(study.pipeline_name(pipeline), chosen["overrides"])):
-            summary = series.train_series(
+            summary = stage.resume_series(study, resume, backend=backend, watcher=bars) or summary
+        elif several or stage.is_series(study.pipeline(study.pipeline_name(pipeline), chosen["overrides"])):
+            summary = stage.train_series(
                 study, seeds=seeds, leave_site_out=leave_site_out, **chosen, backend=backend, watcher=bars
             )
         else:
             summary = stage.train(study, **chosen, backend=backend, watcher=bars)
-    show(summary, as_json, series.series_lines if "runs" in summary else stage.summary_lines)
+    show(summary, as_json, stage.series_lines if "runs" in summary else stage.summary_lines)
 
 
 def rank(run: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.system.files import (
+    alone,
     append_line,
     read_lines,
     read_object,
@@ -22,7 +23,6 @@ from wsi_fl.system.files import (
     write_sealed,
     write_text,
 )
-from wsi_fl.system.locks import alone
 from wsi_fl.system.tensors import load_tensors, load_weights, save_tensors
 from wsi_fl.types import UsageError, WsiFlError
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: everything the toolkit writes goes through here."""
+"""Files that are whole or absent, and locks on them: everything the toolkit writes goes through here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -14,13 +15,14 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO
 
-from wsi_fl.system.machine import allocate, is_being_written, sync_folder
+from wsi_fl.system.machine import Lock, allocate, is_being_written, sync_folder
 from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
 _OF_SAFETENSORS = ".tmp??????"
 """What that library writes to before it renames."""
 _DIGEST = "digest"
+_RETRY_S = 0.05
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -238,3 +240,43 @@ def _read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:
             raise WsiFlError(f"{path}: line {number} is damaged") from None
         end += len(line) + (not last)
     return documents, end
+
+
+@contextmanager
+def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock on a file, which is made where there is none.
+
+    Args:
+        path: the file; what is in it stays.
+        busy: what to say when another process holds the lock; None to wait for it.
+        patience_s: how long to try before saying so: a process that was killed lets go a moment later.
+
+    Raises:
+        WsiFlError: with `busy`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience_s
+    with Lock(path) as lock:
+        while not lock.taken(wait=not busy):
+            if time.monotonic() > deadline:
+                raise WsiFlError(busy or "")
+            time.sleep(_RETRY_S)
+        yield
+
+
+@contextmanager
+def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold a site's folder for one command at a time, and remove what a killed one left in it.
+
+    Args:
+        folder: made where there is none.
+        site: the site's name, for the error.
+        wait: wait until another command is done with the folder, instead of refusing.
+
+    Raises:
+        WsiFlError: when another command has the folder.
+    """
+    busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
+    with alone(folder / ".lock", None if wait else busy):
+        remove_leftovers(folder)
+        yield

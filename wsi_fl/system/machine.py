@@ -1,4 +1,7 @@
-"""What Linux offers and other systems may not, with a substitute for each. Nothing else asks which system it is on."""
+"""What Linux offers and other systems may not, with a substitute for each, and what mpiexec or srun says.
+
+Nothing else asks which system it is on.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import errno
 import os
 import sqlite3
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +29,10 @@ fcntl, resource = _module("fcntl"), _module("resource")
 
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """What `posix_fallocate` says of a file system, or C library, without it."""
+_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Variables in the environment of a rank: how many there are, which it is, how many are on its machine."""
 _OPEN_FILES = 512
 """How many files a process may have open, where the system does not say."""
 
@@ -159,3 +167,27 @@ class Lock:
         if self._database is not None:
             self._database.close()
         self._handle.close()
+
+
+def launched_ranks() -> int | None:
+    """Return how many ranks mpiexec or srun started with this one; None when nobody did.
+
+    A batch script of Slurm is no rank, though Slurm numbers it as one.
+    """
+    size = _said(_SIZE)
+    return size if size is not None and (size > 1 or "OMPI_COMM_WORLD_SIZE" in os.environ) else None
+
+
+def is_first() -> bool:
+    """Return whether this process tells people what all ranks do: the first rank, or a process alone."""
+    return launched_ranks() is None or not _said(_RANK)
+
+
+def share_of_threads() -> int:
+    """Return how many threads this rank may take, so that all ranks on this machine take no more than its cores."""
+    return max(1, min(n_cores(), (os.cpu_count() or 1) // (_said(_HERE) or 1)))
+
+
+def _said(names: Iterable[str]) -> int | None:
+    """Return the number that the first of these variables holds which holds one."""
+    return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)

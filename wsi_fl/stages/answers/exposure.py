@@ -21,7 +21,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.letters import impossible, without
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.privacy.tails import distances, found, tail_of
-from wsi_fl.stages.site.ledgers import units_of
+from wsi_fl.stages.site.account import units_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.learners import build_model
 from wsi_fl.stages.training.workshop import learned_from

@@ -10,8 +10,7 @@ from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Gpu
-from wsi_fl.study.preparing import Mosaic
+from wsi_fl.study.pipeline import Gpu, Mosaic
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:

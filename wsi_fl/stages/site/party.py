@@ -22,7 +22,7 @@ from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import value_of
-from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.system.machine import launched_ranks
 from wsi_fl.types import GridSpec, UsageError
 
 
@@ -164,6 +164,17 @@ class RunContext:
     def lost(self) -> set[str]:
         """The sites that were lost in the run and have not come back."""
         return {loss["site"] for loss in self.run.losses()}
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The indices of the sites that were not lost."""
+        lost = self.lost
+        return tuple(k for k, name in enumerate(self.names) if name not in lost)
+
+    @property
+    def running_here(self) -> tuple[int, ...]:
+        """Of these, the sites whose models are made on this machine."""
+        return tuple(k for k in self.running if self.names[k] in self.here)
 
     @property
     def task(self) -> Task:

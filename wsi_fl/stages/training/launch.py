@@ -23,8 +23,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import raise_if_full
-from wsi_fl.system.machine import n_cores
-from wsi_fl.system.ranks import is_first, share_of_threads
+from wsi_fl.system.machine import is_first, n_cores, share_of_threads
 from wsi_fl.types import DiskFull, UsageError, WsiFlError
 
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"

@@ -21,13 +21,7 @@ from wsi_fl.privacy.guarantee import detection_of
 from wsi_fl.report.words import detected_of
 from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.checks import (
-    check,
-    check_budgets,
-    sites_here,
-    tell_what_is_lost,
-    warn_of_other_patches,
-)
+from wsi_fl.stages.training.checks import check, check_budgets, tell_doubts
 from wsi_fl.stages.training.workshop import brought, build_site, schedule_of, start_models
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
@@ -53,9 +47,8 @@ def dry_run(
     name = study.pipeline_name(pipeline_name)
     with RunContext.of(study, study.pipeline(name, overrides), method) as party:
         check(party, backend)
-        warn_of_other_patches(party)
-        tell_what_is_lost(party)
-        assembled = [build_site(party, index) for index in sites_here(party)]
+        tell_doubts(party)
+        assembled = [build_site(party, index) for index in party.running_here]
         for site in assembled:
             start_models(party, site)
         documents = [brought(site, party) for site in assembled]

@@ -24,7 +24,7 @@ from wsi_fl.runs.site import hold_alone, note
 from wsi_fl.stages.site.account import group_of, remember_plan
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.checks import check_budgets, sites_here
+from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import SummaryRow, row_of, summary_of
 from wsi_fl.stages.training.workshop import (
@@ -142,7 +142,7 @@ def rank_main(run_path: Path) -> None:
 
     comm = MpiComm(
         pipeline.comm.timeout_s,
-        sites_here(party),
+        party.running_here,
         len(names),
         tuple(names),
         waiting=speak_up,

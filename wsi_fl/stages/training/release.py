@@ -27,8 +27,16 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.privacy.plan import PrivacyPlan, require_planned
 from wsi_fl.stages.prepare.sources import asked_for
-from wsi_fl.stages.site.account import guarantee_of, planned_round, require_budget, terms_of
-from wsi_fl.stages.site.ledgers import check_own, claimed, open_ledger, units_of
+from wsi_fl.stages.site.account import (
+    check_own,
+    claimed,
+    guarantee_of,
+    open_ledger,
+    planned_round,
+    require_budget,
+    terms_of,
+    units_of,
+)
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN, Facts, ReleasedSums, read_sums, refuse_others, wanted_of, write_sums
 from wsi_fl.stages.training.learners import build_model
@@ -38,7 +46,7 @@ from wsi_fl.stages.work.job import Job, device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 

@@ -21,9 +21,8 @@ from wsi_fl.models import schema, started_from
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.site.account import affordable_rounds, weights_of
+from wsi_fl.stages.site.account import affordable_rounds, open_account, weights_of
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.ledgers import open_account
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import directions_of
 from wsi_fl.stages.training.checks import graph_of, versions

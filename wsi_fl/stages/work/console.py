@@ -8,15 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import rich.table
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.system.machine import launched_ranks
 from wsi_fl.types import WsiFlError, printable
+
+if TYPE_CHECKING:
+    from wsi_fl.models.encoder import Spent
 
 LINE_EVERY_S = 5.0
 _MOST_PARTS = 12
@@ -321,3 +324,26 @@ def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
     places = ", ".join(f"({x}, {y})" for x, y, _ in unread[:_MOST_PLACES])
     more = f" and {len(unread) - _MOST_PLACES} more" if len(unread) > _MOST_PLACES else ""
     return f"{len(unread)} of {n} patches set aside, at level-0 pixel {places}{more}: {unread[0][2]}"
+
+
+def speed_of(site: str, spent: Spent, slides: int, patches: int, seconds: float) -> dict[str, Any]:
+    """Return for `--json` how fast patches were encoded and what took the time, on all ranks together.
+
+    Args:
+        slides, patches: how many were encoded; what was there already does not count.
+    """
+    return {
+        "site": site,
+        "slides_per_second": slides / seconds,
+        "patches_per_second": patches / seconds,
+        "spent": {"read": spent.read, "encode": spent.encode, "write": spent.write},
+    }
+
+
+def speed_lines(rows: Sequence[dict[str, Any]]) -> Lines:
+    """Say how fast the patches of each site were encoded, where any were."""
+    for row in rows:
+        if row["patches_per_second"]:
+            spent = ", ".join(f"{key} {seconds:.1f} s" for key, seconds in row["spent"].items())
+            speed = f"{row['patches_per_second']:.1f} patches/s, {row['slides_per_second']:.2f} slides/s"
+            yield Line(f"  {row['site']}: {speed} ({spent}, partly at once)")

@@ -14,8 +14,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.stages.work.console import Silent, Watcher, reason_of
 from wsi_fl.system.files import raise_if_full
-from wsi_fl.system.machine import cores
-from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.system.machine import cores, launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
