@@ -97,14 +97,9 @@ def announced(command: C, name: str = "") -> C:
 
 
 def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
-    """Take these GPUs, and where they are several, begin the command again with a rank on each.
+    """Take these GPUs, "0,1", and where they are several, begin the command again with a rank on each.
 
-    Args:
-        gpus: their numbers, "0,1"; None changes nothing.
-        ranks: whether the command shares its work among ranks. `train` starts its own.
-
-    Raises:
-        UsageError: when these are no numbers of GPUs of this machine.
+    Without `ranks` they are only taken: `train` starts its own.
     """
     if gpus is None:
         return

@@ -79,11 +79,7 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Return the document that describes the run.
-
-        Raises:
-            WsiFlError: when it is missing or damaged.
-        """
+        """Return the document that describes the run; WsiFlError when it is missing or damaged."""
         return read_sealed(self.path / "manifest.json", _MANIFEST, "put its backup back, or start a new run")
 
     def write_manifest(self, document: Mapping[str, Any]) -> None:
@@ -116,11 +112,7 @@ class RunFolder:
             self.write_manifest({**self.manifest, "approved": approved})
 
     def refuse_changed_settings(self) -> None:
-        """Refuse to go on with settings that were edited since the run began.
-
-        Raises:
-            UsageError: when config.toml is no longer what the manifest remembers.
-        """
+        """Refuse (UsageError) to go on with settings that were edited since the run began."""
         text = ordinary(self.path / "config.toml").read_bytes()
         if hashlib.sha256(text).hexdigest() != self.manifest["config_sha256"]:
             raise UsageError(
@@ -129,20 +121,12 @@ class RunFolder:
             )
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the document of a finished run; None where it has not finished.
-
-        Raises:
-            WsiFlError: when it is damaged.
-        """
+        """Return the document of a finished run; None where it has not finished; WsiFlError when it is damaged."""
         advice = f"delete it and run `wsi-fl train --resume {self.path.name}`, which writes it again"
         return _sealed(self.path / "summary.json", _SUMMARY, advice)
 
     def finished(self) -> dict[str, Any]:
-        """Return the document of a run that has to be finished.
-
-        Raises:
-            WsiFlError: when it has not finished, or is damaged.
-        """
+        """Return the document of a run that has to be finished; WsiFlError when it has not finished, or is damaged."""
         if (summary := self.summary()) is None:
             again = f"`wsi-fl train --resume {self.name}`"
             raise WsiFlError(f"{self.path}: the run has not finished; continue it with {again}")
@@ -158,11 +142,7 @@ class RunFolder:
         write_sealed(self.path / "summary.json", document)
 
     def evaluation(self) -> dict[str, Any] | None:
-        """Return the document of `evaluate`; None where the run was not evaluated.
-
-        Raises:
-            WsiFlError: when it is damaged.
-        """
+        """Return the document of `evaluate`; None where the run was not evaluated; WsiFlError when it is damaged."""
         advice = f"run `wsi-fl evaluate {self.path.name}` again"
         return _sealed(self.path / "evaluation.json", _EVALUATION, advice)
 

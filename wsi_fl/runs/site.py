@@ -67,13 +67,9 @@ class SiteFolder:
         return self.path / "metrics.jsonl"
 
     def remember_store(self, digest: str, facts: Mapping[str, Any]) -> None:
-        """Notes which examples the site works on, for itself alone; a run never changes them half-way.
+        """Note which examples the site works on, and the facts that must be known once the store is gone.
 
-        Args:
-            facts: what else must be known of them once the store is gone.
-
-        Raises:
-            UsageError: when they are others than those the run began with.
+        UsageError where they are others than those the run began with.
         """
         kept = self._store()
         if kept is None:
@@ -97,11 +93,7 @@ class SiteFolder:
         return _optional(self.path / "store.json", "sha256")
 
     def remember_released(self, digests: Mapping[str, str]) -> None:
-        """Note whose released sums the site begins with: {site: digest}.
-
-        Raises:
-            UsageError: when they are others than those the run began with.
-        """
+        """Note whose released sums the site begins with; UsageError for others than the run began with."""
         path = self.path / "releases.json"
         began = read_object(path, _ADVICE) if path.exists() else None
         if began is None:
@@ -242,11 +234,7 @@ def note(path: Path, text: str) -> None:
 
 @contextmanager
 def hold_alone(folder: Path) -> Iterator[None]:
-    """Hold a site's part of a run for this process, and remove what a killed one left in it.
-
-    Raises:
-        WsiFlError: when another process has it.
-    """
+    """Hold a site's part of a run, and remove what a killed process left in it; WsiFlError when another has it."""
     busy = f"{folder}: another job still works on this run; wait for it, or end it"
     with alone(folder / ".lock", busy, patience_s=2):
         remove_leftovers(folder)

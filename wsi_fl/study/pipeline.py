@@ -544,11 +544,7 @@ _JOINED: dict[str, type[Section]] = {}
 
 
 def join(name: str, section: type[Section]) -> None:
-    """Add a section to pipelines, as an entry point of the group `wsi_fl.settings` does: name → its model.
-
-    Raises:
-        ValueError: when pipelines have a key of this name.
-    """
+    """Add a section to pipelines, as an entry point of the group `wsi_fl.settings` does: name → its model."""
     if name in Pipeline.model_fields:
         raise ValueError(f"[{name}] is a section of every pipeline")
     _JOINED[name] = section

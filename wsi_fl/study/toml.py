@@ -94,11 +94,7 @@ def _holds(settings: Section, traits: Collection[str], condition: str) -> bool:
 
 
 def value_of(settings: Section, key: str) -> Any:
-    """Return the value of a key, "train.rounds"; None where its section has not joined.
-
-    Raises:
-        KeyError: for an unknown key of a section that is there.
-    """
+    """Return the value of a key, "train.rounds"; None where its section has not joined, KeyError for an unknown key."""
     name, _, last = key.partition(".")
     section = getattr(settings, name, None)
     return section.model_dump(by_alias=True)[last] if isinstance(section, Section) else None
@@ -142,11 +138,7 @@ def toml_value(value: Any) -> str:
 
 
 def validated(model: type[S], values: Mapping[str, Any], label: str) -> S:
-    """Return the model of these values.
-
-    Raises:
-        UsageError: in one line that begins with `label` and names the key and what is allowed.
-    """
+    """Return the model of these values; UsageError in one line names `label`, the key and what is allowed."""
     try:
         return model.model_validate(values)
     except ValidationError as error:

@@ -121,11 +121,7 @@ class Portion:
         self._most: int | None = None
 
     def tried(self, n: int, work: Callable[[int], _T]) -> _T:
-        """Return what work gives that takes so many of n rows at once: as many as fit, half of them at each try.
-
-        Raises:
-            WsiFlError: when the memory does not hold one.
-        """
+        """Return what work gives that takes so many of n rows at once: as many as fit, half of them at each try."""
         import torch
 
         at_once = min(n, self._most or n)

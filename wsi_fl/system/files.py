@@ -27,11 +27,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def ordinary(path: Path) -> Path:
-    """Return a path as it is given, for whoever opens it to read; what is missing is left to that reader.
-
-    Raises:
-        WsiFlError: when a pipe, a socket or a device is there: reading one may wait, or go on, for ever.
-    """
+    """Return a path for whoever opens it to read; WsiFlError for a pipe or device: reading one may go on for ever."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -44,10 +40,9 @@ def ordinary(path: Path) -> Path:
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` that becomes `path` when the block ends well, and vanishes when not.
+    """A temporary name beside `path`, with its suffix, that becomes `path` when the block ends well, and else vanishes.
 
-    The content is on disk before the rename, so a reader sees the old file or the whole new one. The suffix
-    is kept. Raises WsiFlError in one line when the disk is full.
+    The content is on disk before the rename, so a reader sees the old file or the whole new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{_TEMPORARY}{path.suffix}")
@@ -128,15 +123,7 @@ def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
-    """Return what `write_sealed` wrote, without the digest.
-
-    Args:
-        keys: what it has at least.
-        advice: what to do where it is damaged.
-
-    Raises:
-        WsiFlError: when it is missing or damaged.
-    """
+    """Return what `write_sealed` wrote, without the digest; WsiFlError, with advice, where it is damaged."""
     document = read_object(path, advice)
     whole = all(key in document for key in keys)
     if not whole or document.pop(_DIGEST, None) != _digest(document):
@@ -208,11 +195,7 @@ def _mend_tail(handle: BinaryIO) -> None:
 def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) -> list[dict[str, Any]]:
     """Return the JSON lines of `path`; a last line that a crash cut short is dropped.
 
-    Args:
-        needs: what every line has, and of which types.
-
-    Raises:
-        WsiFlError: when another line is damaged, or lacks what it needs.
+    WsiFlError where another line is damaged, or lacks what it `needs`, key → type.
     """
     lines, wanted = _read_lines_from(path, 0)[0], (needs or {}).items()
     for number, line in enumerate(lines, 1):
@@ -244,15 +227,11 @@ def _read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:
 
 @contextmanager
 def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock on a file, which is made where there is none.
+    """Hold the lock on a file, which is made where there is none; what is in it stays.
 
     Args:
-        path: the file; what is in it stays.
-        busy: what to say when another process holds the lock; None to wait for it.
+        busy: what to say (WsiFlError) when another process holds the lock; None to wait for it.
         patience_s: how long to try before saying so: a process that was killed lets go a moment later.
-
-    Raises:
-        WsiFlError: with `busy`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
@@ -268,13 +247,7 @@ def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> It
 def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a site's folder for one command at a time, and remove what a killed one left in it.
 
-    Args:
-        folder: made where there is none.
-        site: the site's name, for the error.
-        wait: wait until another command is done with the folder, instead of refusing.
-
-    Raises:
-        WsiFlError: when another command has the folder.
+    Another command that has it is waited for with `wait`, and else a WsiFlError.
     """
     busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
     with alone(folder / ".lock", None if wait else busy):

@@ -36,25 +36,18 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[st
 
 
 def load_tensors(path: Path, what: str, advice: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the document that `save_tensors` wrote.
+    """Return the tensors and the document that `save_tensors` wrote; WsiFlError where the file is damaged.
 
     Args:
         what: the file is.
         advice: what to do where it is damaged.
-
-    Raises:
-        WsiFlError: when the file is damaged, or holds other bytes than were written.
     """
     with _opened(path, "pt", what, advice) as (file, document):
         return _checked(file, document, document.pop(_DIGEST))
 
 
 def load_document(path: Path, what: str) -> dict[str, Any]:
-    """Return the document that `save_tensors` wrote, without PyTorch and without the tensors.
-
-    Raises:
-        WsiFlError: as `load_tensors`.
-    """
+    """Return the document that `save_tensors` wrote, without PyTorch and without the tensors."""
     with _opened(path, "np", what) as (_, document):
         document.pop(_DIGEST, None)
         return document
@@ -96,14 +89,7 @@ def _opened(path: Path, framework: str, what: str, advice: str = "") -> Iterator
 
 
 def load_weights(path: Path, advice: str) -> dict[str, Tensor]:
-    """Return the tensors of a file, whoever wrote it.
-
-    Args:
-        advice: what to do where it is damaged.
-
-    Raises:
-        WsiFlError: when the file is damaged, or one of `save_tensors` that holds other bytes than were written.
-    """
+    """Return the tensors of a file, whoever wrote it; WsiFlError, with advice, where it is damaged."""
     try:
         with safe_open(ordinary(path), "pt") as file:
             document = dict(json.loads((file.metadata() or {}).get("document", "{}")))

@@ -78,11 +78,7 @@ def spends(pipeline: Pipeline) -> bool:
 
 
 def require_budget(site: SiteFile) -> None:
-    """Refuse to spend anything of a real hospital that has not said how much, and at which δ.
-
-    Raises:
-        UsageError: when its file names no max_epsilon or no delta.
-    """
+    """Refuse to spend anything of a real hospital whose file does not say how much, and at which δ."""
     missing = [key for key in ("max_epsilon", "delta") if getattr(site, key) is None]
     if site.real and missing:
         raise UsageError(
@@ -158,11 +154,7 @@ def _rounds(site: SiteFile, pipeline: Pipeline, n: int) -> partial[PrivacyPlan]:
 def _within(
     limits: Sequence[tuple[float, Sequence[Mechanism]]], n: int, epochs: int, delta: float, clip: float
 ) -> tuple[int, float]:
-    """Return batch size and noise of the tightest of the limits (ε, what counts towards it), which keep them all.
-
-    Args:
-        epochs: of all rounds together; 0 where all units are released at once.
-    """
+    """Return batch size and noise that keep all limits (ε, what counts towards it); `epochs` 0 is one release."""
     rate, steps, batch_size = 1.0, 1, n
     if epochs:
         ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
@@ -304,11 +296,7 @@ def heads_of(study: Study, site: str) -> list[Path]:
 
 
 def head_of_user(site: str) -> Path:
-    """Where the user's account on this machine remembers how far the ledger of a real site was.
-
-    Raises:
-        UsageError: when nothing can be written there: copies of a study would not know of one another.
-    """
+    """Where this user remembers how far the ledger of a real site was; UsageError for no place to write."""
     try:
         told = Path(
             os.environ.get("XDG_STATE_HOME", "")
@@ -349,11 +337,7 @@ def claimed(file: Path) -> str:
 
 
 def check_own(ledger: PrivacyLedger, run: str, known: str, label: str) -> Round:
-    """Return the round of a run in which this site released what has this digest: its ε rests on that noise.
-
-    Raises:
-        WsiFlError: when it released none such, or has put another measurement in the place of this one before it left.
-    """
+    """Return the round of a run in which this site released what has this digest, or raise WsiFlError."""
     for round_ in rounds_of(ledger.of_run(run)):
         if known in round_.releases.values():
             return round_
@@ -449,10 +433,8 @@ class Group(TypedDict):
 def group_of(site: Site, spent: Sequence[Mechanism] | None = None) -> Group | None:
     """Return what ε per row is worth to the patient with the most training rows; None where that is not the question.
 
-    How many rows that patient has depends on one patient alone, so it stays with a real site.
-
-    Args:
-        spent: what is applied; by default what the run has applied so far.
+    How many rows that patient has depends on one patient alone, so it stays with a real site. Without `spent` it is of
+    what the run has applied so far.
     """
     ledger = site.ledger
     if spent is None and ledger.epsilon() is None:
@@ -461,11 +443,7 @@ def group_of(site: Site, spent: Sequence[Mechanism] | None = None) -> Group | No
 
 
 def worth_to_patient(terms: Terms, patient: NDArray[np.str_], spent: Sequence[Mechanism]) -> Group | None:
-    """Return what ε per row of `spent` is worth to the patient with the most rows; None where ε is per patient.
-
-    Args:
-        patient: whose each training row is, "" where nobody knows; None is returned where no row has a patient.
-    """
+    """Return what ε per row of `spent` is worth to the patient with the most rows; None where ε is per patient."""
     names = patient[patient != ""]
     if terms.unit != "row" or not spent or not len(names):
         return None

@@ -46,11 +46,7 @@ class _SlidePixels:
         self._pool: ThreadPoolExecutor | None = None
 
     def __call__(self, source: SlideSource, xy_l0: NDArray[np.int64], spec: GridSpec) -> NDArray[np.uint8]:
-        """The patches uint8[b, size_px, size_px, 3] at these corners.
-
-        Raises:
-            SlideUnreadable: when the slide is missing, was exchanged, or cannot be read there.
-        """
+        """The patches uint8[b, size_px, size_px, 3] at these corners; SlideUnreadable where they cannot be read."""
         out = np.empty((len(xy_l0), spec.size_px, spec.size_px, 3), np.uint8)
         with self._lock:
             try:
@@ -125,14 +121,7 @@ class Data:
     store: Store
 
     def __init__(self, study: Study, site: str, pipeline: Pipeline | None = None) -> None:
-        """Open the site's store.
-
-        Args:
-            pipeline: what it is opened for; None takes everything as stored.
-
-        Raises:
-            WsiFlError: when there is none; says which command makes it.
-        """
+        """Open the site's store for a pipeline; None takes everything as stored."""
         self.study, self.site, self.pipeline = study, site, pipeline or Pipeline()
         self.receives = study.site(site).receives
         self.store = self._opened()
@@ -152,11 +141,7 @@ class Data:
 
     @cached_property
     def table(self) -> Any:
-        """The columns of all examples, with what is true of each as its label and the splits that the run uses.
-
-        Raises:
-            UsageError: when the site's patients cannot be divided into folds.
-        """
+        """The columns of all examples, with the truth as label and the splits that the run uses."""
         return divided(self.store.table, self.pipeline.train, self.site)
 
     @property
@@ -170,11 +155,7 @@ class Data:
         raise NotImplementedError
 
     def examples(self, split: str) -> Examples:
-        """Return the examples of one split as the models see them, in memory where they fit.
-
-        Raises:
-            WsiFlError: when a slide has a label that its tumour type does not have.
-        """
+        """Return the examples of one split as the models see them, in memory where they fit."""
         raise NotImplementedError
 
     def inputs(self) -> Inputs:
@@ -194,11 +175,7 @@ class Data:
         return False
 
     def require_current(self) -> None:
-        """Refuse features of other patches than the site's patch store holds, where that is still there.
-
-        Raises:
-            UsageError: when slides, positions, labels or splits differ.
-        """
+        """Refuse features of other patches than the site's patch store holds, where that is still there."""
 
     @cached_property
     def held_out(self) -> Examples:
@@ -244,11 +221,7 @@ class Patches(Data):
 
 
 def open_store(study: Study, site: str) -> PatchStore:
-    """Open the patch store of a site.
-
-    Raises:
-        WsiFlError: when there is none, or it is another site's; so does `open_bags`.
-    """
+    """Open the patch store of a site; WsiFlError when there is none, or it is another site's; so does `open_bags`."""
     path = _there(study, site, study.store(site), "tile")
     return _own(PatchStore(path, _SlidePixels(study, site)), study, site)
 
@@ -303,14 +276,7 @@ def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
 
 
 def divided(table: AnyTable, train: Train, site: str, task: Task = CLASSES) -> AnyTable:
-    """Return a store's table, with the splits of the run's fold in place of its own where the run is one of folds.
-
-    Args:
-        task: what the labels of the table are the truth of.
-
-    Raises:
-        UsageError: when the site's patients cannot be divided.
-    """
+    """Return a store's table, with the splits of the run's fold in place of its own where the run is one of folds."""
     if train.folds is None or train.fold is None:
         return table
     try:

@@ -27,11 +27,7 @@ from wsi_fl.types import GridSpec, UsageError
 
 
 def method_for(name: str, pipeline: Pipeline) -> Method:
-    """Return a row of METHODS, or the variant of it that a pipeline names.
-
-    Raises:
-        UsageError: for an unknown method.
-    """
+    """Return a row of METHODS, or the variant of it that a pipeline names; UsageError for an unknown method."""
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     row = METHODS[name]
@@ -40,11 +36,7 @@ def method_for(name: str, pipeline: Pipeline) -> Method:
 
 
 def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
-    """Return the settings of a method that releases once: one round, and heads that are solved and not trained.
-
-    Raises:
-        UsageError: where sites train on pixels.
-    """
+    """Return the settings of a method that releases once: one round, and heads that are solved and not trained."""
     linear = kind_of(pipeline).linear
     if linear is None:
         raise UsageError(
@@ -100,11 +92,7 @@ class RunContext:
 
     @staticmethod
     def of_run(study: Study, run: RunFolder, pipeline: Pipeline | None = None) -> RunContext:
-        """Return those who took part in a run, with its own settings where no others are given.
-
-        Args:
-            study: as the run saw it (`as_begun`).
-        """
+        """Return those who took part in a run, with its own settings unless others are given; study `as_begun`."""
         settings = pipeline or load_pipeline(run.path / "config.toml")
         return RunContext.of(study, settings, str(run.manifest["method"]), run)
 

@@ -279,11 +279,7 @@ class ExampleKind:
 
 
 def kind_of(pipeline: Pipeline) -> ExampleKind:
-    """Return what a pipeline learns from.
-
-    Raises:
-        UsageError: when there are no such examples, or something is asked that they do not answer.
-    """
+    """Return what a pipeline learns from; UsageError where there are no such examples."""
     data, example, target = pipeline.train.data, pipeline.example, pipeline.target
     if data == "patches" and example != "patch":
         raise UsageError(

@@ -30,11 +30,7 @@ _PATIENT = ("patient", "patient_id", "case_id", "case_submitter_id", "cases.subm
 
 
 def task_of(target: Target) -> Task:
-    """Return the kind of question that a target is; classes where it asks nothing.
-
-    Raises:
-        UsageError: when it is none, or more than one; says what is missing.
-    """
+    """Return the kind of question that a target is, classes where it asks nothing; UsageError says what is missing."""
     if not target.asked:
         return CLASSES
     if target.time or target.event or target.intervals:
@@ -114,9 +110,7 @@ class TargetLabels:
 def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> TargetLabels:
     """Look up every slide of a store in the site's table; of a receiver, which needs none, the truth is 0.
 
-    Raises:
-        UsageError: when there is no table, a column is missing, a value is none that was agreed on, slides of a patient
-            contradict each other, or nothing is left. It names the line of the table.
+    UsageError names the line of the table: a value that was not agreed on, or slides of a patient that contradict.
     """
     path = Path(f"sites/{site.name}.toml") if site.receives else _table_path(study, site)
     said = {} if site.receives else _values(path, site, target)
@@ -170,20 +164,12 @@ def _table_path(study: Study, site: SiteFile) -> Path:
 
 
 def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str], str]:
-    """("slide" or "patient", its name) → what a column of the site's own table says; nothing where that is empty.
-
-    Raises:
-        UsageError: when there is no table, it has no such column, or its lines contradict each other.
-    """
+    """("slide" or "patient", its name) → what a column of the site's own table says; nothing where that is empty."""
     return _by_name(_table_path(study, site), site, [column], lambda row, _: row[column] or None)
 
 
 def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, set[str]]:
-    """Return all that a column of the site's own table says of each patient, without what says nothing.
-
-    Raises:
-        UsageError: when there is no table, it lacks the column or one of patients, or a line names no patient.
-    """
+    """Return all that a column of the site's own table says of each patient, without what says nothing."""
     path, found = _table_path(study, site), dict[str, set[str]]()
     rows = rows_of(path, [column])
     patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
@@ -236,11 +222,7 @@ def _by_name(
 
 
 def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
-    """What a line says; None where it says nothing.
-
-    Raises:
-        UsageError: for a value that was not agreed on.
-    """
+    """What a line says; None where it says nothing; UsageError for a value that was not agreed on."""
     if target.intervals:
         time, event = row[str(target.time)], row[str(target.event)].lower()
         if time.lower() in _NOTHING or event in _NOTHING:

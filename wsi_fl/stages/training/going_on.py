@@ -113,11 +113,7 @@ def _begun(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
 
 
 def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | None]:
-    """Return who took part in a run that is to go on, and its summary where nothing is left to do.
-
-    Raises:
-        UsageError: for an unknown run or site, or settings that were changed.
-    """
+    """Return who took part in a run that is to go on, and its summary where nothing is left to do."""
     run, without = asked.run, asked.without
     assert run is not None
     run.refuse_changed_settings()
@@ -135,11 +131,7 @@ def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | N
 
 
 def require_same(began: RunContext, signed: RunContext, agreement: str) -> None:
-    """Refuse a run that is not a signed plan's, or whose settings are no longer those of the plan.
-
-    Raises:
-        UsageError: when method or settings differ from what was signed.
-    """
+    """Refuse a run that is not a signed plan's, or whose method or settings are no longer those of the plan."""
     if (began.run.agreement, began.name) != (agreement, signed.name) or began.pipeline != signed.pipeline:
         raise UsageError(
             f"{began.run.name} belongs to another plan than the one signed here, or has other settings; nothing was "

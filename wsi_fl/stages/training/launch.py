@@ -57,15 +57,7 @@ def naming_resume(study: Study, run: RunFolder) -> AbstractContextManager[None]:
 
 @contextmanager
 def naming(place: Path, way_on: str) -> Iterator[None]:
-    """Say how work goes on that Ctrl-C or a full disk ends.
-
-    Args:
-        place: where it writes.
-        way_on: what to do, in words.
-
-    Raises:
-        DiskFull, KeyboardInterrupt: with the way on, in place of what ended it.
-    """
+    """Say how work goes on that Ctrl-C or a full disk ends while it writes to `place`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -92,11 +84,7 @@ class SitesLost(Exception):
 
 
 def find_mpiexec() -> str:
-    """mpiexec beside this Python, else on PATH.
-
-    Raises:
-        WsiFlError: when there is none, saying how to get one.
-    """
+    """mpiexec beside this Python, else on PATH; WsiFlError when there is none, saying how to get one."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:
@@ -143,7 +131,7 @@ def _threads(n_ranks: int) -> int:
 def run_ranks(
     sites: Sequence[str], arguments: list[str], *, log: Path, timeout_s: float, watcher: Watcher, resume: str
 ) -> None:
-    """Runs `wsi-fl ARGUMENTS` on one rank per site of this machine until all are done.
+    """Run `wsi-fl ARGUMENTS` on one rank per site of this machine until all are done.
 
     Args:
         sites: rank k belongs to the k-th.
@@ -153,8 +141,7 @@ def run_ranks(
 
     Raises:
         SitesLost: when ranks were killed, or hang.
-        WsiFlError: with the failing rank's own reason, or that a rank died without one.
-        UsageError: likewise, for wrong usage.
+        WsiFlError, UsageError: with the failing rank's own reason, or that a rank died without one.
     """
     command = [find_mpiexec(), "-n", str(len(sites)), "--oversubscribe", "--bind-to", "none"]
     command += [sys.executable, "-m", "wsi_fl", *arguments]

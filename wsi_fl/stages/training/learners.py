@@ -54,11 +54,7 @@ def build_model(
     common: bool = False,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.nn.Module:
-    """Return a model: everybody's kind and seed for "proxy" or if `common`, else the site's own.
-
-    Args:
-        state: all of its tensors by name; None for a fresh model.
-    """
+    """Return a model: everybody's kind and seed for "proxy" or if `common`, else the site's own."""
     private = role != "proxy" and not common
     try:
         model = build(
@@ -78,11 +74,7 @@ def build_model(
 
 
 def start_of(pipeline: Pipeline, study: Study | None = None) -> Start | None:
-    """Return what networks start from; None where that is chance.
-
-    Args:
-        study: where their weights lie; None where weights will be loaded afterwards.
-    """
+    """Return what networks start from; None for chance. Without a study their weights are loaded afterwards."""
     said = pipeline.model
     if not said.weights:
         return None
@@ -106,12 +98,7 @@ def learners_of(
     plan: PrivacyPlan | None,
     train: Examples,
 ) -> MakeLearner:
-    """Return what builds the learners a method asks for, with noise where they are under differential privacy.
-
-    Args:
-        plan: of the noise; None where there is none.
-        train: what they will learn from.
-    """
+    """Return what builds the learners a method asks for, with the noise of the plan where they are under DP."""
     site, pipeline, keys = party.sites[index], party.pipeline, party.pipeline.train
     half = _in_bfloat16(pipeline)
 
@@ -246,12 +233,7 @@ def _tuned(
     *,
     half: bool,
 ) -> tuple[HyperParameters, Probabilities | None]:
-    """Return the settings that serve held-out patients best, and what models trained with them say of these.
-
-    Args:
-        model: a fresh one, as which all begin.
-        folds: how often patients are held out at most.
-    """
+    """Return the settings that serve held-out patients best, and what models trained with them say of these."""
     start = {key: value.clone() for key, value in model.state_dict().items()}
 
     def trained(way: HyperParameters, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
@@ -276,9 +258,7 @@ def _tuned(
 def bring_released(party: RunContext, site: Site) -> None:
     """Give a site's learners what all released files tell: a shared head its sums, or what travels its start.
 
-    Raises:
-        UsageError: when a file is of another plan, projection or encoder than the site's own store.
-        WsiFlError: when a file holds what no honest site would have released.
+    WsiFlError where a file holds what no honest site would have released.
     """
     study, data, name, learners = party.study, party.data(site.name), site.name, site.learners
     wanted = wanted_of(data, party.pipeline)

@@ -93,11 +93,7 @@ def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
 
 
 def _release_of(party: RunContext, again: bool) -> dict[str, Any]:
-    """Release a site's sums, unless it has released some; return its part of the document.
-
-    Raises:
-        WsiFlError: when a file is damaged, or its numbers are not on the ledger.
-    """
+    """Release a site's sums, unless it has released some that are whole; return its part of the document."""
     study, (site,) = party.study, party.sites
     home, file = study.release_at_home(site.name), study.release(site.name)
     require_budget(site)
@@ -162,11 +158,7 @@ def _past(ledger: PrivacyLedger) -> list[Mechanism]:
 
 
 def _rows_of(party: RunContext) -> tuple[Examples, Units]:
-    """Return a site's training rows and the units that privacy counts among them.
-
-    Raises:
-        WsiFlError: when there are none.
-    """
+    """Return a site's training rows and the units that privacy counts among them; WsiFlError when there are none."""
     name = party.names[0]
     train, _ = learned_from(party, name)
     if not len(train):

@@ -246,10 +246,6 @@ def _validated(party: RunContext, data: Data, train: Examples) -> tuple[Examples
     """(for training, for validation): the store's own split, else a share of the training patients.
 
     Where nothing is sent there is nothing to choose, and every row that is for training is learned from.
-
-    Raises:
-        UsageError: for a share that would leave nothing to learn from, for rows without a patient where a share is
-            drawn and noise is added, and for rows that are missing where they are asked for.
     """
     pipeline = party.pipeline
     if "proxy" not in party.method.learners and not party.method.keeps_lone:

@@ -35,11 +35,7 @@ class Watcher(Protocol):
     def update(self, part: str, done: float, total: float, note: str = "") -> None: ...
 
     def say(self, text: str, *, public: bool = False) -> None:
-        """Tell people something while the job goes on.
-
-        Args:
-            public: whether everybody may know it, since it is made of what all sites have told each other.
-        """
+        """Tell people something; `public` where it is made of what all sites told each other."""
         ...
 
 
@@ -54,13 +50,7 @@ class Silent:
 
 
 class OneOf(Silent):
-    """Tells of one of several equal works as a part of them all, so that what is shown never goes back.
-
-    Args:
-        watcher: told of all works together.
-        before: how many are done.
-        n: how many there are.
-    """
+    """Tells of one of n equal works as a part of them all, so that what is shown never goes back."""
 
     def __init__(self, watcher: Watcher, before: int, n: int) -> None:
         self._watcher, self._before, self._n = watcher, before, n
@@ -73,11 +63,7 @@ class OneOf(Silent):
 
 
 class Quiet(Silent):
-    """Keeps at home what a real hospital has to say, in a log of its own, unless everybody may know it.
-
-    Args:
-        log: writes a line into that log.
-    """
+    """Keeps at home what a real hospital has to say, in a log of its own, unless everybody may know it."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
@@ -159,11 +145,7 @@ class Bars(Silent):
 
 
 class Events:
-    """JSON lines on stdout, for the process that started this one and draws the bars.
-
-    Args:
-        owner: that process; WsiFlError once it is gone.
-    """
+    """JSON lines on stdout, for the process that started this one and draws the bars: its owner."""
 
     def __init__(self, owner: int | None = None) -> None:
         self._said: dict[str, float] = {}
@@ -191,12 +173,7 @@ class Events:
 
 
 class Discreet(Events):
-    """Events of a real hospital: its name and how many rounds are done, and nothing that depends on its records.
-
-    Args:
-        log: writes a line into the hospital's own log.
-        owner: as of `Events`.
-    """
+    """Events of a real hospital: its name and how many rounds are done, and nothing that depends on its records."""
 
     def __init__(self, log: Callable[[str], None], owner: int | None = None) -> None:
         super().__init__(owner)

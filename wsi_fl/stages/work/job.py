@@ -98,11 +98,7 @@ class Job:
     def each(self, work: Callable[[], T]) -> T:
         """Do the work on every rank and return this rank's own result.
 
-        A failure anywhere is told once, by the first rank, and ends all; what others had finished stays.
-
-        Raises:
-            WsiFlError, UsageError: the failure, in the first rank.
-            SystemExit: in the others.
+        A failure anywhere is told once, by the first rank, and ends all (SystemExit); what others had finished stays.
         """
         own: list[T] = []
 
@@ -113,11 +109,7 @@ class Job:
         return own[0]
 
     def first_does(self, work: Callable[[], T]) -> T | None:
-        """Do the work on the first rank while the others wait; return its result there and None elsewhere.
-
-        Raises:
-            WsiFlError, UsageError, SystemExit: as `each`.
-        """
+        """Do the work on the first rank while the others wait; return its result there and None elsewhere."""
         return self.each(lambda: work() if self.first else None)
 
     @contextmanager
