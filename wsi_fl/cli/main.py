@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from wsi_fl import __version__
-from wsi_fl.cli import answers, prepare, training
+from wsi_fl.cli import prepare, training
 from wsi_fl.cli.options import Json, announced, show
 from wsi_fl.plugins import Table
 
@@ -104,28 +104,8 @@ def config(
     show({"keys": keys(key)}, as_json, keys_lines)
 
 
-_LONG = {
-    *(
-        demo,
-        prepare.tile,
-        prepare.mosaic,
-        prepare.features,
-        prepare.directions,
-        prepare.partition,
-        prepare.pack,
-    ),
-    *(
-        training.release,
-        training.train,
-        training.bench,
-        answers.export,
-        answers.evaluate,
-        answers.predict,
-        answers.compare,
-    ),
-    *(answers.clinical, answers.audit, answers.report, prepare.check, prepare.encoders, doctor),
-}
-"""Commands that read, train or import for longer than a second."""
+_QUICK = (prepare.init, training.plan_size, training.privacy, config)
+"""Commands that begin at once; all others read, train or import for longer than a second."""
 
 for command in (
     *(
@@ -140,18 +120,18 @@ for command in (
         prepare.encoders,
     ),
     *(
-        answers.export,
+        training.export,
         prepare.pack,
         prepare.partition,
         training.release,
         training.train,
-        answers.evaluate,
-        answers.predict,
+        training.evaluate,
+        training.predict,
     ),
-    *(answers.compare, answers.clinical, answers.audit, answers.report),
-    *(answers.plan_size, training.privacy, training.bench, config),
+    *(training.compare, training.clinical, training.audit, training.report),
+    *(training.plan_size, training.privacy, training.bench, config),
 ):
     described = training.Described if command is training.train else None
-    app.command(cls=described)(announced(command) if command in _LONG else command)  # in the order of --help
+    app.command(cls=described)(command if command in _QUICK else announced(command))  # in the order of --help
 app.command("import")(announced(prepare.import_features, "import"))
 app.command(hidden=True)(training.rank)

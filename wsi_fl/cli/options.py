@@ -66,6 +66,18 @@ def show(document: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any
         render(lines(document))
 
 
+def show_work(
+    title: str, work: Callable[..., dict[str, Any]], as_json: bool, lines: Callable[[dict[str, Any]], Lines]
+) -> dict[str, Any]:
+    """Do the work of a command, which is given bars as its `watcher`, print its answer, and return that."""
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars(title) as bars:
+        document = work(watcher=bars)
+    show(document, as_json, lines)
+    return document
+
+
 def _spelled(line: str) -> str:
     """A line of JSON that means the same, and in which what a terminal would not show as it is stands as an escape."""
     if line.isprintable():
@@ -73,10 +85,10 @@ def _spelled(line: str) -> str:
     return "".join(one if printable(one) == one else json.dumps(one)[1:-1] for one in line)
 
 
-C = TypeVar("C", bound=Callable[..., None])
+_C = TypeVar("_C", bound=Callable[..., None])
 
 
-def announced(command: C, name: str = "") -> C:
+def announced(command: _C, name: str = "") -> _C:
     """Return the command, which first says on stderr that it starts, since what it imports takes seconds.
 
     Ctrl-C that knows how the work goes on is told in its own words.
@@ -93,7 +105,7 @@ def announced(command: C, name: str = "") -> C:
                 raise
             raise WsiFlError(str(stopped)) from None
 
-    return cast(C, told)
+    return cast(_C, told)
 
 
 def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, find_study, one_or_all, show, take_gpus
+from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, find_study, one_or_all, show, show_work, take_gpus
 from wsi_fl.types import UsageError
 
 
@@ -82,20 +83,15 @@ def tile(
     start_ahead()
     from wsi_fl.stages.prepare.tables import tile_lines
     from wsi_fl.stages.prepare.tile import tile
-    from wsi_fl.stages.work.console import Bars
 
     if dry_run:
         from wsi_fl.stages.prepare.tile_estimate import estimate, estimate_lines
 
-        with Bars("tile") as bars:
-            document = estimate(
-                study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars
-            )
-        show(document, as_json, estimate_lines)
+        work = partial(estimate, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
+        show_work("tile", work, as_json, estimate_lines)
         return
-    with Bars("tile") as bars:
-        document = tile(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    show(document, as_json, tile_lines)
+    work = partial(tile, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
+    show_work("tile", work, as_json, tile_lines)
 
 
 def mosaic(
@@ -112,11 +108,9 @@ def mosaic(
     take_gpus(gpus)
     from wsi_fl.stages.prepare.mosaic import mosaic
     from wsi_fl.stages.prepare.tables import mosaic_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("mosaic") as bars:
-        document = mosaic(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    show(document, as_json, mosaic_lines)
+    work = partial(mosaic, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
+    show_work("mosaic", work, as_json, mosaic_lines)
 
 
 def features(
@@ -132,11 +126,9 @@ def features(
     study = find_study()
     take_gpus(gpus)
     from wsi_fl.stages.prepare.features import features, features_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("features") as bars:
-        document = features(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    show(document, as_json, features_lines)
+    work = partial(features, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
+    show_work("features", work, as_json, features_lines)
 
 
 def directions(
@@ -172,21 +164,19 @@ def directions(
     if n is not None and rows is not None:
         raise UsageError("--directions and --rows exclude each other")
     from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("directions") as bars:
-        document = directions(
-            study,
-            sources,
-            out=out,
-            pipeline_name=pipeline,
-            overrides=overrides or [],
-            n=n,
-            letters=None if rows is None else Letters(rows, hospitals, epsilon, shared),
-            mpp=mpp,
-            watcher=bars,
-        )
-    show(document, as_json, directions_lines)
+    work = partial(
+        directions,
+        study,
+        sources,
+        out=out,
+        pipeline_name=pipeline,
+        overrides=overrides or [],
+        n=n,
+        letters=None if rows is None else Letters(rows, hospitals, epsilon, shared),
+        mpp=mpp,
+    )
+    show_work("directions", work, as_json, directions_lines)
 
 
 def check(
@@ -199,11 +189,9 @@ def check(
     one_or_all("check", site, every)
     study = find_study()
     from wsi_fl.stages.prepare.check import check, check_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("check") as bars:
-        document = check(study, site=site, pipeline_name=pipeline, watcher=bars)
-    show(document, as_json, check_lines)
+    work = partial(check, study, site=site, pipeline_name=pipeline)
+    document = show_work("check", work, as_json, check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
 
@@ -254,21 +242,19 @@ def import_features(
     study = find_study()
     from wsi_fl.stages.prepare.importing import ImportFacts, import_features
     from wsi_fl.stages.prepare.tables import mosaic_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("import") as bars:
-        document = import_features(
-            study,
-            site=site,
-            form=form,
-            source=source,
-            labels=labels,
-            said=ImportFacts(encoder, patch_px, mpp, called),
-            pipeline_name=pipeline,
-            overrides=overrides or [],
-            watcher=bars,
-        )
-    show(document, as_json, mosaic_lines)
+    work = partial(
+        import_features,
+        study,
+        site=site,
+        form=form,
+        source=source,
+        labels=labels,
+        said=ImportFacts(encoder, patch_px, mpp, called),
+        pipeline_name=pipeline,
+        overrides=overrides or [],
+    )
+    show_work("import", work, as_json, mosaic_lines)
 
 
 def pack(

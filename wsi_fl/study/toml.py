@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from wsi_fl.types import UsageError, strange_character
 
-S = TypeVar("S", bound=BaseModel)
+_S = TypeVar("_S", bound=BaseModel)
 
 
 MOST_SEED = 2**63 - 1
@@ -137,7 +137,7 @@ def toml_value(value: Any) -> str:
     return tomli_w.dumps({"x": value})[len("x = ") : -1]
 
 
-def validated(model: type[S], values: Mapping[str, Any], label: str) -> S:
+def validated(model: type[_S], values: Mapping[str, Any], label: str) -> _S:
     """Return the model of these values; UsageError in one line names `label`, the key and what is allowed."""
     try:
         return model.model_validate(values)

@@ -21,7 +21,7 @@ Stream = bytes | memoryview
 
 
 def decode(stream: Stream, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """The picture uint8[h, w, 3] in RGB, in `out` where it is given; WsiFlError where the stream is cut short or garbled."""
+    """The picture uint8[h, w, 3] in RGB, in `out` where given; WsiFlError for a stream that is cut short or garbled."""
     try:
         picture: NDArray[np.uint8] = simplejpeg.decode_jpeg(stream, "RGB", buffer=out, strict=True)
     except ValueError as error:

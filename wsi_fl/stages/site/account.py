@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -393,12 +393,6 @@ def agreed_plan(
             "put its settings back, or start a new run"
         )
     return known
-
-
-def remember_plan(site: Site) -> None:
-    """Keep in the run what `agreed_plan` found: the account changes while the run goes on, the plan does not."""
-    if site.plan is not None and site.folder.kept("plan") is None:
-        site.folder.keep("plan", asdict(site.plan))
 
 
 def planned(site: Site | Account, rounds: int) -> list[Mechanism]:

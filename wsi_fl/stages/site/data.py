@@ -102,12 +102,10 @@ class _SlidePixels:
         return self._pool
 
 
-Store = PatchStore | BagStore
+_Store = PatchStore | BagStore
 Table = PatchTable | BagTable
-Opened = TypeVar("Opened", PatchStore, BagStore)
-
-
-AnyTable = TypeVar("AnyTable", bound=PatchTable | BagTable)
+_Opened = TypeVar("_Opened", PatchStore, BagStore)
+_AnyTable = TypeVar("_AnyTable", bound=PatchTable | BagTable)
 
 
 class Data:
@@ -118,7 +116,7 @@ class Data:
         receives: whether the site lends no labels: all of them are 0 here, whatever the store says.
     """
 
-    store: Store
+    store: _Store
 
     def __init__(self, study: Study, site: str, pipeline: Pipeline | None = None) -> None:
         """Open the site's store for a pipeline; None takes everything as stored."""
@@ -232,7 +230,7 @@ def open_bags(study: Study, site: str, data: str) -> BagStore:
     return _own(BagStore(_there(study, site, path(site), command)), study, site)
 
 
-def _own(store: Opened, study: Study, site: str) -> Opened:
+def _own(store: _Opened, study: Study, site: str) -> _Opened:
     """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
     if (theirs := store.meta.site) == study.owner(site):
         return store
@@ -275,7 +273,7 @@ def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
     return digest
 
 
-def divided(table: AnyTable, train: Train, site: str, task: Task = CLASSES) -> AnyTable:
+def divided(table: _AnyTable, train: Train, site: str, task: Task = CLASSES) -> _AnyTable:
     """Return a store's table, with the splits of the run's fold in place of its own where the run is one of folds."""
     if train.folds is None or train.fold is None:
         return table

@@ -70,10 +70,6 @@ def naming(place: Path, way_on: str) -> Iterator[None]:
         raise
 
 
-class _RankDied(WsiFlError):
-    """A rank ended without giving a reason, and nobody knows which."""
-
-
 class SitesLost(Exception):
     """Some ranks were killed or hang; the job was ended so that the others can start again."""
 
@@ -190,7 +186,7 @@ def run_ranks(
         kind = UsageError if ranks.failures[0].get("usage") else WsiFlError
         raise kind(ranks.failures[0]["error"])
     if code:
-        raise _RankDied(
+        raise WsiFlError(
             f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
         )
 

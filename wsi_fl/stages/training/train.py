@@ -387,8 +387,11 @@ def _complete(
     }
 
 
-def series_lines(document: dict[str, Any]) -> Lines:
-    """The runs for people."""
+def lines(document: dict[str, Any]) -> Lines:
+    """The summary of a run, or of the runs of a series, for people."""
+    if "runs" not in document:
+        yield from summary_lines(document)
+        return
     runs = " ".join(summary["run"] for summary in document["runs"])
     seconds = sum(summary["seconds"] for summary in document["runs"])
     n = len(document["runs"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from sys import maxsize
 
@@ -14,11 +14,10 @@ from wsi_fl.federation.preflight import Brought, Setting
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.bags import with_drawn_patches
 from wsi_fl.learning.canaries import Canaries, canaries, tossed
-from wsi_fl.learning.examples import Augment, Examples, joined
+from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.learning.validation import LONE, require_names, with_validation
 from wsi_fl.models import schema, started_from
-from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.account import affordable_rounds, open_account, weights_of
@@ -45,7 +44,7 @@ def schedule_of(party: RunContext) -> Schedule:
         seed=train.seed,
         weights=weights_of(pipeline),
         self_weight=pipeline.topology.self_weight,
-        make_augment=partial(augmentation, train.augment) if party.kind.of_images else _not_augmented,
+        make_augment=partial(augmentation, train.augment) if party.kind.of_images else lambda _: None,
         graph=graph_of(party),
         answer=pipeline.predict.with_,
         reset_optimizer=train.optimizer_after_exchange == "reset",
@@ -57,12 +56,6 @@ def schedule_of(party: RunContext) -> Schedule:
         ),
         dropouts=pipeline.privacy.dropouts,
     )
-
-
-def _not_augmented(views: CipherStream) -> Augment | None:
-    """Features have no symmetries of their own."""
-    del views
-    return None
 
 
 def build_site(party: RunContext, index: int) -> Site:
@@ -200,19 +193,22 @@ def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data) -> Canar
     return canaries(seed, included, data.shape, len(data.classes))
 
 
-def remember_canaries(site: Site) -> None:
-    """Notes in the run what `agreed_canaries` tossed, before anything is trained."""
-    found = site.canaries
-    if found is None or site.folder.kept("canaries"):
-        return
-    coins = "".join("1" if coin else "0" for coin in found.included)
-    site.folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
+def remember(site: Site) -> None:
+    """Note in the run, before anything is trained, what a site decided for it: a restart finds the same again.
 
-
-def remember_buffer(site: Site) -> None:
-    """Note in the run what buffer was drawn, before anything is trained: every round sends the same bytes."""
-    if site.buffer is not None and site.folder.buffer() is None:
-        site.folder.remember_buffer(site.buffer.values, site.buffer.provenance)
+    These are the plan (the account changes while the run goes on), the canaries that were tossed, the settings that
+    were tuned, and the buffer that was drawn: every round sends the same bytes.
+    """
+    folder, found = site.folder, site.canaries
+    if site.plan is not None and folder.kept("plan") is None:
+        folder.keep("plan", asdict(site.plan))
+    if found is not None and not folder.kept("canaries"):
+        coins = "".join("1" if coin else "0" for coin in found.included)
+        folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
+    if site.tuned is not None:
+        folder.keep("tuned", site.tuned)
+    if site.buffer is not None and folder.buffer() is None:
+        folder.remember_buffer(site.buffer.values, site.buffer.provenance)
 
 
 _THINGS = {"model": "its model", "buffer": "a buffer of synthetic samples", "generator": "its generator"}

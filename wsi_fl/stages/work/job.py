@@ -20,8 +20,8 @@ from wsi_fl.types import UsageError, WsiFlError
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-R = TypeVar("R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class _Cores(TypedDict):
@@ -45,7 +45,7 @@ class _Ranks(Protocol):
     sites: tuple[int, ...]
     running: tuple[int, ...]
 
-    def gather(self, documents: Sequence[T], kind: type[T]) -> list[T]: ...
+    def gather(self, documents: Sequence[_T], kind: type[_T]) -> list[_T]: ...
 
 
 class _Alone:
@@ -53,7 +53,7 @@ class _Alone:
 
     sites = running = (0,)
 
-    def gather(self, documents: Sequence[T], kind: type[T]) -> list[T]:
+    def gather(self, documents: Sequence[_T], kind: type[_T]) -> list[_T]:
         del kind
         return list(documents)
 
@@ -91,16 +91,16 @@ class Job:
         """Return the watcher in the first rank and a silent one in the others, or where there is none."""
         return watcher if watcher and self.first else Silent()
 
-    def mine(self, items: Sequence[T]) -> list[T]:
+    def mine(self, items: Sequence[_T]) -> list[_T]:
         """Return this rank's share of a list that all ranks have alike."""
         return list(items[self.rank :: self.size])
 
-    def each(self, work: Callable[[], T]) -> T:
+    def each(self, work: Callable[[], _T]) -> _T:
         """Do the work on every rank and return this rank's own result.
 
         A failure anywhere is told once, by the first rank, and ends all (SystemExit); what others had finished stays.
         """
-        own: list[T] = []
+        own: list[_T] = []
 
         def keep() -> None:
             own.append(work())
@@ -108,7 +108,7 @@ class Job:
         self._together(keep)
         return own[0]
 
-    def first_does(self, work: Callable[[], T]) -> T | None:
+    def first_does(self, work: Callable[[], _T]) -> _T | None:
         """Do the work on the first rank while the others wait; return its result there and None elsewhere."""
         return self.each(lambda: work() if self.first else None)
 
@@ -121,10 +121,10 @@ class Job:
 
     def share(
         self,
-        items: Sequence[T],
-        work: Callable[[list[T]], Iterable[R]],
-        tell: Callable[[float, T], None] | None = None,
-    ) -> list[R]:
+        items: Sequence[_T],
+        work: Callable[[list[_T]], Iterable[_R]],
+        tell: Callable[[float, _T], None] | None = None,
+    ) -> list[_R]:
         """Give every rank its share of the items, and return the results of all ranks in the order of the items.
 
         Args:
@@ -137,8 +137,8 @@ class Job:
         """
         mine = self.mine(items)
 
-        def do() -> list[R]:
-            found: list[R] = []
+        def do() -> list[_R]:
+            found: list[_R] = []
             for item, result in zip(mine, work(mine), strict=True):
                 found.append(result)
                 if tell is not None:
@@ -148,7 +148,7 @@ class Job:
         parts = self._together(do)
         return [parts[k % self.size][k // self.size] for k in range(len(items))]
 
-    def _together(self, work: Callable[[], T]) -> list[T]:
+    def _together(self, work: Callable[[], _T]) -> list[_T]:
         """Do the work on every rank and return all results (JSON) in order of ranks."""
         failure: BaseException | None = None
         outcome: _Outcome = {}
