@@ -123,7 +123,7 @@ class RunFolder:
     def summary(self) -> dict[str, Any] | None:
         """Return the document of a finished run; None where it has not finished; WsiFlError when it is damaged."""
         advice = f"delete it and run `wsi-fl train --resume {self.path.name}`, which writes it again"
-        return _sealed(self.path / "summary.json", _SUMMARY, advice)
+        return self._document("summary.json", _SUMMARY, advice)
 
     def finished(self) -> dict[str, Any]:
         """Return the document of a run that has to be finished; WsiFlError when it has not finished, or is damaged."""
@@ -144,7 +144,7 @@ class RunFolder:
     def evaluation(self) -> dict[str, Any] | None:
         """Return the document of `evaluate`; None where the run was not evaluated; WsiFlError when it is damaged."""
         advice = f"run `wsi-fl evaluate {self.path.name}` again"
-        return _sealed(self.path / "evaluation.json", _EVALUATION, advice)
+        return self._document("evaluation.json", _EVALUATION, advice)
 
     def write_evaluation(self, document: Mapping[str, Any]) -> None:
         """Write the document of `evaluate`."""
@@ -153,15 +153,14 @@ class RunFolder:
     def clinical(self) -> dict[str, Any] | None:
         """Return the document of `clinical`; None where nobody asked for it."""
         advice = f"run `wsi-fl clinical {self.path.name}` again"
-        return _sealed(self.path / "clinical.json", ("run", "sites"), advice)
+        return self._document("clinical.json", ("run", "sites"), advice)
+
+    def _document(self, name: str, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
+        return read_sealed(self.path / name, keys, advice) if (self.path / name).exists() else None
 
     def write_clinical(self, document: Mapping[str, Any]) -> None:
         """Write the document of `clinical`."""
         write_sealed(self.path / "clinical.json", document)
-
-    @property
-    def roster_path(self) -> Path:
-        return self.path / "roster.jsonl"
 
     def losses(self) -> list[dict[str, Any]]:
         """The sites that were lost and have not come back: {"site", "round", "reason", …}, in order."""
@@ -177,7 +176,7 @@ class RunFolder:
 
     def _roster(self) -> dict[str, dict[str, Any]]:
         """The latest line of each site that was ever lost."""
-        return {line["site"]: line for line in read_lines(self.roster_path, _ROSTER)}
+        return {line["site"]: line for line in read_lines(self.path / "roster.jsonl", _ROSTER)}
 
     def _newest(self, site: str) -> int:
         return max(self.site(site).checkpoints(), default=0)
@@ -195,13 +194,13 @@ class RunFolder:
         done = [line["round"] for one in those for line in one.metrics()]
         round_ = max(done, default=0) + 1
         line = {"site": site, "event": "lost", "round": round_, "reason": reason, "time": _now()}
-        append_line(self.roster_path, line)
+        append_line(self.path / "roster.jsonl", line)
         return line
 
     def note_return(self, site: str) -> None:
         """Writes down that a lost site comes back."""
         line = {"site": site, "event": "returned", "newest": self._newest(site), "time": _now()}
-        append_line(self.roster_path, line)
+        append_line(self.path / "roster.jsonl", line)
 
     def refuse_if_busy(self) -> None:
         """One job at a time: a second one would tell the first one's sites that they were lost or came back."""
@@ -221,10 +220,6 @@ class RunFolder:
 def pipeline_stem(pipeline: str) -> str:
     """Return what a run's folder calls a pipeline that was given by name or path."""
     return Path(pipeline).name.removesuffix(".toml")
-
-
-def _sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
-    return read_sealed(path, keys, advice) if path.exists() else None
 
 
 def _now() -> str:

@@ -43,7 +43,10 @@ class _SlidePixels:
         self._study, self._site = study, site
         self._open: OrderedDict[str, Slide] = OrderedDict()
         self._lock = Lock()
-        self._pool: ThreadPoolExecutor | None = None
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(_MOST_THREADS, n_cores()))
 
     def __call__(self, source: SlideSource, xy_l0: NDArray[np.int64], spec: GridSpec) -> NDArray[np.uint8]:
         """The patches uint8[b, size_px, size_px, 3] at these corners; SlideUnreadable where they cannot be read."""
@@ -56,7 +59,7 @@ class _SlidePixels:
                     x, y = (int(v) for v in xy_l0[row])
                     slide.read((x, y), spec.size_px, spec.mpp, out[row], overlapping=False)
 
-                for _ in self._threads().map(read, range(len(xy_l0))):
+                for _ in self._threads.map(read, range(len(xy_l0))):
                     pass
             except SlideUnreadable:
                 raise
@@ -95,11 +98,6 @@ class _SlidePixels:
         raise SlideUnreadable(
             f"{path}: the slide is gone, and slides in sites/{self._site}.toml matches no {path.name}"
         )
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(_MOST_THREADS, n_cores()))
-        return self._pool
 
 
 _Store = PatchStore | BagStore
@@ -170,7 +168,7 @@ class Data:
 
     def is_synthetic(self) -> bool:
         """Return whether the examples were drawn by a generator, or computed from patches that were."""
-        return False
+        return self.store.meta.generator is not None
 
     def require_current(self) -> None:
         """Refuse features of other patches than the site's patch store holds, where that is still there."""
@@ -209,9 +207,6 @@ class Patches(Data):
 
     def digest(self) -> str:
         return store_digest(self.store)
-
-    def is_synthetic(self) -> bool:
-        return self.store.meta.generator is not None
 
     def facts(self) -> dict[str, Any]:
         facts = {"min_tissue": self.store.meta.min_tissue, "channels": self.store.channels}

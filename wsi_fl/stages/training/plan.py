@@ -131,16 +131,27 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
 
 
 def _expected(site: Site, party: RunContext, cost: list[Mechanism]) -> str | None:
-    """Return what joining brought such a site in the study of linear heads on frozen features (studies/ROUNDS.md).
-
-    It was of classes under differential privacy.
-    """
+    """Return what the study expects of heads on features, for classes, under differential privacy."""
     data, train = party.data(site.name), site.train
     if not cost or isinstance(data.shape, Images) or train.task.kind != "classes":
         return None
     counts = np.bincount(train.label, minlength=len(data.classes))
-    rarest = float(counts.min() * len(counts) / counts.sum())  # 1 where all classes are as frequent
-    few = site.units.n < _MANY
+    rarest = float(counts.min() * len(counts) / counts.sum())
+    return expected(site.units.n, epsilon(cost, site.ledger.terms.delta), rarest)
+
+
+def expected(n: int, target_epsilon: float, rarest: float) -> str:
+    """Return what joining brought such a site in the study of linear heads on frozen features (studies/ROUNDS.md).
+
+    Args:
+        n: training rows, or patients, of the site.
+        rarest: the share of its rarest class, times the number of classes: 1 where all are as frequent.
+
+    Example:
+        >>> expected(250, 3.0, rarest=0.2)
+        '0.01 to 0.07 more than alone, by rounds (fedavg, proxyfl) rather than one letter (oneshot)'
+    """
+    few = n < _MANY
     if rarest == 0:
         gain = "0.2 or more above alone"
     elif rarest < _RARE:
@@ -148,8 +159,7 @@ def _expected(site: Site, party: RunContext, cost: list[Mechanism]) -> str | Non
     else:
         gain = f"0 to {'0.03' if few else '0.02'} more than alone"
     ways = ["rounds (fedavg, proxyfl)", "one letter (oneshot)"]
-    rounds = site.units.n * epsilon(cost, site.ledger.terms.delta) >= _ROUNDS_FROM
-    better, other = ways if rounds else reversed(ways)
+    better, other = ways if n * target_epsilon >= _ROUNDS_FROM else reversed(ways)
     return f"{gain}, by {better} rather than {other}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -39,22 +39,12 @@ class _Outcome(TypedDict, total=False):
     usage: bool
 
 
-class _Ranks(Protocol):
-    """What is needed of `federation.comm`."""
-
-    sites: tuple[int, ...]
-    running: tuple[int, ...]
-
-    def gather(self, documents: Sequence[_T], kind: type[_T]) -> list[_T]: ...
-
-
 class _Alone:
     """One process, for which torch and MPI need not be loaded."""
 
     sites = running = (0,)
 
-    def gather(self, documents: Sequence[_T], kind: type[_T]) -> list[_T]:
-        del kind
+    def gather(self, documents: Sequence[_T], _: type[_T]) -> list[_T]:
         return list(documents)
 
     def abort(self, code: int = 1) -> None:
@@ -77,10 +67,9 @@ class Job:
             from wsi_fl.federation.comm import MpiComm
 
             self._comm = MpiComm(inf, tuple(range(ranks)))
-        comm: _Ranks = self._comm
-        self.rank, self.size = comm.sites[0], len(comm.running)
+        self.rank, self.size = int(self._comm.sites[0]), len(self._comm.running)
         mine: _Cores = {"host": socket.gethostname(), "cores": cores()}
-        told = [(one["host"], one["cores"]) for one in comm.gather([mine], _Cores)]
+        told = [(one["host"], one["cores"]) for one in self._comm.gather([mine], _Cores)]
         self.threads = share_of_cores((mine["host"], mine["cores"]), told)
 
     @property
@@ -101,11 +90,7 @@ class Job:
         A failure anywhere is told once, by the first rank, and ends all (SystemExit); what others had finished stays.
         """
         own: list[_T] = []
-
-        def keep() -> None:
-            own.append(work())
-
-        self._together(keep)
+        self._together(lambda: own.append(work()))
         return own[0]
 
     def first_does(self, work: Callable[[], _T]) -> _T | None:
