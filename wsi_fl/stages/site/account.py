@@ -252,7 +252,13 @@ def open_ledger(
     """
     path = study.ledger(site.name)
     beside_store = _head_beside_store(study, site.name)
-    about = {"site": site.name, "run": run, "terms": terms, "includes": includes, "named": named}
+    about: dict[str, Any] = {
+        "site": site.name,
+        "run": run,
+        "terms": terms,
+        "includes": includes,
+        "named": named,
+    }
     account: partial[PrivacyLedger] = partial(PrivacyLedger, path, **about)
     if not site.real:
         if beside_store.exists():

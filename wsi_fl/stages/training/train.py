@@ -122,10 +122,10 @@ def train(
         check(party, backend, stores=False)
         everyone = tuple(range(len(party.sites)))
         return join(party, ranks, partial(which_run, party, Asked(name)), everyone)
-    return _begin(study, pipeline, method, name, backend=backend, watcher=watcher or Silent(), told=told)
+    return begin(study, pipeline, method, name, backend=backend, watcher=watcher or Silent(), told=told)
 
 
-def _begin(
+def begin(
     study: Study,
     pipeline: Pipeline,
     method: str,
@@ -343,7 +343,7 @@ def resume_series(
         return None
     series = Series(known["id"], tuple(known["seeds"]), known.get("folds"), tuple(known.get("sites") or ()))
     pipeline = load_pipeline(run.path / "config.toml")
-    how = {"backend": backend, "watcher": watcher or Silent()}
+    how: dict[str, Any] = {"backend": backend, "watcher": watcher or Silent()}
     return _complete(study, series, manifest["method"], manifest["pipeline"], pipeline, **how)
 
 
@@ -376,7 +376,7 @@ def _complete(
             own = series.pipeline_of(pipeline, member)
             told = bool(to_do.index(member))
             summaries.append(
-                _begin(study, own, method, name, backend=backend, watcher=part, series=series, told=told)
+                begin(study, own, method, name, backend=backend, watcher=part, series=series, told=told)
             )
     return {
         "method": method,
