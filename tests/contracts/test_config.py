@@ -311,11 +311,7 @@ def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
     assert f'with = "{answer}"' in dump_toml(pipeline)
     assert load_pipeline(tmp_path / "config.toml") == pipeline
-    refused(
-        lambda: study.pipeline("p", ["predict.with=both"]),
-        "predict.with",
-        "'mean', 'alone' or 'stack'",
-    )
+    refused(lambda: study.pipeline("p", ["predict.with=both"]), "predict.with", "'mean', 'alone' or 'stack'")
     refused(lambda: study.pipeline("p", ["predict.wiht=mean"]), "did you mean 'with'?")
 
 

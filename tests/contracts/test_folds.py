@@ -190,12 +190,7 @@ def test_each_fold_is_charged_by_itself(study, capsys):
 
 def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeypatch):
     def folded(*overrides, method="proxyfl"):
-        return lambda: train(
-            study,
-            method=method,
-            overrides=["train.folds=3", *overrides],
-            backend="local",
-        )
+        return lambda: train(study, method=method, overrides=["train.folds=3", *overrides], backend="local")
 
     refused(folded(), "train.folds = 3 needs train.fold", "--folds N")
     refused(folded("train.fold=4"), "there are train.folds = 3")

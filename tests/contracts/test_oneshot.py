@@ -638,8 +638,7 @@ def test_who_rests_on_others_says_so_by_name(study):
     refused(lambda: oneshot(study, *SHARED, backend="mpi"), 'allow = ["shared"]', "other sites")
     refused(lambda: oneshot(study, *SHARED, "sites=['S0', 'S1']"), "needs 3 sites")
     refused(
-        lambda: train(study, method="proxyfl", overrides=[*HEADS, *SHARED], backend="local"),
-        "use oneshot",
+        lambda: train(study, method="proxyfl", overrides=[*HEADS, *SHARED], backend="local"), "use oneshot"
     )
 
 

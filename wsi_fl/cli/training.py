@@ -60,12 +60,7 @@ class Described(TyperCommand):
 
 
 def train(
-    method: Annotated[
-        str,
-        typer.Option(
-            help="What is done; --help says it of each.",
-        ),
-    ] = DEFAULT,
+    method: Annotated[str, typer.Option(help="What is done; --help says it of each.")] = DEFAULT,
     pipeline: Pipeline = None,
     overrides: Set = None,
     backend: Annotated[
@@ -337,8 +332,7 @@ def clinical(
     by: Annotated[
         str | None,
         typer.Option(
-            metavar="COLUMN",
-            help="Group patients by part, tumor_type, or a column of the sites' own tables.",
+            metavar="COLUMN", help="Group patients by part, tumor_type, or a column of the sites' own tables."
         ),
     ] = None,
     least: Annotated[

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.runs.site import SiteFolder, hold_alone
-from wsi_fl.system.files import (
-    alone,
-    append_line,
-    ordinary,
-    read_lines,
-    read_sealed,
-    write_sealed,
-)
+from wsi_fl.system.files import alone, append_line, ordinary, read_lines, read_sealed, write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
 _NAME = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")

@@ -33,12 +33,7 @@ _FEWER = goes(
 _GRAPH = goes(excludes={"a method that orders sites anew": "its graph is another in every round"})
 _NO_CLASSES = goes(
     excludes=dict.fromkeys(
-        (
-            "train.balance",
-            "audit.canaries",
-            "predict.with = stack",
-            "train.start = oneshot",
-        ),
+        ("train.balance", "audit.canaries", "predict.with = stack", "train.start = oneshot"),
         "it works with classes alone",
     )
 )

@@ -184,12 +184,7 @@ def begun_under(study: Study, digest: str, approved: str, site: str) -> RunFolde
 
 
 def finished_summary(
-    study: Study,
-    agreement: str,
-    sites: Sequence[str],
-    without: Sequence[str] = (),
-    *,
-    goes_on: bool = False,
+    study: Study, agreement: str, sites: Sequence[str], without: Sequence[str] = (), *, goes_on: bool = False
 ) -> dict[str, Any] | None:
     """Return the summary of a run of a plan that has finished; None where none has.
 
@@ -351,7 +346,7 @@ def describe_run(
             "versions": versions() | {"python": sys.version.split()[0]},
             "git": _git_commit(party.study.root),
             "config_sha256": hashlib.sha256(settings.encode()).hexdigest(),
-        },
+        }
     )
     # last: whoever sees it finds the manifest too
     write_text(run.path / "config.toml", settings)

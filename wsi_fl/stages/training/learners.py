@@ -14,13 +14,7 @@ from torch import nn
 from wsi_fl.federation.methods import MakeLearner
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import Examples, batches, epoch_rows, subset
-from wsi_fl.learning.local import (
-    DPSettings,
-    Learner,
-    probabilities,
-    supervised_step,
-    undecided_where_broken,
-)
+from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
 from wsi_fl.learning.validation import LONE
@@ -91,12 +85,7 @@ def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool 
 
 
 def learners_of(
-    party: RunContext,
-    index: int,
-    data: Data,
-    device: torch.device,
-    plan: PrivacyPlan | None,
-    train: Examples,
+    party: RunContext, index: int, data: Data, device: torch.device, plan: PrivacyPlan | None, train: Examples
 ) -> MakeLearner:
     """Return what builds the learners a method asks for, with the noise of the plan where they are under DP."""
     site, pipeline, keys = party.sites[index], party.pipeline, party.pipeline.train

@@ -85,11 +85,7 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
     rows = [site.units.rows(units, stream)] * (_TIMED_STEPS + 1)
     schedule = schedule_of(party)
     drawn = batches(
-        site.learned(),
-        iter(rows),
-        augment=schedule.make_augment(stream),
-        device=site.device,
-        draws=stream,
+        site.learned(), iter(rows), augment=schedule.make_augment(stream), device=site.device, draws=stream
     )
     began = 0.0
     for number, batch in enumerate(site.units.labelled(drawn, rows, site.device)):
