@@ -148,17 +148,6 @@ class BufferPool:
         """An uninitialised array; its memory is free again when it and all that shares it (views, tensors) are gone.
 
         Large ones lie at an aligned address.
-
-        Example:
-            >>> memory = BufferPool(most=2)
-            >>> first = memory.empty((1000, 1000), np.float32)
-            >>> address, part = first.ctypes.data, first[5]
-            >>> del first
-            >>> memory.empty((1000, 1000), np.float32).ctypes.data == address
-            False
-            >>> del part
-            >>> memory.empty((1000, 1000), np.float32).ctypes.data == address
-            True
         """
         n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if n_bytes < _LARGE_BYTES:

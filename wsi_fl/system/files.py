@@ -197,32 +197,24 @@ def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) 
 
     WsiFlError where another line is damaged, or lacks what it `needs`, key → type.
     """
-    lines, wanted = _read_lines_from(path, 0)[0], (needs or {}).items()
-    for number, line in enumerate(lines, 1):
-        if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in wanted):
-            raise WsiFlError(f"{path}: line {number} is damaged")
-    return lines
-
-
-def _read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:
-    """The JSON lines from byte `start` on, and where to go on reading when there are more."""
     if not path.exists():
-        return [], start
-    with ordinary(path).open("rb") as handle:
-        handle.seek(start)
-        lines = handle.read().split(b"\n")  # a cut may lie within a character
-    documents = []
-    end = start
+        return []
+    lines = ordinary(path).read_bytes().split(b"\n")  # a cut may lie within a character
+    documents: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
-        last = number == len(lines)  # no newline after it
+        if not line:
+            continue
         try:
-            documents += [json.loads(line)] if line else []
+            document = json.loads(line)
         except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested beyond all reason
-            if last:  # never finished
+            if number == len(lines):  # no newline after it: never finished
                 break
-            raise WsiFlError(f"{path}: line {number} is damaged") from None
-        end += len(line) + (not last)
-    return documents, end
+            document = None
+        wanted = (needs or {}).items()
+        if not isinstance(document, dict) or not all(isinstance(document.get(k), kind) for k, kind in wanted):
+            raise WsiFlError(f"{path}: line {number} is damaged")
+        documents.append(document)
+    return documents
 
 
 @contextmanager

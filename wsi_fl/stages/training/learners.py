@@ -89,7 +89,7 @@ def learners_of(
 ) -> MakeLearner:
     """Return what builds the learners a method asks for, with the noise of the plan where they are under DP."""
     site, pipeline, keys = party.sites[index], party.pipeline, party.pipeline.train
-    half = _in_bfloat16(pipeline)
+    half = pipeline.gpu.train == "bfloat16"
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
         model, seen = build_model(site, pipeline, data, role, index, common=common), data.shape
@@ -105,11 +105,6 @@ def learners_of(
         return _learner_of(model, usual, train, n_classes, device, settings, bfloat16=half)
 
     return make
-
-
-def _in_bfloat16(pipeline: Pipeline) -> bool:
-    """Return whether matrix products of training are in bfloat16."""
-    return pipeline.gpu.train == "bfloat16"
 
 
 def _learner_of(
@@ -154,7 +149,7 @@ def tune(party: RunContext, site: Site) -> None:
     A model that travels, or is under differential privacy, is not tuned. A linear head that it would have alone is
     fitted in any case. Both models of its own are fresh and alike, so what suits one suits the other.
     """
-    keys, train, half = party.pipeline.train, site.train, _in_bfloat16(party.pipeline)
+    keys, train, half = party.pipeline.train, site.train, party.pipeline.gpu.train == "bfloat16"
     own = {
         role: learner
         for role in (LONE, "private")
@@ -188,15 +183,11 @@ def _is_linear(model: nn.Module) -> bool:
     return isinstance(last, nn.Linear) and all(isinstance(one, nn.LayerNorm | MeanOfBag) for one in below)
 
 
-def _layers(model: nn.Module) -> nn.Sequential:
-    assert isinstance(model, nn.Sequential)
-    return model
-
-
 @torch.no_grad()
 def _set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
     """Overwrite the last layer of a linear head, with weight [classes, d] and bias [classes]."""
-    linear = _layers(model)[-1]
+    assert isinstance(model, nn.Sequential)
+    linear = model[-1]
     assert isinstance(linear, nn.Linear)
     linear.weight.copy_(weight)
     linear.bias.copy_(bias)
@@ -204,7 +195,8 @@ def _set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> No
 
 def _fitted(model: nn.Module, train: Examples, n_classes: int, device: torch.device) -> FittedHead:
     """Return the linear layer that serves held-out patients best on what the fixed layers below it see."""
-    below = _layers(model)[:-1].to(device)
+    assert isinstance(model, nn.Sequential)
+    below = model[:-1].to(device)
     size = train.at_once or 256
     every = [np.arange(len(train))[k : k + size] for k in range(0, len(train), size)]
     with torch.no_grad():

@@ -132,7 +132,10 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
     (site,) = party.sites
     data = party.data(site.name)
     data.require_current()
-    train, units = _rows_of(party)
+    train, _ = learned_from(party, site.name)
+    if not len(train):
+        raise WsiFlError(f"site {site.name}: its store has no training {party.examples}")
+    units = units_of(party.pipeline, train, site.name)
     plan = planned_round(site, party.pipeline, units.n, past=_past(ledger), once=True)
     head = _summed(party, train, units, plan, ledger.terms.delta)
     vector = head.sums.detach().cpu().numpy()
@@ -155,15 +158,6 @@ def _past(ledger: PrivacyLedger) -> list[Mechanism]:
     rounds = rounds_of(ledger.entries)
     mine = (ledger.site, RUN)
     return [one.mechanism for one in rounds if one.mechanism and (one.final or (one.site, one.run) != mine)]
-
-
-def _rows_of(party: RunContext) -> tuple[Examples, Units]:
-    """Return a site's training rows and the units that privacy counts among them; WsiFlError when there are none."""
-    name = party.names[0]
-    train, _ = learned_from(party, name)
-    if not len(train):
-        raise WsiFlError(f"site {name}: its store has no training {party.examples}")
-    return train, units_of(party.pipeline, train, name)
 
 
 def _summed(
