@@ -49,16 +49,7 @@ class RunFolder:
     ) -> RunFolder | None:
         """Make the folder of a run that several hospitals agreed on, or find it made by another rank of the same job.
 
-        Args:
-            number: agreed by all.
-            name: method and pipeline, "proxyfl-camelyon17".
-            identity: the run's id, which `describe` writes into its manifest.
-
-        Returns:
-            The folder, or None where another run has the number.
-
-        Raises:
-            WsiFlError: for a name that is no single folder's.
+        `describe` writes the manifest, and the identity into it. None where another run has the number.
         """
         if not _NAME.fullmatch(name):
             raise WsiFlError(f"{name!r} is no name of a run; write METHOD-PIPELINE, as in proxyfl-phantom")

@@ -66,9 +66,7 @@ def goes(*, needs: Mapping[str, str] | None = None, excludes: Mapping[str, str] 
 def clash(settings: Section, traits: Collection[str]) -> str:
     """Return in one line what the first key that is set lacks, or does not go with; "" where all go together.
 
-    Args:
-        settings: whose sections hold the keys.
-        traits: what the method is, among the conditions that keys name.
+    Among the conditions that keys name are `traits` of the method.
     """
     for name, section in settings:
         for key, field in type(section).model_fields.items() if isinstance(section, Section) else ():
@@ -121,14 +119,11 @@ def dump_toml(model: BaseModel, first_line: str = "") -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return one TOML value on one line.
-
-    Raises:
-        TypeError: for what is no value of a key, such as a table or None.
+    """Return one TOML value on one line; TypeError for what is none, such as a table or None.
 
     Example:
-        >>> toml_value('C:\\\\x "y"'), toml_value([1, True]), toml_value(1e-05)
-        ('"C:\\\\\\\\x \\\\"y\\\\""', '[1, true]', '1e-05')
+        >>> toml_value([1, True, 1e-05, "a"])
+        '[1, true, 1e-05, "a"]'
     """
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"

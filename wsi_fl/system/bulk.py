@@ -34,12 +34,7 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """An uninitialised uint8 array at an aligned address.
-
-    Example:
-        >>> aligned_empty((2, 3)).ctypes.data % ALIGNMENT
-        0
-    """
+    """An uninitialised uint8 array at an aligned address."""
     n = int(np.prod(shape))
     room = np.empty(n + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
@@ -52,13 +47,9 @@ def pile_in(folder: Path) -> SpooledTemporaryFile[bytes]:
 
 
 class BulkFile:
-    """An existing file that arrays are written into; use it as a context manager.
+    """An existing file that arrays are written into; a context manager.
 
-    Args:
-        end: the file is made that long at once where that can be done, so that a full disk is found first.
-
-    Raises:
-        OSError: ENOSPC or EFBIG when the disk cannot hold it.
+    It is made as long as `end` at once where that can be done, so that a full disk (OSError) is found first.
     """
 
     def __init__(self, path: Path, end: int) -> None:
@@ -134,11 +125,7 @@ class Portion:
 
 
 class BufferPool:
-    """Memory that arrays have left.
-
-    Args:
-        most: pieces that are kept for arrays to come, if need be until the process ends.
-    """
+    """Memory that arrays have left, at most so many pieces of it, for arrays to come."""
 
     def __init__(self, most: int) -> None:
         self._most = most

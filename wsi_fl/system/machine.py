@@ -79,8 +79,7 @@ def most_open_files() -> int:
 def allocate(descriptor: int, n_bytes: int) -> None:
     """Make a file at least that long and give it its place on disk, where the file system can do that.
 
-    Args:
-        descriptor: open for reading too: glibc looks at what is there where the file system (NFS) leaves it the work.
+    It is open for reading too: glibc looks at what is there where the file system (NFS) leaves it the work.
     """
     if not hasattr(os, "posix_fallocate"):
         return
@@ -124,12 +123,9 @@ def is_being_written(handle: BinaryIO) -> bool:
 
 
 class Lock:
-    """The lock of a file, which goes when its holder ends, however it ends.
+    """The lock of a file, made where there is none, which goes when its holder ends, however it ends.
 
     Where there is no `flock`, it is the lock of a database of SQLite beside the file.
-
-    Args:
-        path: made where there is none; what is in it stays.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,11 +136,7 @@ class Lock:
             self._database = sqlite3.connect(beside, timeout=0, isolation_level=None, check_same_thread=False)
 
     def taken(self, *, wait: bool = False) -> bool:
-        """Take the lock, and return whether nobody else has it.
-
-        Args:
-            wait: until nobody has.
-        """
+        """Take the lock, or wait for it, and return whether nobody else has it."""
         if self._database is None:
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

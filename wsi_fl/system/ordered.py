@@ -19,20 +19,13 @@ def in_order(
     """Call a task for each item in threads and yield what the calls return, in the order of the items.
 
     Items are drawn by the consumer's thread, each when its call may begin. Queues instead of futures: what a future
-    costs, decoding threads wait for, as it holds the interpreter's lock.
+    costs, decoding threads wait for, as it holds the interpreter's lock. What a call, or drawing an item, raised is
+    raised here.
 
     Args:
-        task: what is called for each item.
         items: any number of them, even without end.
         threads: how many call it. They are gone when the iterator is closed or used up.
         ahead: calls that may begin before the consumer is done with what was yielded last.
-
-    Raises:
-        Exception: what a call, or drawing an item, raised.
-
-    Example:
-        >>> list(in_order(lambda k: k * k, range(5), threads=2, ahead=2))
-        [0, 1, 4, 9, 16]
     """
     to_do: SimpleQueue[tuple[int, _T] | None] = SimpleQueue()
     done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
@@ -92,15 +85,7 @@ def in_order(
 
 
 def made_ahead(items: Iterable[_T], n: int) -> Generator[_T, None, None]:
-    """Yield the items, which a thread makes up to n ahead of the consumer, and close their generator at the end.
-
-    Raises:
-        Exception: what making an item raised.
-
-    Example:
-        >>> list(made_ahead((k * k for k in range(4)), 2))
-        [0, 1, 4, 9]
-    """
+    """Yield the items, which a thread makes up to n ahead of the consumer, and close their generator at the end."""
     iterator, end = iter(items), object()
     with closing(in_order(lambda _: next(iterator, end), count(), threads=1, ahead=n)) as made:
         try:

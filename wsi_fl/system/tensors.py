@@ -35,12 +35,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[st
 
 
 def load_tensors(path: Path, what: str, advice: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the document that `save_tensors` wrote; WsiFlError where the file is damaged.
-
-    Args:
-        what: the file is.
-        advice: what to do where it is damaged.
-    """
+    """Return the tensors and the document that `save_tensors` wrote; WsiFlError, with advice, where it is damaged."""
     return _read(path, f" {what}", advice)
 
 

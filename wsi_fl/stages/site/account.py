@@ -190,13 +190,11 @@ def open_account(
     """Open the account of a site in the run of a party, or in one that is only planned.
 
     Args:
-        data, train: its store, and its training rows.
         canaries: bool[m], which of those that are planted are in; None where none are.
         planned: what the ledger calls a run that has not begun; "" for the party's.
 
     Raises:
-        UsageError: when a real hospital has no budget, its ledger lacks what was spent, or the run began with another
-            plan.
+        UsageError: without a budget, with a ledger that lacks what was spent, or for another plan than the run's.
         WsiFlError: when the ledger is damaged, or does not know what the site has released.
     """
     site, pipeline, study, run = party.sites[index], party.pipeline, party.study, party.run
@@ -242,7 +240,6 @@ def open_ledger(
     """Return a site's privacy account, which for a real hospital must know all that was ever spent here.
 
     Args:
-        run: the run's id.
         includes: other entries whose cost is part of the run's.
         named: what each of its lines names; see `PrivacyLedger`.
 
@@ -363,14 +360,9 @@ def agreed_plan(
     *,
     once: bool = False,
 ) -> PrivacyPlan | None:
-    """Return the plan that the run keeps, or one for what is on the site's account as it begins.
+    """Return the plan that the run keeps, or the ledger knows, or one for what is on the site's account as it begins.
 
-    Args:
-        folder: of the site in the run; None for a run that is only planned. Where its plan was lost, the ledger knows.
-
-    Raises:
-        UsageError: when settings, canaries or the store would now make another plan than the run keeps, or the
-            ledger knows the run with another one.
+    UsageError where settings, canaries or the store would now make another one. `folder` is None for a planned run.
     """
     train, privacy, recorded = pipeline.train, pipeline.privacy, ledger.recorded_plan()
     if not privacy.enabled:

@@ -29,12 +29,7 @@ def encoder_of(
 ) -> Encoder:
     """The encoder of these settings on a device, by default this rank's, and this rank's share of cores.
 
-    Args:
-        section: of the configuration that they are from.
-        tell: is told in a line what people should know, such as what timm says of a model that is no preset.
-
-    Raises:
-        WsiFlError: as `Encoder` does, with the section before it.
+    `section` is where they stand, for errors; `tell` is told what people should know.
     """
     import torch
 

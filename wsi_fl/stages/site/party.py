@@ -201,13 +201,8 @@ class RunContext:
 def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
     """Return the study with the promises that the run began with, and say which site files promise something else now.
 
-    Of `allow` and `max_epsilon` the stricter holds: what a hospital has withdrawn since is withdrawn.
-
-    Args:
-        goes_on: whether more is about to be spent.
-
-    Raises:
-        UsageError: when the run goes on, and a site has a smaller δ now than the run would spend at.
+    Of `allow` and `max_epsilon` the stricter holds: what a hospital has withdrawn since is withdrawn. A run that goes
+    on is refused where a site has a smaller δ now.
     """
     seen = study.as_of(run.path)
     for kept in sorted(run.path.glob(f"sites/*/{SITE_FILE}")):

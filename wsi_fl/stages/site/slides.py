@@ -234,13 +234,7 @@ class _Bagged(Data):
 
 @dataclass(frozen=True)
 class ExampleKind:
-    """What a pipeline learns from.
-
-    Attributes:
-        data: which store, `train.data`.
-        example: what a row is, `train.example`.
-        word: what examples are called, in the plural.
-    """
+    """What a pipeline learns from: which store, what a row of it is, and a word for many of them."""
 
     data: Literal["patches", "features", "mosaics"]
     example: Literal["patch", "slide", "patient"]

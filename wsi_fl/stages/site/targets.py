@@ -58,12 +58,7 @@ def task_of(target: Target) -> Task:
 
 
 def classes_of(subtypes: Subtypes) -> tuple[str, ...]:
-    """The classes of a study, the same at every site: its diagnoses, or healthy and tumour.
-
-    Example:
-        >>> classes_of({"kidney": ["KIRP", "KIRC"]}), classes_of({})
-        (('KIRC', 'KIRP'), ('healthy', 'tumor'))
-    """
+    """The classes of a study, the same at every site: its diagnoses, or healthy and tumour."""
     return tuple(sorted({name for names in subtypes.values() for name in names})) or types.CLASSES
 
 
@@ -75,12 +70,7 @@ def outputs_of(target: Target) -> tuple[str, ...]:
 
 
 def question(target: Target) -> str:
-    """Return what is asked, in words.
-
-    Example:
-        >>> question(Target(column="grade", classes=["low", "high"]))
-        "column 'grade' of the hospital's own table, per slide"
-    """
+    """Return what is asked, in words."""
     if not target.asked:
         return "what the stores are labelled with"
     whose = "of the hospital's own table"

@@ -42,11 +42,9 @@ def versions() -> dict[str, str]:
 
 
 def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = False) -> None:
-    """Refuse everything that can be known to be wrong before anything is started.
+    """Refuse what can be known to be wrong before anything is started, of `stores` if all are here.
 
-    Args:
-        stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
-        told: whether what is doubtful, and not wrong, will be said by another check.
+    What is doubtful, and not wrong, is said unless it was `told` already.
     """
     row, pipeline, sites = party.method, party.pipeline, party.sites
     graph = graph_of(party) or row.graph(pipeline.train.seed)
@@ -193,11 +191,7 @@ def _check_letters(party: RunContext) -> None:
 
 
 def tell_doubts(party: RunContext, *, stores: bool = True) -> None:
-    """Say what is not wrong, and costs something: random directions, letters that are missing, unusual stores.
-
-    Args:
-        stores: whether to look at the stores.
-    """
+    """Say what is not wrong, and costs something: random directions, letters that miss, unusual `stores`."""
     if stores:
         _tell_of_other_patches(party)
     if party.method.once and isinstance(party.pipeline.model.directions, int):
@@ -239,14 +233,9 @@ def _tell_of_other_patches(party: RunContext) -> None:
 def check_budgets(
     brought: Sequence[Mapping[str, Any]], limits: Mapping[str, float | None], rounds: int
 ) -> str:
-    """What to say of the sites whose budget ends before the plan does; empty when none does.
+    """What to say of the sites whose budget ends before the plan does, of those limits that are known here.
 
-    Args:
-        brought: the preflight documents of all sites, with "site" and "affordable" rounds.
-        limits: max_epsilon of each site, as far as it is known here.
-
-    Raises:
-        NoCommonPlan: when no site can afford a single round. It names no limit that other processes do not know.
+    NoCommonPlan where no site can afford a single round; it names no limit that other processes do not know.
     """
     short = {one["site"]: one["affordable"] for one in brought if one["affordable"] < rounds}
     said = [_enough(name, limits.get(name), n, rounds) for name, n in short.items()]

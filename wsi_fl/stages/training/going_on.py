@@ -59,9 +59,7 @@ class Asked:
 def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
     """Return the run that all sites work on, whatever joins them: the one asked for, the last of a plan, or a new one.
 
-    Raises:
-        KnownToAll: when no run can be chosen without losing or paying something; see `choose_run`.
-        UsageError: when the run's settings were changed.
+    KnownToAll where no run can be chosen without losing or paying something; see `choose_run`.
     """
     if asked.run is not None:
         return asked.run
@@ -153,12 +151,7 @@ def note_who_goes_on(party: RunContext, asked: Asked) -> None:
 
 
 class Begun(TypedDict):
-    """A run of the plan that a site has on its disk.
-
-    Attributes:
-        rounds: the newest that the site has a checkpoint of; 0 before the first.
-        lost: sites that the others of the run went on without.
-    """
+    """A run of the plan that a site has: its newest checkpoint, 0 for none, and whom its others went on without."""
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     rounds: Round
@@ -186,12 +179,9 @@ def begun_under(study: Study, digest: str, approved: str, site: str) -> RunFolde
 def finished_summary(
     study: Study, agreement: str, sites: Sequence[str], without: Sequence[str] = (), *, goes_on: bool = False
 ) -> dict[str, Any] | None:
-    """Return the summary of a run of a plan that has finished; None where none has.
+    """Return the summary of a run of a plan that has finished, `without` sites whose part nobody waits for.
 
-    Args:
-        agreement: SHA-256 of the plan.
-        without: sites whose part nobody waits for.
-        goes_on: whether nobody waits for the part of sites that were lost on the way either.
+    `agreement` is the plan's SHA-256. With `goes_on` nobody waits for sites that were lost on the way either.
     """
     wanted = set(sites) - set(without)
     for run in reversed(runs_of_plan(study, agreement)):

@@ -40,13 +40,7 @@ _KILLED = re.compile(
 
 
 def resume_command(study: Study, run: RunFolder) -> str:
-    """Return the command that continues a run.
-
-    Example:
-        >>> from pathlib import Path
-        >>> resume_command(Study(Path("/s")), RunFolder(Path("/s/runs/00001-fml-small")))
-        'wsi-fl train --resume runs/00001-fml-small'
-    """
+    """Return the command that continues a run."""
     return f"wsi-fl train --resume {shlex.quote(study.relative(run.path))}"
 
 

@@ -131,12 +131,7 @@ def _learner_of(
 
 
 def class_weights(labels: np.ndarray[Any, np.dtype[np.int64]], n_classes: int) -> list[float]:
-    """Return how much a row of each class counts so that all classes count alike; 1 where all are as frequent.
-
-    Example:
-        >>> class_weights(np.array([0, 0, 0, 1]), 2)
-        [0.6666666666666666, 2.0]
-    """
+    """Return how much a row of each class counts so that all classes count alike; 1 where all are as frequent."""
     counts = np.bincount(labels, minlength=n_classes)
     present = counts > 0
     weights = np.where(present, len(labels) / present.sum() / np.maximum(counts, 1), 1.0)

@@ -27,12 +27,9 @@ def privacy(
     target_epsilon: float | None,
     group: int | None = None,
 ) -> dict[str, Any]:
-    """ε of `epochs` epochs of DP-SGD over n rows; or, given a target, how to keep to it.
+    """ε of `epochs` epochs of DP-SGD over n rows, and for a patient with `group` of them; or how to keep to a target.
 
     Given a target and a batch size, that is the least σ; without a batch size, the planner proposes one.
-
-    Args:
-        group: rows of one patient, to say what ε per row is worth to that patient.
     """
     if (sigma is None) == (target_epsilon is None):
         raise UsageError(

@@ -224,10 +224,7 @@ def join(
 def take_part(party: RunContext, comm: _AnyComm, run_of: Callable[[_AnyComm], RunFolder]) -> dict[str, Any]:
     """Be the process of one site among others that somebody started, over whatever joins them; return the summary.
 
-    A failure is told in one line and ends the job everywhere.
-
-    Args:
-        run_of: finds or agrees on the run's folder.
+    `run_of` finds or agrees on the run. A failure is told in one line and ends the job everywhere.
     """
     study, me = party.study, party.names[comm.sites[0]]
 

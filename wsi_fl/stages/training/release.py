@@ -60,11 +60,8 @@ def release(
 ) -> dict[str, Any]:
     """Release the sums of one site, or with `site` None of every site of the pipeline; return the `--json` document.
 
-    A site that has released some keeps them and spends nothing more. Started under mpiexec or srun, the ranks share
-    the sites, and all but the first return {}.
-
-    Args:
-        again: take and release them once more, which costs as much as the first time.
+    A site that has released some keeps them, and only `again` spends as much once more. Started under mpiexec or srun,
+    the ranks share the sites, and all but the first return {}.
     """
     job = Job()
 

@@ -128,12 +128,7 @@ def row_of(site: Site) -> SummaryRow:
 
 
 def stretches(rounds: Sequence[int]) -> list[list[int]]:
-    """Return the first and the last of each stretch of rising rounds without a gap.
-
-    Example:
-        >>> stretches([1, 2, 5, 6, 7, 9])
-        [[1, 2], [5, 7], [9, 9]]
-    """
+    """Return the first and the last of each stretch of rising rounds without a gap."""
     found: list[list[int]] = []
     for round_ in rounds:
         if found and round_ == found[-1][1] + 1:

@@ -103,13 +103,10 @@ def train(
     watcher: Watcher | None = None,
     told: bool = False,
 ) -> dict[str, Any]:
-    """Train one run and return its summary.
+    """Train one run and return its summary; `told` where what is unusual of its stores was said already.
 
     Started by mpiexec or srun it joins as one rank; otherwise it starts one rank per site itself, or runs all sites in
     this process with backend "local".
-
-    Args:
-        told: whether what is unusual of the stores was said already, of another run with them.
     """
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
@@ -159,12 +156,9 @@ def resume(
     backend: str = "mpi",
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Continue a run from the last round that all its sites had finished.
+    """Continue a run from the last round that all its sites had finished, `without` sites that are left out now.
 
     A site that was lost on the way comes back in the round where the others stand, even when they have finished.
-
-    Args:
-        without: sites to go on without, as if they had been lost.
     """
     ranks = launched_ranks()
     run = RunFolder(study.run(run_name))
@@ -224,11 +218,7 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> dict[str, Any]:
 
 
 def summary_lines(summary: dict[str, Any], again: str = "") -> Lines:
-    """The summary for people.
-
-    Args:
-        again: the command by which a site that was lost comes back; default: `train --resume`.
-    """
+    """The summary for people; `again` is the command by which a lost site comes back, by default `train --resume`."""
     for row in summary["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     if found := detected_of(summary["sites"]):
@@ -261,13 +251,8 @@ def train_series(
 ) -> dict[str, Any]:
     """Train all runs of a series and return {"method", "seeds", "folds", "left_out", "runs"}.
 
-    Args:
-        seeds: a run for each of train.seed, train.seed + 1, …; None for that seed alone. Where `train.folds` is set and
-            no fold is named, each seed has a run per fold.
-        leave_site_out: whether each seed has a run per site, which takes no part in it.
-
-    Raises:
-        UsageError: when there is nothing to train, or ranks were started by mpiexec or srun.
+    There is one for each of train.seed, train.seed + 1, …; of each seed one per fold where `train.folds` is set and no
+    fold is named, or one per site that takes no part in it with `leave_site_out`.
     """
     if seeds is not None and seeds < 1:
         raise UsageError("--seeds must be at least 1")

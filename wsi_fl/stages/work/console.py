@@ -208,12 +208,7 @@ class Line(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of a command's answer, on stderr: names on the left, everything else to the right.
-
-    Attributes:
-        headings: one for each column.
-        rows: the cells; None draws a line.
-    """
+    """A table of a command's answer, on stderr; a row that is None draws a line."""
 
     title: str
     headings: Sequence[str]
@@ -241,12 +236,9 @@ def render(lines: Lines) -> None:
 
 
 def by_site(title: str, corner: str, sites: Sequence[str], lines: Iterable[Sequence[object] | None]) -> Table:
-    """Return a table of a number for each site: sites as columns, or as rows where they are many.
+    """Return a table of numbers, a name and its numbers in a line: sites as columns, or as rows where they are many.
 
-    Args:
-        title, corner: what stands above the table, and above its first column.
-        sites: names, in the order of the numbers.
-        lines: a name and its numbers each; None draws a line between them.
+    `title` and `corner` stand above the table, and above its first column; a line that is None is drawn.
     """
     cells = [[str(cell) for cell in line] if line else None for line in lines]
     if len(sites) <= MOST_COLUMNS:
@@ -304,11 +296,7 @@ def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
 
 
 def speed_of(site: str, spent: Spent, slides: int, patches: int, seconds: float) -> dict[str, Any]:
-    """Return for `--json` how fast patches were encoded and what took the time, on all ranks together.
-
-    Args:
-        slides, patches: how many were encoded; what was there already does not count.
-    """
+    """Return for `--json` how fast patches that were not there already were encoded, and what took time."""
     return {
         "site": site,
         "slides_per_second": slides / seconds,

@@ -52,12 +52,7 @@ class _Alone:
 
 
 class Job:
-    """This process among those of the job.
-
-    Attributes:
-        rank, size: which one of how many.
-        threads: how many cores are this rank's share of its machine.
-    """
+    """This process among those of the job: which (`rank`) of how many (`size`), with how many cores (`threads`)."""
 
     def __init__(self) -> None:
         ranks = launched_ranks()
@@ -113,12 +108,8 @@ class Job:
         """Give every rank its share of the items, and return the results of all ranks in the order of the items.
 
         Args:
-            items: what is to be done, alike in all ranks.
             work: gives a result, plain enough for JSON, for each item of a share, in order.
             tell: told after each item how many of all items (float, an estimate) are done, and which was the last.
-
-        Raises:
-            WsiFlError, UsageError, SystemExit: as `each`.
         """
         mine = self.mine(items)
 
@@ -157,12 +148,7 @@ class Job:
 
 
 def share_of_cores(mine: tuple[str, list[int]], ranks: Sequence[tuple[str, list[int]]]) -> int:
-    """How many of its cores a rank may count as its own, given (host, cores) of all ranks.
-
-    Example:
-        >>> share_of_cores(("a", [0, 1]), [("a", [0, 1]), ("a", [0, 1]), ("b", [0, 1])])
-        1
-    """
+    """How many of its cores a rank may count as its own, given (host, cores) of all ranks."""
     host, cores = mine
     sharing = [sum(core in theirs for name, theirs in ranks if name == host) for core in cores]
     return max(1, int(sum(1 / n for n in sharing) + 1e-9))
