@@ -206,7 +206,7 @@ def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
 
 
 def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys):
-    monkeypatch.setattr(console, "LINE_EVERY_S", 0.05)
+    monkeypatch.setattr(console, "_LINE_EVERY_S", 0.05)
     monkeypatch.setattr(console, "stderr", Console(stderr=True, force_terminal=False, soft_wrap=True))
     with console.Bars("tile") as bars:
         time.sleep(0.3)

@@ -49,7 +49,7 @@ _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int |
 """What the lines of a run's files have."""
 
 
-Kept = Literal["plan", "canaries", "package", "choice", "tuned", "counts", "scores"]
+_Kept = Literal["plan", "canaries", "package", "choice", "tuned", "counts", "scores"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds, the canaries
 planted among its rows, the images that it learns from, what answers best: {"with": "private", "proxy", "mean",
 "alone" or "stack", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets
@@ -114,11 +114,11 @@ class SiteFolder:
         if not (self.path / SITE_FILE).exists():
             write_text(self.path / SITE_FILE, text)
 
-    def keep(self, what: Kept, document: Mapping[str, Any]) -> None:
-        """Write one of the site's own documents of the run; see `Kept`."""
+    def keep(self, what: _Kept, document: Mapping[str, Any]) -> None:
+        """Write one of the site's own documents of the run; see `_Kept`."""
         write_sealed(self.path / f"{what}.json", document)
 
-    def kept(self, what: Kept) -> dict[str, Any] | None:
+    def kept(self, what: _Kept) -> dict[str, Any] | None:
         """Return what `keep` wrote; None where nothing was."""
         return _optional(self.path / f"{what}.json")
 

@@ -39,7 +39,7 @@ _NO_CLASSES = goes(
 )
 
 
-class Slides(Section):
+class _Slides(Section):
     """How slides are read."""
 
     without_effect = ("",)
@@ -51,7 +51,7 @@ class Slides(Section):
     split."""
 
 
-class Tile(Section):
+class _Tile(Section):
     """How `tile` cuts slides into labelled patches."""
 
     without_effect = ("",)
@@ -90,7 +90,7 @@ class Tile(Section):
         return {str(fault): _USUAL_SHARES.get(fault, 1.0) for fault in asked}
 
 
-class Tissue(Section):
+class _Tissue(Section):
     """How tissue is told from background, by `tile`, `mosaic` and `predict`."""
 
     without_effect = ("",)
@@ -116,7 +116,7 @@ class Tissue(Section):
         return self.method if self.method not in get_args(_TissueMethod) else None
 
 
-class Store(Section):
+class _Store(Section):
     """How a patch store keeps pixels."""
 
     without_effect = ("",)
@@ -150,7 +150,7 @@ class Mosaic(Section):
     takes one size alone."""
 
 
-class Features(Section):
+class _Features(Section):
     """How `features` encodes every patch of a patch store. A key that is not set is taken from [mosaic]."""
 
     without_effect = ("",)
@@ -318,7 +318,7 @@ class Target(Section):
         return any((self.column, self.classes, self.range, self.time, self.event, self.intervals))
 
 
-class Model(Section):
+class _Model(Section):
     """Which architectures are trained."""
 
     private: str = "resnet18"
@@ -348,7 +348,7 @@ class Model(Section):
     path in the study, or a number of random ones, which lose more. All sites need the same ones."""
 
 
-class Topology(Section):
+class _Topology(Section):
     """Who sends to whom."""
 
     graph: str | None = Field(None, json_schema_extra=_GRAPH)
@@ -373,7 +373,7 @@ class Gpu(Section):
     a minute; it takes a C compiler."""
 
 
-class Communication(Section):
+class _Communication(Section):
     """How sites wait for each other."""
 
     without_effect = ("",)
@@ -456,7 +456,7 @@ class Audit(Section):
     whether it is in or out; from how well `audit` tells them apart follows a lower bound on ε."""
 
 
-class Evaluate(Section):
+class _Evaluate(Section):
     """How `evaluate` measures models."""
 
     without_effect = ("",)
@@ -468,7 +468,7 @@ class Evaluate(Section):
     _external_once = field_validator("external")(refuse_twice)
 
 
-class Predict(Section):
+class _Predict(Section):
     """Which model answers."""
 
     with_: Literal["auto", "private", "proxy", "mean", "alone", "stack"] = Field("auto", alias="with")
@@ -483,25 +483,25 @@ class Pipeline(Section):
 
     sites: list[SiteName] | None = Field(None, min_length=1, max_length=10_000)
     """Names of the sites that take part, in order. By default every site of the study."""
-    slides: Slides = Slides()
-    tile: Tile = Tile()
-    tissue: Tissue = Tissue()
-    store: Store = Store()
+    slides: _Slides = _Slides()
+    tile: _Tile = _Tile()
+    tissue: _Tissue = _Tissue()
+    store: _Store = _Store()
     subtypes: dict[str, list[str]] = Field({})
     """The diagnoses that each tumour type may have, for studies of whole slides. With it the classes are diagnoses,
     without it healthy and tumour."""
     mosaic: Mosaic = Mosaic()
-    features: Features = Features()
+    features: _Features = _Features()
     train: Train = Train()
     target: Target = Target()
-    model: Model = Model()
+    model: _Model = _Model()
     gpu: Gpu = Gpu()
-    topology: Topology = Topology()
-    comm: Communication = Communication()
+    topology: _Topology = _Topology()
+    comm: _Communication = _Communication()
     privacy: Privacy = Privacy()
     audit: Audit = Audit()
-    evaluate: Evaluate = Evaluate()
-    predict: Predict = Predict()
+    evaluate: _Evaluate = _Evaluate()
+    predict: _Predict = _Predict()
 
     _sites_once = field_validator("sites")(refuse_twice)
 
@@ -535,20 +535,11 @@ class Pipeline(Section):
         return next((value for _, value in self if isinstance(value, kind)), kind())
 
 
-_JOINED: dict[str, type[Section]] = {}
-
-
-def join(name: str, section: type[Section]) -> None:
-    """Add a section to pipelines, as an entry point of the group `wsi_fl.settings` does: name → its model."""
-    if name in Pipeline.model_fields:
-        raise ValueError(f"[{name}] is a section of every pipeline")
-    _JOINED[name] = section
-    pipeline_model.cache_clear()
-
-
 @cache
 def pipeline_model() -> type[Pipeline]:
     """Return the model of a whole pipeline: the core's sections, then those that have joined, by name."""
-    joined = sorted((entries("wsi_fl.settings") | _JOINED).items())
+    joined = sorted(entries("wsi_fl.settings").items())
+    if twice := [name for name, _ in joined if name in Pipeline.model_fields]:
+        raise ValueError(f"[{twice[0]}] is a section of every pipeline")
     fields: Any = {name: (section, section()) for name, section in joined}
     return create_model("Pipeline", __base__=Pipeline, __doc__=Pipeline.__doc__, **fields)

@@ -217,7 +217,7 @@ def open_account(
     if party.by_files:
         return Account(ledger, units, None)
     folder = None if planned else run.site(name)
-    plan = agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)
+    plan = _agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)
     return Account(ledger, units, plan)
 
 
@@ -351,7 +351,7 @@ def check_own(ledger: PrivacyLedger, run: str, known: str, label: str) -> Round:
     )
 
 
-def agreed_plan(
+def _agreed_plan(
     folder: SiteFolder | None,
     site: SiteFile,
     pipeline: Pipeline,

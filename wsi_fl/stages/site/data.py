@@ -198,7 +198,7 @@ class Patches(Data):
         return Images(self.store.channels, self.pipeline.train.input_px or self.store.meta.spec.size_px)
 
     def examples(self, split: str) -> Examples:
-        found = pictures(rows_of(self.store, self.table, split), self.shape.size_px)
+        found = _pictures(_rows_of(self.store, self.table, split), self.shape.size_px)
         self.store.rest()  # a process may hold the stores of hundreds of sites
         return found
 
@@ -284,15 +284,15 @@ def examples_of(
     store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
 ) -> Examples:
     """Return the patches of one split of the store, reduced to input_px, in memory where they fit."""
-    return pictures(rows_of(store, store.table, split), input_px, in_memory_bytes)
+    return _pictures(_rows_of(store, store.table, split), input_px, in_memory_bytes)
 
 
-def pictures(found: Examples, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES) -> Examples:
+def _pictures(found: Examples, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES) -> Examples:
     """Return the same patches, reduced to input_px, in memory where they fit."""
     return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
 
 
-def rows_of(store: PatchStore, table: PatchTable, split: str) -> Examples:
+def _rows_of(store: PatchStore, table: PatchTable, split: str) -> Examples:
     """Return the rows of one split of the table, which is the store's or that of a fold."""
     rows = np.flatnonzero(table.split == split)
     some = table.take(rows)

@@ -81,7 +81,7 @@ def question(target: Target) -> str:
 
 
 @dataclass(frozen=True)
-class TargetLabels:
+class _TargetLabels:
     """What a table says of the slides of a store.
 
     Attributes:
@@ -97,7 +97,7 @@ class TargetLabels:
     source: str
 
 
-def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> TargetLabels:
+def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _TargetLabels:
     """Look up every slide of a store in the site's table; of a receiver, which needs none, the truth is 0.
 
     UsageError names the line of the table: a value that was not agreed on, or slides of a patient that contradict.
@@ -119,13 +119,13 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> T
     truth = np.array([value for _, value in known], np.int64 if target.classes else np.float32)
     kept = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
     if target.of == "slide":
-        return TargetLabels(kept, tuple(rows[:, None]), tuple(aside), path.name)
+        return _TargetLabels(kept, tuple(rows[:, None]), tuple(aside), path.name)
     return _by_patient(kept, rows, tuple(aside), path)
 
 
 def _by_patient(
     slides: BagTable, rows: NDArray[np.int64], aside: tuple[str, ...], path: Path
-) -> TargetLabels:
+) -> _TargetLabels:
     """One example of all slides of a patient, in the order of the store."""
     if unnamed := [str(name) for name in slides.slide[slides.patient == ""]]:
         raise UsageError(f"{path}: slide {unnamed[0]} has no patient, and [target] asks per patient")
@@ -140,7 +140,7 @@ def _by_patient(
     order = np.sort(first)
     bags = tuple(rows[slides.patient == slides.patient[k]] for k in order)
     table = slides.take(order)
-    return TargetLabels(replace(table, slide=table.patient), bags, aside, path.name)
+    return _TargetLabels(replace(table, slide=table.patient), bags, aside, path.name)
 
 
 def _table_path(study: Study, site: SiteFile) -> Path:

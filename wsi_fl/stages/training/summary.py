@@ -15,7 +15,7 @@ from wsi_fl.stages.site.account import Group, group_of
 from wsi_fl.stages.site.party import RunContext
 
 
-class SiteRow(TypedDict):
+class _SiteRow(TypedDict):
     """A site's row of a summary; None also for what a real site keeps to itself.
 
     Attributes:
@@ -44,7 +44,7 @@ class SiteRow(TypedDict):
     group: Group | None
 
 
-class SummaryRow(SiteRow):
+class SummaryRow(_SiteRow):
     """What all sites tell each other at the end: a row, and what of it is added up over all of them."""
 
     receives: bool
@@ -54,7 +54,7 @@ class SummaryRow(SiteRow):
     communication_seconds: Amount | None
 
 
-class Loss(TypedDict):
+class _Loss(TypedDict):
     """A site that was lost and has not come back."""
 
     site: Name
@@ -63,7 +63,7 @@ class Loss(TypedDict):
     time: Words
 
 
-class Communication(TypedDict):
+class _Communication(TypedDict):
     """What all sites sent together."""
 
     messages: Count
@@ -83,12 +83,12 @@ class Summary(TypedDict):
     run: Words
     method: Words
     seconds: Amount
-    sites: list[SiteRow]
+    sites: list[_SiteRow]
     receivers: list[Name]
     letters: dict[Name, Words]
     lost: list[Name]
-    losses: list[Loss]
-    communication: Communication
+    losses: list[_Loss]
+    communication: _Communication
 
 
 def row_of(site: Site) -> SummaryRow:
@@ -110,7 +110,7 @@ def row_of(site: Site) -> SummaryRow:
         "batch_size": site.plan.batch_size if site.plan else None,
         "sigma": site.plan.sigma if site.plan else None,
         "rounds": len(took_part),
-        "attended": stretches(took_part),
+        "attended": _stretches(took_part),
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
         # where patients are protected, how many rows they have is theirs
         "n_train": None if terms.lifetime and terms.unit == "patient" else len(site.train),
@@ -127,7 +127,7 @@ def row_of(site: Site) -> SummaryRow:
     }
 
 
-def stretches(rounds: Sequence[int]) -> list[list[int]]:
+def _stretches(rounds: Sequence[int]) -> list[list[int]]:
     """Return the first and the last of each stretch of rising rounds without a gap."""
     found: list[list[int]] = []
     for round_ in rounds:

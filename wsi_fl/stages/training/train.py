@@ -26,7 +26,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 
 @dataclass(frozen=True)
-class Series:
+class _Series:
     """Runs that differ in their seed, in the fold that they test, or in the site that they leave out.
 
     Attributes:
@@ -130,7 +130,7 @@ def begin(
     *,
     backend: str,
     watcher: Watcher,
-    series: Series | None = None,
+    series: _Series | None = None,
     told: bool = False,
 ) -> dict[str, Any]:
     """Start the ranks of a new run, or run it in this process."""
@@ -276,7 +276,7 @@ def is_series(pipeline: Pipeline) -> bool:
     return pipeline.train.folds is not None and pipeline.train.fold is None
 
 
-def _series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> Series:
+def _series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> _Series:
     train = pipeline.train
     sites = tuple(site.name for site in study.sites(pipeline)) if leave_site_out else ()
     if leave_site_out and (train.folds or train.left_out):
@@ -286,10 +286,10 @@ def _series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: boo
     if leave_site_out and len(sites) < 2:
         raise UsageError("--leave-site-out needs two sites or more")
     folds = train.folds if train.fold is None else None
-    return Series(uuid4().hex, tuple(range(train.seed, train.seed + seeds)), folds, sites)
+    return _Series(uuid4().hex, tuple(range(train.seed, train.seed + seeds)), folds, sites)
 
 
-def _tell(party: RunContext, series: Series) -> None:
+def _tell(party: RunContext, series: _Series) -> None:
     """Say what the runs cost together, and which classes are too rare for as many folds."""
     n, target = len(series.members), party.pipeline.privacy.target_epsilon
     if n > 1 and (series.folds or series.sites) and spends(party.pipeline):
@@ -326,7 +326,7 @@ def resume_series(
     manifest = run.manifest
     if not (known := manifest.get("series")):
         return None
-    series = Series(known["id"], tuple(known["seeds"]), known.get("folds"), tuple(known.get("sites") or ()))
+    series = _Series(known["id"], tuple(known["seeds"]), known.get("folds"), tuple(known.get("sites") or ()))
     pipeline = load_pipeline(run.path / "config.toml")
     how: dict[str, Any] = {"backend": backend, "watcher": watcher or Silent()}
     return _complete(study, series, manifest["method"], manifest["pipeline"], pipeline, **how)
@@ -334,7 +334,7 @@ def resume_series(
 
 def _complete(
     study: Study,
-    series: Series,
+    series: _Series,
     method: str,
     name: str,
     pipeline: Pipeline,

@@ -21,7 +21,7 @@ from wsi_fl.types import WsiFlError, printable
 if TYPE_CHECKING:
     from wsi_fl.models.encoder import Spent
 
-LINE_EVERY_S = 5.0
+_LINE_EVERY_S = 5.0
 _MOST_PARTS = 12
 """Sites that a line of progress tells of."""
 _EVENT_EVERY_S = 0.3
@@ -107,8 +107,8 @@ class Bars(Silent):
 
     def _tell(self) -> None:
         """Say every few seconds how far it is, whether or not the work says anything."""
-        while not self._over.wait(LINE_EVERY_S):
-            if time.monotonic() - self._said >= LINE_EVERY_S / 2:
+        while not self._over.wait(_LINE_EVERY_S):
+            if time.monotonic() - self._said >= _LINE_EVERY_S / 2:
                 self._say()
 
     def _say(self) -> None:
@@ -124,7 +124,7 @@ class Bars(Silent):
             if part not in self._tasks:
                 self._tasks[part] = self._bars.add_task(part, total=total, note=note)
             self._bars.update(self._tasks[part], completed=done, total=total, note=note)
-        elif time.monotonic() - self._said >= LINE_EVERY_S:
+        elif time.monotonic() - self._said >= _LINE_EVERY_S:
             self._say()
 
     def _line(self) -> str:
@@ -137,7 +137,7 @@ class Bars(Silent):
         gained = done - sum(d for d, _ in self._from.values())
         since = time.monotonic() - min(t for _, t in self._from.values())
         seconds = (total - done) / gained * since if gained > 0 else 0.0
-        left = f", about {seconds:.0f} s left" if share > 0.02 and seconds and since >= LINE_EVERY_S else ""
+        left = f", about {seconds:.0f} s left" if share > 0.02 and seconds and since >= _LINE_EVERY_S else ""
         left = ", finishing" if share >= 1 else left
         notes = ", ".join(f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MOST_PARTS] if note)
         more = f", and {len(state) - _MOST_PARTS} more" if len(state) > _MOST_PARTS else ""
