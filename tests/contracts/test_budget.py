@@ -211,14 +211,14 @@ def test_a_round_that_differs_from_its_plan_in_one_field_is_refused(field):
 
 @pytest.mark.parametrize("what", ["sigma", "clip", "batch_size"])
 def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
-    learners = workshop.learners_of
+    learners = workshop._learners_of
 
     def changed(*args):
         *rest, plan, train = args
         other = {"batch_size": 7, "steps": 6, "sample_rate": 1 / 6} if what == "batch_size" else {what: 9.0}
         return learners(*rest, replace(plan, **other), train)
 
-    monkeypatch.setattr(workshop, "learners_of", changed)
+    monkeypatch.setattr(workshop, "_learners_of", changed)
     refused(lambda: run(hospital), "would not keep to its privacy plan", what, error=WsiFlError)
     assert not hospital.ledger("S0").exists()
 

@@ -579,13 +579,13 @@ def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, m
     for k in range(3):
         shutil.copy(study.release_at_home(f"S{k}"), study.root / f"kept{k}")
         study.release_at_home(f"S{k}").unlink()  # exact sums are not needed
-    real, starts = workshop.bring_released, []
+    real, starts = workshop._bring_released, []
 
     def brought(party, site):
         real(party, site)
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
-    monkeypatch.setattr(workshop, "bring_released", brought)
+    monkeypatch.setattr(workshop, "_bring_released", brought)
     summary = train(study, method=method, overrides=START, backend="local")
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
     linear = build("linear_head", n_classes=2, shape=Vectors(D), seed=0)

@@ -69,16 +69,16 @@ def _page(study, summary):
 
 def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
     made = {}
-    from wsi_fl.stages.training import learners
+    from wsi_fl.stages.training import workshop
 
-    learner = learners.Learner
+    learner = workshop.Learner
 
     def noted(model, *, dp, **kwargs):
         if dp is not None:
             made[len(made)] = (dp.sigma, dp.batch_size)
         return learner(model, dp=dp, **kwargs)
 
-    monkeypatch.setattr(learners, "Learner", noted)
+    monkeypatch.setattr(workshop, "Learner", noted)
     rows = dry_run(uneven, method="proxyfl", overrides=[TARGET, ROUNDS])["sites"]
     assert list(made.values()) == [(row["sigma"], row["batch_size"]) for row in rows]
 

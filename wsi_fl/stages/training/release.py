@@ -39,8 +39,7 @@ from wsi_fl.stages.site.account import (
 )
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN, Facts, ReleasedSums, read_sums, refuse_others, wanted_of, write_sums
-from wsi_fl.stages.training.learners import build_model
-from wsi_fl.stages.training.workshop import learned_from
+from wsi_fl.stages.training.workshop import build_model, learned_from
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.stages.work.job import Job, device_of_rank
 from wsi_fl.study.folder import Study
