@@ -349,7 +349,7 @@ def _learners_of(
                 shape = (seen.channels, seen.size_px, seen.size_px)
                 settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
         usual = HyperParameters(keys.lr, keys.weight_decay, keys.balance)
-        return _learner(model, usual, train, n_classes, device, pipeline, settings)
+        return _learner(model, usual, train, n_classes, device, pipeline, dp=settings)
 
     return make
 
@@ -361,6 +361,7 @@ def _learner(
     n_classes: int,
     device: torch.device,
     pipeline: Pipeline,
+    *,
     dp: DPSettings | None = None,
 ) -> Learner:
     """Return a learner with these settings for some training examples; under privacy all classes count as they come."""
