@@ -530,6 +530,11 @@ class Pipeline(Section):
             own = {"weights": None, "input_px": None} | own
         return self.mosaic.model_copy(update=own)
 
+    def changed(self, **sections: dict[str, Any]) -> Self:
+        """Return the pipeline with other values of keys of some sections, which nobody validates again."""
+        found = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=found)
+
     def section(self, kind: type[_S]) -> _S:
         """Return the section of a kind that has joined; its defaults where this pipeline was made without it."""
         return next((value for _, value in self if isinstance(value, kind)), kind())

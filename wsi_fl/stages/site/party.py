@@ -48,13 +48,7 @@ def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
     n = wanted if isinstance(wanted, int) else open_directions(study, wanted).n
     kind = pipeline.target.kind
     model = {"private": linear, "proxy": f"{SHARED}:{n}" + (f":{kind}" if kind != "classes" else "")}
-    return pipeline.model_copy(
-        update={
-            "train": pipeline.train.model_copy(update=once),
-            "model": pipeline.model.model_copy(update=model),
-            "privacy": pipeline.privacy.model_copy(update={"clip": 1.0, "mode": "strict"}),
-        }
-    )
+    return pipeline.changed(train=once, model=model, privacy={"clip": 1.0, "mode": "strict"})
 
 
 @dataclass(frozen=True)
@@ -211,16 +205,10 @@ def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
         if changed and launched_ranks() is None:
             words = "; ".join(changed)
             say(f"  sites/{name}.toml has changed since the run began: {words}; the stricter holds", "yellow")
-        now = study.site(name).delta if changed else None
-        if (
-            goes_on
-            and began is not None
-            and now is not None
-            and began.delta is not None
-            and now < began.delta
-        ):
+        was, now = began.delta if began else None, study.site(name).delta if changed else None
+        if goes_on and was is not None and now is not None and now < was:
             raise UsageError(
-                f"sites/{name}.toml: delta = {now:g} is smaller than the {began.delta:g} of this run; start a new run"
+                f"sites/{name}.toml: delta = {now:g} is smaller than the {was:g} of this run; start a new run"
             )
     return seen
 

@@ -80,12 +80,11 @@ def release(
 
 def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
     """Return one site alone as `oneshot` sees it; its noise has no fixed seed."""
-    changed: dict[str, dict[str, Any]] = {
-        "train": {"releases": False, "folds": None, "fold": None},
-        "privacy": {"insecure_seed": None, "noise": "own"},
-    }
-    sections = {name: getattr(pipeline, name).model_copy(update=keys) for name, keys in changed.items()}
-    return RunContext.of(study, pipeline.model_copy(update={"sites": [site.name], **sections}), RUN)
+    own = pipeline.changed(
+        train={"releases": False, "folds": None, "fold": None},
+        privacy={"insecure_seed": None, "noise": "own"},
+    )
+    return RunContext.of(study, own.model_copy(update={"sites": [site.name]}), RUN)
 
 
 def _release_of(party: RunContext, again: bool) -> dict[str, Any]:

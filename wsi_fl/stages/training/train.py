@@ -52,12 +52,10 @@ class _Series:
 
     def pipeline_of(self, pipeline: Pipeline, member: Member) -> Pipeline:
         """Return the pipeline of one run: that of the series, or of another run, under what sets this one apart."""
-        own: dict[str, Any] = {"seed": member.seed}
-        own |= ({"fold": member.fold} if self.folds else {}) | (
-            {"left_out": member.left_out} if self.sites else {}
-        )
-        sites = {"sites": list(self.sites)} if self.sites else {}
-        return pipeline.model_copy(update={"train": pipeline.train.model_copy(update=own), **sites})
+        folds = {"fold": member.fold} if self.folds else {}
+        left_out = {"left_out": member.left_out} if self.sites else {}
+        own = pipeline.changed(train={"seed": member.seed, **folds, **left_out})
+        return own.model_copy(update={"sites": list(self.sites)}) if self.sites else own
 
     def begun(self, study: Study) -> dict[Member, RunFolder]:
         """Return its runs that there are; what all of them share, such as a fold of the pipeline, sets none apart."""
