@@ -327,8 +327,11 @@ def test_a_ledger_that_is_named_later_must_be_the_one_that_there_is(hospital, tm
     assert row(run(hospital))["lifetime_epsilon"] > 1
 
 
-def test_a_real_hospital_does_not_become_a_simulated_one(hospital):
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_real_hospital_does_not_become_a_simulated_one_nor_without_its_ledger(hospital, lost):
     run(hospital)
+    if lost:
+        hospital.ledger("S0").unlink()
     rewrite(hospital, "real = true", "real = false")
     refused(lambda: run(hospital), "belongs to a real hospital's ledger", "real = true", error=WsiFlError)
 
@@ -527,13 +530,6 @@ def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_
     path = study.root / run(study)["run"]
     (study.root / "sites" / "S0.toml").unlink()
     assert study.as_of(path).ledger("S0") == tmp_path / "budget" / "S0.jsonl"
-
-
-def test_a_hospital_whose_ledger_was_taken_away_does_not_become_a_simulated_one(hospital):
-    run(hospital)
-    hospital.ledger("S0").unlink()
-    rewrite(hospital, "real = true", "real = false")
-    refused(lambda: run(hospital), "belongs to a real hospital's ledger", error=WsiFlError)
 
 
 def test_a_copy_of_a_study_from_before_spends_nothing_elsewhere(hospital, tmp_path):

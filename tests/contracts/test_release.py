@@ -104,8 +104,14 @@ def letter_of_s0():
     return head.packed(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
 
 
-def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them(study):
-    row = released(study)
+def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_else_reads_what_stays(study):
+    before = os.umask(0o022)
+    try:
+        row = released(study)
+    finally:
+        os.umask(before)
+    assert not study.release_at_home("S0").stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    assert study.release("S0").stat().st_size < 2048  # of two classes
     with safe_open(study.release("S0"), "np") as file:
         assert list(file.keys()) == ["sums"]
         document = json.loads(file.metadata()["document"])
@@ -125,21 +131,6 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them(study):
     weights = np.sqrt(variances / SIGMA**2)[:, None]
     noise = file.vector[:-2].reshape(2, -1) / weights - letter_of_s0().reshape(2, -1)
     assert 0.7 < noise.std() / SIGMA < 1.4 and variances.max() == SIGMA**2
-
-
-def test_a_letter_of_two_classes_is_under_two_kilobytes(study):
-    released(study)
-    assert study.release("S0").stat().st_size < 2048
-
-
-def test_nobody_else_can_read_what_stays_at_home(study):
-    before = os.umask(0o022)
-    try:
-        released(study)
-    finally:
-        os.umask(before)
-    mode = study.release_at_home("S0").stat().st_mode
-    assert not mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def test_a_target_is_met_exactly_and_anew_by_every_release(study):
@@ -282,7 +273,6 @@ def test_numbers_that_are_not_on_the_ledger_are_refused(study):
         {"classes": ["a", "b", "c"]},
         {"n": -1},
         {"n_features": 8},
-        {"classes": "ab"},
         {"guarantee": "sure"},
     ],
 )
@@ -367,12 +357,17 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
     assert not study.ledger("S0").exists()
 
 
-def test_sites_with_other_directions_do_not_begin():
-    here = {"site": "S0", "directions": "a"}
-    refused(
-        lambda: compare([here, here | {"site": "S1"}, here | {"site": "S2", "directions": "b"}]),
-        "S2 brings b as the directions of its sums (model.directions)",
-    )
+@pytest.mark.parametrize(
+    ("key", "agreed", "other", "words"),
+    [
+        ("directions", "a", "b", "S2 brings b as the directions of its sums (model.directions)"),
+        ("releases", {"S0": "a"}, {"S0": "b"}, "as the released sums in use"),
+        ("buffer", ["replay", 9, 16, 3, 2], ["replay", 8, 16, 3, 2], "as the buffer"),
+    ],
+)
+def test_sites_that_bring_other_sums_files_or_buffers_do_not_begin(key, agreed, other, words):
+    brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
+    refused(lambda: compare(brought), "S2 brings", words)
 
 
 # ---- real hospitals
@@ -620,15 +615,6 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
     run = next(study.runs.glob("*-proxyfl-*")).name
     released(study, "S1", again=True)
     refused(lambda: resume(study, run, backend="local"), "release of S1", "releases/")
-
-
-def test_sites_with_other_files_do_not_begin():
-    here = {"site": "S0", "releases": {"S0": "a"}}
-    refused(
-        lambda: compare([here, here | {"site": "S1"}, {"site": "S2", "releases": {"S0": "b"}}]),
-        "S2 brings",
-        "as the released sums in use",
-    )
 
 
 # ---- the command

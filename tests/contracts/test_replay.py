@@ -35,7 +35,7 @@ from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 from wsi_fl.system.files import write_sealed
-from wsi_fl.types import Images, UsageError, WsiFlError
+from wsi_fl.types import Images, WsiFlError
 
 VARIANTS = ("replay", "no_buffer", "buffer_only", "synthetic_only", "central")
 EXTRA = """
@@ -312,16 +312,6 @@ def test_a_generator_must_be_there_checked_and_of_this_store(study):
 )
 def test_what_does_not_fit_is_one_line(study, override, words):
     refused(lambda: run(study, "replay", override), words)
-
-
-def test_sites_that_disagree_on_the_buffer_are_named(study):
-    from wsi_fl.federation import preflight
-
-    brought = [
-        {"site": site, "buffer": ["replay", n, 16, 3, 2]} for site, n in zip(SITES, (9, 9, 8), strict=True)
-    ]
-    with pytest.raises(UsageError, match=r"S2 brings .* as the buffer"):
-        preflight.compare(brought)
 
 
 # the payload
