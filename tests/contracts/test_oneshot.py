@@ -374,11 +374,19 @@ def test_what_travels_is_noisy_and_what_stays_is_exact(study):
     torch.testing.assert_close(kept["sums"].double(), mean, rtol=1e-5, atol=1e-4)
 
 
-def test_without_privacy_the_sums_are_exact(study):
-    summary = oneshot(study, "privacy.enabled=false")
-    kept = model(study.root / summary["run"], "S0", "proxy")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A study, a run of it without privacy, and what an audit of that says."""
+    study = make_hospitals(tmp_path_factory.mktemp("plain") / "study")
+    with pytest.MonkeyPatch.context() as patch:
+        return study, *an_audit(study, patch, "privacy.enabled=false")
+
+
+def test_without_privacy_the_sums_are_exact(plain):
+    _, run, _ = plain
+    kept = model(run, "S0", "proxy")
     torch.testing.assert_close(kept["released"][:-2], kept["exact"], rtol=1e-6, atol=1e-5)
-    assert summary["sites"][0]["epsilon"] is None
+    assert json.loads((run / "summary.json").read_text())["sites"][0]["epsilon"] is None
     _, counts = SharedHead(2, D).unpacked(kept["exact"])
     assert float(counts.sum()) == pytest.approx(60)  # every row, whatever the size of batches
 
@@ -452,14 +460,16 @@ def an_audit(study, monkeypatch, *overrides):
     return study.root / run, audit(study, run)
 
 
-@pytest.mark.parametrize(
-    "overrides", [["privacy.unit=patient", "privacy.sigma=1.5"], ["privacy.enabled=false"]]
-)
-def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(study, monkeypatch, overrides):
-    run, document = an_audit(study, monkeypatch, *overrides)
+@pytest.mark.parametrize("unit", ["patient", "row"])
+def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(request, monkeypatch, unit):
+    if unit == "row":
+        study, run, document = request.getfixturevalue("plain")
+    else:
+        study = request.getfixturevalue("study")
+        run, document = an_audit(study, monkeypatch, "privacy.unit=patient", "privacy.sigma=1.5")
     for site in document["sites"]:
         tail = site["tail"]
-        assert not tail["beyond"] and tail["n"] == (20 if "=patient" in overrides[0] else 60)
+        assert not tail["beyond"] and tail["n"] == (20 if unit == "patient" else 60)
         assert tail["unit"] == site["unit"] or not tail["sigma"]
         sizes = {group["group"]: group["n"] for group in tail["attackers"]["others"]["groups"]}
         assert sizes["all"] == tail["n"] == sum(n for name, n in sizes.items() if name.startswith("class"))
@@ -483,8 +493,8 @@ def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(study, m
 PATIENTS = {f"p{k}" for k in range(20)}
 
 
-def test_an_audit_says_what_each_letter_changes(study, monkeypatch):
-    run, document = an_audit(study, monkeypatch, "privacy.enabled=false")
+def test_an_audit_says_what_each_letter_changes(plain):
+    _, run, document = plain
     assert [row["site"] for row in document["influence"]] == ["S0", "S1", "S2"]
     for row in document["influence"]:
         assert row["length"] <= row["n"] == 60 and row["moved"] > 0.01 and 0 <= row["answers_changed"] <= 1
@@ -543,13 +553,9 @@ def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(s
         assert torch.equal(model(run, f"S{k}", "proxy")["sums"], head["sums"])
 
 
-def test_without_noise_the_masked_sum_is_exact(study):
-    run = study.root / oneshot(study, "privacy.noise=shared", "privacy.enabled=false")["run"]
-    sums = model(run, "S1", "proxy")["sums"][:-2].double() * 3
-    torch.testing.assert_close(sums, sum(exact_sums(run)), rtol=1e-6, atol=1e-5)
-
-
-def test_nobody_reads_the_sums_of_one_site_from_its_message(study, monkeypatch):
+def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_its_message(
+    study, monkeypatch
+):
     sent, real = [], LocalComm.exchange
 
     def listened(self, outgoing, *args, **kwargs):
@@ -558,6 +564,8 @@ def test_nobody_reads_the_sums_of_one_site_from_its_message(study, monkeypatch):
 
     monkeypatch.setattr(LocalComm, "exchange", listened)
     run = study.root / oneshot(study, "privacy.noise=shared", "privacy.enabled=false")["run"]
+    sums = model(run, "S1", "proxy")["sums"][:-2].double() * 3
+    torch.testing.assert_close(sums, sum(exact_sums(run)), rtol=1e-6, atol=1e-5)
     values = np.concatenate([one.vector for one in {release.site: release for release in sent}.values()])
     counts = np.bincount(values, minlength=256)
     assert chisquare(counts).pvalue > 1e-6  # bytes at random, though every other sum is 0 or small
