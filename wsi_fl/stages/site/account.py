@@ -265,7 +265,8 @@ def open_ledger(
             )
         return account()
     rounds = _rounds_here(study, site.name)  # before the ledger, as is the next line: they may grow
-    released = _released_here(study, site.name)
+    sums = (study.release_at_home(site.name), study.release(site.name))
+    released = [(study.relative(file), claimed(file)) for file in sums if file.exists()]
     if not path.exists() and (rounds or released):
         raise UsageError(
             f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
@@ -301,9 +302,7 @@ def heads_of(study: Study, site: str) -> list[Path]:
 def head_of_user(site: str) -> Path:
     """Where this user remembers how far the ledger of a real site was; UsageError for no place to write."""
     try:
-        told = Path(
-            os.environ.get("XDG_STATE_HOME", "")
-        )  # as XDG has it, one that is relative does not count
+        told = Path(os.environ.get("XDG_STATE_HOME", ""))  # a relative one does not count, as XDG has it
         state = (told if told.is_absolute() else Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
         writable = os.access(state, os.W_OK)
@@ -326,12 +325,6 @@ def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
         if paid:
             found.append((study.relative(run.path), run.identity, max(paid)))
     return found
-
-
-def _released_here(study: Study, site: str) -> list[tuple[str, str]]:
-    """(file, digest) of all sums that the site has released in this study."""
-    files = (study.release_at_home(site), study.release(site))
-    return [(study.relative(file), claimed(file)) for file in files if file.exists()]
 
 
 def claimed(file: Path) -> str:

@@ -103,7 +103,10 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
     UsageError names the line of the table: a value that was not agreed on, or slides of a patient that contradict.
     """
     path = Path(f"sites/{site.name}.toml") if site.receives else _table_path(study, site)
-    said = {} if site.receives else _values(path, site, target)
+    columns = [str(name) for name in ([target.column] if target.column else [target.time, target.event])]
+    said = (
+        {} if site.receives else _by_name(path, site, columns, lambda row, where: _truth(row, target, where))
+    )
     known, aside, nothing = [], [], (0.0, 0.0) if target.intervals else 0
     for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
         value = nothing if site.receives else said.get(("slide", slide), said.get(("patient", patient)))
@@ -166,19 +169,11 @@ def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, se
     for row in of_site(rows, site.name):
         if patient is None or not row[patient]:
             raise UsageError(
-                f"{row.where}: names no patient; patients are counted, so say whose each line is"
+                f"{row.where}: names no patient; say whose each line is, for patients are counted"
             )
-        found.setdefault(row[patient], set()).update(
-            {row[column]} if row[column].lower() not in _NOTHING else ()
-        )
+        said = {row[column]} if row[column].lower() not in _NOTHING else set()
+        found.setdefault(row[patient], set()).update(said)
     return found
-
-
-def _values(path: Path, site: SiteFile, target: Target) -> dict[tuple[str, str], Any]:
-    """("slide" or "patient", its name) → the truth, of every line that has one."""
-    columns = [target.column] if target.column else [target.time, target.event]
-    names = [str(name) for name in columns]
-    return _by_name(path, site, names, lambda row, where: _truth(row, target, where))
 
 
 def _by_name(

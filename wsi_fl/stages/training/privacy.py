@@ -64,17 +64,16 @@ def privacy(
         "accountant": ACCOUNTANT,
         "n": n,
         "batch_size": batch_size or _BATCH_SIZE,
-        "ways": [_row(way) for way in ways],
+        "ways": [
+            {
+                "batch_size": way.batch_size,
+                "sigma": way.mechanism.sigma,
+                "steps": way.mechanism.steps,
+                "signal_to_noise": way.signal_to_noise,
+            }
+            for way in ways
+        ],
         "group": {"rows": group, "epsilon": group_epsilon([mechanism], delta, group)} if group else None,
-    }
-
-
-def _row(way: Proposal) -> dict[str, Any]:
-    return {
-        "batch_size": way.batch_size,
-        "sigma": way.mechanism.sigma,
-        "steps": way.mechanism.steps,
-        "signal_to_noise": way.signal_to_noise,
     }
 
 

@@ -20,7 +20,6 @@ from wsi_fl.learning.local import DPSettings, Learner, sum_up
 from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.guarantee import rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -131,7 +130,10 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training {party.examples}")
     units = units_of(party.pipeline, train, site.name)
-    plan = planned_round(site, party.pipeline, units.n, past=_past(ledger), once=True)
+    mine = (ledger.site, RUN)  # the next release takes the place of one that never left
+    counted = [one for one in rounds_of(ledger.entries) if one.final or (one.site, one.run) != mine]
+    past = [one.mechanism for one in counted if one.mechanism]
+    plan = planned_round(site, party.pipeline, units.n, past=past, once=True)
     head = _summed(party, train, units, plan, ledger.terms.delta)
     vector = head.sums.detach().cpu().numpy()
     made = ledger.release(None, vector, schema=schema(head), mechanism=plan, content="model")
@@ -146,13 +148,6 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
         **wanted_of(data, party.pipeline),
     )
     return made, ReleasedSums(facts, vector)
-
-
-def _past(ledger: PrivacyLedger) -> list[Mechanism]:
-    """Return all that is on the account but a release that never left, whose place the next one takes."""
-    rounds = rounds_of(ledger.entries)
-    mine = (ledger.site, RUN)
-    return [one.mechanism for one in rounds if one.mechanism and (one.final or (one.site, one.run) != mine)]
 
 
 def _summed(

@@ -97,6 +97,7 @@ def row_of(site: Site) -> SummaryRow:
     took_part = [line["round"] for line in lines if line["takes_part"]]
     terms = site.ledger.terms
     sent = site.folder.transfers()
+    waited = sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent)
     return {
         "site": site.name,
         "epsilon": site.ledger.epsilon(),
@@ -123,7 +124,7 @@ def row_of(site: Site) -> SummaryRow:
         "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
         "messages": sum(line["messages"] for line in lines) + len(sent),
         "bytes": sum(line["bytes"] for line in [*lines, *sent]),
-        "communication_seconds": None if terms.lifetime else _waited(lines, sent),
+        "communication_seconds": None if terms.lifetime else float(waited),
     }
 
 
@@ -136,11 +137,6 @@ def _stretches(rounds: Sequence[int]) -> list[list[int]]:
         else:
             found.append([round_, round_])
     return found
-
-
-def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> float:
-    """Seconds of communication in all rounds, and of transfers beside them."""
-    return float(sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent))
 
 
 def summary_of(party: RunContext, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
