@@ -37,7 +37,7 @@ def graph_of(party: RunContext) -> Topology | None:
 
 def versions() -> dict[str, str]:
     """Return the versions of what must be the same everywhere for numbers to agree."""
-    names = ("torch", "torchvision", "opacus", "monai", "numpy")
+    names = ("torch", "torchvision", "opacus", "numpy")
     return {"wsi_fl": __version__} | {name: version(name) for name in names}
 
 
