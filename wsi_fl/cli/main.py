@@ -7,6 +7,7 @@ from types import FunctionType
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from wsi_fl import __version__
@@ -64,7 +65,7 @@ def _version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -72,8 +73,7 @@ def _root(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the study.")] = Path("wsi-fl-demo"),
-    as_json: Json = False,
+    out: Annotated[Path, Option(help="Folder for the study.")] = Path("wsi-fl-demo"), as_json: Json = False
 ) -> None:
     """Paint four hospitals' slides, tile, let them learn alone and together, and say who should join."""
     from wsi_fl.demo.run import demo, demo_lines
@@ -93,8 +93,7 @@ def doctor(as_json: Json = False) -> None:
 
 def config(
     key: Annotated[
-        str,
-        typer.Argument(metavar="[KEY]", help="A key, a section, or site for site files. Default: all keys."),
+        str, Argument(metavar="[KEY]", help="A key, a section, or site for site files. Default: all keys.")
     ] = "",
     as_json: Json = False,
 ) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-import typer
+from typer import Argument, Option
 
 from wsi_fl.system.machine import is_first, launched_ranks
 from wsi_fl.types import UsageError, WsiFlError, printable
@@ -18,19 +18,17 @@ if TYPE_CHECKING:
     from wsi_fl.stages.work.console import Lines
     from wsi_fl.study.folder import Study
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Pipeline = Annotated[
-    str | None, typer.Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
+    str | None, Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. train.rounds=5. Repeatable."
-    ),
+    Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. train.rounds=5. Repeatable."),
 ]
 PredictionOverrides = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="KEY=VALUE",
         help="predict.with (auto, private, proxy, mean, alone or stack), or where weights lie now "
@@ -38,14 +36,13 @@ PredictionOverrides = Annotated[
     ),
 ]
 Gpus = Annotated[
-    str | None,
-    typer.Option(metavar="0,1,…", help="GPUs to work on, a process for each. Default: the first one."),
+    str | None, Option(metavar="0,1,…", help="GPUs to work on, a process for each. Default: the first one.")
 ]
 SiteGpus = Annotated[
     str | None,
-    typer.Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all."),
+    Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all."),
 ]
-Run = Annotated[str, typer.Argument(help="A run: its folder, name or number.")]
+Run = Annotated[str, Argument(help="A run: its folder, name or number.")]
 
 
 def find_study() -> Study:

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from wsi_fl.cli.options import (
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def release(
-    site: Annotated[str | None, typer.Option(help="The site whose sums to release.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    site: Annotated[str | None, Option(help="The site whose sums to release.")] = None,
+    every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Take and release them once more, at the same cost again.")
+        bool, Option("--again", help="Take and release them once more, at the same cost again.")
     ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
@@ -60,41 +60,32 @@ class Described(TyperCommand):
 
 
 def train(
-    method: Annotated[str, typer.Option(help="What is done; --help says it of each.")] = DEFAULT,
+    method: Annotated[str, Option(help="What is done; --help says it of each.")] = DEFAULT,
     pipeline: Pipeline = None,
     overrides: Set = None,
-    backend: Annotated[
-        str, typer.Option(help="mpi: one rank per site. local: all sites in this process.")
-    ] = "mpi",
-    resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Continue a run after its last round.")
-    ] = None,
+    backend: Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")] = "mpi",
+    resume: Annotated[str | None, Option(metavar="RUN", help="Continue a run after its last round.")] = None,
     seeds: Annotated[
-        int | None,
-        typer.Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on."),
+        int | None, Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on.")
     ] = None,
     folds: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="A series of runs, each testing one of N folds of every site's patients."
-        ),
+        Option(metavar="N", help="A series of runs, each testing one of N folds of every site's patients."),
     ] = None,
     leave_site_out: Annotated[
-        bool,
-        typer.Option("--leave-site-out", help="A series of runs, each testing a site that takes no part."),
+        bool, Option("--leave-site-out", help="A series of runs, each testing a site that takes no part.")
     ] = False,
     without: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SITE", help="With --resume: go on without this site. Repeatable."),
+        list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
     ] = None,
     baselines: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--baselines", help="Beside mpcpa also own, all original, all generated and FedAvg, in a table."
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
+        bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
     ] = False,
     gpus: SiteGpus = None,
     as_json: Json = False,
@@ -157,24 +148,22 @@ def rank(run: Path) -> None:
 
 
 def privacy(
-    n: Annotated[int, typer.Option(min=1, max=10**9, help="Training rows (or patients) of the site.")],
+    n: Annotated[int, Option(min=1, max=10**9, help="Training rows (or patients) of the site.")],
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon."),
+        Option(min=1, help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon."),
     ] = None,
     epochs: Annotated[
         float,
-        typer.Option(
-            "--epochs", "--rounds", max=1e6, help="Passes over the data: rounds × epochs per round."
-        ),
+        Option("--epochs", "--rounds", max=1e6, help="Passes over the data: rounds × epochs per round."),
     ] = 30,
-    sigma: Annotated[float | None, typer.Option(min=0, max=1e6, help="Noise multiplier.")] = None,
+    sigma: Annotated[float | None, Option(min=0, max=1e6, help="Noise multiplier.")] = None,
     target_epsilon: Annotated[
-        float | None, typer.Option(min=1e-6, max=1e6, help="Find batch size and σ that spend this ε best.")
+        float | None, Option(min=1e-6, max=1e6, help="Find batch size and σ that spend this ε best.")
     ] = None,
-    delta: Annotated[float, typer.Option(min=1e-300, max=1, help="δ.")] = 1e-5,
+    delta: Annotated[float, Option(min=1e-300, max=1, help="δ.")] = 1e-5,
     group: Annotated[
-        int | None, typer.Option(min=1, help="Rows of one patient: what ε per row is worth to that patient.")
+        int | None, Option(min=1, help="Rows of one patient: what ε per row is worth to that patient.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -196,37 +185,35 @@ def privacy(
 def bench(
     table: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="TABLE",
             help="Features with labels: .npz (x, y, patient), .csv, a store (.h5), or a folder of TRIDENT's.",
         ),
     ],
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="Results, a line for each seed and hospital.")
-    ] = Path("bench.csv"),
+    out: Annotated[Path, Option(metavar="FILE", help="Results, a line for each seed and hospital.")] = Path(
+        "bench.csv"
+    ),
     methods: Annotated[
-        str, typer.Option("--method", help="Names, with commas between.")
+        str, Option("--method", help="Names, with commas between.")
     ] = "oneshot,proxyfl,fedavg",
-    epsilon: Annotated[str, typer.Option(help="Of each hospital, at δ = 1e-5.")] = "1",
+    epsilon: Annotated[str, Option(help="Of each hospital, at δ = 1e-5.")] = "1",
     hospitals: Annotated[
-        str, typer.Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
+        str, Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
     ] = "4x150",
     skew: Annotated[
         str,
-        typer.Option(
-            help="alike, lacks (one has never seen a class), or shares of one class such as 0.9 and 1."
-        ),
+        Option(help="alike, lacks (one has never seen a class), or shares of one class such as 0.9 and 1."),
     ] = "alike,0.9",
-    unit: Annotated[str, typer.Option(help="What ε protects: row or patient.")] = "row",
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="How often hospitals are drawn.")] = 5,
+    unit: Annotated[str, Option(help="What ε protects: row or patient.")] = "row",
+    seeds: Annotated[int, Option(min=1, max=1000, help="How often hospitals are drawn.")] = 5,
     along: Annotated[
         Path | None,
-        typer.Option("--directions", metavar="FILE", help="Of public tissue, or a table of its features."),
+        Option("--directions", metavar="FILE", help="Of public tissue, or a table of its features."),
     ] = None,
     labels: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
+        Path | None, Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
+    jobs: Annotated[int, Option(min=1, max=256, help="Processes.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Measure methods on hospitals drawn from one table of features, beside each alone and all data pooled."""
@@ -259,18 +246,17 @@ def evaluate(run: Run, overrides: PredictionOverrides = None, as_json: Json = Fa
 
 def predict(
     run: Run,
-    site: Annotated[str, typer.Option(help="The site whose models predict.")],
-    slide: Annotated[list[Path], typer.Option(help="A slide to predict. Repeatable.")],
+    site: Annotated[str, Option(help="The site whose models predict.")],
+    slide: Annotated[list[Path], Option(help="A slide to predict. Repeatable.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to write. Default: RUN/predictions/SITE.")
+        Path | None, Option(metavar="DIR", help="Where to write. Default: RUN/predictions/SITE.")
     ] = None,
     tumor_type: Annotated[
         str | None,
-        typer.Option(help="What is known of the slides, for runs on mosaics. Default: what the store says."),
+        Option(help="What is known of the slides, for runs on mosaics. Default: what the store says."),
     ] = None,
     mpp: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: what they say."),
+        float | None, Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: what they say.")
     ] = None,
     overrides: PredictionOverrides = None,
     gpus: Gpus = None,
@@ -300,13 +286,13 @@ def predict(
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="RUN...",
             help="Folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*'); the first is the reference.",
         ),
     ],
     baseline: Annotated[
-        bool, typer.Option(help="Train the runs that are missing of every hospital alone without DP.")
+        bool, Option(help="Train the runs that are missing of every hospital alone without DP.")
     ] = True,
     as_json: Json = False,
 ) -> None:
@@ -321,23 +307,19 @@ def compare(
 def clinical(
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN...", help="A run: its folder, name or number; or the folds of one (1-5)."
-        ),
+        Argument(metavar="RUN...", help="A run: its folder, name or number; or the folds of one (1-5)."),
     ],
     prevalence: Annotated[
         float | None,
-        typer.Option(help="Share of cases at which predictive values are told too, as in your clinic: 0.05."),
+        Option(help="Share of cases at which predictive values are told too, as in your clinic: 0.05."),
     ] = None,
     by: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="COLUMN", help="Group patients by part, tumor_type, or a column of the sites' own tables."
         ),
     ] = None,
-    least: Annotated[
-        int, typer.Option(min=1, help="Groups of fewer patients, cases or others are not told.")
-    ] = 10,
+    least: Annotated[int, Option(min=1, help="Groups of fewer patients, cases or others are not told.")] = 10,
     as_json: Json = False,
 ) -> None:
     """Say what a clinic asks of an evaluated run, by patient: sensitivity, predictive values, calibration, benefit."""
@@ -348,16 +330,14 @@ def clinical(
 
 
 def plan_size(
-    prevalence: Annotated[float, typer.Option(help="Share of cases among the patients: 0.1.")],
-    auroc: Annotated[float, typer.Option(help="The AUROC that you expect.")] = 0.8,
+    prevalence: Annotated[float, Option(help="Share of cases among the patients: 0.1.")],
+    auroc: Annotated[float, Option(help="The AUROC that you expect.")] = 0.8,
     width: Annotated[
         float | None,
-        typer.Option(
-            help="Of the intervals of AUROC, sensitivity and specificity, end to end. Default: 0.1."
-        ),
+        Option(help="Of the intervals of AUROC, sensitivity and specificity, end to end. Default: 0.1."),
     ] = None,
-    sensitivity: Annotated[float | None, typer.Option(help="That you expect.")] = None,
-    specificity: Annotated[float | None, typer.Option(help="That you expect.")] = None,
+    sensitivity: Annotated[float | None, Option(help="That you expect.")] = None,
+    specificity: Annotated[float | None, Option(help="That you expect.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say how many test patients a hospital needs for intervals of a given width (Riley et al., 2021)."""
@@ -380,7 +360,7 @@ def report(
     run: Run,
     pictures: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--pictures",
             help="Show patches, slides and generated images of real sites too; such a page must stay in the hospital.",
         ),
@@ -397,25 +377,23 @@ def report(
 
 def export(
     site: Annotated[
-        str | None, typer.Option(help="The site whose mosaics, or whose model. Of shared models any.")
+        str | None, Option(help="The site whose mosaics, or whose model. Of shared models any.")
     ] = None,
     form: Annotated[
-        str, typer.Option("--format", help="Of mosaics clam, trident or stamp; of a model wsinfer or onnx.")
+        str, Option("--format", help="Of mosaics clam, trident or stamp; of a model wsinfer or onnx.")
     ] = "clam",
-    run: Annotated[
-        str | None, typer.Option(help="The run whose model to export. Without it, mosaics.")
-    ] = None,
+    run: Annotated[str | None, Option(help="The run whose model to export. Without it, mosaics.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="proxy, shared or private, as the run's method has them.")
+        str | None, Option(help="proxy, shared or private, as the run's method has them.")
     ] = None,
     private: Annotated[
-        bool, typer.Option("--private", help="A private model may leave, which may have memorised patients.")
+        bool, Option("--private", help="A private model may leave, which may have memorised patients.")
     ] = False,
     tensors: Annotated[
-        bool, typer.Option("--pt", help="clam: write the .pt files too that its training reads.")
+        bool, Option("--pt", help="clam: write the .pt files too that its training reads.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to write. Default: in the study, or the run.")
+        Path | None, Option(metavar="DIR", help="Where to write. Default: in the study, or the run.")
     ] = None,
     as_json: Json = False,
 ) -> None:
