@@ -30,7 +30,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.training.workshop import build_site, start_models
+from wsi_fl.stages.training.workshop import build_site
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
@@ -369,7 +369,6 @@ def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, wha
     party = RunContext.of(study, study.pipeline("small"), "replay")
     sites = [build_site(party, k) for k in range(3)]
     for site in sites:
-        start_models(party, site)
         release_buffer(site, 1)
         site.received = {9: site.buffer.values}
     (matrix,) = METHODS["replay"].share("buffer").graph(0)(3, 0, 0.0)

@@ -22,7 +22,7 @@ from wsi_fl.report.words import detected_of
 from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check, check_budgets, tell_doubts
-from wsi_fl.stages.training.workshop import brought, build_site, schedule_of, start_models
+from wsi_fl.stages.training.workshop import brought, build_site, schedule_of
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.machine import peak_bytes
@@ -49,8 +49,6 @@ def dry_run(
         check(party, backend)
         tell_doubts(party)
         assembled = [build_site(party, index) for index in party.running_here]
-        for site in assembled:
-            start_models(party, site)
         documents = [brought(site, party) for site in assembled]
         preflight.compare(documents)
         limits, rounds = {site.name: site.max_epsilon for site in party.sites}, party.pipeline.train.rounds

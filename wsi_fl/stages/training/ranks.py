@@ -27,14 +27,7 @@ from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import SummaryRow, row_of, summary_of
-from wsi_fl.stages.training.workshop import (
-    brought,
-    build_site,
-    leaving_words,
-    remember,
-    schedule_of,
-    start_models,
-)
+from wsi_fl.stages.training.workshop import brought, build_site, leaving_words, remember, schedule_of
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -66,8 +59,6 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, An
         digests = {name: one.digest for name, one in party.releases.items()}
         party.run.site(party.names[index]).remember_released(digests)
     sites = [build_site(party, index) for index in comm.sites]
-    for site in sites:
-        start_models(party, site)
     for site in sites:
         data = party.data(site.name)
         site.folder.remember_store(data.digest(), data.facts())

@@ -80,9 +80,10 @@ def schedule_of(party: RunContext) -> Schedule:
 
 
 def build_site(party: RunContext, index: int) -> Site:
-    """Return a site with its examples, its account and fresh models; see `start_models` for what comes next.
+    """Return a site with its examples, its account and its models.
 
-    It opens its own store, and others' test patches only where all allow it. A receiver has what travels alone.
+    It opens its own store, and others' test patches only where all allow it. A receiver has what travels alone. Models
+    start from settings of the site's own, sums that were released, or synthetic samples.
     """
     name, pipeline = party.names[index], party.pipeline
     data, folder, device = party.data(name), party.run.site(name), device_of_rank()
@@ -103,7 +104,7 @@ def build_site(party: RunContext, index: int) -> Site:
     learners = {role: make(role, dp=one.dp, common=one.common) for role, one in roles.items()}
     if party.method.keeps_lone and pipeline.train.alone:
         learners[LONE] = make(LONE, dp=False)
-    return Site(
+    site = Site(
         index=index,
         name=name,
         learners=learners,
@@ -119,10 +120,6 @@ def build_site(party: RunContext, index: int) -> Site:
         canaries=canaries,
         returning=name in party.run.returning(),
     )
-
-
-def start_models(party: RunContext, site: Site) -> None:
-    """Give a site what its models start from: settings of its own, sums that were released, synthetic samples."""
     _tune(party, site)
     if party.method.once:
         from wsi_fl.learning.local import know_rows  # and with it Opacus
@@ -131,7 +128,8 @@ def start_models(party: RunContext, site: Site) -> None:
     if party.releases:
         _bring_released(party, site)
     if buffer := party.method.share("buffer"):
-        site.buffer = buffer.stage().agreed_buffer(party, site.index)
+        site.buffer = buffer.stage().agreed_buffer(party, index)
+    return site
 
 
 def brought(site: Site, party: RunContext) -> Brought:
