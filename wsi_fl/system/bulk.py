@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from wsi_fl.system.machine import allocate, write_at
+from wsi_fl.system.machine import allocate
 from wsi_fl.types import WsiFlError
 
 ALIGNMENT = 4096
@@ -78,13 +78,13 @@ class BulkFile:
         data = array.reshape(-1).data
         if self._direct is not None and not (array.ctypes.data | offset | len(data)) % ALIGNMENT:
             try:
-                return write_at(self._direct, data, offset)
+                return _write_at(self._direct, data, offset)
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
                 os.close(self._direct)
                 self._direct = None
-        return write_at(self._buffered, data, offset)
+        return _write_at(self._buffered, data, offset)
 
     def write_pile(self, pile: SpooledTemporaryFile[bytes], offset: int) -> None:
         """Put all of a pile at this offset."""
@@ -93,6 +93,12 @@ class BulkFile:
         while n := pile.readinto(piece.data):
             self.write(piece[:n], offset)
             offset += n
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 def _opened_directly(path: Path) -> int | None:

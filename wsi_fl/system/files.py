@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO
 
-from wsi_fl.system.machine import Lock, allocate, is_being_written, sync_folder
+from wsi_fl.system.machine import allocate
 from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
@@ -51,11 +52,21 @@ def atomic(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as handle:
             os.fsync(handle.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the names in a folder on disk: a rename is there only then."""
+    with suppress(PermissionError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def reserve(path: Path, n_bytes: int) -> None:
@@ -88,8 +99,8 @@ def remove_abandoned(path: Path) -> None:
     """Delete what killed writers of a file left beside it; HDF5 locks what it still writes, and that stays."""
     for left in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
         with suppress(OSError), left.open("rb") as handle:
-            if not is_being_written(handle):
-                left.unlink()
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
@@ -227,11 +238,15 @@ def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> It
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
-    with Lock(path) as lock:
-        while not lock.taken(wait=not busy):
-            if time.monotonic() > deadline:
-                raise WsiFlError(busy or "")
-            time.sleep(_RETRY_S)
+    with path.open("ab") as handle:  # its lock goes when its holder ends, however it ends
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise WsiFlError(busy or "") from None
+                time.sleep(_RETRY_S)
         yield
 
 
