@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from wsi_fl.runs.site import SiteFolder, hold_alone
 from wsi_fl.system.files import alone, append_line, ordinary, read_lines, read_sealed, write_sealed
@@ -121,18 +121,14 @@ class RunFolder:
         folders = sorted((self.path / "sites").glob("*"))
         return {path.name: digest for path in folders if (digest := self.site(path.name).store_digest())}
 
-    def write_summary(self, document: Mapping[str, Any]) -> None:
-        """Write the document that says that the run has finished."""
-        write_sealed(self.path / "summary.json", document)
+    def write(self, what: Literal["summary", "evaluation", "clinical"], document: Mapping[str, Any]) -> None:
+        """Write what says that the run has finished, or what `evaluate` or `clinical` says of it."""
+        write_sealed(self.path / f"{what}.json", document)
 
     def evaluation(self) -> dict[str, Any] | None:
         """Return the document of `evaluate`; None where the run was not evaluated; WsiFlError when it is damaged."""
         advice = f"run `wsi-fl evaluate {self.path.name}` again"
         return self._document("evaluation.json", _EVALUATION, advice)
-
-    def write_evaluation(self, document: Mapping[str, Any]) -> None:
-        """Write the document of `evaluate`."""
-        write_sealed(self.path / "evaluation.json", document)
 
     def clinical(self) -> dict[str, Any] | None:
         """Return the document of `clinical`; None where nobody asked for it."""
@@ -141,10 +137,6 @@ class RunFolder:
 
     def _document(self, name: str, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
         return read_sealed(self.path / name, keys, advice) if (self.path / name).exists() else None
-
-    def write_clinical(self, document: Mapping[str, Any]) -> None:
-        """Write the document of `clinical`."""
-        write_sealed(self.path / "clinical.json", document)
 
     def losses(self) -> list[dict[str, Any]]:
         """The sites that were lost and have not come back: {"site", "round", "reason", …}, in order."""

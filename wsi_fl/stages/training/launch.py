@@ -88,7 +88,7 @@ def rank_environment(n_ranks: int) -> dict[str, str]:
     threads = _threads(n_ranks)
     if not environment.get("OMP_NUM_THREADS") or threads_note(n_ranks):
         environment["OMP_NUM_THREADS"] = str(threads)
-    if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; Open MPI wants to be told twice
+    if os.geteuid() == 0:  # containers; Open MPI wants to be told twice
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return environment
 

@@ -49,7 +49,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
         rows = _train(party, comm, watcher)
     summary = summary_of(party, rows, time.perf_counter() - began)
     if comm.running[0] in comm.sites or not (run.path / "summary.json").exists():
-        run.write_summary(summary)
+        run.write("summary", summary)
     return summary
 
 
