@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -215,33 +215,31 @@ class Patches(Data):
 
 def open_store(study: Study, site: str) -> PatchStore:
     """Open the patch store of a site; WsiFlError when there is none, or it is another site's; so does `open_bags`."""
-    path = _there(study, site, study.store(site), "tile")
-    return _own(PatchStore(path, _SlidePixels(study, site)), study, site)
+    return _own(
+        study, site, study.store(site), "tile", lambda path: PatchStore(path, _SlidePixels(study, site))
+    )
 
 
 def open_bags(study: Study, site: str, data: str) -> BagStore:
     """Open the bag store of a site's patches (`data` = "features") or mosaics ("mosaics")."""
     path, command = (study.features, "features") if data == "features" else (study.mosaic, "mosaic")
-    return _own(BagStore(_there(study, site, path(site), command)), study, site)
+    return _own(study, site, path(site), command, BagStore)
 
 
-def _own(store: _Opened, study: Study, site: str) -> _Opened:
+def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Path], _Opened]) -> _Opened:
     """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
-    if (theirs := store.meta.site) == study.owner(site):
-        return store
-    store.close()
-    raise WsiFlError(
-        f"{study.relative(store.path)} is the store of site {theirs}; put that back under its name, and run "
-        f"`wsi-fl {store.command} --site {site}`"
-    )
-
-
-def _there(study: Study, site: str, path: Path, command: str) -> Path:
     if not path.exists():
         raise WsiFlError(
             f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {command} --site {site}`"
         )
-    return path
+    store = opened(path)
+    if (theirs := store.meta.site) != study.owner(site):
+        store.close()
+        raise WsiFlError(
+            f"{study.relative(path)} is the store of site {theirs}; put that back under its name, and run "
+            f"`wsi-fl {store.command} --site {site}`"
+        )
+    return store
 
 
 def store_digest(store: PatchStore) -> str:
