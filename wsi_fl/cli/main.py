@@ -106,31 +106,14 @@ def config(
 _QUICK = (prepare.init, training.plan_size, training.privacy, config)
 """Commands that begin at once; all others read, train or import for longer than a second."""
 
-for command in (
-    *(
-        demo,
-        doctor,
-        prepare.init,
-        prepare.tile,
-        prepare.mosaic,
-        prepare.features,
-        prepare.directions,
-        prepare.check,
-        prepare.encoders,
-    ),
-    *(
-        training.export,
-        prepare.pack,
-        prepare.partition,
-        training.release,
-        training.train,
-        training.evaluate,
-        training.predict,
-    ),
-    *(training.compare, training.clinical, training.audit, training.report),
-    *(training.plan_size, training.privacy, training.bench, config),
-):
+_COMMANDS: list[Any] = [demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features]
+_COMMANDS += [prepare.directions, prepare.check, prepare.encoders, training.export, prepare.pack]
+_COMMANDS += [prepare.partition, training.release, training.train, training.evaluate, training.predict]
+_COMMANDS += [training.compare, training.clinical, training.audit, training.report, training.plan_size]
+_COMMANDS += [training.privacy, training.bench, config]
+
+for command in _COMMANDS:  # in the order of --help
     described = training.Described if command is training.train else None
-    app.command(cls=described)(command if command in _QUICK else announced(command))  # in the order of --help
+    app.command(cls=described)(command if command in _QUICK else announced(command))
 app.command("import")(announced(prepare.import_features, "import"))
 app.command(hidden=True)(training.rank)
