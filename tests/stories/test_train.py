@@ -312,16 +312,6 @@ def test_two_jobs_on_one_run_are_refused(study):
             resume(study, path.name, backend="local")
 
 
-def test_a_resumed_run_keeps_its_configuration(study, wsi_fl):
-    done = wsi_fl("train", "--resume", "1", "--set", "train.rounds=9", cwd=study.root)
-    assert done.returncode == 2
-    assert (
-        done.stderr == "wsi-fl train: starting …\n"
-        "wsi-fl: error: a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and "
-        "--leave-site-out\n"
-    )
-
-
 def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
