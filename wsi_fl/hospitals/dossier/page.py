@@ -37,8 +37,7 @@ from wsi_fl.privacy.guarantee import (
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile
 from wsi_fl.report.fill import fill
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import Group, terms_of
-from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.account import Group, open_ledger, terms_of
 from wsi_fl.stages.training.going_on import runs_of_plan
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile

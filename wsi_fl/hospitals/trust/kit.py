@@ -26,8 +26,7 @@ from wsi_fl.hospitals.trust.certificates import (
     withdrawn,
 )
 from wsi_fl.hospitals.trust.way import address_of, connected, proxy_to
-from wsi_fl.system.files import ordinary, read_json, write_text
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone, ordinary, read_json, write_text
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 STEM = {"server": "server", "coordinator": "client", "hospital": "client"}

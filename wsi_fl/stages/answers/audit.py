@@ -33,8 +33,7 @@ from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.exposure import EXPOSURE, exposure_of, influence_of
 from wsi_fl.stages.site.party import RunContext, as_begun
-from wsi_fl.stages.training.learners import build_model
-from wsi_fl.stages.training.workshop import agreed_canaries, learned_from
+from wsi_fl.stages.training.workshop import agreed_canaries, build_model, learned_from
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study

@@ -80,7 +80,7 @@ def clinical(
             f"{runs[0].name} has no predictions of a test set; run `wsi-fl evaluate {runs[0].name}`"
         )
     if len(runs) == 1:
-        runs[0].write_clinical(document)
+        runs[0].write("clinical", document)
     return document
 
 

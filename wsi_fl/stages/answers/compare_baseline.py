@@ -11,8 +11,7 @@ from typing import Any
 from wsi_fl.federation.methods import ALONE, SHARED
 from wsi_fl.stages.answers.compare_runs import Run, finished, flat, is_of, settings
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.series import Member
-from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training.train import Member, train
 from wsi_fl.stages.work.console import OneOf, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Audit, Pipeline

@@ -12,7 +12,7 @@ from typing import Any
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import method_for
 from wsi_fl.stages.site.slides import kind_of
-from wsi_fl.stages.training.series import Member
+from wsi_fl.stages.training.train import Member
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import Section

@@ -58,7 +58,7 @@ def evaluate(
     study = as_begun(study, run)
     with RunContext.of_run(study, run, settings_of(study, run, overrides)) as party:
         document = _document(party, watcher)
-    run.write_evaluation(document)
+    run.write("evaluation", document)
     return document
 
 

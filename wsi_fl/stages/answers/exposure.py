@@ -21,10 +21,9 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.letters import impossible, without
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.privacy.tails import distances, found, tail_of
-from wsi_fl.stages.site.ledgers import units_of
+from wsi_fl.stages.site.account import units_of
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.learners import build_model
-from wsi_fl.stages.training.workshop import learned_from
+from wsi_fl.stages.training.workshop import build_model, learned_from
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.system.files import write_text
 

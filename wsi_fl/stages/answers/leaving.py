@@ -76,7 +76,7 @@ def asked_for(party: RunContext, called: str, site_name: str | None) -> Leaving:
         UsageError: when the run has no such model, or it is not here.
         WsiFlError: when nobody noted what it learned from.
     """
-    from wsi_fl.stages.training.learners import architecture
+    from wsi_fl.stages.training.workshop import architecture
 
     run, models = party.run, offered(party.method)
     if called not in models:
