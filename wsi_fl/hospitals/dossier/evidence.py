@@ -15,7 +15,7 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.dossier.page import Dossier, make_dossier
-from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
+from wsi_fl.hospitals.trust.certificates import signer_of
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import ACCOUNTANT
 from wsi_fl.privacy.audit import ADJACENCY
@@ -60,7 +60,7 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
     write_json(out / "evidence.json", document)
     write_text(out / "index.html", fill("evidence", {"e": document}, Path(__file__).parent))
     said = {"site": identity.name, "time": document["created"], "files": _digests(out)}
-    write_json(out / _SIGNATURE, sign_document(said, identity, _PURPOSE))
+    write_json(out / _SIGNATURE, identity.signed(said, _PURPOSE))
     return document
 
 

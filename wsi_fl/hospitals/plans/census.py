@@ -21,8 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Name
-from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
-from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.hospitals.trust.certificates import Identity, signer_of
 from wsi_fl.privacy.accounting import Mechanism, sigma_for
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger_file import digest
@@ -116,7 +115,7 @@ def take_census(
                 ledger.reissue(round_.number, vector, schema=_RUN)
             if document["certificate"] != identity.certificate:
                 said = {key: document[key] for key in Census.__annotations__}
-                document = sign_document(said, identity, _PURPOSE)
+                document = identity.signed(said, _PURPOSE)
             return document
         sigma = sigma_for(epsilon, 1.0, 1, delta)
         noisy = _noisy(exact_counts(study, site, columns), sigma, clip)
@@ -136,7 +135,7 @@ def take_census(
             "epsilon": epsilon,
             "delta": delta,
         }
-        document = sign_document(census, identity, _PURPOSE)
+        document = identity.signed(census, _PURPOSE)
         write_json(kept, document)
         ledger.sending(made.round, made.digest)
     return document

@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from typing_extensions import TypedDict
 
-from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
-from wsi_fl.hospitals.trust.certificates import Identity, fingerprint
+from wsi_fl.hospitals.trust.certificates import Identity, fingerprint, signer_of
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import applied
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile
@@ -55,7 +54,7 @@ def frame_path(study: Study) -> Path:
 
 def write_frame(study: Study, frame: Frame, identity: Identity) -> None:
     """Sign a frame in the name of its hospital; it holds from now on."""
-    write_json(frame_path(study), sign_document(frame, identity, _PURPOSE))
+    write_json(frame_path(study), identity.signed(frame, _PURPOSE))
 
 
 def open_frame(study: Study, identity: Identity) -> Frame | None:

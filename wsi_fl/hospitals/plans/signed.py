@@ -19,8 +19,7 @@ from typing import Any
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans.code import code_digest, packages
 from wsi_fl.hospitals.plans.frames import Frame, ended
-from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
-from wsi_fl.hospitals.trust.certificates import Identity, fingerprint, withdrawn
+from wsi_fl.hospitals.trust.certificates import Identity, fingerprint, signer_of, withdrawn
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
@@ -180,7 +179,7 @@ def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = 
     if frame is not None:
         known = json.dumps(frame, sort_keys=True).encode()
         document |= {"frame": frame["id"], "frame_sha256": hashlib.sha256(known).hexdigest()}
-    write_json(approval_path(study, identity.name), sign_document(document, identity, _PURPOSE))
+    write_json(approval_path(study, identity.name), identity.signed(document, _PURPOSE))
     return document
 
 
