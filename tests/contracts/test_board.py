@@ -24,8 +24,7 @@ from wsi_fl.hospitals.board.page import board_lines, make_board
 from wsi_fl.hospitals.board.steps import COMMANDS, REMEDIES, Facts, Member, Step, next_steps
 from wsi_fl.hospitals.lines.folder_line import FolderLine
 from wsi_fl.hospitals.plans.approving import look, sign
-from wsi_fl.hospitals.plans.code import code_digest
-from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.plans.signed import Plan, code_digest
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.trust.making import provision

@@ -7,7 +7,7 @@ import pytest
 from conftest import make_study, refused
 from wires import Federation
 
-from wsi_fl.hospitals.plans.census import ENOUGH, _noisy, collect, exact_counts, read_census, take_census
+from wsi_fl.hospitals.plans.census import _ENOUGH, _exact_counts, _noisy, collect, read_census, take_census
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.privacy.accounting import epsilon
@@ -40,7 +40,7 @@ def many(low, high):
 
 def counted(tmp_path, patients):
     study = hospital(tmp_path / f"{len(list(tmp_path.iterdir()))}", patients)
-    return exact_counts(study, study.site("S0"), ASKED)
+    return _exact_counts(study, study.site("S0"), ASKED)
 
 
 def test_a_patient_counts_once_for_each_column_whatever_its_lines_say(tmp_path):
@@ -154,7 +154,7 @@ def test_the_commands_take_and_collect(tmp_path, wsi_fl):
     done = wsi_fl("federation", "census", "--kit", kit, "--collect", *files, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (question,) = json.loads(done.stdout)["questions"]
-    assert question["all"] and question["expected"] == {} and ENOUGH == 20
+    assert question["all"] and question["expected"] == {} and _ENOUGH == 20
     shown = wsi_fl("federation", "census", "--kit", kit, "--collect", *files, cwd=tmp_path).stderr
     assert "all hospitals can answer it" in shown and 'column = "grade"' in shown
     assert Kit.open(kit).role == "coordinator"

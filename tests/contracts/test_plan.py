@@ -14,12 +14,10 @@ from wires import Wire
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans import approving
-from wsi_fl.hospitals.plans import code as plan_code
 from wsi_fl.hospitals.plans import signed as signed_plans
 from wsi_fl.hospitals.plans.approving import cost_words, look, look_lines, sign
-from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.hospitals.plans.signed import Plan, approvals, plan_path
+from wsi_fl.hospitals.plans.signed import Plan, approvals, code_digest, plan_path
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import approved, fingerprint, new_key, new_request, new_root
 from wsi_fl.hospitals.trust.kit import Kit
@@ -383,11 +381,11 @@ def test_another_version_of_what_the_guarantee_rests_on_is_another_digest(
     coordinator, tmp_path, monkeypatch, name
 ):
     plan, study, before = made(coordinator, tmp_path), hospital(tmp_path, "S0"), code_digest()
-    installed = plan_code.version
-    monkeypatch.setattr(plan_code, "version", lambda one: "1.2.3" if one == name else installed(one))
+    installed = signed_plans.version
+    monkeypatch.setattr(signed_plans, "version", lambda one: "1.2.3" if one == name else installed(one))
     assert code_digest() != before
     refused(lambda: look(study, plan, "S0"), f"the plan is for {name} ", "S0 has 1.2.3", "install")
-    monkeypatch.setattr(plan_code, "version", lambda one: installed(one).partition("+")[0] + "+own")
+    monkeypatch.setattr(signed_plans, "version", lambda one: installed(one).partition("+")[0] + "+own")
     assert code_digest() == before
 
 

@@ -22,7 +22,7 @@ from wsi_fl.hospitals.dossier.assessment import (
     not_protected,
 )
 from wsi_fl.hospitals.plans.making import PlanDocument, document_of
-from wsi_fl.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
+from wsi_fl.hospitals.plans.signed import Plan, approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.guarantee import (
@@ -205,7 +205,7 @@ def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> Dos
     heard = approvals(study, plan, kit.identity().root) if kit else None
     lines, warning = _ledger(study, plan, site)
     entries = [entry for entry in lines if entry.site == site.name]
-    delta, cost = site.delta or said["privacy"]["delta"], kept_cost(study, site.name, plan)
+    delta, cost = site.delta or said["privacy"]["delta"], _kept_cost(study, site.name, plan)
     rows = _most_rows(study, site.name, cost)
     counted = of_hospital(entries, said["privacy"]["unit"]) if site.real else entries
     group, audits = _group_of(counted, delta, rows), _audits(study, site.name)
@@ -322,6 +322,13 @@ def _audited(document: dict[str, Any], model: dict[str, Any]) -> _Audited:
         "epsilon_lower": planted.get("epsilon_lower"),
         "epsilon_upper": planted.get("epsilon_upper"),
     }
+
+
+def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
+    """What a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
+    path = cost_path(study, site)
+    kept = dict(read_json(path)) if path.is_file() else {}
+    return kept["cost"] if kept.get("plan") == plan.digest else None
 
 
 def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:

@@ -60,8 +60,7 @@ def write_frame(study: Study, frame: Frame, identity: Identity) -> None:
 def open_frame(study: Study, identity: Identity) -> Frame | None:
     """Return the frame that lies in a study, over or not; None where there is none, or it was withdrawn.
 
-    Raises:
-        UsageError: when it is damaged, of another version, or not signed with this hospital's own key.
+    UsageError where it is damaged, of another version, or not signed with this hospital's own key.
     """
     if not (path := frame_path(study)).exists():
         return None
@@ -78,7 +77,7 @@ def open_frame(study: Study, identity: Identity) -> Frame | None:
 
 
 def _withdrawn(path: Path, number: str) -> Path:
-    """Return what the file of a frame is called once it is withdrawn."""
+    """What the file of a frame is called once it is withdrawn."""
     return path.with_name(f"frame-{number}-withdrawn.json")
 
 
@@ -88,18 +87,15 @@ def is_over(frame: Frame, today: date | None = None) -> bool:
 
 
 def ended(study: Study, identity: Identity, number: str) -> str:
-    """Return in words how a hospital ended the frame with an id; "" while it stands."""
-    frame = open_frame(study, identity)
-    if frame is None or frame["id"] != number:
-        return "withdrew the frame of this plan"
-    return f"allowed this plan until {frame['until']}" if is_over(frame) else _overspent(study, frame)
-
-
-def _overspent(study: Study, frame: Frame) -> str:
-    """Return in words what the ledger holds beyond a frame; "" for nothing.
+    """Return in words how a hospital ended the frame with an id, or what its ledger holds beyond it; "" for neither.
 
     Each plan fitted as it was admitted, but a run may go on beside one that was admitted later.
     """
+    frame = open_frame(study, identity)
+    if frame is None or frame["id"] != number:
+        return "withdrew the frame of this plan"
+    if is_over(frame):
+        return f"allowed this plan until {frame['until']}"
     site, limit = frame["site"], frame["epsilon"]
     lines = of_frame(LedgerFile(study.ledger(site)).entries, site, frame["id"])
     if (runs := len({line.run_id for line in lines})) > frame["runs"]:
