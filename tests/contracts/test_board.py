@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 
 from wsi_fl import __version__
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.board import facts as looking
-from wsi_fl.hospitals.board.facts import gather
-from wsi_fl.hospitals.board.page import board_lines, make_board
-from wsi_fl.hospitals.board.steps import COMMANDS, REMEDIES, Facts, Member, Step, next_steps
+from wsi_fl.hospitals.board import page as looking
+from wsi_fl.hospitals.board.page import board_lines, gather, make_board
+from wsi_fl.hospitals.board.steps import _COMMANDS, _REMEDIES, Facts, Member, Step, next_steps
 from wsi_fl.hospitals.lines.folder_line import FolderLine
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.signed import Plan, code_digest
@@ -161,7 +160,7 @@ def test_every_remedy_is_for_something_that_is_said():
     files = [*(PACKAGE / "hospitals").rglob("*.py"), PACKAGE / "stages" / "site" / "ledgers.py"]
     trees = [ast.parse(path.read_text("utf-8")) for path in files if path.parent.name != "board"]
     said = "\n".join(" ".join(text.split()) for tree in trees for _, text in _texts(tree))
-    for problem, _ in REMEDIES:
+    for problem, _ in _REMEDIES:
         assert re.search(problem.replace(NAME, "(?:1|S1)"), said), problem
 
 
@@ -171,13 +170,13 @@ def test_every_failure_that_the_pages_name_has_a_remedy():
     lines = [one for row in told for one in row]
     assert len(lines) >= 8
     for line in lines:
-        assert any(re.search(problem, line) for problem, _ in REMEDIES), line
+        assert any(re.search(problem, line) for problem, _ in _REMEDIES), line
 
 
 def test_commands_of_remedies_can_be_given():
-    for command in COMMANDS.values():
+    for command in _COMMANDS.values():
         _parses(command.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
-    assert {step.command for _, steps in REMEDIES for step in steps} <= {*COMMANDS, ""}
+    assert {step.command for _, steps in _REMEDIES for step in steps} <= {*_COMMANDS, ""}
 
 
 def test_a_hospital_that_failed_is_sent_to_its_own_log():

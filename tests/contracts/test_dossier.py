@@ -11,8 +11,7 @@ from conftest import REAL, refused
 from test_plan import Root, hospital, made
 from test_report import Document
 
-from wsi_fl.hospitals.dossier.leaving import leave
-from wsi_fl.hospitals.dossier.page import make_dossier, render
+from wsi_fl.hospitals.dossier.page import leave, make_dossier, render
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import document_of
 from wsi_fl.hospitals.plans.signed import approval_path, approved_plan, plan_path

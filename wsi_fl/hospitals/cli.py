@@ -401,7 +401,7 @@ def leave(
     as_json: Json = False,
 ) -> None:
     """Write down for your records what you released to whom, what of it stays with others, and what is left to do."""
-    from wsi_fl.hospitals.dossier.leaving import leave, leaving_lines
+    from wsi_fl.hospitals.dossier.page import leave, leaving_lines
     from wsi_fl.hospitals.trust.kit import Kit
 
     show(

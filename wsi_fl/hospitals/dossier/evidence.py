@@ -14,7 +14,7 @@ from string import Formatter
 from typing import Any
 
 from wsi_fl import __version__
-from wsi_fl.hospitals.dossier.page import Dossier, make_dossier
+from wsi_fl.hospitals.dossier.page import make_dossier
 from wsi_fl.hospitals.trust.certificates import signer_of
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import ACCOUNTANT
@@ -33,11 +33,7 @@ _GUARANTEED = (
 
 
 def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
-    """Write the folder: the dossier, the sheets, the list of software, and a signature of all; return the document.
-
-    Raises:
-        UsageError: when the folder holds something, no plan lies in the study, or the kit cannot sign.
-    """
+    """Write the folder: the dossier, the sheets, the list of software, and a signature of all; return the document."""
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out}: it holds something already; give a new folder")
     identity = kit.identity()
@@ -65,13 +61,10 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
 
 
 def verify_evidence(folder: Path, root: str) -> dict[str, Any]:
-    """Return {"site", "organization", "time", "files"} of a folder that is as its hospital signed it.
+    """Return {"site", "organization", "time", "files"} of a folder that is as its hospital signed it, else UsageError.
 
     Args:
-        root: the federation's root certificate, PEM.
-
-    Raises:
-        UsageError: when a file was changed, added or taken away, or the signature is not that hospital's.
+        root: what is trusted, PEM.
     """
     signed = read_object(folder / _SIGNATURE, "ask for the folder again")
     holder = signer_of(signed, root, _PURPOSE, str(folder / _SIGNATURE))
@@ -86,7 +79,7 @@ def verify_evidence(folder: Path, root: str) -> dict[str, Any]:
     return said | {"organization": holder.organization}
 
 
-def _facts(dossier: Dossier) -> dict[str, str | None]:
+def _facts(dossier: Mapping[str, Any]) -> dict[str, str | None]:
     """What the sheets may name; None where it is not known."""
     plan, accounts, audits = dossier["plan"], dossier["accounts"], dossier["audits"]
     privacy, first, group = plan["privacy"], dossier["network"][0], dossier["group"]
