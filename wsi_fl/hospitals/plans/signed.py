@@ -185,15 +185,9 @@ class _Approvals(NamedTuple):
     missing: dict[str, str]
 
 
-def approvals(place: Study | Path, plan: Plan, root: str) -> _Approvals:
-    """Return who has signed a plan and who has not, by the approvals that lie in one folder.
-
-    Args:
-        place: a study, whose `federation/` is looked at, or that folder itself.
-        root: what is trusted, PEM.
-    """
-    folder = place if isinstance(place, Path) else plan_path(place).parent
-    found = {site: _why_not(folder / f"approval-{site}.json", plan, root, site) for site in plan.sites}
+def approvals(study: Study, plan: Plan, root: str) -> _Approvals:
+    """Return who has signed a plan and who has not, by the approvals in a study and by what is trusted (PEM)."""
+    found = {site: _why_not(approval_path(study, site), plan, root, site) for site in plan.sites}
     missing = {site: why for site, why in found.items() if why}
     return _Approvals(tuple(site for site in found if site not in missing), missing)
 
@@ -220,11 +214,7 @@ def check_key(plan: Plan, certificate: str, site: str) -> None:
 
 
 def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
-    """Refuse to work with a site that takes part and whose key, as the plan pins it, was withdrawn.
-
-    Args:
-        root: what is trusted, PEM.
-    """
+    """Refuse to work with sites whose key, as the plan pins it, was withdrawn by what is trusted (PEM)."""
     gone = withdrawn(root).keys
     for site in sites:
         if (since := gone.get(plan.keys.get(site, ""))) is not None:
@@ -237,8 +227,7 @@ def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
 def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
     """Refuse a plan for other code than a site has installed, or for other versions of what the guarantee rests on.
 
-    Args:
-        listed: digests of code that the site takes for one another, as its frame says.
+    Code whose digests its frame lists counts as the same.
     """
     said, here = str(plan.document["code"]), code_digest()
     if said != here and {said, here} <= set(listed):
