@@ -8,6 +8,7 @@ from datetime import UTC, date, datetime, timedelta
 import pytest
 from conftest import REAL, larger_study, refused
 from hospitals import INSECURE, Bed
+from test_plan import Root
 from wires import Federation, Wire
 
 from wsi_fl.hospitals.lines.share import Share
@@ -19,8 +20,7 @@ from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import Plan, approval_path, approved_at, approved_plan
 from wsi_fl.hospitals.trust.certificates import fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.trust.root import Root
+from wsi_fl.hospitals.trust.root import Root as Founded
 from wsi_fl.hospitals.work.start import _take_laid
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.privacy.accounting import Mechanism, epsilon
@@ -360,10 +360,9 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
 
 def test_the_commands_sign_show_and_withdraw(tmp_path, wsi_fl):
     study = larger_study(tmp_path / "S0", n_sites=2, site_extra=REAL)
-    provision(tmp_path / "kits", federation="trial", server="localhost:1", sites=list(SITES))
-    kit = tmp_path / "kits" / "S0"
-    keys = {name: Kit.open(tmp_path / "kits" / name).identity() for name in SITES}
-    made(study, keys)
+    root = Root()
+    kit, _ = kits = [root.kit(tmp_path / "kits" / name, name) for name in SITES]
+    made(study, {name: Kit.open(one).identity() for name, one in zip(SITES, kits, strict=True)})
     given = ("federation", "frame", "--kit", kit, "--plan", study.root / "plan.json", "--epsilon", "2")
     assert "say --until DATE" in wsi_fl(*given, cwd=study.root).stderr
     done = wsi_fl(*given, "--until", "2099-01-31", "--yes", "--json", cwd=study.root)
@@ -383,7 +382,7 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
 
     def planned(method, seed):
         given = [*INSECURE, f"train.seed={seed}"]
-        keys = Root.open(bed.root / "kits").keys()
+        keys = Founded.open(bed.root / "kits").keys()
         study = bed.study("S0")
         return make_plan(
             study, method=method, pipeline_name=bed.pipeline, overrides=given, out=file, keys=keys
@@ -419,7 +418,7 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
     share = tmp_path / "share"
     share.mkdir()
     bed = Bed(tmp_path, folder=str(share))
-    keys = Root.open(bed.root / "kits").keys()
+    keys = Founded.open(bed.root / "kits").keys()
     given = {"method": "proxyfl", "pipeline_name": bed.pipeline, "out": share / "plan.json", "keys": keys}
     like = make_plan(bed.study("S0"), overrides=[*INSECURE, "train.seed=9"], **given)
     for site in bed.sites:
