@@ -11,7 +11,7 @@ from conftest import REAL, refused
 from test_plan import Root, hospital, made
 from test_report import Document
 
-from wsi_fl.hospitals.dossier.page import leave, make_dossier, render
+from wsi_fl.hospitals.dossier.page import _render, leave, make_dossier
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import document_of
 from wsi_fl.hospitals.plans.signed import approval_path, approved_plan, plan_path
@@ -131,12 +131,12 @@ def test_the_page_needs_nothing_beside_it_and_names_no_slide_or_patient(signed, 
 
 def test_names_cannot_break_the_page(dossier):
     found = dict(dossier[0]) | {"not_protected": ["<script>alert(1)</script>"]}
-    assert "<script>" not in render(found)
+    assert "<script>" not in _render(found)
 
 
 def test_what_was_not_done_is_said(signed, dossier, tmp_path):
     bare = dict(dossier[0]) | {"accounts": [], "audits": [], "spent": None, "missing": None, "signed": []}
-    html = render(bare)
+    html = _render(bare)
     assert "Nothing has left this site" in html and "No run of this study was audited" in html
     assert "known with --kit" in html
     study = signed[0]

@@ -13,7 +13,7 @@ from wires import Federation, Wire
 
 from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans import frames
-from wsi_fl.hospitals.plans.admitting import admit, make_frame, outside, with_code
+from wsi_fl.hospitals.plans.admitting import _outside, admit, make_frame, with_code
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.frames import frame_path, of_frame, open_frame, withdraw, write_frame
 from wsi_fl.hospitals.plans.making import make_plan
@@ -90,11 +90,11 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
     assert [one.split()[0] for one in allows["partners"]] == list(SITES)
     assert "proxy model" in allows["leaves"] and not any("without diff" in one for one in allows["leaves"])
     looked = look(study, plan, "S0", frame)
-    assert outside(frame, looked, TODAY) == ""
+    assert _outside(frame, looked, TODAY) == ""
     assert open_frame(study, identities["S0"]) == frame
 
     def why(frame=frame, looked=looked, today=TODAY):
-        return outside(frame, looked, today)
+        return _outside(frame, looked, today)
 
     def only(**given):
         return {**frame, "allows": {**allows, **given}}
@@ -264,7 +264,7 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     write_frame(study, with_code(frame), me)
     listed = open_frame(study, me)
     assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
-    assert outside(listed, look(study, plan, "S0", listed), TODAY) == ""
+    assert _outside(listed, look(study, plan, "S0", listed), TODAY) == ""
     refused(
         lambda: look(study, plan, "S0"), "install the plan's version"
     )  # a person's approval is of one code

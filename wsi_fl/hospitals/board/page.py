@@ -69,7 +69,7 @@ def make_board(
         out: the page.
         named: the study, as the commands of the steps name it.
     """
-    facts = gather(study, Kit.open(kit) if kit else None)
+    facts = _gather(study, Kit.open(kit) if kit else None)
     facts.kit, facts.study = str(kit or facts.kit), named
     board = _document_of(facts)
     if out is not None:
@@ -147,12 +147,10 @@ def board_lines(board: dict[str, Any]) -> Lines:
         )
 
 
-def gather(study: Study, kit: Kit | None) -> Facts:
-    """Return what is known here of a federation; nothing is written but the lock that tells whether a kit is in use.
+def _gather(study: Study, kit: Kit | None) -> Facts:
+    """What is known here of a federation; nothing is written but the lock that tells whether a kit is in use.
 
-    Args:
-        study: of whoever looks.
-        kit: theirs; without it nothing is known of signatures, folder and server.
+    Without a kit nothing is known of signatures, folder and server.
     """
     path, plan = _newest_plan(study) or (None, None)
     facts = Facts({one.name: one for one in _members(kit, plan)})

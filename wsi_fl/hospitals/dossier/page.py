@@ -44,31 +44,22 @@ _TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictU
 _TEMPLATES.filters["size"] = size
 
 
-def render(dossier: Mapping[str, Any]) -> str:
-    """Return one HTML document that needs nothing beside it.
-
-    Args:
-        dossier: as `wsi-fl federation dossier --json` prints it.
-    """
-    plan = dossier["plan"]
-    others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
-    return fill(
-        "dossier",
-        {
-            "d": dossier,
-            "plan": plan,
-            "others": others,
-            "flow": _flow(dossier, others),
-            "most_lines": _MOST_LINES,
-            "n_releases": sum(len(account["releases"]) for account in dossier["accounts"]),
-        },
-        Path(__file__).parent,
-    )
+def _render(dossier: Mapping[str, Any]) -> str:
+    """One HTML document that needs nothing beside it, of a dossier as `--json` prints it."""
+    context = {
+        "d": dossier,
+        "plan": dossier["plan"],
+        "flow": _flow(dossier),
+        "most_lines": _MOST_LINES,
+        "n_releases": sum(len(account["releases"]) for account in dossier["accounts"]),
+    }
+    return fill("dossier", context, Path(__file__).parent)
 
 
-def _flow(dossier: Mapping[str, Any], others: list[str]) -> dict[str, Any]:
+def _flow(dossier: Mapping[str, Any]) -> dict[str, Any]:
     """What the drawing of the data flow says: at the hospital, on the way, at the others; and the same in words."""
     plan, way = dossier["plan"], dossier["network"][0]["to"]
+    others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
     leaves = [row["what"].partition(" (")[0].partition(":")[0] for row in plan["leaves"]]
     named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
     private = ["private model"] if any("private model" in one for one in plan["stays"]) else []
@@ -108,7 +99,7 @@ def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path)
         raise UsageError(f"site {name} is not in this plan, which has {', '.join(plan.sites)}")
     dossier = dossier_of(study, plan, study.site(name), found)
     write_json(out.with_suffix(".json"), dossier)
-    write_text(out, render(dossier))
+    write_text(out, _render(dossier))
     return dossier
 
 

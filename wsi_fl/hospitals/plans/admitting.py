@@ -120,7 +120,7 @@ def _said(
     }
 
 
-def outside(frame: Frame, looked: Looked, today: date) -> str:
+def _outside(frame: Frame, looked: Looked, today: date) -> str:
     """Return in one line what of a plan that was looked at lies outside a frame today, in UTC; "" for nothing."""
     cost, learned, allows = looked.cost, looked.learned, frame["allows"]
     if is_over(frame, today):
@@ -158,7 +158,7 @@ def admit(study: Study, identity: Identity, plan: Plan) -> None:
 
     try:
         looked = look(study, plan, identity.name, frame)
-        why = outside(frame, looked, datetime.now(UTC).date())
+        why = _outside(frame, looked, datetime.now(UTC).date())
         if not why and (above := above_words(looked.cost)):
             raise UsageError(above)
     except Exception as error:  # may name what is in the store

@@ -181,42 +181,44 @@ def _receivers(party: RunContext, share: Share) -> str:
     return _TO.get(by if isinstance(by, str) else "", "other sites, as the method's graph says")
 
 
-_SCORES: Leaving = {
-    "what": "counts of test examples by score and class",
-    "to": "all sites and the coordinator",
-    "often": "when a run is evaluated over all sites",
-    "times": None,
-    "bytes": None,
-    "large": False,
-    "of_records": True,
-    "protected_by": 'no differential privacy; only a site that allows it by name sends them (allow = ["scores"])',
-}
+def _small(
+    what: str, to: str, often: str, times: int | None, protected_by: str, *, of_records: bool = True
+) -> Leaving:
+    """What is of a few kB."""
+    return {
+        "what": what,
+        "to": to,
+        "often": often,
+        "times": times,
+        "bytes": None,
+        "large": False,
+        "of_records": of_records,
+        "protected_by": protected_by,
+    }
+
+
+_SCORES = _small(
+    "counts of test examples by score and class",
+    "all sites and the coordinator",
+    "when a run is evaluated over all sites",
+    None,
+    'no differential privacy; only a site that allows it by name sends them (allow = ["scores"])',
+)
 
 
 def _documents(rounds: int) -> list[Leaving]:
     """What all sites tell each other about the run itself."""
+    open_to = "settings and shapes, the ledger's totals, and the number of records, which is public"
     documents = (
         "documents: version, settings, shapes, classes, the run's number, rounds the budget is enough for"
     )
     tallies = "tallies: which round a site has done, and whether it goes on"
     final = "final row: ε, δ, what it is worth, rounds, number of records, messages and bytes"
-    told = [
-        (documents, "all sites", "a few, before the first round", None, False),
-        (tallies, "all sites", f"in each of {rounds} rounds", rounds, False),
-        (final, "all sites and the coordinator", "once, at the end", 1, True),
-    ]
+    each = f"in each of {rounds} rounds"
     return [
-        {
-            "what": what,
-            "to": to,
-            "often": often,
-            "times": times,
-            "bytes": None,
-            "large": False,
-            "of_records": of_records,
-            "protected_by": "settings and shapes, the ledger's totals, and the number of records, which is public",
-        }
-        for what, to, often, times, of_records in told
+        _small(documents, "all sites", "a few, before the first round", None, open_to, of_records=False),
+        _small(tallies, "all sites", each, rounds, open_to, of_records=False),
+        _small(final, "all sites and the coordinator", "once, at the end", 1, open_to),
     ]
 
 

@@ -65,11 +65,11 @@ class Identity:
     root: str
 
     @staticmethod
-    def load(key: str, certificate: str, root: str, *, now: datetime | None = None) -> Identity:
+    def load(key: str, certificate: str, root: str) -> Identity:
         """Return what three PEM texts make up; UsageError where they do not belong together or do not hold now."""
         try:
             private = _private(key)
-            holder = verified(certificate, root, now=now)
+            holder = verified(certificate, root)
         except (ValueError, UsageError, NotTrusted) as error:
             raise UsageError(f"this kit cannot be used: {error}") from None
         if _certificate(certificate).public_key() != private.public_key():

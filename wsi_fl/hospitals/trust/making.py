@@ -32,7 +32,7 @@ from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError
 
-_REQUEST, CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certificate"
+_REQUEST, _CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certificate"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _RENEWAL = b"wsi-fl renewal of a certificate, version 1\n"
@@ -72,10 +72,9 @@ def provision(
     write_text(folder / "root" / "rootCA.pem", root)
     reached = {"server": f"{bracketed(host)}:{port}"} if server else {"folder": shared_folder}
     write_json(folder / "root" / "federation.json", {"federation": federation, **reached})
-    members: list[tuple[str, Role]] = [(COORDINATOR, "coordinator"), *[(site, "hospital") for site in sites]]
-    if server:
-        members.insert(0, (SERVER, "server"))
-    for name, role in members:
+    members: dict[str, Role] = {SERVER: "server"} if server else {}
+    members |= {COORDINATOR: "coordinator"} | dict.fromkeys(sites, "hospital")
+    for name, role in members.items():
         request(folder / name, name=name, organization=federation, role=role)
         certificate = approve_request(folder / name / f"request-{name}.json", folder)
         join(Path(certificate["file"]), folder / name)
@@ -83,7 +82,7 @@ def provision(
         "federation": federation,
         "root": str(folder / "root"),
         "fingerprint": fingerprint(root),
-        "kits": {name: str(folder / name) for name, _ in members},
+        "kits": {name: str(folder / name) for name in members},
         **reached,
     }
 
@@ -136,20 +135,19 @@ def _fresh(key: Path) -> Path:
 
 
 def approve_request(file: Path, folder: Path, expected: str | None = None) -> dict[str, Any]:
-    """Sign a request with the federation's root, and write the certificate beside it.
+    """Sign a request with the root in a founded folder, and write the certificate beside it.
 
     Where a name gets another key, the one before is withdrawn.
 
     Args:
-        folder: that `provision` made.
         expected: the fingerprint that the hospital read out; "" or None where it was not compared.
 
     Raises:
         UsageError: when it is no request, the fingerprint is another one, the key was withdrawn, or the name is taken
             by another key that has not signed the request.
     """
-    document = _document(file, _REQUEST)
-    text, role = str(document["request"]), _role(document)
+    document, role = _document(file, _REQUEST)
+    text = str(document["request"])
     name, organization = request_names(text)
     _check_name(name)
     found = fingerprint(text)
@@ -167,24 +165,23 @@ def approve_request(file: Path, folder: Path, expected: str | None = None) -> di
     line = {"name": name, "role": role, "organization": organization}
     withdrew = root.note(certificate, line)
     target, gone = file.parent / f"certificate-{name}.json", withdrawn(root.trusted).text
-    said = {"format": CERTIFICATE, "version": 1, "certificate": certificate, "root": root.certificate}
+    said = {"format": _CERTIFICATE, "version": 1, "certificate": certificate, "root": root.certificate}
     write_json(target, said | line | {"withdrawn": gone} | federation)
     known = {"fingerprint": found, "file": str(target), "root_fingerprint": fingerprint(root.certificate)}
     return line | known | {"withdrew": handed_on(folder) if withdrew else None}
 
 
 def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
-    """Put a certificate beside the key that it is for; the kit is complete then.
+    """Put the certificate that the coordinator sent back beside the key that it is for; the kit is complete then.
 
     Args:
-        file: what the coordinator sent back.
         expected: the root's fingerprint, as the coordinator read it out.
 
     Raises:
         UsageError: when the certificate is for another key, or the root is another one.
     """
-    document = _document(file, CERTIFICATE)
-    name, role, root = str(document["name"]), _role(document), str(document["root"])
+    document, role = _document(file, _CERTIFICATE)
+    name, root = str(document["name"]), str(document["root"])
     _check_name(name)
     found = fingerprint(root)
     if _is_another(expected, found):
@@ -270,21 +267,23 @@ def joined_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"next: wsi-fl federation check {document['kit']}")
 
 
-def _document(file: Path, wanted: str) -> dict[str, Any]:
+def _document(file: Path, wanted: str) -> tuple[dict[str, Any], Role]:
+    """What a file of this format says, and whose role it is about."""
     try:
         document = dict(read_json(file))
     except (OSError, ValueError, TypeError):
         document = {}
     if document.get("format") != wanted:
         raise UsageError(f"{file}: this is no {wanted.removeprefix('wsi-fl federation ')} of a federation")
-    return document
+    if (role := document.get("role")) not in STEM:
+        raise UsageError(f"{role!r} is no role in a federation")
+    return document, role
 
 
 def _refuse_taken(root: Root, document: dict[str, Any], name: str, *, compared: bool) -> None:
     """Refuse a name that is another key's, unless that key signed the request; the same key may ask again.
 
-    Args:
-        compared: whether people have compared fingerprints, as a name needs whose keys were all withdrawn.
+    A name whose keys were all withdrawn needs people who have compared fingerprints.
     """
     current = root.keys().get(name)
     if current in withdrawn(root.trusted).keys:
@@ -308,13 +307,6 @@ def _vouching(root: Root, document: dict[str, Any], name: str) -> str:
     except (KeyError, TypeError, ValueError, NotTrusted):
         return ""
     return fingerprint(str(signed["certificate"])) if holder.name == name else ""
-
-
-def _role(document: dict[str, Any]) -> Role:
-    role: Role = document.get("role")  # type: ignore[assignment]
-    if role not in STEM:
-        raise UsageError(f"{role!r} is no role in a federation")
-    return role
 
 
 def _address(text: str) -> tuple[str, int]:
