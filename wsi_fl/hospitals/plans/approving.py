@@ -15,7 +15,6 @@ from wsi_fl.hospitals.plans.making import (
     PlanDocument,
     described,
     document_of,
-    keys_of,
     sites_of,
     text_of,
 )
@@ -158,7 +157,7 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
             learned = of_store(party, site)
             _refuse_other_store(learned, document, site)
             cost = _cost(party, plan, own, frame["id"] if frame else "")
-    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, document)), learned)
+    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, plan)), learned)
 
 
 def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None = None) -> Path:
@@ -189,7 +188,7 @@ def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None =
 
 def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -> None:
     """Refuse a plan whose readable part is not, letter by letter, what its settings and table of sites come to."""
-    right = described(party, document["pipeline"], document["learns"], keys_of(document))
+    right = described(party, document["pipeline"], document["learns"], plan.keys)
     if document["code"] != right["code"]:  # the site's frame lists both
         right |= {"wsi_fl": document["wsi_fl"], "code": document["code"], "packages": document["packages"]}
     if plan.text != text_of(right, document["created"]):
@@ -256,9 +255,7 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
     )
 
 
-def _notes(
-    study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, document: PlanDocument
-) -> list[str]:
+def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, plan: Plan) -> list[str]:
     """What the people who sign should know."""
     found = []
     if cost is None:
@@ -269,12 +266,12 @@ def _notes(
         found.append(
             f"ε is per row, and the store of {me} names no patients, so what it is worth to a patient is not known"
         )
-    if cost is not None and cost.rounds < document["rounds"]:
+    rounds = plan.document["rounds"]
+    if cost is not None and cost.rounds < rounds:
         found.append(
-            f"your max_epsilon is enough for {cost.rounds} of {document['rounds']} rounds; then {me} leaves and the "
-            "others go on"
+            f"your max_epsilon is enough for {cost.rounds} of {rounds} rounds; then {me} leaves and the others go on"
         )
-    if len(keys_of(document)) < len(sites):
+    if len(plan.keys) < len(sites):
         found.append(
             "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
             "with `federation plan --kit FOUNDED`"

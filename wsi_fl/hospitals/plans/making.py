@@ -249,11 +249,6 @@ def sites_of(document: PlanDocument) -> tuple[SiteFile, ...]:
     )
 
 
-def keys_of(document: PlanDocument) -> dict[str, str]:
-    """Return the fingerprints that a plan pins, by site."""
-    return {site["name"]: site["key"] for site in document["sites"] if site["key"] is not None}
-
-
 _SAMPLED = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
 _PER_ROW = (
     " A patient with many rows is protected much less: for all k rows together ε is about k times as large, or more; "
