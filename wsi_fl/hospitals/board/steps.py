@@ -25,7 +25,6 @@ class Member:
 
     Attributes:
         until: when the certificate ends.
-        version: of wsi-fl, by a hello or an approval where it is another's.
         signed: whether the plan.
         connected, since: whether a process of its own takes part, and since when.
         round, heard: the last that it began or finished, and when it last wrote a letter or a line of its log.

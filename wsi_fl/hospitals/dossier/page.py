@@ -257,9 +257,8 @@ def _audits(study: Study, site: str) -> list[dict[str, Any]]:
     found = []
     for file in sorted(study.runs.glob("*/audit/audit.json")):
         document: dict[str, Any] = read_json(file)
-        for model in [
-            one for own in document.get("sites", ()) if own["site"] == site for one in own["models"]
-        ]:
+        mine = [one for one in document.get("sites", ()) if one["site"] == site]
+        for model in [model for one in mine for model in one["models"]]:
             own, planted = model["membership"]["own"], model["canaries"] or {}
             audited = {
                 "run": str(document["run"]),
@@ -311,11 +310,8 @@ def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -
     if delete_approval:
         with kit.alone():  # a process that runs would go on
             approval.unlink(missing_ok=True)
-    signed = (
-        f"{approval} is there: --delete-approval deletes it"
-        if approval.exists()
-        else "no plan is signed here"
-    )
+    there = f"{approval} is there: --delete-approval deletes it"
+    signed = there if approval.exists() else "no plan is signed here"
     document = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "site": site.name,

@@ -187,20 +187,18 @@ class _Approvals(NamedTuple):
 
 def approvals(study: Study, plan: Plan, root: str) -> _Approvals:
     """Return who has signed a plan and who has not, by the approvals in a study and by what is trusted (PEM)."""
-    found = {site: _why_not(approval_path(study, site), plan, root, site) for site in plan.sites}
-    missing = {site: why for site, why in found.items() if why}
-    return _Approvals(tuple(site for site in found if site not in missing), missing)
-
-
-def _why_not(path: Path, plan: Plan, root: str, site: str) -> str:
-    """Why a site's approval does not count; empty where it does."""
-    if not path.is_file():
-        return "has not signed it, or its approval has not arrived"
-    try:
-        _check_approval(dict(read_json(path)), plan, root, site=site)
-    except (WsiFlError, TypeError, ValueError) as error:
-        return str(error) if isinstance(error, WsiFlError) else f"{path.name} is damaged"
-    return ""
+    missing: dict[str, str] = {}
+    for site in plan.sites:
+        path = approval_path(study, site)
+        try:
+            if not path.is_file():
+                raise UsageError("has not signed it, or its approval has not arrived")
+            _check_approval(dict(read_json(path)), plan, root, site=site)
+        except WsiFlError as error:
+            missing[site] = str(error)
+        except (TypeError, ValueError):
+            missing[site] = f"{path.name} is damaged"
+    return _Approvals(tuple(site for site in plan.sites if site not in missing), missing)
 
 
 def check_key(plan: Plan, certificate: str, site: str) -> None:

@@ -77,16 +77,16 @@ class Root:
     def withdraw(self, name: str, *, but: str = "") -> bool:
         """Put all certificates of a name on the list, but those of one key; return whether any were not there yet."""
         gone = {but, *withdrawn(self.trusted).keys}
-        more = [one for one in self.issued() if one["name"] == name and one["fingerprint"] not in gone]
-        if more:
-            numbers = {_serial(one): one["fingerprint"] for one in more}
+        numbers: dict[int, str] = {}
+        for one in self.issued():
+            if one["name"] == name and (key := one["fingerprint"]) not in gone:
+                number = (
+                    one.get("serial") or key.replace(":", "")[:38]
+                )  # without one its key alone is refused
+                numbers[int(number, 16)] = key
+        if numbers:
             write_text(self.path / LIST, longer_list(self.trusted, self.key, numbers))
-        return bool(more)
-
-
-def _serial(line: dict[str, Any]) -> int:
-    """The number of a certificate; one without a number is refused by its key alone."""
-    return int(line.get("serial") or line["fingerprint"].replace(":", "")[:38], 16)
+        return bool(numbers)
 
 
 def revoke(site: str, folder: Path) -> dict[str, Any]:
