@@ -22,8 +22,9 @@ from test_report import Document
 from wsi_fl.learning.significance import holm, paired
 from wsi_fl.learning.verdict import Estimate, verdict
 from wsi_fl.report import comparison, worth
-from wsi_fl.report.comparison_figures import Series, palette, png
-from wsi_fl.stages.answers import compare_baseline
+from wsi_fl.report.comparison import Series, png
+from wsi_fl.report.figures import palette
+from wsi_fl.stages.answers import compare_runs
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings
 from wsi_fl.stages.answers.compare_worth import Said, _compared
@@ -420,7 +421,7 @@ def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of
         asked.update(arguments)
         raise WsiFlError("stop")
 
-    monkeypatch.setattr(compare_baseline, "train", instead_of_train)
+    monkeypatch.setattr(compare_runs, "train", instead_of_train)
     refused(lambda: compare(study, [name]), "stop", error=WsiFlError)
     assert (asked["backend"], asked["method"], asked["pipeline_name"]) == ("mpi", "regular", "small")
     assert "privacy.enabled=false" in asked["overrides"]

@@ -19,9 +19,8 @@ from conftest import REAL, make_study, nightly
 from PIL import Image
 
 from wsi_fl.learning.verdict import Estimate, verdict
-from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
-from wsi_fl.report.sections import headline
+from wsi_fl.report.sections import Page, headline
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report

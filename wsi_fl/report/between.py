@@ -11,8 +11,7 @@ from typing import Any
 from wsi_fl.learning.counts import Scores, confusion_of, results
 from wsi_fl.report import figures, words
 from wsi_fl.report.fill import fill
-from wsi_fl.report.page import Json
-from wsi_fl.report.words import SCORES, known, number
+from wsi_fl.report.words import SCORES, Json, known, number
 
 METRICS = {name: SCORES[name] for name in ("accuracy", "macro_accuracy", "auroc")}
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from wsi_fl.report import words
 from wsi_fl.report.figures import INK, MUTED, Chart, new_figure, to_svg
-from wsi_fl.report.words import number
-
-Json = Mapping[str, Any]
+from wsi_fl.report.words import Json, number
 
 
 def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | None:
@@ -25,6 +23,7 @@ def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] 
         "curves": curves(document, colors),
         "least": document["least"],
         "by": document["by"],
+        "told_by_name": any(one["told"] and one["group"] != "unknown" for one in groups),
         "share": f"{words.percent(document['prevalence'])} of patients"
         if document["prevalence"]
         else "as many as among these patients",

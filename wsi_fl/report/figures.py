@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -24,15 +25,7 @@ INK, MUTED, LINE, PAPER, ACCENT = "#010101", "#010102", "#010103", "#010104", "#
 N_COLORS = 8
 """With more sites than this, single colours cannot be told apart: sites become faint, their mean stands out."""
 _SITES = tuple(f"#0202{i:02x}" for i in range(N_COLORS))
-_VARIABLES = {
-    INK: "var(--ink)",
-    MUTED: "var(--muted)",
-    LINE: "var(--line)",
-    PAPER: "var(--paper)",
-    ACCENT: "var(--accent)",
-    **{color: f"var(--s{i})" for i, color in enumerate(_SITES)},
-}
-STYLE: Any = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "wsi-fl",
     "text.parse_math": False,  # a site may be called $C_1$
@@ -55,6 +48,12 @@ STYLE: Any = {
     "lines.solid_capstyle": "round",
 }
 
+TOKENS = {
+    **{"ink": INK, "muted": MUTED, "line": LINE, "paper": PAPER},
+    **{f"s{k}": color for k, color in enumerate(_SITES)},
+}
+"""What stands for the page's colours, by the name of their variable."""
+
 Points = Sequence[tuple[float, float]]
 """(x, y) of a curve, in order of x."""
 
@@ -76,7 +75,21 @@ class Bar:
     sd: float | None
     dp: bool
     this: bool
-    sites: tuple[tuple[str, float], ...] = ()
+    sites: Sequence[tuple[str, float]] = ()
+
+
+def palette() -> dict[str, str]:
+    """The colours of the page's light theme by the name of their variable (``ink``, ``s0``, …)."""
+    css = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+    light = css[: css.index("@media")]
+    return {name: color for name, color in re.findall(r"--(\w+): (#\w+)", light) if name in TOKENS}
+
+
+def png_style() -> Any:
+    """Matplotlib's settings for a figure that looks like the page's charts, in real colours."""
+    real = {TOKENS[name]: color for name, color in palette().items()}
+    style = {key: real.get(value, value) for key, value in _STYLE.items() if isinstance(value, str)}
+    return {**_STYLE, **style, "figure.dpi": 160, "savefig.facecolor": palette()["paper"]}
 
 
 def site_color(position: int, n_sites: int) -> str:
@@ -84,15 +97,16 @@ def site_color(position: int, n_sites: int) -> str:
     return _SITES[position] if n_sites <= N_COLORS else _SITES[0]
 
 
-def mean_curve(series: Mapping[str, Points]) -> list[tuple[float, float]]:
-    """Mean over sites at every x where each site has a value.
+def band(curves_: Iterable[Points]) -> list[tuple[float, float, float]]:
+    """(x, mean, standard deviation) over curves at every x where each has a value.
 
-    >>> mean_curve({"a": [(1, 0.5), (2, 0.6)], "b": [(1, 0.7)]})
-    [(1, 0.6)]
+    >>> band([[(1, 0.5), (2, 0.6)], [(1, 0.75)]])
+    [(1, 0.625, 0.125)]
     """
-    columns = [dict(points) for points in series.values()]
+    columns = [dict(points) for points in curves_ if points]
     shared = sorted(set.intersection(*(set(c) for c in columns))) if columns else []
-    return [(x, float(np.mean([c[x] for c in columns]))) for x in shared]
+    values = {x: [column[x] for column in columns] for x in shared}
+    return [(x, float(np.mean(v)), float(np.std(v))) for x, v in values.items()]
 
 
 def curves(
@@ -105,7 +119,7 @@ def curves(
 ) -> Chart:
     """One line per site over rounds; their mean on top when there are at least two; a labelled dashed reference."""
     many = len(series) > N_COLORS
-    mean = mean_curve(series) if len(series) > 1 else []
+    mean = [(x, y) for x, y, _ in band(series.values())] if len(series) > 1 else []
     with new_figure() as (figure, axes):
         lines(axes, series, colors, width=1.5)
         if mean:
@@ -243,7 +257,7 @@ def new_figure(
     width_in: float = 4.4, height_in: float = 2.5, left_in: float = 0.55, bottom_in: float = 0.45
 ) -> Iterator[tuple[Figure, Axes]]:
     """A figure with margins fixed in inches, so that plots in a row line up (and layout costs nothing)."""
-    with mpl.rc_context(STYLE), warnings.catch_warnings():
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
         # The browser's fonts draw the text; what matplotlib's own font lacks does not matter.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=(width_in, height_in))
@@ -261,8 +275,8 @@ def to_svg(figure: Figure, what: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" focusable="false">', svg, count=1)
     svg = re.sub(r"font: (?:bold |\d+ )?([\d.]+)px [^;\"]*", _font, svg)
-    for color, variable in _VARIABLES.items():
-        svg = svg.replace(color, variable)
+    for name, color in {**TOKENS, "accent": ACCENT}.items():
+        svg = svg.replace(color, f"var(--{name})")
     used = set(re.findall(r"#([\w-]+)[\")]", svg))
     prefix = re.sub(r"\W+", "-", what.lower())
 

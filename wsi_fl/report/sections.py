@@ -1,28 +1,74 @@
-"""What each section of the page shows, worked out from its plain values."""
+"""The plain values of the page of a run, and what its sections on results, training and privacy make of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.report import figures, pictures, words, worth
+from wsi_fl.report import figures, words, worth
 from wsi_fl.report.figures import Chart, Points
-from wsi_fl.report.page import Json, Page
+from wsi_fl.report.words import Json
 
-MANY_SITES = figures.N_COLORS
-PATCHES_SHOWN = 6
-"""Sample patches per site and label; half as many when there are many sites."""
-CELLS_IN_TABLE = 12
+_CELLS_IN_TABLE = 12
 """A heatmap of more sites than this is drawn, not written."""
 
 
-def metrics(page: Page) -> dict[str, str]:
-    """Return what the scores of a run are called, by name."""
-    return {name: words.SCORES[name] for name in page.scores}
+@dataclass(frozen=True)
+class Page:
+    """Everything the page shows. Any number may be None; what has not been done yet is None or empty."""
+
+    run: str
+    """Name of the run's folder, ``00001-proxyfl-camelyon17``."""
+    method: str
+    pipeline: str
+    classes: tuple[str, ...]
+    config_toml: str
+    manifest: Json
+    """``created`` (ISO time), ``argv``, ``versions`` by package, ``git``, ``inputs`` (hash by site)."""
+    summary: Json
+    """The document of ``train --json``; each site may carry ``max_epsilon``, its budget."""
+    evaluation: Json | None = None
+    """The document of ``evaluate --json``. ``confusion`` rows are true classes, columns predicted ones."""
+    metrics: Mapping[str, Sequence[Json]] = field(default_factory=dict)
+    """Lines of ``metrics.jsonl`` by site; ``messages``, ``bytes`` and seconds are those of the round."""
+    baselines: Sequence[Json] = ()
+    """Other evaluated runs of the study."""
+    stores: Sequence[Json] = ()
+    patches: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
+    """Sample patches by site: (label, uint8[h, w, 3])."""
+    overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
+    """Overview pictures by site: (slide, PNG bytes)."""
+    groups: Mapping[str, Json] = field(default_factory=dict)
+    """What ε per row is worth to each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
+    clinical: Json | None = None
+    """The document of ``clinical --json``."""
+    audit: Json | None = None
+    """The document of ``audit --json``."""
+    between: Json | None = None
+    """What hospitals that keep their test parts told of what travelled, as ``evaluate --json`` has it."""
+    mpcpa: Json | None = None
+    """The document of ``train --method mpcpa --baselines``."""
+    generated: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
+    """Images that were generated for this run, by the site whose denoiser they come from."""
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Sites of real patients whose ``patches``, ``overviews`` or ``generated`` images are not shown."""
+    patients_of: Sequence[str] = ()
+    """Sites of real patients of whom the page holds pictures."""
+    scores: tuple[str, ...] = ("accuracy", "macro_accuracy", "auroc")
+    """Names of the scores, the most telling first, which is better when it is higher."""
+    task: str = "classes"
+    """What models answer: "classes", a "number", or "survival"."""
+    outputs: tuple[str, ...] = ()
+    """What each output of a model is called; of survival the ends of the intervals."""
+    said: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=dict)
+    """(truth, what the model says) of test examples by site, for numbers and survival."""
+    examples: str = "patches"
+    """What a model is asked about: patches, or whole slides, of which there are no pixels."""
 
 
 def headline(page: Page, n_sites: int) -> dict[str, Any]:
@@ -31,23 +77,22 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     evaluated = (page.evaluation or {}).get("sites", ())
     score = page.scores[0]
     reached = words.known((merged.get(score) or {}).get("mean"))
-    references = words.references(_others(page), score)
+    references = words.references(page.baselines, score)
     compared = reached and n_sites > 1 and words.is_federated(page.method)
     alone = {k: v for k, v in references.items() if words.is_alone(v["method"])} if compared else {}
+    has_proxy = page.method in METHODS and METHODS[page.method].travels == "proxy"
+    private = has_proxy and all(s.get("with", "private") == "private" for s in evaluated)
+    shared = (page.evaluation or {}).get("shared")
     return {
         "setting": words.setting(page.method, n_sites),
         "n": evaluated[0].get("n") if evaluated else None,
         "slides": ((evaluated[0].get("slides") or {}).get("n")) if evaluated else None,
         "merged": merged,
         "reached": reached,
-        "whose": "shared models"
-        if (page.evaluation or {}).get("shared")
-        else "private models"
-        if _has_proxy(page.method) and all(s.get("with", "private") == "private" for s in evaluated)
-        else "models",
+        "whose": "shared models" if shared else "private models" if private else "models",
         "references": references,
         "verdicts": [_verdict(merged, run, name, score) for name, run in alone.items()],
-        **_gain(merged, alone, score),
+        "gain": _gain(merged, *next(iter(alone.items())), score) if alone else None,
         "score": score,
         "article": "an" if words.SCORES[score][0] in "AR" else "a",
         "measure": words.SCORES[score].lower(),
@@ -74,21 +119,14 @@ def _verdict(merged: Json, run: Json, name: str, score: str) -> words.Finding:
     return worth.finding(gain, f"In this run joining reaches {reached} in {measure}", name)
 
 
-def _gain(merged: Mapping[str, Any], alone: Mapping[str, Mapping[str, Any]], score: str) -> dict[str, Any]:
+def _gain(merged: Json, over: str, run: Json, score: str) -> dict[str, Any]:
     """What the first of the models alone is exceeded by, over whom, and in which measure."""
-    if not alone:
-        return {"gain_over": None}
-    name, run = next(iter(alone.items()))
     gain = (run.get("gain") or {}).get("gain")
     return {
-        "gain_over": name,
-        "gain_in": run["gain"]["measure"] if gain else words.SCORES[score].lower(),
-        "gain": gain["mean"] if gain else merged[score]["mean"] - run[score]["mean"],
+        "over": over,
+        "in": run["gain"]["measure"] if gain else words.SCORES[score].lower(),
+        "value": gain["mean"] if gain else merged[score]["mean"] - run[score]["mean"],
     }
-
-
-def _has_proxy(method: str) -> bool:
-    return method in METHODS and METHODS[method].travels == "proxy"
 
 
 def _events(page: Page) -> Iterable[str]:
@@ -141,20 +179,12 @@ def rows(page: Page) -> list[dict[str, Any]]:
         "this": True,
         **{metric: ((page.evaluation or {}).get("merged") or {}).get(metric) for metric in page.scores},
     }
-    others = [{**b, "epsilon": words.number(b.get("epsilon"), 2), "this": False} for b in _others(page)]
+    others = [{**b, "epsilon": words.number(b.get("epsilon"), 2), "this": False} for b in page.baselines]
     runs = [this, *others] if page.evaluation else others
     for row in runs:
         row["name"], row["does"] = words.method_name(row["method"]), words.method_does(row["method"])
-    return sorted(runs, key=lambda run: -_mean_or(run, page.scores[0], -np.inf))
-
-
-def _others(page: Page) -> list[Json]:
-    return [b for b in page.baselines if b["run"] != page.run]
-
-
-def _mean_or(row: Json, metric: str, otherwise: float) -> float:
-    value = _mean(row, metric)
-    return otherwise if value is None else float(value)
+    means = {run["run"]: _mean(run, page.scores[0]) for run in runs}
+    return sorted(runs, key=lambda run: np.inf if (mean := means[run["run"]]) is None else -mean)
 
 
 def _mean(row: Json, metric: str) -> Any:
@@ -164,8 +194,8 @@ def _mean(row: Json, metric: str) -> Any:
 
 def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
     """A chart per metric over all runs; nothing to draw for a single run."""
-    charts = []
-    for metric, title in metrics(page).items():
+    charts, evaluated = [], (page.evaluation or {}).get("sites", ())
+    for metric in page.scores:
         bars = [
             figures.Bar(
                 label=_label(row, rows),
@@ -173,12 +203,15 @@ def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> l
                 sd=row[metric].get("sd"),
                 dp=bool(row["dp"]),
                 this=row["this"],
-                sites=_dots(page, metric, colors) if row["this"] else (),
+                sites=[(colors[s["site"]], s[metric]) for s in evaluated if words.known(s.get(metric))]
+                if row["this"]
+                else (),
             )
             for row in rows
             if _mean(row, metric) is not None
         ]
         if len(bars) > 1:
+            title = words.SCORES[metric]
             charts.append((title, figures.comparison(bars, f"{title} on the merged test set")))
     return charts
 
@@ -187,11 +220,6 @@ def _label(row: Json, rows: Sequence[Json]) -> str:
     label = f"{row['name']}{', DP' if row['dp'] else ''}"
     alike = [r for r in rows if r["method"] == row["method"] and bool(r["dp"]) == bool(row["dp"])]
     return label if len(alike) == 1 else f"{label} ({row['run'].split('-')[0]})"
-
-
-def _dots(page: Page, metric: str, colors: Mapping[str, str]) -> tuple[tuple[str, float], ...]:
-    sites = (page.evaluation or {}).get("sites", ())
-    return tuple((colors[s["site"]], s[metric]) for s in sites if words.known(s.get(metric)))
 
 
 def _series(page: Page, *keys: str) -> dict[str, Points]:
@@ -227,7 +255,7 @@ def curves(page: Page, colors: Mapping[str, str]) -> list[tuple[str, str, Chart]
     shown = _over_rounds(score)
     series = {keys: _series(page, *keys) for keys in shown}
     ylim = _limits(v for keys, s in series.items() if keys[1] == score for p in s.values() for _, v in p)
-    references = words.references(_others(page), score)
+    references = words.references(page.baselines, score)
     alone = references.get("a site alone without DP", {}) if words.is_federated(page.method) else {}
     charts = []
     for keys, (title, text) in shown.items():
@@ -284,7 +312,7 @@ def reliability(evaluated: Sequence[Json], colors: Mapping[str, str]) -> list[tu
         ]
         if points:
             series[site["site"]] = points
-    if len(series) > MANY_SITES:
+    if len(series) > figures.N_COLORS:
         return [("", figures.reliability(series, colors, "Reliability of all sites"))]
     return [
         (site, figures.reliability({site: points}, colors, f"Reliability {position}"))
@@ -316,7 +344,7 @@ def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, Any]]:
                 "metric": words.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,
                 "elsewhere": elsewhere, "reached": reached,
                 "best": _named(max, names, elsewhere), "hardest": _named(min, names, reached),
-                "chart": figures.matrix(grid, (low, high), title) if len(names) > CELLS_IN_TABLE else None,
+                "chart": figures.matrix(grid, (low, high), title) if len(names) > _CELLS_IN_TABLE else None,
             })  # fmt: skip
     return found
 
@@ -337,40 +365,13 @@ def _named(
     return chosen if sum(value == chosen[1] for _, value in found) == 1 else None
 
 
-def _total(values: Iterable[Any]) -> float | None:
-    found = [v for v in values if words.known(v)]
-    return sum(found) if found else None
-
-
 def traffic(page: Page) -> list[dict[str, Any]]:
     """What each site sent over the whole run."""
-    return [
-        {
-            "site": site,
-            **{
-                key: _total(line.get(key) for line in lines)
-                for key in ("messages", "bytes", "communication_seconds", "seconds")
-            },
-            "rounds": len(lines),
-        }
-        for site, lines in page.metrics.items()
-        if lines
-    ]
-
-
-def patches(page: Page, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """Data URIs by site and label; labels in the order of the classes."""
-    limit = PATCHES_SHOWN if len(names) <= MANY_SITES else PATCHES_SHOWN // 2
-    return picture_uris(page.patches, page.classes, limit)
-
-
-def picture_uris(
-    pictures_of: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]], classes: Sequence[str], limit: int
-) -> dict[str, dict[str, list[str]]]:
-    """Data URIs by site and label, at most so many of each; labels in the order of the classes."""
-    shown: dict[str, dict[str, list[str]]] = {}
-    for site, samples in pictures_of.items():
-        labels = dict.fromkeys([*classes, *(label for label, _ in samples)])
-        chosen = {label: [p for own, p in samples if own == label][:limit] for label in labels}
-        shown[site] = {label: [pictures.patch_uri(p) for p in some] for label, some in chosen.items() if some}
-    return {site: by_label for site, by_label in shown.items() if by_label}
+    keys = ("messages", "bytes", "communication_seconds", "seconds")
+    found = []
+    for site, lines in page.metrics.items():
+        known = {key: [line[key] for line in lines if words.known(line.get(key))] for key in keys}
+        if lines:
+            sums = {key: sum(values) if values else None for key, values in known.items()}
+            found.append({"site": site, **sums, "rounds": len(lines)})
+    return found

@@ -9,6 +9,8 @@ from typing import Any, TypeGuard
 
 from wsi_fl.federation.methods import METHODS
 
+Json = Mapping[str, Any]
+"""A JSON object as the run's files hold it."""
 DASH = "–"
 SCORES = {
     "accuracy": "Accuracy",

@@ -11,11 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from wsi_fl.report import figures
-from wsi_fl.report.comparison_figures import TOKENS, palette, png_style
-from wsi_fl.report.figures import Chart
-from wsi_fl.report.words import Finding, known, number, signed
-
-Json = Mapping[str, Any]
+from wsi_fl.report.figures import TOKENS, Chart, palette, png_style
+from wsi_fl.report.words import Finding, Json, known, number, signed
 
 ALL = "all sites"
 _KINDS = {"alone": ("ink", "o", -0.24), "joined": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.report import words
-from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
+from wsi_fl.report.sections import Page
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.between import between_of
 from wsi_fl.stages.answers.clinical import described_runs
 from wsi_fl.stages.answers.compare_runs import Run, runs_of
-from wsi_fl.stages.answers.compare_worth import of_all
+from wsi_fl.stages.answers.compare_worth import compared_over_all
+from wsi_fl.stages.answers.evaluate import between_of
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext, as_begun
@@ -212,7 +212,7 @@ def baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
         for (method, dp), row in latest.items():
             if words.is_alone(method) and not dp:
                 known = {"alone": runs[method, dp], "joined": this, "pooled": pooled}
-                found = of_all({kind: [run] for kind, run in known.items() if run}, "merged")
+                found = compared_over_all({kind: [run] for kind, run in known.items() if run}, "merged")
                 row["gain"] = found if found["gain"] else None
     return latest.values()
 
