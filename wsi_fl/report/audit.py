@@ -168,10 +168,12 @@ def _roc_chart(
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
             axis.set_minor_locator(NullLocator())
-        svg = to_svg(figure, what)
-    nearest = {site: min(points, key=lambda point: abs(point[0] - 0.1)) for site, points in curves.items()}
-    ends = "; ".join(f"{site}: {number(point[1])}" for site, point in nearest.items())
-    return Chart(svg, f"{what}: true positive rate at a false positive rate of about 0.1. {ends}.")
+        nearest = {
+            site: min(points, key=lambda point: abs(point[0] - 0.1)) for site, points in curves.items()
+        }
+        ends = "; ".join(f"{site}: {number(point[1])}" for site, point in nearest.items())
+        alt = f"{what}: true positive rate at a false positive rate of about 0.1. {ends}."
+        return Chart(to_svg(figure, what), alt)
 
 
 def _bounds_chart(rows: Sequence[Json]) -> Chart:
@@ -190,10 +192,9 @@ def _bounds_chart(rows: Sequence[Json]) -> Chart:
         axes.set_xlim(left=-0.05 * max(1.0, axes.get_xlim()[1]))
         axes.set_xlabel("ε")
         axes.grid(axis="y", visible=False)
-        svg = to_svg(figure, "Bounds on epsilon")
-    said = "; ".join(
-        f"{label} at least {number(row['canaries']['epsilon_lower'], 2)}, at most "
-        f"{number(row['canaries']['epsilon_upper'], 2)}"
-        for label, row in zip(labels, rows, strict=True)
-    )
-    return Chart(svg, f"Bounds on ε: {said}.")
+        said = "; ".join(
+            f"{label} at least {number(row['canaries']['epsilon_lower'], 2)}, at most "
+            f"{number(row['canaries']['epsilon_upper'], 2)}"
+            for label, row in zip(labels, rows, strict=True)
+        )
+        return Chart(to_svg(figure, "Bounds on epsilon"), f"Bounds on ε: {said}.")

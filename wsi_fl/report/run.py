@@ -170,8 +170,8 @@ def _against_truth(site: str, truth: _Floats, said: _Floats) -> Chart:
         axes.plot([low, high], [low, high], color=MUTED, lw=1, ls=(0, (4, 3)))
         axes.plot(truth[:, 0], said[:, 0], "o", color=ACCENT, ms=4, alpha=0.6)
         axes.set(xlabel="true", ylabel="predicted")
-        svg = to_svg(figure, f"Predicted against true, {site}")
-    return Chart(svg, f"Predicted against true numbers of {len(truth)} test examples of {site}.")
+        alt = f"Predicted against true numbers of {len(truth)} test examples of {site}."
+        return Chart(to_svg(figure, f"Predicted against true, {site}"), alt)
 
 
 def _by_risk(site: str, truth: _Floats, said: _Floats, ends: list[float]) -> tuple[Chart, str]:
@@ -186,10 +186,9 @@ def _by_risk(site: str, truth: _Floats, said: _Floats, ends: list[float]) -> tup
                 axes.step(times, share, where="post", color=color, label=f"{name} ({int(mine.sum())})")
         axes.set(ylim=(0, 1.03), xlabel="time", ylabel="without the event")
         axes.legend(frameon=False, loc="lower left")
-        svg = to_svg(figure, f"Survival by predicted risk, {site}")
-    tested = "Too few patients or events for a test." if p is None else f"Log-rank p = {number(p)}."
-    alt = f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {tested}"
-    return Chart(svg, alt), tested
+        tested = "Too few patients or events for a test." if p is None else f"Log-rank p = {number(p)}."
+        alt = f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {tested}"
+        return Chart(to_svg(figure, f"Survival by predicted risk, {site}"), alt), tested
 
 
 def _aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
@@ -226,15 +225,10 @@ def _aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None
 
 def _models_chart(rows: Sequence[Json]) -> Chart:
     """Accuracy of every model of the comparison, below each other; aggregations stand out."""
+    labels = [", ".join(row[key] for key in ("row", "site") if key in row) for row in rows]
     bars = [
-        Bar(
-            f"{row['row']}, {row['site']}" if "site" in row else row["row"],
-            row["accuracy"],
-            None,
-            dp=True,
-            this=row["row"] in _DECISIVE,
-        )
-        for row in rows
+        Bar(label, row["accuracy"], None, dp=True, this=row["row"] in _DECISIVE)
+        for label, row in zip(labels, rows, strict=True)
     ]
     said = "; ".join(f"{bar.label} {number(bar.mean)}" for bar in bars)
     drawn = figures.comparison(bars, "Own and generated images")
@@ -251,9 +245,9 @@ def _curve_chart(points: Sequence[Json], colors: Mapping[str, str]) -> Chart:
         axes.plot(x, [point["mean"] for point in points], color=INK, ls=(0, (4, 3)))
         axes.plot(x, [point["aggregated"] for point in points], color=ACCENT, marker="o", ms=4)
         axes.set(xlabel="generated images of each class", ylabel="accuracy")
-        svg = to_svg(figure, "Number of generated images")
-    said = "; ".join(
-        f"{point['per_class']}: {number(point['aggregated'])}, sites {number(point['mean'])} on average"
-        for point in points
-    )
-    return Chart(svg, f"Accuracy of the aggregated predictions over generated images of each class: {said}.")
+        said = "; ".join(
+            f"{point['per_class']}: {number(point['aggregated'])}, sites {number(point['mean'])} on average"
+            for point in points
+        )
+        alt = f"Accuracy of the aggregated predictions over generated images of each class: {said}."
+        return Chart(to_svg(figure, "Number of generated images"), alt)

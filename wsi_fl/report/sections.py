@@ -12,8 +12,12 @@ from numpy.typing import NDArray
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.report import figures, words, worth
 from wsi_fl.report.figures import Chart, Points
-from wsi_fl.report.words import Json
+from wsi_fl.report.words import Finding, Json, known, number
 
+_NUMBER_WORDS = (
+    *("No", "One", "Two", "Three", "Four", "Five", "Six"),
+    *("Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve"),
+)
 _CELLS_IN_TABLE = 12
 """A heatmap of more sites than this is drawn, not written."""
 
@@ -76,15 +80,15 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     merged = (page.evaluation or {}).get("merged") or {}
     evaluated = (page.evaluation or {}).get("sites", ())
     score = page.scores[0]
-    reached = words.known((merged.get(score) or {}).get("mean"))
-    references = words.references(page.baselines, score)
+    reached = known((merged.get(score) or {}).get("mean"))
+    references = _references(page.baselines, score)
     compared = reached and n_sites > 1 and words.is_federated(page.method)
     alone = {k: v for k, v in references.items() if words.is_alone(v["method"])} if compared else {}
     has_proxy = page.method in METHODS and METHODS[page.method].travels == "proxy"
     private = has_proxy and all(s.get("with", "private") == "private" for s in evaluated)
     shared = (page.evaluation or {}).get("shared")
     return {
-        "setting": words.setting(page.method, n_sites),
+        "setting": _setting(page.method, n_sites),
         "n": evaluated[0].get("n") if evaluated else None,
         "slides": ((evaluated[0].get("slides") or {}).get("n")) if evaluated else None,
         "merged": merged,
@@ -97,24 +101,68 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         "article": "an" if words.SCORES[score][0] in "AR" else "a",
         "measure": words.SCORES[score].lower(),
         "tiles": [name for name in (score, "auroc", "mae", "integrated_brier") if name in page.scores],
-        "majority": words.majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
+        "majority": _majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "rounds": max(
-            (s["rounds"] for s in page.summary.get("sites", ()) if words.known(s.get("rounds"))), default=None
+            (s["rounds"] for s in page.summary.get("sites", ()) if known(s.get("rounds"))), default=None
         ),
         "lost": list(page.summary.get("lost", ())),
         "events": list(_events(page)),
     }
 
 
-def _verdict(merged: Json, run: Json, name: str, score: str) -> words.Finding:
+def _setting(method: str, n_sites: int) -> str:
+    """What was done, in one sentence."""
+    word = _NUMBER_WORDS[n_sites] if n_sites < len(_NUMBER_WORDS) else str(n_sites)
+    who, spoken = f"{word} site{'' if n_sites == 1 else 's'}", words.method_name(method)
+    if words.is_pooled(method):
+        return f"The training data of {who.lower()} were pooled: a reference, not a federation."
+    if words.is_alone(method):
+        return f"{who} trained {'alone' if n_sites == 1 else 'each on its own'}; nothing was exchanged."
+    if n_sites == 1:
+        return f"{who} trained with {spoken}; without a second site there is nobody to learn with."
+    return f"{who} trained together with {spoken}; no slide left its site."
+
+
+def _references(baselines: Sequence[Mapping[str, Any]], score: str) -> dict[str, Mapping[str, Any]]:
+    """The runs a federation is measured against: the best of each kind, so that no comparison is easier than the study
+    allows.
+    """
+    kinds = {
+        "a site alone without DP": (words.is_alone, False),
+        "a site alone with DP": (words.is_alone, True),
+        "all data pooled without DP": (words.is_pooled, False),
+        "all data pooled with DP": (words.is_pooled, True),
+    }
+    measured = [b for b in baselines if _mean(b, score) is not None]
+    found = {
+        name: [b for b in measured if is_kind(b["method"]) and bool(b["dp"]) == dp]
+        for name, (is_kind, dp) in kinds.items()
+    }
+    return {name: max(runs, key=lambda b: b[score]["mean"]) for name, runs in found.items() if runs}
+
+
+def _majority(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]) -> tuple[str, float] | None:
+    """The commonest true class and its share: what answering always the same would score.
+
+    >>> _majority([[30, 10], [20, 40]], ("healthy", "tumor"))
+    ('tumor', 0.6)
+    """
+    if not confusion or not (total := sum(map(sum, confusion))):
+        return None
+    sums = [sum(row) for row in confusion]
+    top = sums.index(max(sums))
+    return classes[top], sums[top] / total
+
+
+def _verdict(merged: Json, run: Json, name: str, score: str) -> Finding:
     """Whether joining pays, by the rule of comparisons."""
     more = merged[score]["mean"] - run[score]["mean"]
     if run["dp"]:
         side = "above" if more >= 0 else "below"
-        text = f"{words.SCORES[score]} is {words.number(abs(more), 2)} {side} that of {name}"
-        return words.Finding("unclear", f"{text}, whose model carries the noise itself.")
+        text = f"{words.SCORES[score]} is {number(abs(more), 2)} {side} that of {name}"
+        return Finding("unclear", f"{text}, whose model carries the noise itself.")
     gain = run.get("gain") or {"gain": {"mean": more, "low": None, "high": None}, "verdict": "not shown"}
-    reached = words.number((gain.get("joined") or merged[score])["mean"], 2)
+    reached = number((gain.get("joined") or merged[score])["mean"], 2)
     measure = gain.get("measure", words.measured_in(score))
     return worth.finding(gain, f"In this run joining reaches {reached} in {measure}", name)
 
@@ -151,7 +199,7 @@ def _events(page: Page) -> Iterable[str]:
 def privacy(page: Page) -> dict[str, Any]:
     """ε of all sites as one statement; ``guarantee`` is the weakest any site has."""
     sites = page.summary.get("sites", ())
-    spent = [s for s in sites if words.known(s.get("epsilon"))]
+    spent = [s for s in sites if known(s.get("epsilon"))]
     guarantees = {s.get("guarantee") or "none" for s in spent}
     weakest = next((g for g in ("none", "nominal", "shared", "guaranteed") if g in guarantees), "none")
     return {
@@ -161,10 +209,24 @@ def privacy(page: Page) -> dict[str, Any]:
         "deltas": sorted({words.scientific(s.get("delta")) for s in spent}),
         "units": sorted({s["unit"] for s in spent if s.get("unit")}),
         "guarantee": weakest,
-        "without": [s["site"] for s in sites if not words.known(s.get("epsilon"))],
-        "groups": [words.group(s["site"], found) for s in sites if (found := page.groups.get(s["site"]))],
+        "without": [s["site"] for s in sites if not known(s.get("epsilon"))],
+        "groups": [_group(s["site"], found) for s in sites if (found := page.groups.get(s["site"]))],
         "planted": [f"{s['canaries']} at {s['site']}" for s in sites if s.get("canaries")],
     }
+
+
+def _group(site: str, found: Mapping[str, Any]) -> str:
+    """What ε of one row is worth to the patient with the most rows, in a sentence.
+
+    >>> _group("C1", {"rows": 8, "epsilon": 12.05, "delta": 1e-5})
+    'C1: the 8 rows of its largest patient together have ε = 12.1 at δ = 10⁻⁵.'
+    >>> _group("C1", {"rows": 200, "epsilon": None, "delta": 1e-5})
+    'C1: the 200 rows of its largest patient together have no useful ε (it is beyond 1,000).'
+    """
+    who = f"{site}: the {words.count(found['rows'])} rows of its largest patient together have"
+    if not known(found.get("epsilon")):
+        return f"{who} no useful ε (it is beyond 1,000)."
+    return f"{who} ε = {number(found['epsilon'], 1)} at δ = {words.scientific(found.get('delta'))}."
 
 
 def rows(page: Page) -> list[dict[str, Any]]:
@@ -179,7 +241,7 @@ def rows(page: Page) -> list[dict[str, Any]]:
         "this": True,
         **{metric: ((page.evaluation or {}).get("merged") or {}).get(metric) for metric in page.scores},
     }
-    others = [{**b, "epsilon": words.number(b.get("epsilon"), 2), "this": False} for b in page.baselines]
+    others = [{**b, "epsilon": number(b.get("epsilon"), 2), "this": False} for b in page.baselines]
     runs = [this, *others] if page.evaluation else others
     for row in runs:
         row["name"], row["does"] = words.method_name(row["method"]), words.method_does(row["method"])
@@ -189,7 +251,7 @@ def rows(page: Page) -> list[dict[str, Any]]:
 
 def _mean(row: Json, metric: str) -> Any:
     value = (row.get(metric) or {}).get("mean")
-    return value if words.known(value) else None
+    return value if known(value) else None
 
 
 def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
@@ -203,7 +265,7 @@ def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> l
                 sd=row[metric].get("sd"),
                 dp=bool(row["dp"]),
                 this=row["this"],
-                sites=[(colors[s["site"]], s[metric]) for s in evaluated if words.known(s.get(metric))]
+                sites=[(colors[s["site"]], s[metric]) for s in evaluated if known(s.get(metric))]
                 if row["this"]
                 else (),
             )
@@ -231,7 +293,7 @@ def _series(page: Page, *keys: str) -> dict[str, Points]:
             value: Any = line
             for key in keys:
                 value = value.get(key) if isinstance(value, Mapping) else None
-            if words.known(value):
+            if known(value):
                 points.append((line["round"], value))
         if points:
             series[site] = points
@@ -255,7 +317,7 @@ def curves(page: Page, colors: Mapping[str, str]) -> list[tuple[str, str, Chart]
     shown = _over_rounds(score)
     series = {keys: _series(page, *keys) for keys in shown}
     ylim = _limits(v for keys, s in series.items() if keys[1] == score for p in s.values() for _, v in p)
-    references = words.references(page.baselines, score)
+    references = _references(page.baselines, score)
     alone = references.get("a site alone without DP", {}) if words.is_federated(page.method) else {}
     charts = []
     for keys, (title, text) in shown.items():
@@ -295,7 +357,7 @@ def spent(page: Page, colors: Mapping[str, str]) -> Chart | None:
     budgets = {
         s["site"]: float(s["max_epsilon"])
         for s in page.summary.get("sites", ())
-        if words.known(s.get("max_epsilon"))
+        if known(s.get("max_epsilon"))
     }
     return figures.budget_curves(series, colors, budgets, f"ε spent ({privacy(page)['guarantee']})")
 
@@ -308,7 +370,7 @@ def reliability(evaluated: Sequence[Json], colors: Mapping[str, str]) -> list[tu
         points = [
             (b["confidence"], b["accuracy"])
             for b in bins
-            if words.known(b.get("confidence")) and words.known(b.get("accuracy"))
+            if known(b.get("confidence")) and known(b.get("accuracy"))
         ]
         if points:
             series[site["site"]] = points
@@ -334,7 +396,7 @@ def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, Any]]:
         grid = [
             [(s["parts"].get(part) or {}).get(metric) for part in names] for s in evaluated if s.get("parts")
         ]
-        values = [v for row in grid for v in row if words.known(v)]
+        values = [v for row in grid for v in row if known(v)]
         if len(names) > 1 and values:
             low, high = min(values), max(values)
             elsewhere = [_average(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)]
@@ -350,7 +412,7 @@ def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, Any]]:
 
 
 def _average(values: Iterable[Any]) -> float | None:
-    found = [v for v in values if words.known(v)]
+    found = [v for v in values if known(v)]
     return sum(found) / len(found) if found else None
 
 
@@ -370,8 +432,8 @@ def traffic(page: Page) -> list[dict[str, Any]]:
     keys = ("messages", "bytes", "communication_seconds", "seconds")
     found = []
     for site, lines in page.metrics.items():
-        known = {key: [line[key] for line in lines if words.known(line.get(key))] for key in keys}
+        told = {key: [line[key] for line in lines if known(line.get(key))] for key in keys}
         if lines:
-            sums = {key: sum(values) if values else None for key, values in known.items()}
+            sums = {key: sum(values) if values else None for key, values in told.items()}
             found.append({"site": site, **sums, "rounds": len(lines)})
     return found

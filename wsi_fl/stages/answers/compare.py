@@ -95,7 +95,7 @@ def compare(
         "paired": tests,
         "baseline": alone,
         "reference": reference,
-        "findings": [asdict(one) for one in found],
+        "findings": [one._asdict() for one in found],
         "notes": [*notes, *comparison.cautions(table, tests, classes="accuracy" in scores)],
         "page": study.relative(folder / "index.html"),
         "figure": study.relative(folder / "figure.png"),

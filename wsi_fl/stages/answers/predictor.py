@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,14 +51,9 @@ _THUMBNAIL_PX = 1200
 _Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Base:
-    """A slide as pictures of it show it.
-
-    Attributes:
-        path: of its file.
-        thumbnail: uint8[h, w, 3], and `downsample` level-0 pixels per pixel of it.
-        mpp: µm per level-0 pixel.
+class Base(NamedTuple):
+    """A slide as pictures of it show it: with a thumbnail uint8[h, w, 3], one pixel of which is `downsample` level-0
+    pixels of `mpp` µm each.
     """
 
     path: Path
@@ -69,8 +64,7 @@ class Base:
     quickhash: str
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """The m patches of a slide that a model was asked about.
 
     Attributes:
@@ -193,15 +187,10 @@ class Predictor:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder of a run on features.
-
-        Raises:
-            WsiFlError: when it has other weights by now.
-        """
-        mosaics = self.kind.data == "mosaics"
-        settings, section = (
-            (self.pipeline.mosaic, "mosaic") if mosaics else (self.pipeline.encoding, "features")
-        )
+        """The encoder of a run on features, if it has the same weights still."""
+        settings, section = self.pipeline.encoding, "features"
+        if self.kind.data == "mosaics":
+            settings, section = self.pipeline.mosaic, "mosaic"
         encoder = encoder_of(self.study, settings, n_cores(), section, gpu=self.pipeline.gpu)
         if any(encoder_differences([encoder.label, self.meta.encoder])):
             raise WsiFlError(
@@ -211,11 +200,7 @@ class Predictor:
         return encoder
 
     def seen(self, record: SlideRecord, watcher: Watcher) -> Seen:
-        """Return the patches of a slide: of its mosaic, or all of them.
-
-        Raises:
-            WsiFlError: when there is no such slide, it has no patches, or the encoder is another one.
-        """
+        """Return the patches of a slide: of its mosaic, or all of them."""
         return self._mosaic(record) if self.kind.data == "mosaics" else self._all_patches(record, watcher)
 
     def _mosaic(self, record: SlideRecord) -> Seen:
@@ -286,11 +271,7 @@ class Predictor:
             yield np.concatenate(waiting)
 
     def heat(self, slide: str, seen: Seen) -> Heat:
-        """Return what models of patches say of each of them.
-
-        Raises:
-            WsiFlError: when they give no numbers, or nobody knows where the patches lie.
-        """
+        """Return what models of patches say of each of them."""
         assert seen.said is not None
         if not np.isfinite(seen.said).all():
             raise WsiFlError(f"{slide}: the model gives no numbers; it did not train well")
@@ -300,27 +281,22 @@ class Predictor:
         return Heat(boxes, self.meta.classes, seen.said)
 
     def answer(self, bag: Bag, tumor_type: str | None) -> SlidePrediction:
-        """Return what models of slides or patients say of a bag, of the classes that a tumour type may have.
-
-        Raises:
-            WsiFlError: when the features are not the model's, or it gives no numbers.
-        """
+        """Return what models of slides or patients say of a bag, of the classes that a tumour type may have."""
         task, features = task_of(self.pipeline.target), bag.features
         allowed = allowed_classes(np.array([tumor_type or ""]), self.meta.classes, self.meta.tumor_types)[0]
-        whole = (
-            [features] if self.kind.example == "slide" else [features.mean(axis=0, dtype=np.float64)[None]]
-        )
+        slide = self.kind.example == "slide"
+        whole = features if slide else features.mean(axis=0, dtype=np.float64)[None]
 
         def asked(bags: Sequence[NDArray[np.float32]]) -> _Floats:
             examples: Examples = unlabelled_bags(bags, allowed, task)
-            if self.kind.example != "slide":
+            if not slide:
                 rows = np.concatenate(bags).astype(np.float32)
                 examples = replace(examples, read=lambda chosen: rows[chosen])
             return self.models.probabilities(examples)
 
         with torch.inference_mode():
-            of_all, alone = asked(whole)[0], asked([patch[None] for patch in features])
-            attention = self._attention(bag) if self.kind.example == "slide" else None
+            of_all, alone = asked([whole])[0], asked([patch[None] for patch in features])
+            attention = self._attention(bag) if slide else None
         if not np.isfinite(of_all).all() or not np.isfinite(alone).all():
             raise WsiFlError("the model gives no numbers; it did not train well")
         return SlidePrediction(task, self.meta.classes, of_all, alone, attention)
@@ -353,10 +329,7 @@ def load_predictor(
 ) -> Predictor:
     """Load the trained models of a site, and open its mosaics where it learned from such.
 
-    Raises:
-        UsageError: when the run knows no such tumour type, its mosaics have another encoder by now, or it learned from
-            images that are no slides.
-        WsiFlError: when the encoder has other weights by now.
+    Refused are an unknown tumour type, images that are no slides, and an encoder that has other weights by now.
     """
     kind, folder = kind_of(pipeline), run.site(site.name)
     meta, facts = remembered_bags(folder), folder.store_facts()

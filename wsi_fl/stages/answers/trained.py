@@ -39,11 +39,7 @@ def settings_of(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipel
 def trained_site(
     study: Study, run_name: str, site_name: str, overrides: Sequence[str]
 ) -> tuple[RunFolder, Pipeline, SiteFile]:
-    """A run, its configuration under `predict.KEY=VALUE`, and one of its sites.
-
-    Raises:
-        UsageError, WsiFlError: when the run or the site is not there, or the site was lost.
-    """
+    """A run, its configuration under `predict.KEY=VALUE`, and one of its sites that was not lost."""
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
     pipeline, site = settings_of(study, run, overrides), study.site(site_name)
@@ -117,11 +113,7 @@ def _roles_of(run: RunFolder, site: str) -> Set[str]:
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
-    """What answers for a site: as `predict.with` says, `auto` being what the run itself found.
-
-    Raises:
-        UsageError: when it did not look for what is asked.
-    """
+    """What answers for a site: as `predict.with` says, `auto` being what the run itself found."""
     wanted, there = pipeline.predict.with_, _roles_of(run, site)
     if len(there) == 1:
         return next(iter(there))
@@ -153,14 +145,7 @@ def answering(
     *,
     every: bool = False,
 ) -> TrainedModels:
-    """The models that answer for a site.
-
-    Args:
-        every: whether the others are loaded too.
-
-    Raises:
-        WsiFlError: when the run has no such model, or it does not fit what the site's file says.
-    """
+    """The models that answer for a site; with `every`, the others too."""
     answer, stack = answers_with(run, pipeline, site.name), _stack_of(run, site.name)
     wanted = _roles_of(run, site.name) if every else roles(answer, stack)
     models = {role: _model(run, pipeline, site, role, classes, shape) for role in wanted}
