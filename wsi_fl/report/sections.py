@@ -103,7 +103,7 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         "tiles": [name for name in (score, "auroc", "mae", "integrated_brier") if name in page.scores],
         "majority": _majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "rounds": max(
-            (s["rounds"] for s in page.summary.get("sites", ()) if known(s.get("rounds"))), default=None
+            (n for s in page.summary.get("sites", ()) if known(n := s.get("rounds"))), default=None
         ),
         "lost": list(page.summary.get("lost", ())),
         "events": list(_events(page)),
@@ -188,10 +188,8 @@ def _events(page: Page) -> Iterable[str]:
     for row in page.summary.get("sites", ()):
         lines = page.metrics.get(row["site"], ())
         if row.get("max_epsilon") is not None and lines and lines[-1].get("takes_part") is False:
-            yield (
-                f"{row['site']} took part in {row['rounds']} rounds: the next would have crossed its "
-                f"max_epsilon of {row['max_epsilon']:g}."
-            )
+            most = f"the next would have crossed its max_epsilon of {row['max_epsilon']:g}"
+            yield f"{row['site']} took part in {row['rounds']} rounds: {most}."
         if n := row.get("rejected"):
             yield f"{row['site']} rejected {n} model{'' if n == 1 else 's'} of its peers (log.txt says why)."
 
@@ -233,12 +231,8 @@ def rows(page: Page) -> list[dict[str, Any]]:
     """This run and its baselines, best merged accuracy first; runs without a number last."""
     spent_by_all = privacy(page)
     this = {
-        "run": page.run,
-        "method": page.method,
-        "dp": spent_by_all["on"],
-        "epsilon": spent_by_all["epsilon"],
-        "guarantee": spent_by_all["guarantee"],
-        "this": True,
+        **{"run": page.run, "method": page.method, "dp": spent_by_all["on"], "this": True},
+        **{key: spent_by_all[key] for key in ("epsilon", "guarantee")},
         **{metric: ((page.evaluation or {}).get("merged") or {}).get(metric) for metric in page.scores},
     }
     others = [{**b, "epsilon": number(b.get("epsilon"), 2), "this": False} for b in page.baselines]
@@ -323,13 +317,9 @@ def curves(page: Page, colors: Mapping[str, str]) -> list[tuple[str, str, Chart]
     for keys, (title, text) in shown.items():
         if series[keys]:
             level = _mean(alone, keys[1]) if keys[0] == "merged" else None
-            chart = figures.curves(
-                series[keys],
-                colors,
-                title,
-                ylim=ylim if keys[1] == score else None,
-                reference=None if level is None else ("alone, no DP", level),
-            )
+            reference = None if level is None else ("alone, no DP", level)
+            limits = ylim if keys[1] == score else None
+            chart = figures.curves(series[keys], colors, title, ylim=limits, reference=reference)
             charts.append((title, text, chart))
     kinds = dict.fromkeys(
         k for lines in page.metrics.values() for line in lines for k in line.get("loss") or {}
@@ -354,11 +344,8 @@ def spent(page: Page, colors: Mapping[str, str]) -> Chart | None:
     series = _series(page, "epsilon")
     if not series:
         return None
-    budgets = {
-        s["site"]: float(s["max_epsilon"])
-        for s in page.summary.get("sites", ())
-        if known(s.get("max_epsilon"))
-    }
+    sites = page.summary.get("sites", ())
+    budgets = {s["site"]: float(s["max_epsilon"]) for s in sites if known(s.get("max_epsilon"))}
     return figures.budget_curves(series, colors, budgets, f"ε spent ({privacy(page)['guarantee']})")
 
 
@@ -367,12 +354,8 @@ def reliability(evaluated: Sequence[Json], colors: Mapping[str, str]) -> list[tu
     series: dict[str, Points] = {}
     for site in evaluated:
         bins = (site.get("calibration") or {}).get("bins", ())
-        points = [
-            (b["confidence"], b["accuracy"])
-            for b in bins
-            if known(b.get("confidence")) and known(b.get("accuracy"))
-        ]
-        if points:
+        points = [(b.get("confidence"), b.get("accuracy")) for b in bins]
+        if points := [(x, y) for x, y in points if known(x) and known(y)]:
             series[site["site"]] = points
     if len(series) > figures.N_COLORS:
         return [("", figures.reliability(series, colors, "Reliability of all sites"))]
@@ -390,12 +373,10 @@ def pooled(evaluated: Sequence[Json]) -> list[list[int]] | None:
 
 def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, Any]]:
     """Who generalises to whom: models × test parts, for the most telling score, and AUROC where there is one."""
-    names = [s["site"] for s in evaluated if s.get("parts")]
-    found = []
+    parts = {s["site"]: s["parts"] for s in evaluated if s.get("parts")}
+    names, found = list(parts), []
     for metric in (score, "auroc"):
-        grid = [
-            [(s["parts"].get(part) or {}).get(metric) for part in names] for s in evaluated if s.get("parts")
-        ]
+        grid = [[(of.get(part) or {}).get(metric) for part in names] for of in parts.values()]
         values = [v for row in grid for v in row if known(v)]
         if len(names) > 1 and values:
             low, high = min(values), max(values)
@@ -417,14 +398,12 @@ def _average(values: Iterable[Any]) -> float | None:
 
 
 def _named(
-    choose: Callable[..., tuple[str, float]], names: Sequence[str], values: Sequence[float | None]
+    choose: Callable[..., Any], names: Sequence[str], values: Sequence[float | None]
 ) -> tuple[str, float] | None:
     """The name with the highest or lowest value; None where several have it, as a tie has no winner."""
-    found = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
-    if not found:
-        return None
-    chosen = choose(found, key=lambda pair: pair[1])
-    return chosen if sum(value == chosen[1] for _, value in found) == 1 else None
+    end = choose((value for value in values if value is not None), default=None)
+    first = [name for name, value in zip(names, values, strict=True) if value == end]
+    return (first[0], end) if end is not None and len(first) == 1 else None
 
 
 def traffic(page: Page) -> list[dict[str, Any]]:

@@ -77,13 +77,21 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
 
 
 def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
-    tests, merged = _n_tests(party), party.may_merge and len(party.members) > 1
-    here, level = _sites_here(party, merged), level_of_each(_CONFIDENCE, tests)
-    rows = []
-    for done, index in enumerate(here):
-        name = party.names[index]
+    merged, lost = party.may_merge and len(party.members) > 1, party.lost
+    finished = [name for name in party.names if name not in lost and name not in party.receivers]
+    here = [name for name in finished if merged or party.has_store(name)]
+    if not here:
+        raise WsiFlError(f"{party.study.root}/stores: no store of a site of this run; an audit needs one")
+    tests = 0
+    if party.pipeline.audit.canaries:  # of all sites, wherever they are audited
+        summary = party.run.finished()
+        promised = [row["site"] for row in summary["sites"] if row["guarantee"] != "none"]
+        roles = [role for _, role in _models_of(party.method) if with_dp(party, role)]
+        tests = len(set(promised) - lost) * len(roles)
+    level, rows = level_of_each(_CONFIDENCE, tests), []
+    for done, name in enumerate(here):
         watcher.update("audit", done, len(here), name)
-        rows.append(_audit_site(party, index, merged=merged, level=level))
+        rows.append(_audit_site(party, party.names.index(name), merged=merged, level=level))
         watcher.update("audit", done + 1, len(here), name)
     return {
         "run": party.study.relative(party.run.path),
@@ -95,34 +103,12 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         "tested": said_of_tests(tests, _CONFIDENCE) if tests else None,
         "adjacency": ADJACENCY,
         "sites": rows,
-        "influence": _influence_of(party, [row["site"] for row in rows]) if party.method.once else [],
+        "influence": _influence_of(party, here) if party.method.once else [],
     }
 
 
-def _sites_here(party: RunContext, merged: bool) -> list[int]:
-    """The places in the run of the sites that finished and whose stores are here."""
-    lost = party.lost
-    here = [
-        index
-        for index, name in enumerate(party.names)
-        if name not in lost and name not in party.receivers and (merged or party.has_store(name))
-    ]
-    if not here:
-        raise WsiFlError(f"{party.study.root}/stores: no store of a site of this run; an audit needs one")
-    return here
-
-
-def _n_tests(party: RunContext) -> int:
-    """How many models of the run have an ε that canaries test: all sites', wherever they are audited."""
-    if not party.pipeline.audit.canaries:
-        return 0
-    sites, lost = (party.run.summary() or {}).get("sites", ()), party.lost
-    tested = [site for site in sites if site["guarantee"] != "none" and site["site"] not in lost]
-    return len(tested) * sum(with_dp(party, role) for _, role in _models_of(party.method))
-
-
 def _models_of(method: Method) -> list[tuple[str, str]]:
-    """(name, role) of what each site is left with and of what it sent."""
+    """(name, role) of what each site is left with, and of what it sent if it sent something."""
     kept = "central" if method.learns_from == "everybody" or method.travels == "private" else "private"
     if method.travels is None:
         return [(kept, "private")]
@@ -159,10 +145,13 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
         found["canaries"] = _canaries(model, planted, upper, account["delta"], level, device)
         rows.append(found)
-    kept = ("epsilon", "delta", "guarantee", "unit")
     wrote = party.method.once and (not party.by_files or name in party.releases)
-    tail = _exposure_of(party, name) if wrote else None
-    return {"site": name, **{key: account[key] for key in kept}, "models": rows, "tail": tail}
+    return {
+        "site": name,
+        **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
+        "models": rows,
+        "tail": _exposure_of(party, name) if wrote else None,
+    }
 
 
 def _attacked(party: RunContext, index: int) -> list[_Attacked]:
@@ -175,21 +164,17 @@ def _attacked(party: RunContext, index: int) -> list[_Attacked]:
             f"{folder.path}/state: no checkpoint, so what {site.name} released cannot be audited"
         )
     state, _ = folder.load_checkpoint(rounds[-1])
-
-    def of_role(name: str, role: str, tensors: Mapping[str, torch.Tensor]) -> _Attacked:
+    found: list[_Attacked] = []
+    for name, role in _models_of(method):
+        prefix, sent = f"{role}/model/", bool(found)
+        last = {key.removeprefix(prefix): one for key, one in state.items() if key.startswith(prefix)}
+        tensors = last if sent else folder.load_model(role)
         common = method.travels == "private"
         network = build_model(site, party.pipeline, data, role, index, common=common, state=tensors)
-        if isinstance(network, SharedHead) and name != kept:
+        if isinstance(network, SharedHead) and sent:
             network.forget()  # what left is the letter alone
-        return _Attacked(name, with_dp(party, role), network.to(device_of_rank()).eval())
-
-    def sent(role: str) -> dict[str, torch.Tensor]:
-        prefix = f"{role}/model/"
-        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-
-    (kept, role), *released = _models_of(method)
-    found = [of_role(kept, role, folder.load_model(role))]
-    return found + [of_role(name, role, sent(role)) for name, role in released]
+        found.append(_Attacked(name, with_dp(party, role), network.to(device_of_rank()).eval()))
+    return found
 
 
 def _membership(
@@ -223,11 +208,8 @@ def _canaries(
 ) -> dict[str, Any] | None:
     """What the loss of each canary tells, and the least ε that explains it; None without canaries.
 
-    The loss after training alone: minus that before, which varies from one to the next, it tells less.
-
-    Args:
-        upper: ε that is promised; None where nothing is.
-        level: confidence at which the bound must be above it to call it broken.
+    The loss after training alone: minus that before, which varies from one to the next, it tells less. The promised ε,
+    `upper`, is broken when the bound is above it at the confidence `level`.
     """
     if planted is None:
         return None
@@ -255,16 +237,11 @@ def audit_lines(document: dict[str, Any]) -> Lines:
     for site in document["sites"]:
         for model in site["models"]:
             own, planted = model["membership"]["own"], model["canaries"] or {}
-            interval = own["interval"]
+            interval = "–" if own["interval"] is None else "–".join(f"{end:.3f}" for end in own["interval"])
+            rates = (number(own["tpr_at_fpr"][f"{rate:g}"]) for rate in _RATES)
+            bounds = (number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
             rows.append(
-                [
-                    f"{site['site']}, {model['model']}",
-                    number(own["auroc"]),
-                    "–" if interval is None else f"{interval[0]:.3f}–{interval[1]:.3f}",
-                    *(number(own["tpr_at_fpr"][f"{rate:g}"]) for rate in _RATES),
-                    number(planted.get("epsilon_lower"), 2),
-                    number(planted.get("epsilon_upper"), 2),
-                ]
+                [f"{site['site']}, {model['model']}", number(own["auroc"]), interval, *rates, *bounds]
             )
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     yield Table(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)

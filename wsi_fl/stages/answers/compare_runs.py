@@ -85,7 +85,7 @@ class Run:
 
 
 def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
-    """The keys that can change what this method learns from given stores, with their values."""
+    """Return the keys that can change what this method learns from given stores, with their values."""
     without = ["sites", "subtypes.", *method_for(method, pipeline).ignores]
     for name, section in pipeline:
         if isinstance(section, Section):
@@ -110,12 +110,10 @@ def differing(runs: Sequence[Run]) -> list[str]:
     chose its settings is not, where no other row is the same but for that.
     """
     values: dict[str, list[Any]] = {}
-    tuned: dict[tuple[str, bool], set[bool]] = {}
-    for run in runs:
-        tuned.setdefault((run.method, run.dp), set()).add(run.pipeline.train.tune)
+    tuned = {(run.method, run.dp, run.pipeline.train.tune) for run in runs}
     for run in runs:
         for key, value in run.settings.items():
-            if key == "train.tune" and len(tuned[run.method, run.dp]) == 1:
+            if key == "train.tune" and (run.method, run.dp, not value) not in tuned:
                 continue
             seen = values.setdefault(key, [])
             if value not in seen:
@@ -160,16 +158,18 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
         raise UsageError(
             f"{study.relative(lone.folder.path)}: here is a receiver alone, with nothing to compare"
         )
+    first = runs[0]
     for run in runs[1:]:
-        if run.division != runs[0].division:
+        here, there = (study.relative(one.folder.path) for one in (run, first))
+        if run.division != first.division:
             raise UsageError(
-                f"{study.relative(run.folder.path)}: tests other patients than {study.relative(runs[0].folder.path)}, "
-                f"by {_division(run)} and not by {_division(runs[0])}; compare runs of one division"
+                f"{here}: tests other patients than {there}, by {_division(run)} and not by {_division(first)}; "
+                "compare runs of one division"
             )
-        if not _agree(run, runs[0].inputs):
+        if not _agree(run, first.inputs):
             raise UsageError(
-                f"{study.relative(run.folder.path)}: learned from other {kind_of(run.pipeline).word} than "
-                f"{study.relative(runs[0].folder.path)} ({_odd_site(runs[0], run)}); compare runs on the same stores"
+                f"{here}: learned from other {kind_of(run.pipeline).word} than {there} ({_odd_site(first, run)}); "
+                "compare runs on the same stores"
             )
     return runs
 
