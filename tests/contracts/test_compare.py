@@ -19,8 +19,7 @@ from PIL import Image
 from scipy import stats
 from test_report import Document
 
-from wsi_fl.learning.significance import holm, paired
-from wsi_fl.learning.verdict import Estimate, verdict
+from wsi_fl.learning.verdict import Estimate, holm, paired, verdict
 from wsi_fl.report import comparison, worth
 from wsi_fl.report.comparison_figures import Series, palette, png
 from wsi_fl.stages.answers import compare_baseline

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from wsi_fl.federation.methods import METHODS, Weights
-from wsi_fl.learning import transforms
+from wsi_fl.learning import examples as transforms
 from wsi_fl.learning.examples import (
+    _AUGMENTATIONS,
     Examples,
+    augmentation,
     batches,
     epoch_rows,
     joined,
@@ -26,7 +28,6 @@ from wsi_fl.learning.local import (
     supervised_step,
 )
 from wsi_fl.learning.tasks import kl_divergence, mutual
-from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import Images, WsiFlError
@@ -255,7 +256,7 @@ def test_batches_are_normalised_by_constants_and_may_be_empty():
 # transforms
 
 
-@pytest.mark.parametrize("name", [name for name in AUGMENTATIONS if name != "none"])
+@pytest.mark.parametrize("name", [name for name in _AUGMENTATIONS if name != "none"])
 def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
     images = normalised(pixels_of(12, 8))
 
@@ -270,7 +271,7 @@ def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
     assert any(not torch.equal(a, b) for a, b in zip(out, images, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in AUGMENTATIONS if name != "none"])
+@pytest.mark.parametrize("name", [name for name in _AUGMENTATIONS if name != "none"])
 def test_an_augmentation_draws_on_its_stream_alone(name, monkeypatch):
     """Every number that one of MONAI's transforms can ask for is the stream's; numpy's generator below never moves."""
     made, real = [], transforms._Drawn
@@ -279,7 +280,7 @@ def test_an_augmentation_draws_on_its_stream_alone(name, monkeypatch):
     before = [drawn.get_state() for drawn in made]
     for image in normalised(pixels_of(30, 8)):
         augment(image)
-    assert len(made) == len(AUGMENTATIONS[name]())
+    assert len(made) == len(_AUGMENTATIONS[name]())
     for drawn, (_, words, at, *_rest) in zip(made, before, strict=True):
         assert np.array_equal(drawn.get_state()[1], words) and drawn.get_state()[2] == at
 

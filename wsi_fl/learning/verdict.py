@@ -8,8 +8,9 @@ What other training patients would have taught is not among them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-SMALLEST_DIFFERENCE = 0.01
+_SMALLEST_DIFFERENCE = 0.01
 """Smaller differences in a score are called negligible."""
-EQUIVALENT = 0.03
+_EQUIVALENT = 0.03
 """Where the interval of what pooling brings ends below it, there is nothing to gain."""
-LEVEL = 0.95
+_LEVEL = 0.95
 """Of all intervals."""
 _MORE = 4
 """Patients by which a stratum's ratio is moved towards that of the whole."""
@@ -156,7 +157,7 @@ def _half(sources: list[tuple[float, float]]) -> float:
     if variance <= 0:
         return 0.0
     unsure = sum(one**2 / free for one, free in sources)
-    tail = (1 + LEVEL) / 2
+    tail = (1 + _LEVEL) / 2
     return float(t.ppf(tail, variance**2 / unsure) if unsure > 0 else norm.ppf(tail)) * sqrt(variance)
 
 
@@ -175,16 +176,82 @@ def verdict(gain: Estimate | None, room: Estimate | None) -> str:
     """
     if gain is None or gain.low is None or gain.high is None:
         return "not shown"
-    if gain.low > 0 and gain.mean >= SMALLEST_DIFFERENCE:
+    if gain.low > 0 and gain.mean >= _SMALLEST_DIFFERENCE:
         return "join"
-    if gain.high < 0 and gain.mean <= -SMALLEST_DIFFERENCE:
+    if gain.high < 0 and gain.mean <= -_SMALLEST_DIFFERENCE:
         return "stay"
     if room is None or room.high is None:
         return "not shown"
-    little = room.mean < SMALLEST_DIFFERENCE and room.high < EQUIVALENT
+    little = room.mean < _SMALLEST_DIFFERENCE and room.high < _EQUIVALENT
     return "nothing to gain" if little else "not shown"
 
 
 def shows_room(room: Estimate | None) -> bool:
     """Return whether pooling brings something beyond doubt, so that a share of it can be told."""
     return room is not None and room.low is not None and room.low > 0
+
+
+# ---- methods against each other
+
+
+@dataclass(frozen=True)
+class _Paired:
+    """The mean of the differences a − b, their standard deviation, and how surprising that mean is."""
+
+    difference: float
+    sd: float | None
+    """Of the differences, with n − 1 in the divisor; None for a single pair."""
+    n: int
+    p: float | None
+    """Two-sided; None for fewer than two pairs, or where all differences are equal (t is not defined)."""
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> _Paired:
+    """Return Student's paired t-test.
+
+    Args:
+        a, b: n values each; a[k] and b[k] were measured under the same conditions.
+
+    Raises:
+        ValueError: when there is no pair, or a value without a partner.
+
+    Example:
+        >>> found = paired([0.71, 0.74, 0.70], [0.64, 0.65, 0.66])
+        >>> round(found.difference, 4), round(found.p, 4), found.n
+        (0.0667, 0.0444, 3)
+
+    Reference: Student, "The probable error of a mean", Biometrika 6, 1908.
+    """
+    if not a or len(a) != len(b):
+        raise ValueError(f"{len(a)} and {len(b)} values make no pairs")
+    differences = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+    n, mean = len(differences), float(differences.mean())
+    if n < 2:
+        return _Paired(mean, None, n, None)
+    if float(np.ptp(differences)) <= _ROUNDING:
+        return _Paired(mean, 0.0, n, None)
+    from scipy.stats import ttest_rel
+
+    p = float(ttest_rel(a, b).pvalue)
+    return _Paired(mean, float(differences.std(ddof=1)), n, p if isfinite(p) else None)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Return the p-values of one family of tests, adjusted by Holm's method.
+
+    The k-th smallest of m is multiplied by m − k + 1, and none may fall below a smaller one's. None, a test that
+    could not be made, stays None and does not count.
+
+    Example:
+        >>> holm([0.01, None, 0.04, 0.03])
+        [0.03, None, 0.06, 0.06]
+
+    Reference: Holm, "A simple sequentially rejective multiple test procedure", 1979.
+    """
+    known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    highest = 0.0
+    for rank, (p, index) in enumerate(known):
+        highest = max(highest, min(1.0, (len(known) - rank) * p))
+        corrected[index] = highest
+    return corrected

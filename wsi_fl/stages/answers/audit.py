@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from wsi_fl.federation.methods import Method
-from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import losses_of
+from wsi_fl.learning.units import Canaries
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.audit import (
     ADJACENCY,

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from wsi_fl.learning.metrics import mean_and_sd
-from wsi_fl.learning.significance import holm, paired
+from wsi_fl.learning.verdict import holm, paired
 from wsi_fl.report import words
 from wsi_fl.report.comparison import settings_words
 from wsi_fl.report.comparison_figures import Series

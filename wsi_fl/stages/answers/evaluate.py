@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.local import probabilities, probabilities_of_each, undecided_where_broken
 from wsi_fl.learning.metrics import mean_and_sd
-from wsi_fl.learning.predictions import Level, Predictions, of_tumor_types
+from wsi_fl.learning.predictions import Predictions, aggregated_scores, measured, of_tumor_types
 from wsi_fl.learning.tasks import Task, scored
 from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
 from wsi_fl.models.shared_head import SharedHead
@@ -150,13 +150,13 @@ def _evaluate_site(
     point = (
         choice.get("slide_threshold") if meta.spec.mpp > 0 and choice.get("with") == table.answer else None
     )
-    level = Level(pipeline.evaluate.bootstrap, slides=meta.spec.mpp > 0, point=point)
+    level = partial(measured, repeats=pipeline.evaluate.bootstrap, slides=meta.spec.mpp > 0, point=point)
     mine, others = table.own, table.others
-    own, merged = level.of(mine) | {"noise": moved and moved[1]}, len(seen) > 1
+    own, merged = level(mine) | {"noise": moved and moved[1]}, len(seen) > 1
     row = {
         "site": site.name,
         "with": table.answer,
-        **(level.of(table) | {"noise": moved and moved[0]} if merged else own),
+        **(level(table) | {"noise": moved and moved[0]} if merged else own),
         "own": own,
         "external": others.scores() | {"tumor_types": of_tumor_types(others)} if merged else None,
         "parts": {name: part.scores() for name, part in table.by("part").items()},

@@ -12,8 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.bags import allowed_classes, unlabelled_bags
-from wsi_fl.learning.examples import Examples, packed, resized, unlabelled
+from wsi_fl.learning.examples import (
+    Examples,
+    allowed_classes,
+    packed,
+    resized,
+    unlabelled,
+    unlabelled_bags,
+)
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.models.mil import BagModel
 from wsi_fl.runs.run import RunFolder

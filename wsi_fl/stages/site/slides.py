@@ -12,8 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.preflight import Inputs
-from wsi_fl.learning.bags import allowed_classes, bag_examples, bags_at_once
-from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory
+from wsi_fl.learning.examples import (
+    IN_MEMORY_BYTES,
+    Examples,
+    allowed_classes,
+    bag_examples,
+    bags_at_once,
+    in_memory,
+)
 from wsi_fl.learning.tasks import Task
 from wsi_fl.stages.site.data import Data, Patches, Table, divided, hashed, open_bags, open_store
 from wsi_fl.stages.site.targets import answers, classes_of, outputs_of, task_of

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from wsi_fl.learning.folds import rare_classes
+from wsi_fl.learning.validation import rare_classes
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import spends
 from wsi_fl.stages.site.data import Data

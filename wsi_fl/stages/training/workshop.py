@@ -12,10 +12,8 @@ import numpy as np
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.preflight import Brought, Setting
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.bags import with_drawn_patches
-from wsi_fl.learning.canaries import Canaries, canaries, tossed
-from wsi_fl.learning.examples import Augment, Examples, joined
-from wsi_fl.learning.transforms import augmentation
+from wsi_fl.learning.examples import Augment, Examples, augmentation, joined, with_drawn_patches
+from wsi_fl.learning.units import Canaries, canaries, tossed
 from wsi_fl.learning.validation import LONE, require_names, with_validation
 from wsi_fl.models import schema, started_from
 from wsi_fl.privacy.cipher import CipherStream
