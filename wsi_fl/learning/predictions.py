@@ -1,4 +1,4 @@
-"""The table of all models' predictions for test examples; what is measured on its groups of rows; many sites' as one."""
+"""The table of all models' predictions for test examples; what is measured on groups of rows; many sites' as one."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
-from wsi_fl.synthesis.layers import downsampled, single_precision, upsampled
+from wsi_fl.synthesis.stylegan2 import downsampled, single_precision, upsampled
 
 _TRANSLATION = 0.125
 """Of the image's size: the most for whole pixels, the standard deviation for fractions."""

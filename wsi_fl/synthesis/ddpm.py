@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wsi_fl.synthesis.lpips import half_precision
-from wsi_fl.synthesis.sampling import to_images, to_pixels
-from wsi_fl.synthesis.state import TrainingState, move_average
+from wsi_fl.synthesis.state import TrainingState, move_average, to_images, to_pixels
 
 Denoiser = torch.nn.Module
 """A U-Net: (noisy images, step, classes) → the noise."""
