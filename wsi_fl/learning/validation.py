@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, subset
-from wsi_fl.learning.metrics import Labels, Probabilities
+from wsi_fl.learning.metrics import Labels, Probabilities, one_each
 from wsi_fl.learning.stacking import Stack
 from wsi_fl.learning.tasks import CLASSES, Task, quality
 from wsi_fl.types import UsageError
@@ -34,7 +34,7 @@ def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Exa
     def lot(name: str) -> float:
         return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big") / 2**48
 
-    names = [name or f"row {row}" for row, name in enumerate(examples.patient.tolist())]
+    names = one_each(examples.patient).tolist()
     lots = {name: lot(name) for name in set(names)}
     held = np.array([lots[name] < fraction for name in names], bool)
     return subset(examples, np.flatnonzero(~held)), subset(examples, np.flatnonzero(held))
@@ -61,23 +61,17 @@ def require_names(patient: NDArray[np.str_], site: str) -> None:
 def folds_of(
     patient: NDArray[np.str_], label: NDArray[np.int64], *, n_folds: int, seed: int, stratified: bool
 ) -> NDArray[np.int64]:
-    """Return int64[rows] in [0, n_folds): the fold of each row, the same for all rows of a patient.
+    """Return int64[rows] in [0, n_folds): the fold of each row, the same for all rows of a patient, in whatever order.
 
     Not stratified, a patient's fold follows from `seed` and the patient's name alone, whoever else there is, as ε asks
     for: with one patient more or less, all others stay where they are.
 
     Stratified, a patient's class is the highest label of its rows, as a patient with tumour on one slide has a tumour.
     The patients of a class, in an order drawn from `seed` and their names, go round the folds, and the next class
-    begins where the last one ended. So folds differ by at most one patient, in every class and in all. The order of
-    rows does not matter.
+    begins where the last one ended. So folds differ by at most one patient, in every class and in all.
 
     Raises:
         UsageError: for rows without a patient, and for fewer patients than folds.
-
-    Example:
-        >>> label = np.array([0, 1, 0, 1])
-        >>> folds_of(np.array(["a", "a", "b", "c"]), label, n_folds=2, seed=0, stratified=True).tolist()
-        [0, 0, 0, 1]
     """
     if n := int((patient == "").sum()):
         raise UsageError(
@@ -99,12 +93,7 @@ def folds_of(
 
 
 def rare_classes(patient: NDArray[np.str_], label: NDArray[np.int64], *, n_folds: int) -> dict[int, int]:
-    """Return {class: patients} of the classes that have fewer patients than there are folds, so that some test none.
-
-    Example:
-        >>> rare_classes(np.array(["a", "b", "c", "c"]), np.array([0, 0, 0, 1]), n_folds=2)
-        {1: 1}
-    """
+    """Return {class: patients} of classes with fewer patients than there are folds, so that some folds test none."""
     names, which = np.unique(patient, return_inverse=True)
     counts = np.bincount(_kinds(which, label, len(names)))
     return {int(k): int(counts[k]) for k in np.flatnonzero((counts > 0) & (counts < n_folds))}
@@ -130,11 +119,10 @@ def roles(answer: str, stack: Stack | None = None) -> tuple[str, ...]:
 def answered(
     predicted: Mapping[str, Probabilities], answer: str, stack: Stack | None = None
 ) -> Probabilities:
-    """Return float64[n, classes], the predictions of one model, the mean of two, or a mixture.
+    """Return float64[n, classes], the predictions of one model, the mean of two, or a mixture by a stack.
 
     Args:
         predicted: probabilities by role.
-        stack: how both are mixed, where that is the answer.
     """
     if answer == STACK:
         assert stack is not None

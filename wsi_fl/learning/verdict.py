@@ -31,12 +31,11 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, its 95 % interval, and the standard errors that it is made of.
+    """A mean, its 95 % interval, and the standard errors that it is made of, each None where nothing tells of it.
 
     Attributes:
         low, high: None where fewer than two patients were asked.
-        patients, seeds, noise: the standard error by each source; None where nothing tells of it, as of seeds in a
-            single run.
+        patients, seeds, noise: the standard error by each source.
     """
 
     mean: float
@@ -61,14 +60,7 @@ def estimate(
     Args:
         values, weights: float64[r, n] of n test examples in each of r runs. Examples of one weight are a stratum, as
             those of one class are where all classes count alike.
-        patient: str[n], whose example each is.
-        noise: float64[r], the standard deviation of each run's mean by the noise of what was released, where known.
-
-    Example:
-        >>> patients = np.repeat(["a", "b", "c", "d"], 25)
-        >>> found = estimate(np.tile([0.0, 1.0], 50)[None], np.ones((1, 100)), patients)
-        >>> round(found.mean, 2), round(found.low, 2), round(found.high, 2)
-        (0.5, 0.46, 0.54)
+        patient, noise: as of `ratio`.
     """
     return ratio(values * weights, weights, patient, noise, weights[0])
 
@@ -83,25 +75,19 @@ def ratio(
     """Return Σ part / Σ whole, with the interval of Student's t around it.
 
     With e_p the part of the sum of part − ratio · whole that is a patient's, over the sum of whole, patients have the
-    variance K/(K − 1) Σ e_p² and (Σ e_p²)² / Σ e_p⁴ degrees of freedom: as many as there are patients who matter. Where
-    few differ, as few answers of a rare class do, the interval is wide. Runs add their variance, at least that of the
-    noise. Degrees of freedom are those of Welch and Satterthwaite.
+    variance K/(K − 1) Σ e_p² and (Σ e_p²)² / Σ e_p⁴ degrees of freedom: as many as there are patients who matter
+    (Carter, Schnepel and Steigerwald, Review of Economics and Statistics 99, 2017). Runs add their variance, at least
+    that of the noise. Degrees of freedom add up by Satterthwaite, Biometrics 2, 1946.
 
     How many examples a stratum has is no chance where weights make up for it, so e_p counts from the stratum's own
-    ratio. That is moved towards the whole by four patients, as Agresti and Coull add four: three of three right prove
-    little.
+    ratio. That is moved towards the whole by four patients, as Agresti and Coull (The American Statistician 52, 1998)
+    add four: three of three right prove little.
 
     Args:
         part, whole: float64[r, n] of n test examples in each of r runs.
         patient: str[n], whose example each is.
         noise: float64[r], the standard deviation of each run's ratio by the noise of what was released, where known.
         stratum: float64[n], the same for examples whose share in the sums is fixed; None for a single stratum.
-
-    Reference:
-        Carter, Schnepel and Steigerwald, "Asymptotic behavior of a t-test robust to cluster heterogeneity", Review of
-        Economics and Statistics 99, 2017, for the patients who matter; Satterthwaite, "An approximate distribution of
-        estimates of variance components", Biometrics 2, 1946; Agresti and Coull, "Approximate is better than 'exact'
-        for interval estimation of binomial proportions", The American Statistician 52, 1998.
     """
     mean = float(part.sum() / whole.sum())
     apart = part - mean * whole
@@ -137,11 +123,6 @@ def of_repetitions(mean: float, sd: float | None, n: int) -> Estimate:
 
     Args:
         sd: their standard deviation, with n − 1 in the divisor; None for a single one.
-
-    Example:
-        >>> found = of_repetitions(0.03, 0.01, 3)
-        >>> round(found.low, 3), round(found.high, 3)
-        (0.005, 0.055)
     """
     if sd is None:
         return Estimate(mean, None, None)
@@ -167,12 +148,6 @@ def verdict(gain: Estimate | None, room: Estimate | None) -> str:
     Args:
         gain: of joining over the hospital alone.
         room: what a model of all data gains over it; None where nobody trained one.
-
-    Example:
-        >>> verdict(Estimate(0.1, 0.06, 0.14), None)
-        'join'
-        >>> verdict(Estimate(0.0, -0.01, 0.01), Estimate(0.002, -0.01, 0.012))
-        'nothing to gain'
     """
     if gain is None or gain.low is None or gain.high is None:
         return "not shown"
@@ -196,31 +171,22 @@ def shows_room(room: Estimate | None) -> bool:
 
 @dataclass(frozen=True)
 class _Paired:
-    """The mean of the differences a − b, their standard deviation, and how surprising that mean is."""
+    """The mean of n differences a − b, their standard deviation (n − 1 in the divisor), and how surprising it is.
+
+    `sd` is None for a single pair. `p` is two-sided; None for fewer than two pairs, or where all differences are equal.
+    """
 
     difference: float
     sd: float | None
-    """Of the differences, with n − 1 in the divisor; None for a single pair."""
     n: int
     p: float | None
-    """Two-sided; None for fewer than two pairs, or where all differences are equal (t is not defined)."""
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> _Paired:
-    """Return Student's paired t-test.
-
-    Args:
-        a, b: n values each; a[k] and b[k] were measured under the same conditions.
+    """Return Student's paired t-test of n values each; a[k] and b[k] were measured under the same conditions.
 
     Raises:
         ValueError: when there is no pair, or a value without a partner.
-
-    Example:
-        >>> found = paired([0.71, 0.74, 0.70], [0.64, 0.65, 0.66])
-        >>> round(found.difference, 4), round(found.p, 4), found.n
-        (0.0667, 0.0444, 3)
-
-    Reference: Student, "The probable error of a mean", Biometrika 6, 1908.
     """
     if not a or len(a) != len(b):
         raise ValueError(f"{len(a)} and {len(b)} values make no pairs")
@@ -237,16 +203,10 @@ def paired(a: Sequence[float], b: Sequence[float]) -> _Paired:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return the p-values of one family of tests, adjusted by Holm's method.
+    """Return the p-values of one family of tests, adjusted by Holm's method (1979).
 
     The k-th smallest of m is multiplied by m − k + 1, and none may fall below a smaller one's. None, a test that
     could not be made, stays None and does not count.
-
-    Example:
-        >>> holm([0.01, None, 0.04, 0.03])
-        [0.03, None, 0.06, 0.06]
-
-    Reference: Holm, "A simple sequentially rejective multiple test procedure", 1979.
     """
     known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)
