@@ -49,7 +49,6 @@ class GanTerms:
         ema_images: half-life of the moving average of the generator.
         ada_target: of r_t; None leaves augmentation at `ada_p`.
         ada_images: shown while p would go from 0 to 1.
-        privacy_weight: of the second phase; see `privacy_loss`.
     """
 
     batch_size: int = 32
@@ -66,18 +65,8 @@ class GanTerms:
     privacy_weight: float = 1.0
 
     def gamma(self, resolution: int) -> float:
+        """Return the weight of R1."""
         return 0.0002 * resolution**2 / self.batch_size if self.r1_gamma is None else self.r1_gamma
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Of one step; None for what was not computed in it."""
-
-    generator: float
-    discriminator: float
-    r1: float | None
-    path: float | None
-    privacy: float | None
 
 
 class GanState(TrainingState):
@@ -99,11 +88,7 @@ class GanState(TrainingState):
         self.average = deepcopy(self.generator).requires_grad_(False).eval()
         self.generator_optimizer = _adam(self.generator, terms.lr, terms.path_every, terms.path_weight > 0)
         self.discriminator_optimizer = _adam(self.discriminator, terms.lr, terms.r1_every, True)
-        self.networks = {
-            "generator": self.generator,
-            "discriminator": self.discriminator,
-            "average": self.average,
-        }
+        self.networks = {name: getattr(self, name) for name in ("generator", "discriminator", "average")}
         self.optimizers = {
             "adam/generator": self.generator_optimizer,
             "adam/discriminator": self.discriminator_optimizer,
@@ -112,19 +97,10 @@ class GanState(TrainingState):
         self.path_mean = 0.0
         self.margin: float | None = None
 
-    @property
-    def images_seen(self) -> int:
-        return self.iteration * self.terms.batch_size
-
     def document(self) -> dict[str, Any]:
         """Return everything else, as JSON."""
         ada = {"p": self.ada.p, "sign_sum": self.ada.sign_sum, "seen": self.ada.seen}
-        return {
-            "iteration": self.iteration,
-            "path_mean": self.path_mean,
-            "margin": self.margin,
-            "ada": ada,
-        }
+        return super().document() | {"path_mean": self.path_mean, "margin": self.margin, "ada": ada}
 
     def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
         """Restore what `tensors` and `document` gave."""
@@ -139,8 +115,10 @@ def _adam(network: torch.nn.Module, lr: float, every: int, lazy: bool) -> torch.
     return torch.optim.Adam(network.parameters(), lr=lr * c, betas=(0.0, 0.99**c), eps=1e-8)
 
 
-def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | None = None) -> Losses:
-    """Take one step of discriminator, generator, averages and augmentation, on the site's training images.
+def step(
+    state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | None = None
+) -> dict[str, float | None]:
+    """Take one step of discriminator, generator, averages and augmentation; return its losses, None if left out.
 
     Args:
         images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
@@ -160,10 +138,16 @@ def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | N
         path = _shorten_paths(state, labels)
     # 3. moving average of the generator, and the augmentation's probability
     state.iteration += 1
-    move_average(state.average, state.generator, _ema_decay(state.images_seen, terms))
+    move_average(state.average, state.generator, _ema_decay(state.iteration * terms.batch_size, terms))
     if state.iteration % _ADA_EVERY == 0:
         state.ada = state.ada.moved()
-    return Losses(generator, discriminator, r1, path, privacy)
+    return {
+        "generator": generator,
+        "discriminator": discriminator,
+        "r1": r1,
+        "path": path,
+        "privacy": privacy,
+    }
 
 
 def _ema_decay(images_seen: int, terms: GanTerms) -> float:

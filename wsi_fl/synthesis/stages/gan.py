@@ -77,7 +77,7 @@ class _GanCourse(Course):
     def step(self) -> Losses:
         if self.state.iteration >= self.phases["before"] and self._keepaway is None:
             self._keepaway = self._kept_away()
-        return asdict(step(self.state, self.images, self.labels, self._keepaway))
+        return step(self.state, self.images, self.labels, self._keepaway)
 
     def line(self, phase: Phase, told: Sequence[Losses]) -> Document:
         return {"phase": phase, **told[-1], "augmentation": self.state.ada.p}
@@ -114,14 +114,7 @@ def load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Gen
 
 @dataclass(frozen=True)
 class _Found:
-    """What was measured of one generator.
-
-    Attributes:
-        samples: uint8[n, c, h, h].
-        nearest: distances to the nearest sample.
-        projected: distances to the projections.
-        projections: of training images, uint8[n, c, h, h].
-    """
+    """What was measured of one generator: its samples, projections of training images, and distances to both."""
 
     samples: Tensor
     nearest: Pair
