@@ -61,7 +61,7 @@ def test_the_squared_length_is_the_definition(lpips):
     assert torch.equal(paired_lpips(lpips, a, a), torch.zeros(3))
 
 
-@pytest.mark.parametrize("memory_bytes", [1, 2 << 20, 1 << 30])
+@pytest.mark.parametrize("memory_bytes", [1, 1 << 30])
 def test_chunks_of_any_size_give_all_pairs(lpips, memory_bytes):
     a, b = images(7, 16), images(5, 16, seed=1)
     expected = torch.stack([paired_lpips(lpips, a, b[k].expand_as(a)) for k in range(5)], dim=1)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.signal import convolve2d, upfirdn
-from torch import nn
 
 from wsi_fl.synthesis.gan import (
     GanState,
@@ -16,7 +15,7 @@ from wsi_fl.synthesis.gan import (
     step,
 )
 from wsi_fl.synthesis.lpips import Keepaway, load_lpips
-from wsi_fl.synthesis.state import balanced_labels, move_average, to_pixels
+from wsi_fl.synthesis.state import balanced_labels, to_pixels
 from wsi_fl.synthesis.stylegan2 import (
     Discriminator,
     GanShape,
@@ -146,23 +145,6 @@ def test_truncation_draws_styles_to_their_mean():
 # losses
 
 
-class _Linear(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(double(3, 4, 4))
-
-    def forward(self, images, labels):
-        return (images * self.a).sum(dim=(1, 2, 3))
-
-
-def test_r1_of_a_linear_critic_is_the_square_of_its_weights():
-    critic = _Linear()
-    found = _r1_penalty(critic, double(5, 3, 4, 4), torch.zeros(5), 0.0, torch.Generator())
-    assert float(found) == pytest.approx(float(critic.a.square().sum()))
-    found.backward()
-    assert torch.allclose(critic.a.grad, 2 * critic.a)
-
-
 def test_r1_of_the_discriminator_is_autograd_image_by_image():
     torch.manual_seed(0)
     network = Discriminator(TINY).double()
@@ -205,13 +187,6 @@ def test_path_lengths_of_a_linear_generator():
     assert float(penalty.detach()) == pytest.approx(float((lengths - mean).square().mean()), rel=1e-5)
 
 
-def test_the_moving_average_is_arithmetic():
-    mine, theirs = nn.Linear(2, 2), nn.Linear(2, 2)
-    expected = 0.9 * mine.weight.detach() + 0.1 * theirs.weight.detach()
-    move_average(mine, theirs, 0.9)
-    assert torch.allclose(mine.weight, expected)
-
-
 # training
 
 
@@ -229,12 +204,11 @@ def test_a_restored_state_goes_on_bit_for_bit():
     images, labels = tiny_images()
     keepaway = Keepaway(load_lpips("random:0"), 0.5)
     straight, broken = tiny_state(), tiny_state()
-    for k in range(6):
+    for k in range(4):
         for state in (straight, broken):
-            state.margin = 0.5 if k >= 3 else None
-        step(straight, images, labels, keepaway if k >= 3 else None)
-        step(broken, images, labels, keepaway if k >= 3 else None)
-        if k in {1, 4}:
+            state.margin = 0.5 if k >= 2 else None
+            step(state, images, labels, keepaway if k >= 2 else None)
+        if k in {1, 2}:
             fresh = tiny_state(seed=99)
             fresh.load(broken.tensors(), broken.document())
             broken = fresh
