@@ -10,9 +10,9 @@ from conftest import make_study, refused, write_features
 from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 
-from wsi_fl.learning.metrics import operating_point, recentred_at_half
+from wsi_fl.learning.metrics import _recentred_at_half, operating_point
 from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone
-from wsi_fl.learning.tuning import HyperParameters, balanced_loss, fitted_head, held_out_folds, tuned
+from wsi_fl.learning.tuning import HyperParameters, _balanced_loss, _held_out_folds, fitted_head, tuned
 from wsi_fl.learning.validation import roles
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
@@ -64,7 +64,7 @@ def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
     plain = LogisticRegression(C=found.strength, class_weight="balanced", max_iter=2000).fit(x, labels)
     right = ((more @ found.weight.T + found.bias).argmax(1) == theirs).mean()
     assert right > (plain.predict(more) == theirs).mean() + 0.03
-    assert found.loss == balanced_loss(found.held_out, labels)
+    assert found.loss == _balanced_loss(found.held_out, labels)
 
 
 def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
@@ -95,7 +95,7 @@ def test_strength_is_chosen_on_patients_that_were_held_out():
     x = own * 3 + rng.normal(size=(120, 400))
     found = fitted_head(x, labels, patients, 2)
     assert found.strength < 1 / 400  # there is nothing to learn
-    for fold in held_out_folds(labels, patients):
+    for fold in _held_out_folds(labels, patients):
         assert not set(patients[fold]) & set(patients[~fold])
 
 
@@ -149,7 +149,7 @@ def test_other_models_choose_their_settings_one_by_one():
 
     best, held_out = tuned(labels, patient, HyperParameters(1.0, 0.0, False), trained, folds=5)
     assert best == HyperParameters(0.3, 1e-2, True)
-    assert held_out.shape == (40, 2) and balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
+    assert held_out.shape == (40, 2) and _balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
     assert len(asked) == len(set(asked)) * 5  # nothing is trained twice
 
 
@@ -258,9 +258,9 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own(tmp_pa
     truth = np.array([0, 0, 0, 1, 1])
     point = operating_point(score, truth)
     assert 0.75 < point < 0.92
-    moved = recentred_at_half(score, point)
+    moved = _recentred_at_half(score, point)
     assert ((moved >= 0.5) == truth).all() and (np.diff(moved) > 0).all()
-    assert recentred_at_half(np.array([point]), point)[0] == 0.5
+    assert _recentred_at_half(np.array([point]), point)[0] == 0.5
     assert operating_point(score, np.ones(5, int)) is None and operating_point(np.full(5, 0.3), truth) is None
     noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
     best = operating_point(noisy, truth)

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.topology import TOPOLOGIES
-from wsi_fl.learning.examples import normalised
-from wsi_fl.learning.transforms import augmentation
+from wsi_fl.learning.examples import augmentation, normalised
 from wsi_fl.models import build
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.privacy.cipher import CipherStream

@@ -21,8 +21,7 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site import reissue_buffer, release_buffer
 from wsi_fl.federation.topology import receivers, senders
 from wsi_fl.learning.examples import Examples, normalised
-from wsi_fl.learning.lessons import TrainingSet, replayed_rows
-from wsi_fl.learning.units import rows_alone
+from wsi_fl.learning.units import TrainingSet, _replayed_rows, rows_alone
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
@@ -125,7 +124,7 @@ def test_every_round_is_one_cycle_through_all_sites_and_buffers_go_with_models(n
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8), n=st.integers(1, 7), seed=st.integers(0, 9))
 def test_replayed_rows_take_turns(sizes, n, seed):
-    drawn = replayed_rows(sizes, n, CipherStream.seeded(seed))
+    drawn = _replayed_rows(sizes, n, CipherStream.seeded(seed))
     assert [len(rows) for rows in drawn] == sizes
     flat = np.concatenate(drawn)
     for start in range(0, len(flat), n):

@@ -26,10 +26,10 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
-from wsi_fl.synthesis.layers import upsampled
-from wsi_fl.synthesis.sampling import to_pixels
 from wsi_fl.synthesis.stages.gan import KIND, load_gan
 from wsi_fl.synthesis.stages.sample import sample
+from wsi_fl.synthesis.state import to_pixels
+from wsi_fl.synthesis.stylegan2 import upsampled
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.learning.aggregation import REJECTED, aggregated_scores, averaged, decided
+from wsi_fl.learning.predictions import _REJECTED, _averaged, _decided, aggregated_scores
 
 
 @st.composite
@@ -25,9 +25,9 @@ def test_votes_are_what_counting_says(case):
         votes = [int(p[i].argmax()) for p in sites]
         count = Counter(votes)
         (first, most), *rest = count.most_common()
-        absolute = int(decided(sites, "absolute")[i])
-        assert absolute == (first if most > len(sites) / 2 else REJECTED)
-        relative = int(decided(sites, "relative")[i])
+        absolute = int(_decided(sites, "absolute")[i])
+        assert absolute == (first if most > len(sites) / 2 else _REJECTED)
+        relative = int(_decided(sites, "relative")[i])
         assert count[relative] == most
         if not rest or rest[0][1] < most:
             assert relative == first
@@ -36,27 +36,27 @@ def test_votes_are_what_counting_says(case):
             mean = sum(p[i] for p in sites)
             assert relative == max(tied, key=lambda c: mean[c])
         weight = {c: sum(w for v, w in zip(votes, weights, strict=True) if v == c) for c in count}
-        assert weight[int(decided(sites, "weighted", weights)[i])] == pytest.approx(max(weight.values()))
+        assert weight[int(_decided(sites, "weighted", weights)[i])] == pytest.approx(max(weight.values()))
 
 
 @given(said())
 @settings(max_examples=30, deadline=None)
 def test_means_are_means(case):
     sites, weights = case
-    assert np.allclose(averaged(sites), sum(sites) / len(sites))
+    assert np.allclose(_averaged(sites), sum(sites) / len(sites))
     by_hand = sum(w * p for w, p in zip(weights, sites, strict=True)) / weights.sum()
-    assert np.allclose(averaged(sites, weights), by_hand)
-    assert (decided(sites, "weighted_mean", weights) == by_hand.argmax(1)).all()
-    assert (decided(sites, "mean", weights) == averaged(sites).argmax(1)).all(), (
+    assert np.allclose(_averaged(sites, weights), by_hand)
+    assert (_decided(sites, "weighted_mean", weights) == by_hand.argmax(1)).all()
+    assert (_decided(sites, "mean", weights) == _averaged(sites).argmax(1)).all(), (
         "weights are not for this rule"
     )
 
 
 def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean():
     sites = [np.array([[0.99, 0.01]]), np.array([[0.45, 0.55]]), np.array([[0.45, 0.55]])]
-    assert decided(sites, "relative").tolist() == decided(sites, "absolute").tolist() == [1]
-    assert decided(sites, "mean").tolist() == [0]
-    assert decided(sites, "weighted", [5, 1, 1]).tolist() == [0]
+    assert _decided(sites, "relative").tolist() == _decided(sites, "absolute").tolist() == [1]
+    assert _decided(sites, "mean").tolist() == [0]
+    assert _decided(sites, "weighted", [5, 1, 1]).tolist() == [0]
 
 
 def test_what_is_rejected_is_wrong():
@@ -64,8 +64,3 @@ def test_what_is_rejected_is_wrong():
     found = aggregated_scores(sites, np.array([0, 0]), [1, 1, 1])
     assert found["absolute"]["rejected"] == 1
     assert found["absolute"]["accuracy"] == 0.5
-
-
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="unknown rule"):
-        decided([np.ones((1, 2))], "loudest")

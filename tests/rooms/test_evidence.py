@@ -79,11 +79,8 @@ def test_being_somewhat_nearer_to_all_training_images_is_caught():
     assert doubts({"nearest sample": found}, 200)
 
 
-def test_without_held_out_images_nothing_passes():
+def test_without_held_out_images_or_a_comparison_nothing_passes():
     assert "only 3 held-out" in doubts({}, 3)[0]
-
-
-def test_without_a_comparison_nothing_passes():
     assert doubts({}, 200)
 
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.synthesis.evidence import COPY, compared, over_usual
-from wsi_fl.synthesis.memorization import judged, nearest, nearest_other
+from wsi_fl.synthesis.evidence import COPY, compared, judged, nearest, nearest_other, over_usual
 
 
 def films(n, seed, side=8):
@@ -24,11 +23,11 @@ def films(n, seed, side=8):
 def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, 256, (k, side, side, 3)).astype(np.uint8) for k in (n, m))
-    found = nearest(a, b, neighbours=7, memory_bytes=memory)
+    found = nearest(a, b, memory_bytes=memory)
     every = np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(n, m, -1).mean(-1)) / 255
     assert np.allclose(found.distance, every.min(1))
     assert (found.row == every.argmin(1)).all()
-    usual = 0.5 * np.sort(every, axis=1)[:, :7].mean(1)
+    usual = 0.5 * np.sort(every, axis=1)[:, :50].mean(1)
     assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
 
 

@@ -35,7 +35,6 @@ from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Discreet, Quiet
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.stages import mpcpa
-from wsi_fl.synthesis.star_exchange import Size
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -119,7 +118,18 @@ def table_of(page):
 def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
-    kinds = (Brought, Standing, RosterEntry, Arrival, SummaryRow, _Proposal, _Claimed, Size, Present, Counted)
+    kinds = (
+        Brought,
+        Standing,
+        RosterEntry,
+        Arrival,
+        SummaryRow,
+        _Proposal,
+        _Claimed,
+        mpcpa.Size,
+        Present,
+        Counted,
+    )
     kinds += (Begun, Runs, Hello, Head, Seen, Offer, Holds, Pieces)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed

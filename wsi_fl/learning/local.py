@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wsi_fl.learning.examples import Examples, batches
+from wsi_fl.learning.metrics import one_each
 from wsi_fl.learning.tasks import CLASSES, Task, mutual
 from wsi_fl.models.checkpoint import Adam, load_slots, slots_of, under
 from wsi_fl.models.shared_head import SharedHead
@@ -189,8 +190,7 @@ def know_rows(learner: Learner, rows: Examples) -> None:
     assert isinstance(head, SharedHead)
     if not len(rows):
         return
-    names = [name or f"row {k}" for k, name in enumerate(rows.patient.tolist())]
-    patient = torch.from_numpy(np.unique(names, return_inverse=True)[1]).to(learner.device)
+    patient = torch.from_numpy(np.unique(one_each(rows.patient), return_inverse=True)[1]).to(learner.device)
     for x, y in batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
         head.know(head.embedded(x), learner.task.columns(y), patient)
 

@@ -71,19 +71,18 @@ def counted_once(measure: Measure, n: int) -> dict[str, float | None]:
     return {name: None if np.isnan(value) else float(value) for name, (value,) in found.items()}
 
 
-def mean_over_classes(right: NDArray[np.bool_], labels: Labels) -> float | None:
-    """Return the share of answers bool[n] that are right, averaged over classes; None without examples."""
-    return float(np.mean([right[labels == c].mean() for c in np.unique(labels)])) if len(labels) else None
+def mean_over_classes(values: NDArray[Any], labels: Labels) -> float:
+    """Return the mean of values[n], as whether an answer is right, within each class that occurs and then over them."""
+    return float(np.mean([values[labels == c].mean() for c in np.unique(labels)]))
+
+
+def one_each(patient: NDArray[np.str_]) -> NDArray[np.str_]:
+    """Return names str[n] of patients, where a row without one is a patient of its own."""
+    return np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())], np.str_)
 
 
 def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
-    """Return the area under the ROC curve; for more than two classes the mean of one against the rest.
-
-    Example:
-        >>> p = np.array([[0.9, 0.1], [0.6, 0.4], [0.65, 0.35], [0.2, 0.8]])
-        >>> auroc(p, np.array([0, 0, 1, 1]))
-        0.75
-    """
+    """Return the area under the ROC curve; for more than two classes the mean of one against the rest."""
     right = probabilities.argmax(1) == labels
     return counted_once(measure_of_classes(right, probabilities, labels), len(labels))["auroc"]
 
@@ -178,7 +177,7 @@ def slide_level(
         best = np.sort(positive[mine])[::-1]
         score[k] = best[: max(1, round(top * len(best)))].mean()
     if threshold is not None:
-        score = recentred_at_half(score, threshold)
+        score = _recentred_at_half(score, threshold)
     return np.stack([1 - score, score], axis=1), truth, row
 
 
@@ -199,14 +198,14 @@ def operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
         return None
     ordered = np.unique(score)
     between = (ordered[1:] + ordered[:-1]) / 2
-    reached = [mean_over_classes((score >= t) == (truth == 1), truth) or 0.0 for t in between]
+    reached = [mean_over_classes((score >= t) == (truth == 1), truth) for t in between]
     if not reached:
         return None
     best = np.flatnonzero(np.isclose(reached, max(reached)))
     return round(float(between[best[len(best) // 2]]), 6)
 
 
-def recentred_at_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
+def _recentred_at_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
     """Return scores float64[n] in [0, 1], stretched so that the threshold comes to lie at one half."""
     above = score >= threshold
     low = 0.5 * score / threshold

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Predicted = NDArray[np.float64]
 Truth = NDArray[Any]
-Scores = Mapping[str, float | None]
+_Scores = Mapping[str, float | None]
 
 _AT_ONCE = 256
 """Examples that are left out in one step of the jackknife."""
@@ -40,7 +40,7 @@ class Task(ABC):
         scores: the names of its scores. The first is the most telling one, and better when it is higher.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[Literal["classes", "number", "survival"]]
     scores: ClassVar[tuple[str, ...]]
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Task(ABC):
     def measure(self, said: Predicted, truth: Truth) -> Measure:
         """Return a function that computes every score for any weights of the examples."""
 
-    def scored(self, said: Predicted, truth: Truth) -> Scores:
+    def scored(self, said: Predicted, truth: Truth) -> _Scores:
         """Return every score by name; None for one that cannot be computed."""
         return counted_once(self.measure(said, truth), len(truth))
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # `check` comes by without PyTorch
 
 Phase = Literal["before", "after", "denoiser"]
 """Which network of a training: a GAN's without, or with, the privacy loss, or the one of a diffusion model."""
-Network = TypeVar("Network", bound="nn.Module")
+_Network = TypeVar("_Network", bound="nn.Module")
 
 _KEPT = 2
 _VERDICT = ("passed", "reasons", "generator", "criteria")
@@ -120,8 +120,8 @@ class GeneratorFolder:
         return _sha256(self.generator_path(phase))
 
     def load_generator(
-        self, phase: Phase, build: Callable[[Mapping[str, Any]], Network], device: torch.device
-    ) -> Network:
+        self, phase: Phase, build: Callable[[Mapping[str, Any]], _Network], device: torch.device
+    ) -> _Network:
         """Return a generator, ready to make images.
 
         Args:

@@ -73,7 +73,7 @@ def provision(
     reached = {"server": f"{bracketed(host)}:{port}"} if server else {"folder": shared_folder}
     write_json(folder / "root" / "federation.json", {"federation": federation, **reached})
     members: dict[str, Role] = {SERVER: "server"} if server else {}
-    members |= {COORDINATOR: "coordinator"} | dict.fromkeys(sites, "hospital")
+    members |= {COORDINATOR: "coordinator", **dict.fromkeys(sites, "hospital")}
     for name, role in members.items():
         request(folder / name, name=name, organization=federation, role=role)
         certificate = approve_request(folder / name / f"request-{name}.json", folder)

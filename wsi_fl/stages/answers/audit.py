@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wsi_fl.federation.methods import Method
-from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import losses_of, probabilities
-from wsi_fl.learning.units import Units
+from wsi_fl.learning.units import Canaries, Units
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.audit import (
     ADJACENCY,

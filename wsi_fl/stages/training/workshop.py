@@ -19,13 +19,19 @@ from torch import nn
 from wsi_fl.federation.methods import MakeLearner, Method
 from wsi_fl.federation.preflight import Brought, Setting
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.bags import with_drawn_patches
-from wsi_fl.learning.canaries import Canaries, canaries, tossed
-from wsi_fl.learning.examples import Examples, batches, epoch_rows, joined, subset
+from wsi_fl.learning.examples import (
+    Examples,
+    augmentation,
+    batches,
+    epoch_rows,
+    joined,
+    subset,
+    with_drawn_patches,
+)
 from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.transforms import augmentation
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
+from wsi_fl.learning.units import Canaries, canaries, tossed
 from wsi_fl.learning.validation import LONE, require_names, with_validation
 from wsi_fl.models import HUB, Start, build, schema, started_from
 from wsi_fl.models.heads import MeanOfBag
