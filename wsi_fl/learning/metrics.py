@@ -161,10 +161,9 @@ def slide_level(
 ) -> tuple[Probabilities, Labels, NDArray[np.int64]] | None:
     """Return (probabilities, labels, a row of each) of the slides in a two-class task.
 
-    None for more classes, or when no slide has two patches.
-
-    A slide is positive when any of its patches is; its probability is the mean of its most probable patches
-    (a share of `top`, at least one), moved so that `threshold` lies at one half.
+    None for more classes, or when no slide has two patches. A slide is positive when any of its patches is; its
+    probability is the mean of its most probable patches (a share of `top`, at least one), moved so that `threshold`
+    lies at one half.
     """
     names, row, which = np.unique(slide, return_index=True, return_inverse=True)
     if probabilities.shape[1] != 2 or len(names) == len(slide):
@@ -182,17 +181,9 @@ def slide_level(
 
 
 def operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
-    """Return the threshold on slides' scores with the best balanced accuracy; None where there is one class alone.
+    """Return the threshold on scores float64[n] in [0, 1] with the best balanced accuracy, the middle one of equals.
 
-    Of thresholds that are equally good the middle one is taken.
-
-    Args:
-        score: float64[n] in [0, 1].
-        truth: int64[n], 0 or 1.
-
-    Example:
-        >>> operating_point(np.array([0.6, 0.7, 0.9, 0.95]), np.array([0, 0, 1, 1]))
-        0.8
+    None where truth int64[n], 0 or 1, has one class alone.
     """
     if len(np.unique(truth)) < 2:
         return None

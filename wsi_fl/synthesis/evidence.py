@@ -68,12 +68,7 @@ class Nearest:
 
 
 def duplicates(images: _Images) -> NDArray[np.int64]:
-    """Return int64[m], the rows that are exactly the same as an earlier one.
-
-    Example:
-        >>> duplicates(np.array([[1, 2], [3, 4], [1, 2]], np.uint8)).tolist()
-        [2]
-    """
+    """Return int64[m], the rows that are exactly the same as an earlier one."""
     if not len(images):
         return np.zeros(0, np.int64)
     _, first, which = np.unique(_flat(images), axis=0, return_index=True, return_inverse=True)

@@ -56,8 +56,12 @@ def sample(
     """
     began = time.perf_counter()
     name = name or f"{site}-synthetic"
-    target = _target(name, n_per_class, seed)
-    kind = kind_of(generator or _kind_of_site(study, site))
+    if n_per_class < 1:
+        raise UsageError("--n-per-class must be at least 1")
+    target = validated(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
+    source = study.site(site)
+    no_gan = study.denoiser(source.name).exists() and not study.generator(source.name).exists()
+    kind = kind_of(generator or ("ddpm" if no_gan else "gan"))
     folder, document = kind.trained(study, site)
     made_by = kind.provenance(folder, document) | {"seed": seed}
     if made_by["check"] != "passed" and not despite_failed_check:
@@ -65,7 +69,6 @@ def sample(
             f"site {site}: no shareable set is written, the check of this generator was {outcome(made_by)}. "
             "--despite-failed-check writes it all the same"
         )
-    source = study.site(site)
     if as_site and source.real and not source.allows("generator"):
         raise UsageError(
             f"sites/{site}.toml is a real hospital: a site made of its generator would let others use it; add "
@@ -93,19 +96,6 @@ def sample(
         "site_file": study.relative(_site_file(study, name)) if as_site else None,
         "seconds": time.perf_counter() - began,
     }
-
-
-def _kind_of_site(study: Study, site: str) -> str:
-    name = study.site(site).name
-    return "ddpm" if study.denoiser(name).exists() and not study.generator(name).exists() else "gan"
-
-
-def _target(name: str, n_per_class: int, seed: int) -> SiteFile:
-    if n_per_class < 1:
-        raise UsageError("--n-per-class must be at least 1")
-    if seed < 0:
-        raise UsageError("--seed must be at least 0")
-    return validated(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
 
 
 def _site_file(study: Study, name: str) -> Path:
