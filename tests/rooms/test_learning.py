@@ -17,8 +17,8 @@ from wsi_fl.learning.examples import (
     batches,
     epoch_rows,
     joined,
-    normalised,
     resized,
+    tensor_of,
 )
 from wsi_fl.learning.local import (
     DPSettings,
@@ -180,7 +180,7 @@ def test_a_vector_travels_there_and_back_and_leaves_the_optimizer_alone():
 def test_probabilities_are_in_order_and_independent_of_the_batch_size():
     mine, data = learner(), examples_of(pixels_of(23))
     p = probabilities(mine.logits, data, CPU, batch_size=5)
-    x = normalised(data.read(np.arange(23)))
+    x = tensor_of(data.read(np.arange(23)))
     np.testing.assert_allclose(p, torch.softmax(mine.logits(x), 1).numpy(), atol=1e-6)
     np.testing.assert_allclose(p.sum(1), 1, atol=1e-6)
 
@@ -249,7 +249,7 @@ def test_batches_are_normalised_by_constants_and_may_be_empty():
 
 @pytest.mark.parametrize("name", [name for name in _AUGMENTATIONS if name != "none"])
 def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
-    images = normalised(pixels_of(12, 8))
+    images = tensor_of(pixels_of(12, 8))
 
     def run(seed):
         augment = augmentation(name, CipherStream.seeded(seed))
@@ -269,7 +269,7 @@ def test_an_augmentation_draws_on_its_stream_alone(name, monkeypatch):
     monkeypatch.setattr(transforms, "_Drawn", lambda stream: made.append(real(stream)) or made[-1])
     augment = augmentation(name, CipherStream.seeded(0))
     before = [drawn.get_state() for drawn in made]
-    for image in normalised(pixels_of(30, 8)):
+    for image in tensor_of(pixels_of(30, 8)):
         augment(image)
     assert len(made) == len(_AUGMENTATIONS[name]())
     for drawn, (_, words, at, *_rest) in zip(made, before, strict=True):

@@ -262,7 +262,7 @@ def _all_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
     return np.concatenate([np.pad(one, ((0, 0), (0, max(known) - one.shape[1]))) for one in every])
 
 
-def normalised(pixels: NDArray[np.uint8]) -> Tensor:
+def _normalised(pixels: NDArray[np.uint8]) -> Tensor:
     """uint8[b, h, w, c] → float32[b, c, h, w] in [−1, 1], by constants: statistics of the data set would be fitted on
     other records.
 
@@ -287,7 +287,7 @@ def tensor_of(inputs: Inputs, device: torch.device | None = None) -> Tensor:
     import torch
 
     if device is None or device.type == "cpu":
-        return normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
+        return _normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
     there = torch.from_numpy(np.ascontiguousarray(inputs)).pin_memory().to(device, non_blocking=True)
     if inputs.dtype != np.uint8:
         return there

@@ -210,10 +210,8 @@ _NEVER = -30.0
 """Logit of a class that was never seen."""
 
 
-def _held_out_folds(
-    labels: Labels, patient: NDArray[np.str_], most: int = _FOLDS
-) -> Iterator[NDArray[np.bool_]]:
-    """Yield the rows bool[n] that each of up to `most` folds holds out: whole patients, of all classes alike.
+def _held_out_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArray[np.bool_]]:
+    """Yield the rows bool[n] that each of up to five folds holds out: whole patients, of all classes alike.
 
     Nothing is yielded where a class has fewer than two patients.
     """
@@ -221,7 +219,7 @@ def _held_out_folds(
 
     names = one_each(patient)
     patients = [len(np.unique(names[labels == one])) for one in np.unique(labels)]
-    n_folds = min(most, *patients)
+    n_folds = min(_FOLDS, *patients)
     if n_folds < 2 or len(patients) < 2:
         return
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=0)

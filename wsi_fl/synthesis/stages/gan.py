@@ -103,7 +103,7 @@ class _GanCourse(Course):
         return Keepaway(lpips, state.margin, embeddings(lpips, many))
 
 
-def load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
+def _load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
     """Return a generator that a folder keeps, ready to make images.
 
     Raises:
@@ -155,7 +155,7 @@ class _Gan(GeneratorType):
     def draw(
         self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
     ) -> Iterator[Tensor]:
-        generator = load_gan(folder, provenance["phase"], device_of_rank())
+        generator = _load_gan(folder, provenance["phase"], device_of_rank())
         yield sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
 
     def evidence(self, case: Case) -> Evidence:
@@ -210,7 +210,7 @@ def _measured(
 ) -> _Found:
     """Training and held-out images alike, the projections from the same starting points."""
     gan = case.pipeline.section(Gan)
-    generator = load_gan(case.folder, phase, device_of_rank())
+    generator = _load_gan(case.folder, phase, device_of_rank())
     n_classes = generator.shape.n_classes
     labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
     samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)
