@@ -20,8 +20,7 @@ from torch import Tensor
 
 from wsi_fl.models.encoder import encode
 from wsi_fl.report import figures
-from wsi_fl.report.comparison_figures import palette, png_style
-from wsi_fl.report.figures import Chart
+from wsi_fl.report.figures import Chart, palette, png_style
 from wsi_fl.report.fill import fill
 from wsi_fl.report.pictures import enlarged, grid, patch_uri, png_of
 from wsi_fl.report.words import number
@@ -48,8 +47,7 @@ from wsi_fl.synthesis.stages.kinds import (
     shared_phase,
 )
 from wsi_fl.synthesis.stages.sample import as_pixels
-from wsi_fl.system.files import write_bytes, write_text
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, write_bytes, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _SHOWN = 9

@@ -67,7 +67,7 @@ from wsi_fl.synthesis.stages.kinds import (
 )
 from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.synthesis.state import balanced_labels
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked
 from wsi_fl.types import UsageError
 
 _SHOWN_STEPS = 25
