@@ -74,9 +74,9 @@ def counted_once(measure: Measure, n: int) -> dict[str, float | None]:
     return {name: None if np.isnan(value) else float(value) for name, (value,) in found.items()}
 
 
-def mean_over_classes(values: NDArray[Any], labels: Labels) -> float:
-    """Return the mean of values[n], as whether an answer is right, within each class that occurs and then over them."""
-    return float(np.mean([values[labels == c].mean() for c in np.unique(labels)]))
+def mean_over_classes(values: NDArray[Any], labels: Labels) -> Any:
+    """Return the mean of values[n, …], as whether answers are right, within each class that occurs, then over these."""
+    return np.mean([values[labels == c].mean(0) for c in np.unique(labels)], axis=0)
 
 
 def one_each(patient: NDArray[np.str_]) -> NDArray[np.str_]:

@@ -76,12 +76,7 @@ class DdpmShape:
 
 @dataclass(frozen=True)
 class DdpmTerms:
-    """How a denoiser is trained.
-
-    Attributes:
-        ema: what the moving average keeps of itself at each step.
-        class_dropout: share of images shown without their class; guidance needs some.
-    """
+    """How a denoiser is trained; `class_dropout` is the share of images shown without their class, for guidance."""
 
     batch_size: int = 16
     lr: float = 2e-4
@@ -91,12 +86,11 @@ class DdpmTerms:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How images are drawn.
+    """How images are drawn, so many at a time.
 
     Attributes:
         steps: evaluations of the denoiser for each image; "ddpm" with the whole chain is the paper's.
         guidance: 1 is the conditional model as it is; more draws images more typical of their class.
-        batch_size: images at a time.
     """
 
     sampler: _Sampler = "ddim"

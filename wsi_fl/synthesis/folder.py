@@ -39,11 +39,7 @@ _KEYS = ("site", "settings", "store", "phases", "finished")
 
 
 class GeneratorFolder:
-    """The folder of one site's generator.
-
-    Args:
-        name: of the document, "gan.json" or "ddpm.json".
-    """
+    """The folder of one site's generator, whose document is "gan.json" or "ddpm.json"."""
 
     def __init__(self, path: Path, name: str = "gan.json") -> None:
         self.path, self.name = path, name

@@ -17,8 +17,7 @@ class TrainingState:
     """Networks, optimizers and the random generator of one training.
 
     Attributes:
-        networks: by the names that checkpoints give them; "average" is the moving average, the one that is used.
-        optimizers: by the names that checkpoints give them.
+        networks, optimizers: by the names that checkpoints give them; "average" is the network that is used.
         random: what everything random in a step is drawn from.
         iteration: steps done.
     """

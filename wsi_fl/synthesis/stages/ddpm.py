@@ -138,11 +138,7 @@ def _sampling_of(settings: Ddpm) -> Sampling:
 
 
 def load_denoiser(folder: GeneratorFolder, device: torch.device) -> tuple[Denoiser, DdpmShape]:
-    """Return the denoiser that a folder keeps, ready to draw, and its shape.
-
-    Raises:
-        WsiFlError: when it is missing, damaged, or of another shape than ddpm.json says.
-    """
+    """Return the denoiser that a folder keeps, ready to draw, and its shape; WsiFlError as `load_generator`."""
     denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(shape_from(shape)), device)
     document = folder.document()
     assert document is not None
@@ -174,8 +170,7 @@ def images_of(
 
     Args:
         store: of real patches of the same kind.
-        site: whose denoiser it is.
-        part: whose progress the watcher is told of.
+        site: whose denoiser it is, and `part` whose progress the watcher is told of.
     """
     ddpm, sampling = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm))
     labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)

@@ -104,11 +104,7 @@ class _GanCourse(Course):
 
 
 def _load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
-    """Return a generator that a folder keeps, ready to make images.
-
-    Raises:
-        WsiFlError: when it is missing, damaged, or of another shape than gan.json says.
-    """
+    """Return a generator that a folder keeps, ready to make images."""
     return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device)
 
 

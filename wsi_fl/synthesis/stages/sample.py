@@ -47,10 +47,9 @@ def sample(
         name: default `<site>-synthetic`.
         generator: "gan" or "ddpm"; default: the one that the site has, a GAN where it has both.
         as_site: also writes a site file, so that every command takes the store by name.
-        despite_failed_check: writes the set although the check failed or was not run; the store says so.
 
     Raises:
-        WsiFlError: when the check of exactly this generator was not passed.
+        WsiFlError: when the check of exactly this generator was not passed, unless `despite_failed_check`.
         UsageError: when the name is taken by anything that is not synthetic.
     """
     began = time.perf_counter()
