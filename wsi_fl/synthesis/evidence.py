@@ -14,7 +14,7 @@ and KID (Bińkowski et al., ICLR 2018), on the features of any encoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -280,12 +280,7 @@ def spread(distances: _Distances) -> _Spread:
 
 
 def compared(training: _Distances, held_out: _Distances, *, copy_below: float = COPY) -> Comparison:
-    """Return whether training images are nearer to a generator than held-out ones.
-
-    Args:
-        training, held_out: distance of each real image to the nearest synthetic one (or to its projection).
-        copy_below: what counts as met almost exactly.
-    """
+    """Return whether training images are nearer to their nearest synthetic one than held-out images are."""
     a, b = training, held_out
     test = mannwhitneyu(a, b, alternative="less")
     edge = float(np.quantile(b, _TAIL))
@@ -321,9 +316,15 @@ def over_usual(distance: _Distances, usual: _Distances) -> _Distances:
     return quotient
 
 
-def can_be_told(training: _Distances, held_out: _Distances) -> bool:
-    """Return whether both have enough relative distances for a verdict."""
-    return len(training) > 0 and len(held_out) >= LEAST_HELD_OUT
+def told_apart(
+    reached: Sequence[_Distances], usual: Sequence[_Distances], least: int = LEAST_HELD_OUT
+) -> Comparison | None:
+    """Return the comparison of distances of training and of held-out images, over the usual ones of both.
+
+    None where copying cannot be told from likeness: no training image or fewer held-out ones than `least` are left.
+    """
+    training, held_out = map(over_usual, reached, usual)
+    return compared(training, held_out) if len(training) and len(held_out) >= least else None
 
 
 def doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[str]:

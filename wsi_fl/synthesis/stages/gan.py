@@ -19,7 +19,7 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, moved, over_usual, spread
+from wsi_fl.synthesis.evidence import Comparison, moved, spread, told_apart
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.gan import GanState, GanTerms, projected, sampled, step
 from wsi_fl.synthesis.keys import Gan
@@ -228,10 +228,7 @@ def _measured(
 
 def _comparisons(found: _Found, usual: Pair, usual_of_sought: Pair) -> dict[str, Comparison]:
     """Empty where copying cannot be told from likeness."""
-    pairs = {
-        "nearest sample": tuple(map(over_usual, found.nearest, usual)),
-        "projection": tuple(map(over_usual, found.projected, usual_of_sought)),
-    }
-    if not can_be_told(*pairs["nearest sample"]):
+    if not (by_samples := told_apart(found.nearest, usual)):
         return {}
-    return {what: compared(a, b) for what, (a, b) in pairs.items() if len(a) and len(b)}
+    by_projections = told_apart(found.projected, usual_of_sought, least=1)
+    return {"nearest sample": by_samples} | ({"projection": by_projections} if by_projections else {})
