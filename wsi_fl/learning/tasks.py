@@ -95,7 +95,7 @@ class Task(ABC):
 
 
 @dataclass(frozen=True)
-class Classes(Task):
+class _Classes(Task):
     """Which of several classes; cross-entropy, and accuracy, macro-accuracy and AUROC."""
 
     kind = "classes"
@@ -241,7 +241,7 @@ class Survival(Task):
         return measure
 
 
-CLASSES = Classes()
+CLASSES = _Classes()
 
 
 def scored(said: Predicted, truth: Truth, task: Task = CLASSES) -> dict[str, Any]:

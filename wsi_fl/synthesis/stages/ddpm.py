@@ -34,8 +34,6 @@ from wsi_fl.synthesis.ddpm import (
     Sampling,
     build_denoiser,
     drawn,
-    schema_of,
-    shape_from,
     step,
     steps_by_rule,
     vector_of,
@@ -137,10 +135,10 @@ def _sampling_of(settings: Ddpm) -> Sampling:
 
 def load_denoiser(folder: GeneratorFolder, device: torch.device) -> tuple[Denoiser, DdpmShape]:
     """Return the denoiser that a folder keeps, ready to draw, and its shape; WsiFlError as `load_generator`."""
-    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(shape_from(shape)), device)
+    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(DdpmShape.of(shape)), device)
     document = folder.document()
     assert document is not None
-    return denoiser, shape_from(document["settings"]["shape"])
+    return denoiser, DdpmShape.of(document["settings"]["shape"])
 
 
 def _key_of(denoiser: Denoiser, *others: Any) -> str:
@@ -172,7 +170,7 @@ def images_of(
     """
     ddpm, sampling = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm))
     labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
-    key = _key_of(denoiser, schema_of(shape), asdict(sampling), ddpm.samples_per_class, ddpm.seed)
+    key = _key_of(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.generated(key)
 
     def told(done: int) -> None:

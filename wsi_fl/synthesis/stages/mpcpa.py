@@ -35,7 +35,7 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, vector_of
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.synthesis.stages.check import check_generator
 from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
@@ -122,7 +122,7 @@ def _exchange(
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
     denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name), device_of_rank()) for site in sites}
     shapes = {index: shape for index, (_, shape) in denoisers.items()}
-    mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
+    mine: list[Denoiser] = [{"schema": shapes[site.index].schema} for site in sites]
     agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
     if len(set(agreed)) > 1:
         odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
