@@ -181,10 +181,7 @@ def test_sampling_waits_for_a_passed_check(study):
         assert np.bincount(store.table.label).tolist() == [3, 3]
         assert store.meta.spec.size_px == 8
     assert made["generator"]["sampling"] == document["sampling"]
-    refused(
-        lambda: train_generator(study, site=made["name"]),
-        "synthetic already",
-    )
+    refused(lambda: train_generator(study, site=made["name"]), "synthetic already")
 
 
 @pytest.mark.slow

@@ -9,22 +9,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from wsi_fl.federation.methods import METHODS, Weights
-from wsi_fl.learning.examples import (
-    Examples,
-    augmentation,
-    batches,
-    epoch_rows,
-    joined,
-    resized,
-    tensor_of,
-)
-from wsi_fl.learning.local import (
-    DPSettings,
-    Learner,
-    mutual_step,
-    probabilities,
-    supervised_step,
-)
+from wsi_fl.learning.examples import Examples, augmentation, batches, epoch_rows, joined, resized, tensor_of
+from wsi_fl.learning.local import DPSettings, Learner, mutual_step, probabilities, supervised_step
 from wsi_fl.learning.tasks import kl_divergence, mutual
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream

@@ -119,11 +119,7 @@ def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) 
 
 
 def resampled(
-    measure: Measure,
-    scores: Sequence[str],
-    cluster: NDArray[np.str_],
-    *,
-    repeats: int,
+    measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], *, repeats: int
 ) -> dict[str, list[float] | None]:
     """Return 95 % percentile intervals of scores when whole clusters (patients) are drawn with replacement.
 
@@ -153,10 +149,7 @@ def resampled(
 
 
 def slide_level(
-    probabilities: Probabilities,
-    labels: Labels,
-    slide: NDArray[np.str_],
-    threshold: float | None = None,
+    probabilities: Probabilities, labels: Labels, slide: NDArray[np.str_], threshold: float | None = None
 ) -> tuple[Probabilities, Labels, NDArray[np.int64]] | None:
     """Return (probabilities, labels, a row of each) of the slides in a two-class task.
 

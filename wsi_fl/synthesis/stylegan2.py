@@ -271,14 +271,11 @@ class _Synthesis(nn.Module):
         """Images of roughly [−1, 1]; noise is drawn from the generator, or the fixed one without it."""
         x = self.constant.expand(len(w), -1, -1, -1)
         image: Tensor | None = None
-        style = 0
-        for k in range(len(self.second)):
+        for k, (second, to_image) in enumerate(zip(self.second, self.images, strict=True)):
             if k:
-                x = self.first[k - 1](x, w[:, style], generator)
-                style += 1
-            x = self.second[k](x, w[:, style], generator)
-            style += 1
-            added = _full_precision(self.images[k](x, w[:, style]))
+                x = self.first[k - 1](x, w[:, 2 * k - 1], generator)
+            x = second(x, w[:, 2 * k], generator)
+            added = _full_precision(to_image(x, w[:, 2 * k + 1]))
             image = added if image is None else upsampled(image) + added
         assert image is not None
         return image
@@ -305,12 +302,7 @@ class Generator(nn.Module):
         return w[:, None, :].expand(-1, self.shape.n_styles, -1)
 
     def forward(
-        self,
-        z: Tensor,
-        labels: Tensor,
-        *,
-        truncation: float = 1.0,
-        generator: torch.Generator | None = None,
+        self, z: Tensor, labels: Tensor, *, truncation: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
         out: Tensor = self.synthesis(self.styles(z, labels, truncation), generator)
         return out

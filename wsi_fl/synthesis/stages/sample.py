@@ -125,11 +125,7 @@ def sampled_lines(document: dict[str, Any]) -> Lines:
 
 
 def write_synthetic(
-    path: Path,
-    meta: StoreMeta,
-    labels: NDArray[np.int64],
-    pixels: Iterable[NDArray[np.uint8]],
-    channels: int,
+    path: Path, meta: StoreMeta, labels: NDArray[np.int64], pixels: Iterable[NDArray[np.uint8]], channels: int
 ) -> PatchTable:
     """Write a patch store of synthetic images, all of split train; return its table.
 
