@@ -55,14 +55,14 @@ def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: L
         n = np.add.reduceat(by_class, starts, axis=1)
         n_right = np.add.reduceat(by_class * hit, starts, axis=1)
         means = [(right[of > 0] / of[of > 0]).mean() for right, of in zip(n_right, n, strict=True)]
-        areas = [_mean_of_known([one.auroc(row) for one in ranked]) for row in weights]
+        areas = [mean_of_known([one.auroc(row) for one in ranked]) for row in weights]
         accuracy = n_right.sum(1) / n.sum(1)
         return {"accuracy": accuracy, "macro_accuracy": np.array(means), "auroc": np.array(areas, np.float64)}
 
     return measure
 
 
-def _mean_of_known(values: Sequence[float | None]) -> float | None:
+def mean_of_known(values: Sequence[float | None]) -> float | None:
     """Return the mean of what is not None; None where nothing is known."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
