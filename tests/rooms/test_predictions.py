@@ -117,7 +117,7 @@ def said(draw):
 
 
 @given(said())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_votes_are_what_counting_says(case):
     sites, weights = case
     for i in range(len(sites[0])):
