@@ -20,7 +20,7 @@ from wsi_fl.federation.message import BYTES, Outgoing, body_length, pack, receiv
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site import reissue_buffer, release_buffer
 from wsi_fl.federation.topology import receivers, senders
-from wsi_fl.learning.examples import Examples, normalised
+from wsi_fl.learning.examples import Examples, tensor_of
 from wsi_fl.learning.units import TrainingSet, _replayed_rows, rows_alone
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
@@ -146,7 +146,7 @@ def test_the_loss_of_a_batch_is_half_of_equation_4():
     net = build("cnn1", n_classes=2, shape=Images(3, 16), seed=0)
 
     def loss(examples, rows):
-        logits = net(normalised(examples.read(rows)))
+        logits = net(tensor_of(examples.read(rows)))
         return functional.cross_entropy(logits, torch.from_numpy(examples.label[rows]))
 
     batches = lesson.rows(4, 2, sampler=CipherStream.seeded(0))

@@ -121,9 +121,8 @@ def test_the_number_of_patients_is_that_of_the_published_example():
     assert found["auroc"] == 4252 and found["expected"] == pytest.approx(905, abs=1)
     z = np.linspace(-8, 8, 4001)
     weight = np.exp(-z * z / 2) / np.exp(-z * z / 2).sum()
-    assert clinical._for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92) == pytest.approx(
-        4544, rel=0.01
-    )  # theirs is simulated
+    found = clinical._for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92)
+    assert found == pytest.approx(4544, rel=0.01)  # theirs is simulated
 
 
 def test_ranking_all_right_by_few_patients_is_no_proof_that_it_always_will():
@@ -134,9 +133,8 @@ def test_ranking_all_right_by_few_patients_is_no_proof_that_it_always_will():
 
 
 def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
-    needed = clinical.patients_needed(
-        0.3, 0.8, Wanted(auroc=0.1, slope=0.4, sensitivity=0.1), sensitivity=0.85
-    )
+    wanted = Wanted(auroc=0.1, slope=0.4, sensitivity=0.1)
+    needed = clinical.patients_needed(0.3, 0.8, wanted, sensitivity=0.85)
     rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
     widths = {"auroc": [], "slope": []}
     for _ in range(60):
@@ -145,9 +143,7 @@ def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
             lp = np.log(0.3 / 0.7) + d * rng.normal(size=len(case)) + (case - 0.5) * d * d
             score = 1 / (1 + np.exp(-lp))
             one = (
-                clinical._auroc(score, case)
-                if name == "auroc"
-                else clinical._calibration(score, case)["slope"]
+                clinical._auroc(score, case) if name == "auroc" else clinical._calibration(score, case)[name]
             )
             found.append(one.high - one.low)
     assert np.mean(widths["auroc"]) == pytest.approx(
@@ -181,9 +177,8 @@ def test_nothing_is_told_of_few(tumours):
     assert found["few"] is None and list(found) == ["", "few", "some"]
     mine = groups == "some"
     assert found["some"]["sensitivity"]["value"] == recall_score(case[mine], score[mine] >= 0.5)
-    few_cases = clinical.subgroups(
-        np.full(40, "x"), np.arange(40) < 5, np.arange(40) < 6, np.linspace(1, 0, 40)
-    )["x"]
+    n, all_x = np.arange(40), np.full(40, "x")
+    few_cases = clinical.subgroups(all_x, n < 5, n < 6, np.linspace(1, 0, 40))["x"]
     assert few_cases["sensitivity"] is few_cases["cases"] is few_cases["auroc"] is None
     assert few_cases["specificity"]["n"] == 34
 

@@ -5,15 +5,7 @@ import pytest
 import torch
 from scipy.signal import convolve2d, upfirdn
 
-from wsi_fl.synthesis.gan import (
-    GanState,
-    GanTerms,
-    _path_penalty,
-    _r1_penalty,
-    projected,
-    sampled,
-    step,
-)
+from wsi_fl.synthesis.gan import GanState, GanTerms, _path_penalty, _r1_penalty, projected, sampled, step
 from wsi_fl.synthesis.lpips import Keepaway, load_lpips
 from wsi_fl.synthesis.state import balanced_labels, to_pixels
 from wsi_fl.synthesis.stylegan2 import (

@@ -43,8 +43,7 @@ class Patients:
 
     Attributes:
         said: float64[m, k], probabilities of the classes.
-        truth: int64[m].
-        name: str[m].
+        truth: int64[m], and `name` str[m].
         any_counts: whether a patient is positive when any example is, and the score that of the most suspicious tenth.
     """
 
@@ -65,16 +64,11 @@ def together(parts: Sequence[Patients]) -> Patients:
 
 
 def by_patient(said: _Floats, truth: NDArray[np.int64], patient: Names) -> Patients:
-    """Return what is said and true of patients, by what is of their examples.
+    """Return what is said and true of patients, by probabilities float64[n, k] and truth int64[n] of their examples.
 
     Where examples of a patient are of different classes, as patches with and without tumour are, a patient of a
     two-class task is positive when any is, and the score is the mean of the most suspicious tenth (`slide_level`).
     Elsewhere a patient's probabilities are the means, and the class is the most frequent one.
-
-    Args:
-        said: float64[n, k], probabilities of n examples.
-        truth: int64[n].
-        patient: str[n], whose each is.
     """
     names, first, which = np.unique(patient, return_index=True, return_inverse=True)
     if len(names) == len(patient):
@@ -111,12 +105,10 @@ def _at_point(positive: _Flags, case: _Flags) -> dict[str, _Interval | None]:
 def _at_prevalence(
     sensitivity: _Interval, specificity: _Interval, prevalence: float
 ) -> tuple[_Interval | None, _Interval | None]:
-    """Return the predictive values (PPV, NPV) where a share of all patients are cases, as in a clinic they may be.
+    """Return (PPV, NPV) where a share of all patients are cases; None where nobody is called so.
 
-    None where nobody is called so.
-
-    Reference: Mercaldo, Lau and Zhou, "Confidence intervals for predictive values with an emphasis to case-control
-        studies", Statistics in Medicine 26, 2007: the logit intervals, with half a patient added where all were right.
+    Reference: Mercaldo, Lau and Zhou, Statistics in Medicine 26, 2007: the logit intervals, with half a patient added
+    where all were right.
     """
     n1, n0 = sensitivity.n, specificity.n
     se, sp = sensitivity.value, specificity.value
@@ -147,8 +139,8 @@ def _delong(scores: _Floats, case: _Flags) -> tuple[_Floats, _Floats]:
         scores: float64[m, n].
         case: bool[n], with at least two of both.
 
-    Reference: DeLong, DeLong and Clarke-Pearson, "Comparing the areas under two or more correlated receiver operating
-        characteristic curves", Biometrics 44, 1988; by ranks as Sun and Xu, IEEE Signal Processing Letters 21, 2014.
+    Reference: DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
+        curves", Biometrics 44, 1988; by ranks as Sun and Xu, IEEE Signal Processing Letters 21, 2014.
     """
     from scipy.stats import rankdata
 
@@ -162,12 +154,11 @@ def _delong(scores: _Floats, case: _Flags) -> tuple[_Floats, _Floats]:
 
 
 def _auroc(score: _Floats, case: _Flags) -> _Interval | None:
-    """Return the AUROC with DeLong's interval on the scale of log-odds; None for fewer than two cases or others.
+    """Return the AUROC with DeLong's interval on the scale of log-odds (Pepe, "The Statistical Evaluation of Medical
+    Tests", Oxford 2003, section 5.2); None for fewer than two cases or others.
 
     Where all pairs are ranked alike, DeLong's variance is nothing. Pairs of which no two share a patient, as many as
     there are patients of the rarer kind, then give Clopper and Pearson's interval, which is a wide one.
-
-    Reference: Pepe, "The Statistical Evaluation of Medical Tests", Oxford 2003, section 5.2, for the scale.
     """
     from scipy.special import expit, logit
     from scipy.stats import binomtest
@@ -187,13 +178,12 @@ def _auroc(score: _Floats, case: _Flags) -> _Interval | None:
 
 @dataclass(frozen=True)
 class _AreaDifference:
-    """By how much one model's AUROC exceeds another's on the same patients, and how surprising that is."""
+    """By how much one model's AUROC exceeds another's; p is two-sided, None where both rank all patients alike."""
 
     value: float
     low: float
     high: float
     p: float | None
-    """Two-sided, of DeLong's test; None where both rank all patients alike."""
     n: int
 
 
@@ -214,7 +204,7 @@ def auroc_difference(ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDiffe
 
 
 def _calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | None:
-    """Return the calibration slope and the calibration-in-the-large of probabilities, as logistic regression has them.
+    """Return the slope and the intercept ("in the large") of probabilities' calibration, by logistic regression.
 
     A slope below 1 says that probabilities are too extreme. The intercept, where the slope is held at 1, says on the
     scale of log-odds how far too low they are on average. None where all patients are of one kind, where all have the
@@ -248,16 +238,13 @@ def _calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | None:
 def net_benefit(
     score: _Floats, case: _Flags, thresholds: Sequence[float], prevalence: float | None = None
 ) -> dict[str, list[float]]:
-    """Return the net benefit of acting where the score reaches each threshold, and of acting on everybody.
+    """Return the net benefit of acting where the score reaches each threshold ("model"), and of acting on "everybody".
 
     It is the share of true positives less that of false ones, weighed by the odds of the threshold: whoever acts from a
-    probability of 0.1 on accepts nine needless acts for one that was needed.
+    probability of 0.1 on accepts nine needless acts for one that was needed. Acting on nobody is 0.
 
     Args:
         prevalence: the share of cases where the model is used; None for that of these patients.
-
-    Returns:
-        "model" and "everybody", a value for each threshold; acting on nobody is 0.
 
     Reference: Vickers and Elkin, "Decision curve analysis", Medical Decision Making 26, 2006.
     """
@@ -277,8 +264,7 @@ def described(
 
     Args:
         score: float64[n], the probability of the class.
-        positive: bool[n], whom the model says to be of it.
-        case: bool[n], who is.
+        positive, case: bool[n], whom the model says to be of it, and who is.
         prevalence: at which predictive values are told too.
     """
     from sklearn.metrics import average_precision_score
@@ -326,13 +312,7 @@ def _told(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How wide 95 % intervals may be, from end to end.
-
-    Attributes:
-        auroc, sensitivity, specificity: in their own units.
-        slope: of the calibration slope.
-        expected: of the observed number of cases over the expected one.
-    """
+    """How wide 95 % intervals may be, from end to end; `expected` is of observed over expected cases."""
 
     auroc: float = 0.1
     slope: float = 0.4
@@ -358,10 +338,6 @@ def patients_needed(
         prevalence: the share of cases.
         area: the AUROC that is expected.
         sensitivity, specificity: that are expected; without them they are not planned for.
-
-    Example:
-        >>> patients_needed(0.018, 0.8, Wanted(auroc=0.1, expected=1.0))["auroc"]
-        4252
 
     Reference: Riley et al., "Minimum sample size for external validation of a clinical prediction model with a binary
         outcome", Statistics in Medicine 40, 2021.
@@ -405,11 +381,10 @@ def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
 
 
 def _for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
-    """Return how many patients give the calibration slope this standard error, where log-odds lp occur so often.
+    """Return how many patients give the calibration slope this standard error.
 
     Args:
-        lp: float64[m], log-odds of the model.
-        weight: float64[m], how often each occurs; they sum to 1.
+        lp, weight: float64[m], log-odds of the model and how often each occurs, 1 in sum.
     """
     from scipy.special import expit
 

@@ -75,11 +75,6 @@ class Examples:
             x: images uint8[n, h, w, channels], features float32[n, d], or n bags of features float32[m, d].
             label: int64[n] of classes.
             patient: of each; none of them is known where this is left out.
-
-        Example:
-            >>> examples = Examples.of([np.ones((3, 8), np.float32), np.ones((5, 8), np.float32)], [0, 1])
-            >>> len(examples), examples.read(np.arange(2)).shape
-            (2, (2, 5, 9))
         """
         unknown = np.full(len(x), "")
 
@@ -91,12 +86,7 @@ class Examples:
 
 
 def packed(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """Return bags float32[m_i, d] as one float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding.
-
-    Example:
-        >>> packed([np.float32([[5], [6]]), np.float32([[7]])]).tolist()
-        [[[5.0, 1.0], [6.0, 1.0]], [[7.0, 1.0], [0.0, 0.0]]]
-    """
+    """Return bags float32[m_i, d] as float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding."""
     out = np.zeros((len(bags), max(map(len, bags)), bags[0].shape[1] + 1), np.float32)
     for row, bag in zip(out, bags, strict=True):
         row[: len(bag), :-1] = bag
@@ -137,12 +127,7 @@ def bag_examples(
 
 
 def bags_at_once(longest: int, n_features: int) -> int:
-    """Return how many bags of at most `longest` patches are read at a time where all are predicted.
-
-    Example:
-        >>> bags_at_once(10_000, 1024), bags_at_once(50, 1024)
-        (1, 327)
-    """
+    """Return how many bags of at most `longest` patches are read at a time where all are predicted."""
     return max(1, _AT_ONCE // max(1, longest * (n_features + 1)))
 
 
@@ -157,12 +142,7 @@ def unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task:
 def allowed_classes(
     tumor_type: NDArray[np.str_], classes: Sequence[str], tumor_types: Mapping[str, Sequence[str]]
 ) -> NDArray[np.bool_]:
-    """Return bool[n, classes], the classes that each slide's tumour type allows; all where it is not known.
-
-    Example:
-        >>> allowed_classes(np.array(["lung", ""]), ("LUAD", "LUSC", "GBM"), {"lung": ("LUAD", "LUSC")}).tolist()
-        [[True, True, False], [True, True, True]]
-    """
+    """Return bool[n, classes], the classes that each slide's tumour type allows; all where it is not known."""
     rows = [[name in tumor_types.get(kind, classes) for name in classes] for kind in tumor_type.tolist()]
     return np.array(rows, bool).reshape(len(tumor_type), len(classes))
 
@@ -281,7 +261,7 @@ def _all_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
     return np.concatenate([np.pad(one, ((0, 0), (0, max(known) - one.shape[1]))) for one in every])
 
 
-def normalised(pixels: NDArray[np.uint8]) -> Tensor:
+def _normalised(pixels: NDArray[np.uint8]) -> Tensor:
     """uint8[b, h, w, c] → float32[b, c, h, w] in [−1, 1], by constants: statistics of the data set would be fitted on
     other records.
 
@@ -306,7 +286,7 @@ def tensor_of(inputs: Inputs, device: torch.device | None = None) -> Tensor:
     import torch
 
     if device is None or device.type == "cpu":
-        return normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
+        return _normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
     there = torch.from_numpy(np.ascontiguousarray(inputs)).pin_memory().to(device, non_blocking=True)
     if inputs.dtype != np.uint8:
         return there
@@ -353,7 +333,8 @@ def batches(
     yield from made_ahead(load(), _PREFETCHED) if device.type == "cuda" else load()
 
 
-AUGMENTATIONS = ("none", "flips", "stain")
+_AUGMENTATIONS = ("none", "flips", "stain")
+"""Their parameters are constants, never statistics of a data set."""
 
 
 def augmentation(name: str, stream: CipherStream) -> Augment | None:
@@ -366,11 +347,10 @@ def augmentation(name: str, stream: CipherStream) -> Augment | None:
     Raises:
         UsageError: for an unknown name.
     """
-    if name not in AUGMENTATIONS:
-        raise UsageError(f"unknown augmentation {name!r}; known: {', '.join(AUGMENTATIONS)}")
+    if name not in _AUGMENTATIONS:
+        raise UsageError(f"unknown augmentation {name!r}; known: {', '.join(_AUGMENTATIONS)}")
     if name == "none":
         return None
-
     import torch
 
     def number() -> float:

@@ -30,6 +30,10 @@ Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 """What models see [b, …], labels int64[b], and where the unit of privacy is a patient, whose each row is, int64[b]."""
 
 
+_BATCH = 256
+"""Examples that a model is asked about at a time."""
+
+
 @dataclass(frozen=True)
 class DPSettings:
     """How a learner trains with differential privacy: σ, C and the divisor B.
@@ -250,7 +254,7 @@ def probabilities(
     predict: Callable[[Tensor], Tensor],
     examples: Examples,
     device: torch.device,
-    batch_size: int = 256,
+    batch_size: int = _BATCH,
     *,
     alive: Callable[[], None] | None = None,
 ) -> NDArray[np.float64]:
@@ -280,7 +284,7 @@ def probabilities_of_each(
 
     parts = [
         torch.stack([examples.task.said(one) for one in outputs.unbind(1)])
-        for outputs, _ in _answers(predict, examples, device, 256)
+        for outputs, _ in _answers(predict, examples, device, _BATCH)
     ]
     return torch.cat(parts, dim=1).double().cpu().numpy()
 
@@ -301,7 +305,7 @@ def undecided_where_broken(said: NDArray[np.float64], examples: Examples) -> NDA
 
 @torch.no_grad()
 def losses_of(
-    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = 256
+    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = _BATCH
 ) -> NDArray[np.float64]:
     """Return float64[n], the loss of every example, in order, precise where a model is all but certain."""
     parts = [np.zeros(0)]

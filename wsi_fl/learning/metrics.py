@@ -25,6 +25,9 @@ Weights = NDArray[np.int32]
 Measure = Callable[[Weights], Mapping[str, NDArray[np.float64]]]
 """Weights → every score by name, float64[b]; NaN where it cannot be computed."""
 
+_TAILS = [(1 - 0.95) / 2, (1 + 0.95) / 2]
+_TOP = 0.1
+"""Share of a slide's patches by whose mean it is scored."""
 _AT_ONCE = 1 << 20
 """Weights that are held at a time while intervals are computed."""
 
@@ -71,9 +74,9 @@ def counted_once(measure: Measure, n: int) -> dict[str, float | None]:
     return {name: None if np.isnan(value) else float(value) for name, (value,) in found.items()}
 
 
-def mean_over_classes(values: NDArray[Any], labels: Labels) -> float:
-    """Return the mean of values[n], as whether an answer is right, within each class that occurs and then over them."""
-    return float(np.mean([values[labels == c].mean() for c in np.unique(labels)]))
+def mean_over_classes(values: NDArray[Any], labels: Labels) -> Any:
+    """Return the mean of values[n, …], as whether answers are right, within each class that occurs, then over these."""
+    return np.mean([values[labels == c].mean(0) for c in np.unique(labels)], axis=0)
 
 
 def one_each(patient: NDArray[np.str_]) -> NDArray[np.str_]:
@@ -116,15 +119,9 @@ def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) 
 
 
 def resampled(
-    measure: Measure,
-    scores: Sequence[str],
-    cluster: NDArray[np.str_],
-    *,
-    repeats: int,
-    seed: int = 0,
-    level: float = 0.95,
+    measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], *, repeats: int
 ) -> dict[str, list[float] | None]:
-    """Return percentile intervals of scores when whole clusters (patients) are drawn with replacement.
+    """Return 95 % percentile intervals of scores when whole clusters (patients) are drawn with replacement.
 
     None where there are fewer than two clusters, or where most resamples have no score, as when a class is missing.
 
@@ -136,7 +133,7 @@ def resampled(
     names, which = np.unique(cluster, return_inverse=True)
     if len(names) < 2:
         return dict.fromkeys(scores)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = {name: np.full(repeats, np.nan) for name in scores}
     step = max(1, _AT_ONCE // len(cluster))
     for first in range(0, repeats, step):
@@ -144,27 +141,21 @@ def resampled(
         weights = [redrawn(rng, which, len(names)) for _ in range(repeats)[some]]
         for name, values in measure(np.stack(weights)).items():
             drawn[name][some] = values
-    tails = [(1 - level) / 2, (1 + level) / 2]
     known = {name: values[~np.isnan(values)] for name, values in drawn.items()}
     return {
-        name: [float(q) for q in np.quantile(values, tails)] if len(values) > repeats / 2 else None
+        name: [float(q) for q in np.quantile(values, _TAILS)] if len(values) > repeats / 2 else None
         for name, values in known.items()
     }
 
 
 def slide_level(
-    probabilities: Probabilities,
-    labels: Labels,
-    slide: NDArray[np.str_],
-    top: float = 0.1,
-    threshold: float | None = None,
+    probabilities: Probabilities, labels: Labels, slide: NDArray[np.str_], threshold: float | None = None
 ) -> tuple[Probabilities, Labels, NDArray[np.int64]] | None:
     """Return (probabilities, labels, a row of each) of the slides in a two-class task.
 
-    None for more classes, or when no slide has two patches.
-
-    A slide is positive when any of its patches is; its probability is the mean of its most probable patches
-    (a share of `top`, at least one), moved so that `threshold` lies at one half.
+    None for more classes, or when no slide has two patches. A slide is positive when any of its patches is; its
+    probability is the mean of its most probable patches (a tenth, at least one), moved so that `threshold`
+    lies at one half.
     """
     names, row, which = np.unique(slide, return_index=True, return_inverse=True)
     if probabilities.shape[1] != 2 or len(names) == len(slide):
@@ -175,24 +166,16 @@ def slide_level(
     for k, mine in enumerate(np.split(np.argsort(which, kind="stable"), ends)):
         truth[k] = labels[mine].max()
         best = np.sort(positive[mine])[::-1]
-        score[k] = best[: max(1, round(top * len(best)))].mean()
+        score[k] = best[: max(1, round(_TOP * len(best)))].mean()
     if threshold is not None:
         score = _recentred_at_half(score, threshold)
     return np.stack([1 - score, score], axis=1), truth, row
 
 
 def operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
-    """Return the threshold on slides' scores with the best balanced accuracy; None where there is one class alone.
+    """Return the threshold on scores float64[n] in [0, 1] with the best balanced accuracy, the middle one of equals.
 
-    Of thresholds that are equally good the middle one is taken.
-
-    Args:
-        score: float64[n] in [0, 1].
-        truth: int64[n], 0 or 1.
-
-    Example:
-        >>> operating_point(np.array([0.6, 0.7, 0.9, 0.95]), np.array([0, 0, 1, 1]))
-        0.8
+    None where truth int64[n], 0 or 1, has one class alone.
     """
     if len(np.unique(truth)) < 2:
         return None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities, one_each
+from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, one_each
 from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth
 from wsi_fl.learning.tuning import criterion, log_losses
 
@@ -154,8 +154,7 @@ def gated_stack(
     """
     logits = _logits(own), _logits(joined)
     scales = _spread(logits[0], labels), _spread(logits[1], labels)
-    present = np.unique(labels)
-    middle = np.mean([logits[1][labels == one].mean(0) for one in present], axis=0) * scales[0] / scales[1]
+    middle = mean_over_classes(logits[1], labels) * scales[0] / scales[1]
     best, most = own_alone(own.shape[1]), 0.0
     before = log_losses(own, labels)
     for weight in _WEIGHTS:

@@ -34,12 +34,7 @@ def require_extra() -> None:
 
 
 def risk(said: _Floats, ends: Sequence[float]) -> _Floats:
-    """Return the risk float64[n]: minus each patient's expected time without the event, up to the last end.
-
-    Example:
-        >>> risk(np.array([[1.0, 1.0], [0.5, 0.0]]), (10.0, 20.0)).tolist()
-        [-20.0, -5.0]
-    """
+    """Return the risk float64[n]: minus each patient's expected time without the event, up to the last end."""
     widths = np.diff([0.0, *ends])
     found: _Floats = -(said @ widths)
     return found

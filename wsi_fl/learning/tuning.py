@@ -179,9 +179,8 @@ _FREE = 10.0
 
 def _middle(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
     """Return logarithms [classes] of probabilities midway between the means of the classes that occur; 0 for others."""
-    present = np.unique(labels)
-    means = np.mean([_logs(said)[labels == one].mean(0) for one in present], axis=0)
-    found: NDArray[np.float64] = np.where(np.isin(np.arange(said.shape[1]), present), means, 0.0)
+    means = mean_over_classes(_logs(said), labels)
+    found: NDArray[np.float64] = np.where(np.isin(np.arange(said.shape[1]), labels), means, 0.0)
     return found
 
 
@@ -210,10 +209,8 @@ _NEVER = -30.0
 """Logit of a class that was never seen."""
 
 
-def _held_out_folds(
-    labels: Labels, patient: NDArray[np.str_], most: int = _FOLDS
-) -> Iterator[NDArray[np.bool_]]:
-    """Yield the rows bool[n] that each of up to `most` folds holds out: whole patients, of all classes alike.
+def _held_out_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArray[np.bool_]]:
+    """Yield the rows bool[n] that each of up to five folds holds out: whole patients, of all classes alike.
 
     Nothing is yielded where a class has fewer than two patients.
     """
@@ -221,7 +218,7 @@ def _held_out_folds(
 
     names = one_each(patient)
     patients = [len(np.unique(names[labels == one])) for one in np.unique(labels)]
-    n_folds = min(most, *patients)
+    n_folds = min(_FOLDS, *patients)
     if n_folds < 2 or len(patients) < 2:
         return
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=0)
@@ -234,7 +231,7 @@ def _held_out_folds(
 
 def _balanced_loss(said: Probabilities, labels: Labels) -> float:
     """Return the log-loss of float64[n, classes], averaged within each class that occurs and then over classes."""
-    return mean_over_classes(log_losses(said, labels), labels)
+    return float(mean_over_classes(log_losses(said, labels), labels))
 
 
 def log_losses(said: Probabilities, labels: Labels) -> NDArray[np.float64]:

@@ -59,13 +59,11 @@ class Units:
         """Return int64[b], the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
         if self._each_a_row:
             return chosen
-        found = [self._some(self._rows_of[k], sampler) for k in chosen]
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
-
-    def _some(self, rows: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
-        if self.max_rows is None or len(rows) <= self.max_rows:
-            return rows
-        return rows[sampler.permutation(len(rows))[: self.max_rows]]
+        found = [np.zeros(0, np.int64)]
+        for rows in (self._rows_of[k] for k in chosen):
+            few = self.max_rows is None or len(rows) <= self.max_rows
+            found.append(rows if few else rows[sampler.permutation(len(rows))[: self.max_rows]])
+        return np.concatenate(found)
 
     def epoch(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
         """Yield the rows of the batches of `epochs` shuffled passes over the units."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
 _SMALLEST_DIFFERENCE = 0.01
 """Smaller differences in a score are called negligible."""
@@ -53,7 +53,7 @@ class Estimate:
 
 
 def estimate(
-    values: Floats, weights: Floats, patient: NDArray[np.str_], noise: Floats | None = None
+    values: _Floats, weights: _Floats, patient: NDArray[np.str_], noise: _Floats | None = None
 ) -> Estimate:
     """Return the weighted mean of values, with its interval.
 
@@ -66,11 +66,11 @@ def estimate(
 
 
 def ratio(
-    part: Floats,
-    whole: Floats,
+    part: _Floats,
+    whole: _Floats,
     patient: NDArray[np.str_],
-    noise: Floats | None = None,
-    stratum: Floats | None = None,
+    noise: _Floats | None = None,
+    stratum: _Floats | None = None,
 ) -> Estimate:
     """Return Σ part / Σ whole, with the interval of Student's t around it.
 

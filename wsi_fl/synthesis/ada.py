@@ -185,7 +185,6 @@ class Controller:
     """Moves p so that the discriminator's mean sign on real images, r_t, meets its target (section 3.1).
 
     Attributes:
-        p: the probability in force.
         target: of r_t; 0.6 in the paper. None keeps p as it is.
         images: shown while p would go from 0 to 1; 500 000 in the paper.
         sign_sum, seen: of the logits since p last moved.

@@ -69,6 +69,16 @@ class DdpmShape:
         return {"num_train_timesteps": self.chain, "beta_schedule": self.schedule, **ends}
 
     @property
+    def schema(self) -> str:
+        """A digest of all that must agree for a denoiser to be understood by another site."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    @staticmethod
+    def of(document: Mapping[str, Any]) -> DdpmShape:
+        """Return the shape that JSON tells."""
+        return DdpmShape(**{**document, "widths": tuple(document["widths"])})
+
+    @property
     def null(self) -> int:
         """The label of no class, for classifier-free guidance."""
         return self.n_classes
@@ -76,12 +86,7 @@ class DdpmShape:
 
 @dataclass(frozen=True)
 class DdpmTerms:
-    """How a denoiser is trained.
-
-    Attributes:
-        ema: what the moving average keeps of itself at each step.
-        class_dropout: share of images shown without their class; guidance needs some.
-    """
+    """How a denoiser is trained; `class_dropout` is the share of images shown without their class, for guidance."""
 
     batch_size: int = 16
     lr: float = 2e-4
@@ -91,12 +96,11 @@ class DdpmTerms:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How images are drawn.
+    """How images are drawn, so many at a time.
 
     Attributes:
         steps: evaluations of the denoiser for each image; "ddpm" with the whole chain is the paper's.
         guidance: 1 is the conditional model as it is; more draws images more typical of their class.
-        batch_size: images at a time.
     """
 
     sampler: _Sampler = "ddim"
@@ -272,13 +276,3 @@ def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> Denoiser:
         raise ValueError(f"{vector.size} parameters, expected {total}")
     torch.nn.utils.vector_to_parameters(torch.from_numpy(np.array(vector)), denoiser.parameters())
     return denoiser.requires_grad_(False).eval()
-
-
-def shape_from(document: Mapping[str, Any]) -> DdpmShape:
-    """Return the shape that JSON tells."""
-    return DdpmShape(**{**document, "widths": tuple(document["widths"])})
-
-
-def schema_of(shape: DdpmShape) -> str:
-    """Return a digest of all that must agree for a denoiser to be understood by another site."""
-    return hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()

@@ -8,20 +8,20 @@ a generated image over what is usual around it: section 5.1 of Carlini et al., "
 models", 2023, divides by the mean distance to the nearest 50 training images, which a copy alone makes small.
 
 Nearest neighbours are exact, of plain arrays. Their distance is the Euclidean one divided by √d, of pixels in [0, 1]
-(Carlini et al., section 4.2; Table 4 of the MPCPA paper). Distances between sets are FID (Heusel et al., NeurIPS 2017)
+(Carlini et al., section 4.2; Table 4 of the MPCPA paper). _Distances between sets are FID (Heusel et al., NeurIPS 2017)
 and KID (Bińkowski et al., ICLR 2018), on the features of any encoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import fisher_exact, mannwhitneyu, wilcoxon
 
-Distances = NDArray[np.float64]
+_Distances = NDArray[np.float64]
 _Images = NDArray[np.uint8]
 """uint8[n, …], each image in any layout, the same for all."""
 _Features = NDArray[np.float32]
@@ -63,17 +63,12 @@ class Nearest:
     """
 
     row: NDArray[np.int64]
-    distance: Distances
-    relative: Distances
+    distance: _Distances
+    relative: _Distances
 
 
 def duplicates(images: _Images) -> NDArray[np.int64]:
-    """Return int64[m], the rows that are exactly the same as an earlier one.
-
-    Example:
-        >>> duplicates(np.array([[1, 2], [3, 4], [1, 2]], np.uint8)).tolist()
-        [2]
-    """
+    """Return int64[m], the rows that are exactly the same as an earlier one."""
     if not len(images):
         return np.zeros(0, np.int64)
     _, first, which = np.unique(_flat(images), axis=0, return_index=True, return_inverse=True)
@@ -103,7 +98,7 @@ def nearest(images: _Images, references: _Images, *, memory_bytes: int = _MEMORY
 
 def nearest_other(
     images: _Images, patient: NDArray[np.str_], *, memory_bytes: int = _MEMORY_BYTES
-) -> Distances:
+) -> _Distances:
     """Return float64[n], how near every image is to the nearest different one of another patient, infinite without one.
 
     Args:
@@ -115,7 +110,7 @@ def nearest_other(
         theirs = whose[first : first + squares.shape[1]]
         squares[(whose[mine, None] == theirs) | (squares == 0)] = np.inf
         out[mine] = np.minimum(out[mine], squares.min(axis=1))
-    distances: Distances = np.sqrt(out / a.shape[1]) / 255
+    distances: _Distances = np.sqrt(out / a.shape[1]) / 255
     return distances
 
 
@@ -237,7 +232,7 @@ class _Spread:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distances of training images to a generator's nearest images, against those of held-out images.
+    """_Distances of training images to a generator's nearest images, against those of held-out images.
 
     Attributes:
         nearer: probability that a training image is nearer than a held-out one (ties count half).
@@ -278,19 +273,14 @@ class Comparison:
         return found
 
 
-def spread(distances: Distances) -> _Spread:
+def spread(distances: _Distances) -> _Spread:
     """Return a set of distances in four numbers."""
     q05 = float(np.quantile(distances, 0.05))
     return _Spread(len(distances), float(np.median(distances)), q05, float(distances.min()))
 
 
-def compared(training: Distances, held_out: Distances, *, copy_below: float = COPY) -> Comparison:
-    """Return whether training images are nearer to a generator than held-out ones.
-
-    Args:
-        training, held_out: distance of each real image to the nearest synthetic one (or to its projection).
-        copy_below: what counts as met almost exactly.
-    """
+def compared(training: _Distances, held_out: _Distances, *, copy_below: float = COPY) -> Comparison:
+    """Return whether training images are nearer to their nearest synthetic one than held-out images are."""
     a, b = training, held_out
     test = mannwhitneyu(a, b, alternative="less")
     edge = float(np.quantile(b, _TAIL))
@@ -309,7 +299,7 @@ def compared(training: Distances, held_out: Distances, *, copy_below: float = CO
     )
 
 
-def over_usual(distance: Distances, usual: Distances) -> Distances:
+def over_usual(distance: _Distances, usual: _Distances) -> _Distances:
     """Return each image's distance over its usual one, that to the nearest different training image of another patient.
 
     By chance more images that are far from everything may be held out; what a generator remembers shows in the
@@ -322,13 +312,19 @@ def over_usual(distance: Distances, usual: Distances) -> Distances:
         [0.5]
     """
     known = (usual > 0) & np.isfinite(usual)
-    quotient: Distances = distance[known] / usual[known]
+    quotient: _Distances = distance[known] / usual[known]
     return quotient
 
 
-def can_be_told(training: Distances, held_out: Distances) -> bool:
-    """Return whether both have enough relative distances for a verdict."""
-    return len(training) > 0 and len(held_out) >= LEAST_HELD_OUT
+def told_apart(
+    reached: Sequence[_Distances], usual: Sequence[_Distances], least: int = LEAST_HELD_OUT
+) -> Comparison | None:
+    """Return the comparison of distances of training and of held-out images, over the usual ones of both.
+
+    None where copying cannot be told from likeness: no training image or fewer held-out ones than `least` are left.
+    """
+    training, held_out = map(over_usual, reached, usual)
+    return compared(training, held_out) if len(training) and len(held_out) >= least else None
 
 
 def doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[str]:
@@ -354,7 +350,7 @@ class _Moved:
     p: float | None
 
 
-def moved(after: Distances, before: Distances) -> _Moved:
+def moved(after: _Distances, before: _Distances) -> _Moved:
     """Return the paired comparison of Fig. 3; p is None where nothing differs.
 
     Reference: Wilcoxon, "Individual comparisons by ranking methods", Biometrics Bulletin 1, 1945.

@@ -53,8 +53,7 @@ class Lpips(nn.Module):
     """Embeds images so that squared Euclidean distance is LPIPS.
 
     Attributes:
-        label: which weights, by digest; or in plain words that the trunk is random.
-        trained: False for the random substitute.
+        label: which weights, by digest; or in plain words that the trunk is random, and so not `trained`.
     """
 
     shift: Tensor
@@ -102,7 +101,7 @@ def half_precision(device: torch.device) -> torch.autocast:
 
 
 def load_lpips(weights: str | None) -> Lpips:
-    """LPIPS on a VGG-16 trunk.
+    """Return LPIPS on a VGG-16 trunk.
 
     Args:
         weights: a safetensors file with torchvision's names; None for torchvision's weights as timm publishes them;
@@ -137,11 +136,7 @@ def _random_lpips(weights: str) -> Lpips:
 
 
 def _trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None) -> nn.ModuleList:
-    """Return the five blocks of VGG-16 without their poolings, with these weights by torchvision's names.
-
-    Raises:
-        WsiFlError: when one of them is missing or of another shape.
-    """
+    """Return the five blocks of VGG-16 without their poolings, with these weights by torchvision's names."""
     layers = make_layers(cfgs["D"])
     for name, wanted in layers.state_dict().items() if state is not None else ():
         found = (state or {}).get(f"features.{name}")

@@ -17,8 +17,7 @@ class TrainingState:
     """Networks, optimizers and the random generator of one training.
 
     Attributes:
-        networks: by the names that checkpoints give them; "average" is the moving average, the one that is used.
-        optimizers: by the names that checkpoints give them.
+        networks, optimizers: by the names that checkpoints give them; "average" is the network that is used.
         random: what everything random in a step is drawn from.
         iteration: steps done.
     """
@@ -78,10 +77,5 @@ def to_pixels(images: Tensor) -> Tensor:
 
 
 def balanced_labels(n_classes: int, n_per_class: int) -> NDArray[np.int64]:
-    """Return labels int64[n_classes · n_per_class], n_per_class of each class, in turn.
-
-    Example:
-        >>> balanced_labels(2, 3).tolist()
-        [0, 1, 0, 1, 0, 1]
-    """
+    """Return labels int64[n_classes · n_per_class], n_per_class of each class, in turn."""
     return np.tile(np.arange(n_classes, dtype=np.int64), n_per_class)

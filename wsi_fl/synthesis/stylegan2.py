@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wsi_fl.types import UsageError
-
 _MAPPING_RATE = 0.01
 _GROUP = 4
-_RESOLUTIONS = (16, 32, 64, 128, 256, 512)
 _FIR_TAPS = (1.0, 3.0, 3.0, 1.0)
 """The binomial filter for changes of resolution."""
 _SLOPE = 0.2
@@ -67,7 +64,6 @@ class _EqualLinear(nn.Module):
 
     Args:
         multiplier: of the learning rate of weights and bias (0.01 in the mapping network).
-        active: whether the activation follows.
     """
 
     def __init__(
@@ -85,11 +81,7 @@ class _EqualLinear(nn.Module):
 
 
 class _EqualConv(nn.Module):
-    """A convolution with equalised learning rate, optionally to half the resolution (filtered before).
-
-    Args:
-        gain: of what comes out, 1/√2 for each of the two paths of a residual block.
-    """
+    """A convolution with equalised learning rate; `down` to half the resolution, `gain` scales what comes out."""
 
     def __init__(
         self,
@@ -131,11 +123,8 @@ def _modulated_conv(
 ) -> Tensor:
     """Each image of x [b, i, h, w] under filters weight [o, i, k, k] scaled by its own style [b, i] (eqs. 1 to 3).
 
-    Inputs are scaled by the style and outputs by the demodulation, which gives what a convolution with b sets of
-    filters gives and costs one with a single set.
-
-    Returns:
-        [b, o, h, w], or [b, o, 2h, 2w] with `up`: a transposed convolution, then the binomial filter.
+    Inputs are scaled by the style and outputs by the demodulation, which costs one convolution with a single set of
+    filters. `up` doubles the resolution: a transposed convolution, then the binomial filter.
     """
     scaled = x * style[:, :, None, None].to(x.dtype)
     kernel = weight.to(x.dtype)
@@ -150,11 +139,7 @@ def _modulated_conv(
 
 
 class _StyledConv(nn.Module):
-    """A modulated 3×3 convolution, noise of learned strength, bias and activation.
-
-    Attributes:
-        noise: the fixed noise [1, 1, size, size] for images that shall be the same every time.
-    """
+    """A modulated 3×3 convolution, noise of learned strength (the fixed one for the same images), bias, activation."""
 
     noise: Tensor
 
@@ -209,11 +194,7 @@ def _with_minibatch_std(x: Tensor, group: int) -> Tensor:
 
 @dataclass(frozen=True)
 class GanShape:
-    """What decides the networks' shapes.
-
-    Attributes:
-        channel_base: feature maps at resolution r are channel_base / r, at most channel_max.
-    """
+    """What decides the networks' shapes; feature maps at resolution r are channel_base / r, at most channel_max."""
 
     resolution: int
     channels: int
@@ -223,12 +204,6 @@ class GanShape:
     mapping_layers: int = 8
     channel_base: int = 16384
     channel_max: int = 512
-
-    def __post_init__(self) -> None:
-        if self.resolution not in _RESOLUTIONS:
-            raise UsageError(
-                f"gan.resolution = {self.resolution}: use one of {', '.join(map(str, _RESOLUTIONS))}"
-            )
 
     @property
     def blocks(self) -> list[int]:
@@ -250,11 +225,7 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 class _Mapping(nn.Module):
-    """(z, class) → w; without z it maps classes alone, for the discriminator's projection.
-
-    Attributes:
-        w_mean: moving mean of w over classes and z.
-    """
+    """(z, class) → w, whose moving mean is `w_mean`; without z it maps classes alone, for the discriminator."""
 
     w_mean: Tensor
 
@@ -300,27 +271,18 @@ class _Synthesis(nn.Module):
         """Images of roughly [−1, 1]; noise is drawn from the generator, or the fixed one without it."""
         x = self.constant.expand(len(w), -1, -1, -1)
         image: Tensor | None = None
-        style = 0
-        for k in range(len(self.second)):
+        for k, (second, to_image) in enumerate(zip(self.second, self.images, strict=True)):
             if k:
-                x = self.first[k - 1](x, w[:, style], generator)
-                style += 1
-            x = self.second[k](x, w[:, style], generator)
-            style += 1
-            added = _full_precision(self.images[k](x, w[:, style]))
+                x = self.first[k - 1](x, w[:, 2 * k - 1], generator)
+            x = second(x, w[:, 2 * k], generator)
+            added = _full_precision(to_image(x, w[:, 2 * k + 1]))
             image = added if image is None else upsampled(image) + added
         assert image is not None
         return image
 
 
 class Generator(nn.Module):
-    """Mapping and synthesis.
-
-    Example:
-        >>> g = Generator(GanShape(32, 3, 2, z_dim=8, w_dim=8, mapping_layers=2, channel_base=256))
-        >>> tuple(g(torch.randn(2, 8), torch.tensor([0, 1])).shape)
-        (2, 3, 32, 32)
-    """
+    """Mapping and synthesis."""
 
     def __init__(self, shape: GanShape) -> None:
         super().__init__()
@@ -340,12 +302,7 @@ class Generator(nn.Module):
         return w[:, None, :].expand(-1, self.shape.n_styles, -1)
 
     def forward(
-        self,
-        z: Tensor,
-        labels: Tensor,
-        *,
-        truncation: float = 1.0,
-        generator: torch.Generator | None = None,
+        self, z: Tensor, labels: Tensor, *, truncation: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
         out: Tensor = self.synthesis(self.styles(z, labels, truncation), generator)
         return out

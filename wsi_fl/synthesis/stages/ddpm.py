@@ -34,8 +34,6 @@ from wsi_fl.synthesis.ddpm import (
     Sampling,
     build_denoiser,
     drawn,
-    schema_of,
-    shape_from,
     step,
     steps_by_rule,
     vector_of,
@@ -44,13 +42,11 @@ from wsi_fl.synthesis.evidence import (
     Comparison,
     Memorization,
     Nearest,
-    can_be_told,
-    compared,
     duplicates,
     judged,
     nearest,
     nearest_other,
-    over_usual,
+    told_apart,
 )
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
@@ -138,15 +134,11 @@ def _sampling_of(settings: Ddpm) -> Sampling:
 
 
 def load_denoiser(folder: GeneratorFolder, device: torch.device) -> tuple[Denoiser, DdpmShape]:
-    """Return the denoiser that a folder keeps, ready to draw, and its shape.
-
-    Raises:
-        WsiFlError: when it is missing, damaged, or of another shape than ddpm.json says.
-    """
-    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(shape_from(shape)), device)
+    """Return the denoiser that a folder keeps, ready to draw, and its shape; WsiFlError as `load_generator`."""
+    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(DdpmShape.of(shape)), device)
     document = folder.document()
     assert document is not None
-    return denoiser, shape_from(document["settings"]["shape"])
+    return denoiser, DdpmShape.of(document["settings"]["shape"])
 
 
 def _key_of(denoiser: Denoiser, *others: Any) -> str:
@@ -174,12 +166,11 @@ def images_of(
 
     Args:
         store: of real patches of the same kind.
-        site: whose denoiser it is.
-        part: whose progress the watcher is told of.
+        site: whose denoiser it is, and `part` whose progress the watcher is told of.
     """
     ddpm, sampling = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm))
     labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
-    key = _key_of(denoiser, schema_of(shape), asdict(sampling), ddpm.samples_per_class, ddpm.seed)
+    key = _key_of(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.generated(key)
 
     def told(done: int) -> None:
@@ -297,31 +288,20 @@ def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, C
         for one in (case.training, case.held_out)
     ]
     among = nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
-    training = over_usual(reached[0], among)
-    held_out = over_usual(reached[1], held.distance)
-    if not can_be_told(training, held_out):
+    if not (by_pixels := told_apart(reached, (among, held.distance))):
         return {}, None
-    found = {"nearest sample": compared(training, held_out)}
+    found = {"nearest sample": by_pixels}
     if case.pipeline.section(LpipsKeys).weights is None:
         return found, None
-    lpips = case.lpips()
-    if (by_lpips := _compared_by_lpips(case, lpips, generated)) is not None:
+    lpips, gan, seed = case.lpips(), case.pipeline.section(Gan), case.pipeline.section(Ddpm).seed
+    some, held_out = (one.some(gan.check_images, seed) for one in (case.training, case.held_out))
+    reached = [
+        nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory)
+        for one in (some, held_out)
+    ]
+    if by_lpips := told_apart(reached, case.usual_lpips(lpips, some, held_out, case.training)):
         found["nearest sample, LPIPS"] = by_lpips
     return found, lpips
-
-
-def _compared_by_lpips(case: Case, lpips: Lpips, generated: Tensor) -> Comparison | None:
-    """Of some images; None where too few are left."""
-    gan, seed, memory = case.pipeline.section(Gan), case.pipeline.section(Ddpm).seed, case.memory_bytes
-    some, held_out = (one.some(gan.check_images, seed) for one in (case.training, case.held_out))
-    usual = case.usual_lpips(lpips, some, held_out, case.training)
-    quotients = [
-        over_usual(
-            nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory), known
-        )
-        for one, known in zip((some, held_out), usual, strict=True)
-    ]
-    return compared(*quotients) if can_be_told(*quotients) else None
 
 
 def _cautions(z: Memorization, held: Nearest, lpips: Lpips | None) -> list[str]:

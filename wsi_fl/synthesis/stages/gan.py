@@ -19,7 +19,7 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, moved, over_usual, spread
+from wsi_fl.synthesis.evidence import Comparison, moved, spread, told_apart
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.gan import GanState, GanTerms, projected, sampled, step
 from wsi_fl.synthesis.keys import Gan
@@ -103,12 +103,8 @@ class _GanCourse(Course):
         return Keepaway(lpips, state.margin, embeddings(lpips, many))
 
 
-def load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
-    """Return a generator that a folder keeps, ready to make images.
-
-    Raises:
-        WsiFlError: when it is missing, damaged, or of another shape than gan.json says.
-    """
+def _load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
+    """Return a generator that a folder keeps, ready to make images."""
     return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device)
 
 
@@ -155,7 +151,7 @@ class _Gan(GeneratorType):
     def draw(
         self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
     ) -> Iterator[Tensor]:
-        generator = load_gan(folder, provenance["phase"], device_of_rank())
+        generator = _load_gan(folder, provenance["phase"], device_of_rank())
         yield sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
 
     def evidence(self, case: Case) -> Evidence:
@@ -210,7 +206,7 @@ def _measured(
 ) -> _Found:
     """Training and held-out images alike, the projections from the same starting points."""
     gan = case.pipeline.section(Gan)
-    generator = load_gan(case.folder, phase, device_of_rank())
+    generator = _load_gan(case.folder, phase, device_of_rank())
     n_classes = generator.shape.n_classes
     labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
     samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)
@@ -232,10 +228,7 @@ def _measured(
 
 def _comparisons(found: _Found, usual: Pair, usual_of_sought: Pair) -> dict[str, Comparison]:
     """Empty where copying cannot be told from likeness."""
-    pairs = {
-        "nearest sample": tuple(map(over_usual, found.nearest, usual)),
-        "projection": tuple(map(over_usual, found.projected, usual_of_sought)),
-    }
-    if not can_be_told(*pairs["nearest sample"]):
+    if not (by_samples := told_apart(found.nearest, usual)):
         return {}
-    return {what: compared(a, b) for what, (a, b) in pairs.items() if len(a) and len(b)}
+    by_projections = told_apart(found.projected, usual_of_sought, least=1)
+    return {"nearest sample": by_samples} | ({"projection": by_projections} if by_projections else {})

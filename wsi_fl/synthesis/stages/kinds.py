@@ -157,10 +157,9 @@ class Evidence:
         comparisons: of training with held-out images, for each network where they can be told apart.
         n_fresh: held-out images that are in no training set.
         lpips: None where distances are Euclidean alone.
-        document: what the verdict says of this kind alone; `notes` are its cautions.
-        distances: for the histogram, which are on its `axis`.
-        rows: images that are to be seen side by side, uint8[n, c, h, h] of each name.
-        picture: key and name of the file of these images.
+        document, notes: what the verdict says of this kind alone, and its cautions.
+        distances, axis: for the histogram.
+        rows, picture: images uint8[n, c, h, h] to be seen side by side; key and name of the file of these.
         reasons: for a failed check, beside those of the comparisons.
     """
 

@@ -35,7 +35,7 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, vector_of
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.synthesis.stages.check import check_generator
 from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
@@ -122,7 +122,7 @@ def _exchange(
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
     denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name), device_of_rank()) for site in sites}
     shapes = {index: shape for index, (_, shape) in denoisers.items()}
-    mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
+    mine: list[Denoiser] = [{"schema": shapes[site.index].schema} for site in sites]
     agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
     if len(set(agreed)) > 1:
         odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
@@ -263,10 +263,7 @@ class _Star:
         Args:
             what: what `transfers.jsonl` calls a release.
             releases: of the sites of this process.
-            agreed: the schema of each site's release, as it said before.
-
-        Raises:
-            WsiFlError: when a release is not what was agreed on.
+            agreed: the schema of each site's release; WsiFlError tells of one that is not what was agreed on.
         """
         mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
         sizes = zip(self.comm.running, self.comm.gather(mine, Size), strict=True)
@@ -281,28 +278,22 @@ class _Star:
 
         Args:
             held: what `gather` found.
-            size: number of values of one release, the same for all.
-            schema: of each release.
-
-        Raises:
-            WsiFlError: when a package is not what was agreed on.
+            size: number of values of one release, the same for all, as `schema` is.
         """
         found: dict[int, dict[int, _Vector]] = {}
         bundled = hashlib.sha256(f"package of {schema}".encode()).hexdigest()
         for receiver in self.comm.running:
             others = [k for k in self.comm.running if k != receiver]
-            arrived: _Vector | None = None
-            load: Release | _Vector | None = None
-            if held and others:
-                load = package = np.concatenate([held[k] for k in others])
-                if receiver != self.hub:
-                    own, ledger = digest(held[self.hub]), self._site(self.hub).ledger
-                    load = ledger.relay(round_, package, own=own, schema=bundled, weight=1.0)
+            parts: list[_Vector] = []
             if others:
+                load: Release | _Vector | None = np.concatenate([held[k] for k in others]) if held else None
+                if isinstance(load, np.ndarray) and receiver != self.hub:
+                    own, ledger = digest(held[self.hub]), self._site(self.hub).ledger
+                    load = ledger.relay(round_, load, own=own, schema=bundled, weight=1.0)
                 pair, total = (self.hub, receiver), size * len(others)
                 arrived = self._carry("package", pair, load, total, bundled, round_=round_, hop=hop)
-            if receiver in self.comm.sites:
                 parts = [] if arrived is None else np.split(arrived, len(others))
+            if receiver in self.comm.sites:
                 found[receiver] = dict(zip(others, (part.copy() for part in parts), strict=True))
         return found
 
