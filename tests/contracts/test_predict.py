@@ -17,8 +17,7 @@ from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.pictures import heatmap
-from wsi_fl.slides.pictures.geojson import features, write_geojson
-from wsi_fl.slides.pictures.heatmap import Heat, leading, patch_boxes, score
+from wsi_fl.slides.pictures.heatmap import Heat, leading, patch_boxes, score, write_geojson
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
@@ -295,7 +294,9 @@ def test_of_three_classes_each_has_regions_and_scores_of_its_own():
     assert leading(found) == 1
     assert score(found, 1, 1) == pytest.approx({"max": 0.7, "top_k_mean": 0.7, "fraction": 0.5})
     assert score(found, 2, 1) == pytest.approx({"max": 0.4, "top_k_mean": 0.4, "fraction": 0})
-    titles = [f["properties"]["classification"]["name"] for f in features(found, colors_of("abc"), "x")]
+    titles = [
+        f["properties"]["classification"]["name"] for f in heatmap._features(found, colors_of("abc"), "x")
+    ]
     assert titles == ["B", "A", "A", "B", "B", "C"]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapely import affinity
 
-from wsi_fl.slides.patching.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
+from wsi_fl.slides.patching.annotations import read_annotations, share_inside
 from wsi_fl.types import WsiFlError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "annotations"
@@ -73,7 +73,7 @@ def test_an_outline_without_a_group_is_unsure_beside_named_ones_and_tumour_alone
     away = [(x + 500, y) for x, y in SQUARE]
     mixed = read_annotations(asap(tmp_path / "mixed.xml", ("Tumor", SQUARE), ("None", away)))
     assert (mixed.tumor.area, mixed.unsure.area) == (10_000, 10_000)
-    assert unsure_fraction(mixed, np.array([[500, 0], [0, 0]]), 50.0).tolist() == [1, 0]
+    assert share_inside(mixed.unsure, np.array([[500, 0], [0, 0]]), 50.0).tolist() == [1, 0]
     alone = read_annotations(asap(tmp_path / "alone.xml", ("None", away)))
     assert (alone.tumor.area, alone.unsure.area) == (10_000, 0)
 
@@ -156,7 +156,7 @@ def test_odd_rings_are_repaired_or_dropped(tmp_path, ring, area):
     assert annotations.tumor.is_valid
     assert annotations.tumor.geom_type in {"Polygon", "MultiPolygon", "GeometryCollection"}
     assert annotations.tumor.area == pytest.approx(area)
-    assert tumor_fraction(annotations, np.array([[-1000, -1000]]), 5000.0)[0] * 5000**2 == pytest.approx(
+    assert share_inside(annotations.tumor, np.array([[-1000, -1000]]), 5000.0)[0] * 5000**2 == pytest.approx(
         area, rel=1e-4
     )
 
@@ -177,7 +177,7 @@ def test_shares_are_exact_areas(seed, side, n):
     tumor = shapely.difference(outline.buffer(0), hole)
     xy = rng.integers(-20, 320, (40, 2))
     expected = [tumor.intersection(shapely.box(x, y, x + side, y + side)).area / side**2 for x, y in xy]
-    got = tumor_fraction(Annotations(tumor, NOTHING), xy, side)
+    got = share_inside(tumor, xy, side)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
@@ -187,8 +187,8 @@ def test_patches_that_only_touch_an_outline_share_no_area_with_it():
     for tumor in (shapely.Polygon(SQUARE), shapely.union(shapely.Polygon(SQUARE), slanted).convex_hull):
         left, _, right, _ = tumor.bounds
         xy = np.array([[int(np.ceil(right)), 0], [int(np.floor(left)) - 50, 0]])
-        assert tumor_fraction(Annotations(tumor, NOTHING), xy, 50.0).tolist() == [0, 0]
-    inside = tumor_fraction(Annotations(star(3000), NOTHING), np.array([[29_000, 29_000]]), 333.3)
+        assert share_inside(tumor, xy, 50.0).tolist() == [0, 0]
+    inside = share_inside(star(3000), np.array([[29_000, 29_000]]), 333.3)
     assert inside.tolist() == [1]
 
 

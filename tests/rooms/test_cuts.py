@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from wsi_fl.slides.reading.native import TiledImage
 from wsi_fl.slides.reading.sweep import cut
-from wsi_fl.slides.reading.tiff import TiledImage
 
 
 def image_of(size_px, tile_px):

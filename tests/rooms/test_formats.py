@@ -282,7 +282,7 @@ def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_name
 
 
 def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(monkeypatch, picture, tmp_path):
-    monkeypatch.setattr(pictures, "MOST_PLAIN_PX", 1 << 20)
+    monkeypatch.setattr(pictures, "_MOST_PX", 1 << 20)
     for path in (png(tmp_path, picture), strips("none")(tmp_path, picture)):
         refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid", error=WsiFlError)  # noqa: B023
 

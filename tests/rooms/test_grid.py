@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.slides.patching.grid import grid_positions
-from wsi_fl.slides.patching.patches import HEALTHY, TUMOR, label_patches
-from wsi_fl.types import GridSpec
+from wsi_fl.slides.patching.patches import label_patches
+from wsi_fl.types import CLASSES, GridSpec
 
+HEALTHY, TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")
 sizes = st.integers(1, 3000)
 specs = st.builds(
     GridSpec,

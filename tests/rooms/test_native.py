@@ -15,9 +15,9 @@ from PIL import Image
 from wsi_fl.demo.phantom import tiff as writer
 from wsi_fl.slides.reading import native, sweep
 from wsi_fl.slides.reading import sweep as reading
+from wsi_fl.slides.reading.native import tiled_images
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.slides.reading.tiff import tiled_images
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 

@@ -14,10 +14,10 @@ from conftest import SHARED, nightly, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.patching.masks import read_mask
 from wsi_fl.slides.patching.patches import PlanParams, plan_slide
-from wsi_fl.slides.patching.quality import KINDS, QualityParams, first_reason
+from wsi_fl.slides.patching.quality import KINDS, QualityParams
 from wsi_fl.slides.patching.regions import area_mean
+from wsi_fl.slides.patching.survey import read_mask
 from wsi_fl.slides.patching.tissue import TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
@@ -191,14 +191,6 @@ def test_a_fold_is_found_where_tissue_is_even(tmp_path):
     where = artefacts.disc(picture.shape[:2], (700, 800), 300)
     found, of, false, clean = counts(tmp_path, picture, artefacts.folded(picture, where, 40), where, "fold")
     assert found >= 0.9 * of > 5 and false == 0 < clean
-
-
-def test_the_first_fault_of_a_patch_is_its_reason():
-    found = {
-        "blur": np.array([0.9, 0.9, 0.0, 0.4], np.float32),
-        "pen": np.array([0.9, 0.0, 0.0, 0.05], np.float32),
-    }
-    assert first_reason(found, QualityParams(("blur", "pen"))).tolist() == ["pen", "blur", "", ""]
 
 
 # pale tissue

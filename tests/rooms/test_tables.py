@@ -7,7 +7,7 @@ from conftest import refused
 from rich.console import Console
 
 from wsi_fl.slides.layouts import Sources, describe, read_site
-from wsi_fl.slides.layouts.rows import TableRow, accounted, rows_of
+from wsi_fl.slides.layouts.common import TableRow, accounted, rows_of
 from wsi_fl.stages.prepare.tables import tile_lines
 from wsi_fl.stages.work import console
 from wsi_fl.stages.work.console import render
@@ -45,7 +45,7 @@ def test_every_row_is_accounted_for(tmp_path):
     rows = rows_of(tmp_path / "slides.csv", ())
     assert [row.where for row in rows] == [f"slides.csv line {n}" for n in (2, 3, 5)]
     assert accounted("t", rows[:1], 1, "A") == "t: 1 rows, all of this site"
-    others = [TableRow([("site", f"S{k}")], "") for k in (10, 9, 2)]
+    others = [TableRow("", site=f"S{k}") for k in (10, 9, 2)]
     assert accounted("t", others, 0, "A") == "t: 3 rows, 0 of this site, 3 of others (S2, S9, S10)"
 
 

@@ -103,11 +103,6 @@ def list_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[Se
     if sources.annotations is not None and not sources.annotations.is_dir():
         raise UsageError(f"{sources.label}: annotations: no such folder ({sources.annotations})")
     records, aside = _READ[layout](sources)
-    _check_unique(records, sources)
-    return records, aside
-
-
-def _check_unique(records: list[SlideRecord], sources: Sources) -> None:
     seen: dict[str, Path] = {}
     for record in records:
         if record.slide in seen:
@@ -115,12 +110,12 @@ def _check_unique(records: list[SlideRecord], sources: Sources) -> None:
                 f"{sources.label}: two slides are called {record.slide}: {seen[record.slide]}, {record.path}"
             )
         seen[record.slide] = record.path
+    return records, aside
 
 
 _DESCRIBE: dict[str, Callable[[Path], list[ArchiveSite]]] = {
     "camelyon17": describe_camelyon17,
     "camelyon16": describe_camelyon16,
-    "tcga": describe_tcga,
     "generic": describe_generic,
 }
 

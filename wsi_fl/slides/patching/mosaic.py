@@ -57,25 +57,20 @@ class Mosaic:
 
 @dataclass(frozen=True)
 class MosaicPlan:
-    """The mosaic of one slide, before any of its pixels but a thumbnail's were read.
-
-    Attributes:
-        mpp: µm per level-0 pixel.
-        xy_l0: int64[n, 2] corners (x, y) of the candidates, row by row.
-        mosaic: which of them are kept.
-        note: what people should know of it, or "".
-        thumbnail: uint8[h, w, 3].
-        downsample: level-0 pixels per thumbnail pixel.
-    """
+    """The mosaic of one slide, before any of its pixels but a thumbnail's were read."""
 
     record: SlideRecord
     spec: GridSpec
     mpp: float
+    """µm per level-0 pixel."""
     xy_l0: NDArray[np.int64]
+    """[n, 2] corners (x, y) of the candidates, row by row."""
     mosaic: Mosaic
     note: str
+    """What people should know of it, or ""."""
     thumbnail: NDArray[np.uint8]
     downsample: float
+    """Level-0 pixels per thumbnail pixel."""
 
     @property
     def kept_l0(self) -> NDArray[np.int64]:
@@ -102,14 +97,14 @@ def plan_mosaic(
     seen = survey(
         record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="mosaic", reader=reader
     )
-    rows, note = candidates(seen.tissue, params.min_tissue, params.clusters)
+    rows, note = _candidates(seen.tissue, params.min_tissue, params.clusters)
     xy_l0 = seen.xy_l0[rows]
     colour = _mean_colour(seen.thumbnail, xy_l0, seen.side_l0, seen.downsample)
     mosaic = choose(colour, xy_l0, params.clusters, params.fraction, params.seed)
     return MosaicPlan(record, spec, seen.mpp, xy_l0, mosaic, note, seen.thumbnail, seen.downsample)
 
 
-def candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:
+def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:
     """Which of the patches with these shares of tissue float32[n] may stand for the slide: (rows, note).
 
     Where none has enough, the best few (one at least, each with half the best one's tissue or more) and a note.
@@ -130,12 +125,7 @@ def candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tupl
 def _mean_colour(
     thumbnail: NDArray[np.uint8], xy_l0: NDArray[np.int64], side_l0: float, downsample: float
 ) -> NDArray[np.float64]:
-    """Mean red, green and blue float64[n, 3] (0 to 255) of squares, as far as they lie on the slide.
-
-    Args:
-        xy_l0, side_l0: top-left corners [n, 2] and side of the squares in level-0 pixels.
-        downsample: level-0 pixels per thumbnail pixel.
-    """
+    """Mean red, green and blue float64[n, 3] (0 to 255) of squares, as far as they lie on the slide."""
     inside = tissue_fraction(np.ones(thumbnail.shape[:2], bool), xy_l0, side_l0, downsample)
     found = np.empty((len(xy_l0), 3))
     for k in range(3):
@@ -154,7 +144,7 @@ def choose(
         for group in range(int(cluster.max()) + 1):
             members = np.flatnonzero(cluster == group)
             n_kept = max(1, round(fraction * len(members)))
-            kept, shares = spread(xy[members], n_kept, seed)
+            kept, shares = _spread(xy[members], n_kept, seed)
             rows += members[kept].tolist()
             weight += (shares / len(colour)).tolist()
     order = np.argsort(rows)
@@ -172,7 +162,7 @@ def _colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> N
     return cluster
 
 
-def spread(xy: NDArray[np.int64], n_kept: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _spread(xy: NDArray[np.int64], n_kept: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(rows of n_kept places spread over all [n, 2], how many places each stands for)."""
     from sklearn.cluster import KMeans
 

@@ -1,9 +1,18 @@
-"""The picture of a prediction: where on the slide the model sees tumour, and how sure it is."""
+"""A prediction: where on the slide the model sees tumour, and how sure it is, as a picture and as QuPath's GeoJSON.
+
+The structure of the latter is the one QuPath 0.4 and later write and read (`QuPathTypeAdapters` in QuPath's source,
+"Exporting annotations" in its manual): coordinates are level-0 pixels, `objectType` says what an object is,
+`classification` has a name and a colour [red, green, blue], `measurements` is an object of numbers.
+"""
 
 from __future__ import annotations
 
+import json
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +22,18 @@ from PIL import Image, ImageDraw
 
 from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, enlarged, fitted, font, png
+from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec
 
-THRESHOLD = 0.5
+Color = tuple[int, int, int]
+
+_THRESHOLD = 0.5
 """From here on a patch is outlined: of two classes it is the more likely one. The probabilities themselves are in
 patches.csv, for whoever has a better operating point."""
 TOP_K = 20
 """Patches whose mean is a slide's score: enough that one odd patch does not decide, few enough for a small lesion."""
+_NAMESPACE = uuid.UUID("0f0d4e0e-4e6b-5d0e-9a43-6f1a1e2f7c55")
+"""Ids are made from names, so that a prediction made again brings the same objects."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,7 @@ class Heat:
     boxes_l0: NDArray[np.int64]
     classes: tuple[str, ...]
     probabilities: NDArray[np.float64]
-    threshold: float = THRESHOLD
+    threshold: float = _THRESHOLD
 
     @cached_property
     def kind(self) -> NDArray[np.int64]:
@@ -66,7 +80,7 @@ class Heat:
         return (1,) if len(self.classes) == 2 else tuple(range(len(self.classes)))
 
     @cached_property
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[_Region]:
         """The connected regions of patches above the threshold, largest first."""
         return sorted(
             (region for kind in self.shown for region in _regions(self, kind)),
@@ -75,7 +89,7 @@ class Heat:
 
 
 @dataclass(frozen=True)
-class Region:
+class _Region:
     """Patches of one class above the threshold that share edges.
 
     Attributes:
@@ -135,7 +149,7 @@ def leading(heat: Heat) -> int:
     return int(np.bincount(heat.kind[heat.above], minlength=len(heat.classes)).argmax())
 
 
-def _regions(heat: Heat, kind: int) -> list[Region]:
+def _regions(heat: Heat, kind: int) -> list[_Region]:
     rows = np.flatnonzero(heat.above & (heat.kind == kind))
     if not len(rows):
         return []
@@ -146,7 +160,7 @@ def _regions(heat: Heat, kind: int) -> list[Region]:
     which, patch = shapely.STRtree(centres).query(polygons, predicate="contains")
     p = heat.probability[rows]
     return [
-        Region(kind, polygon, len(mine), float(mine.mean()), float(mine.max()))
+        _Region(kind, polygon, len(mine), float(mine.mean()), float(mine.max()))
         for k, polygon in enumerate(polygons)
         for mine in (p[patch[which == k]],)
     ]
@@ -178,7 +192,7 @@ def draw_heatmap(
     downsample: float,
     mpp: float,
     heat: Heat,
-    colors: list[tuple[int, int, int]],
+    colors: Sequence[Color],
     caption: Caption,
 ) -> bytes:
     """PNG of the thumbnail under the probabilities, with outlines, colour bar and scale bar.
@@ -225,13 +239,11 @@ def _tinted(picture: Image.Image, heat: Heat, to_picture: float) -> Image.Image:
     return Image.fromarray(out.round().astype(np.uint8))
 
 
-def _line_colour(heat: Heat, kind: int, colors: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+def _line_colour(heat: Heat, kind: int, colors: Sequence[Color]) -> Color:
     return INK if len(heat.classes) == 2 else colors[kind]
 
 
-def _draw_regions(
-    picture: Image.Image, heat: Heat, colors: list[tuple[int, int, int]], to_picture: float
-) -> None:
+def _draw_regions(picture: Image.Image, heat: Heat, colors: Sequence[Color], to_picture: float) -> None:
     """Every edge of a region, dark on a light rim so that it shows on any ground."""
     draw = ImageDraw.Draw(picture)
     rings = [
@@ -259,7 +271,7 @@ def _draw_caption(page: Image.Image, caption: Caption) -> None:
 
 
 def _draw_legend(
-    page: Image.Image, heat: Heat, colors: list[tuple[int, int, int]], said: str, *, um_per_px: float
+    page: Image.Image, heat: Heat, colors: Sequence[Color], said: str, *, um_per_px: float
 ) -> None:
     """Colour bar with numbers, what the outlines are, and a scale bar."""
     draw = ImageDraw.Draw(page)
@@ -295,3 +307,76 @@ def _draw_bar(
     x = left + threshold * (width - 1)
     draw.line((x, top - 4, x, top + height), fill=PAPER, width=5)
     draw.line((x, top - 4, x, top + height), fill=INK, width=3)
+
+
+def write_geojson(path: Path, heat: Heat, colors: Sequence[Color], identity: str) -> None:
+    """Writes the regions of a slide as annotations and its patches as tiles, feature by feature.
+
+    Args:
+        colors: of each class.
+        identity: what the objects' ids are made from: run, site and slide.
+    """
+    with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write('{"type": "FeatureCollection", "features": [')
+        separator = "\n"
+        for feature in _features(heat, colors, identity):
+            file.write(separator + json.dumps(feature, ensure_ascii=False, allow_nan=False))
+            separator = ",\n"
+        file.write("\n]}\n")
+
+
+def _features(heat: Heat, colors: Sequence[Color], identity: str) -> Iterator[dict[str, Any]]:
+    """The regions, largest first, then the patches."""
+    seen: dict[int, int] = {}
+    for region in heat.regions:
+        number = seen[region.kind] = seen.get(region.kind, 0) + 1
+        title = _title(heat.classes[region.kind])
+        yield {
+            "type": "Feature",
+            "id": str(uuid.uuid5(_NAMESPACE, f"{identity}/{title} {number}")),
+            "geometry": {"type": "Polygon", "coordinates": _rings(region.polygon)},
+            "properties": {
+                "objectType": "annotation",
+                "name": f"{title} {number}",
+                "classification": {"name": title, "color": list(colors[region.kind])},
+                "isLocked": False,
+                "measurements": {
+                    f"{title} probability": round(region.mean, 6),
+                    f"{title} probability max": round(region.highest, 6),
+                    "Patches": region.n_patches,
+                },
+            },
+        }
+    # Of two classes a patch belongs to the second from the threshold on, else to the first.
+    titles = [_title(name) for name in heat.classes]
+    of_two = len(titles) == 2
+    for box, p, kind, above in zip(
+        heat.boxes_l0.tolist(),
+        heat.probabilities.tolist(),
+        heat.kind.tolist(),
+        heat.above.tolist(),
+        strict=True,
+    ):
+        left, top, right, bottom = box
+        own = int(above) if of_two else kind
+        ring = [[left, top], [right, top], [right, bottom], [left, bottom], [left, top]]
+        yield {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": [ring]},
+            "properties": {
+                "objectType": "tile",
+                "classification": {"name": titles[own], "color": list(colors[own])},
+                "measurements": {f"{titles[k]} probability": round(p[k], 6) for k in heat.shown},
+            },
+        }
+
+
+def _rings(polygon: Any) -> list[list[list[int]]]:
+    """The exterior, then the holes, each closed; corners of patches are whole pixels."""
+    rings = shapely.get_rings(polygon)
+    return [shapely.get_coordinates(ring).round().astype(int).tolist() for ring in rings]
+
+
+def _title(name: str) -> str:
+    """QuPath spells its own classes with a capital: Tumor."""
+    return name[:1].upper() + name[1:]

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wsi_fl.slides.reading.tiff import is_readable
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
     from wsi_fl.slides.reading.reader import Reader, Slide
 
-SECONDS, BYTES = 60, 2 << 30
+_SECONDS, _BYTES = 60, 2 << 30
 """What opening a slide may take."""
 _READY = "ready\n"
 _DAMAGED = "the file is damaged"
@@ -80,7 +79,7 @@ class _Child:
         if isinstance(found, str):
             return found
         if found == -signal.SIGALRM:
-            return f"opening it takes more than {SECONDS} s; is its disk slow?"
+            return f"opening it takes more than {_SECONDS} s; is its disk slow?"
         if found == -signal.SIGKILL:
             return "the process that opens it was killed twice (SIGKILL); is there too little memory?"
         return f"opening it ended the reader ({_named(found)}); {_DAMAGED}"
@@ -171,7 +170,7 @@ def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
             slide.read_no_tiles()
             _read_levels(slide)
     except MemoryError:
-        return f"opening it needs more than {BYTES / 1e9:.0f} GB"
+        return f"opening it needs more than {_BYTES / 1e9:.0f} GB"
     except Exception:  # it will be said by whoever uses the slide
         return ""
     return ""
@@ -191,6 +190,8 @@ def _lie(path: Path, *, natively: bool) -> str:
         natively: whether JPEG tiles are read by `native`, which looks at each tile's length itself.
     """
     from tifffile import TiffFile, TiffPage
+
+    from wsi_fl.slides.reading.native import is_readable
 
     n_bytes = path.stat().st_size
     try:
@@ -222,13 +223,13 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    most = pages * resource.getpagesize() + BYTES
+    most = pages * resource.getpagesize() + _BYTES
     with suppress(ValueError, OSError):  # a stricter limit is there already
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
     print(_READY, end="", file=answers, flush=True)
     for line in sys.stdin:
         path, mpp_override, reader = json.loads(line)
-        signal.alarm(SECONDS)
+        signal.alarm(_SECONDS)
         said = _opened(Path(path), mpp_override, reader)
         signal.alarm(0)
         print(json.dumps(said), file=answers, flush=True)

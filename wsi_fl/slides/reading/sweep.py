@@ -10,18 +10,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.native import NativeLevel, pieces
+from wsi_fl.slides.reading.native import NativeLevel, TiledImage, pieces
 from wsi_fl.slides.reading.reader import Reader, Slide
-from wsi_fl.slides.reading.tiff import TiledImage
 from wsi_fl.system import jpeg
 from wsi_fl.system.memory import BufferPool
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
-Rows = NDArray[np.int64]
+_Rows = NDArray[np.int64]
 
 
-class Cuts(NamedTuple):
+class _Cuts(NamedTuple):
     """What is decoded and copied, strip after strip.
 
     Attributes:
@@ -29,19 +28,19 @@ class Cuts(NamedTuple):
         parts: [p, 7] patch; first and end row, first and end column in the tile; row and column in the patch.
     """
 
-    jobs: Rows
-    parts: Rows
+    jobs: _Rows
+    parts: _Rows
 
-    def of(self, strip: int) -> Cuts:
+    def of(self, strip: int) -> _Cuts:
         """Those of one strip, whose first part has number 0."""
         begin, end = np.searchsorted(self.jobs[:, 0], (strip, strip + 1))
         jobs = self.jobs[begin:end].copy()
         first, last = (int(jobs[0, 2]), int(jobs[-1, 3])) if len(jobs) else (0, 0)
         jobs[:, 2:] -= first
-        return Cuts(jobs, self.parts[first:last])
+        return _Cuts(jobs, self.parts[first:last])
 
 
-def cut(image: TiledImage, at: Rows, patch: Rows, size_px: int, *, step: int, reach: int) -> Cuts:
+def cut(image: TiledImage, at: _Rows, patch: _Rows, size_px: int, *, step: int, reach: int) -> _Cuts:
     """The plan for patches that are taken in strips.
 
     A tile is decoded by the first strip that wants it and gives to all strips up to `reach` further on; of those
@@ -84,10 +83,10 @@ def cut(image: TiledImage, at: Rows, patch: Rows, size_px: int, *, step: int, re
     parts = np.stack(
         [patch[of], row[:, 1], row[:, 2], column[:, 1], column[:, 2], row[:, 3], column[:, 3]], axis=1
     )[order]
-    return Cuts(np.stack([owner[first], tile[first], first, end], axis=1), parts)
+    return _Cuts(np.stack([owner[first], tile[first], first, end], axis=1), parts)
 
 
-def _along(start: Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[Rows, Rows, Rows]:
+def _along(start: _Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[_Rows, _Rows, _Rows]:
     """Along one axis: (pieces [m, 4] as tile, its first and end pixel, pixel of the patch; for patches that start there
     [n] the first of its pieces, and how many it has)."""
     known, of = np.unique(start, return_inverse=True)
@@ -100,14 +99,14 @@ def _along(start: Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[Row
     return table, bounds[of], np.diff(bounds)[of]
 
 
-def _changes(*columns: Rows) -> NDArray[np.bool_]:
+def _changes(*columns: _Rows) -> NDArray[np.bool_]:
     """Where a row differs from the one before; the first does."""
     changes = np.ones(len(columns[0]), bool)
     changes[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     return changes
 
 
-def _last_true(begins: NDArray[np.bool_]) -> Rows:
+def _last_true(begins: NDArray[np.bool_]) -> _Rows:
     """Of each place, the last one at or before it that is true."""
     return np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
 
@@ -197,7 +196,7 @@ class Sweep:
             except WsiFlError as error:
                 strip.bad[k] = str(error)
 
-    def _decode(self, level: NativeLevel, cuts: Cuts, number: int) -> None:
+    def _decode(self, level: NativeLevel, cuts: _Cuts, number: int) -> None:
         jobs, parts = cuts.of(number)
         first, end = jobs[:, 2:].T
         patches, scratch = self._patches(parts[:, 0]), level.room()
@@ -247,7 +246,7 @@ class _Strip:
 
 
 def _copy(tile: NDArray[np.uint8], part: Sequence[int], patch: NDArray[np.uint8]) -> None:
-    """Copy a part of a tile, as in `Cuts.parts` without the patch's number, to its place in a patch."""
+    """Copy a part of a tile, as in `_Cuts.parts` without the patch's number, to its place in a patch."""
     top, bottom, left, right, row, column = part
     patch[row : row + bottom - top, column : column + right - left] = tile[top:bottom, left:right]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.native import Box, NativeLevel
-from wsi_fl.slides.reading.tiff import TiledImage, levels_of
+from wsi_fl.slides.reading.native import Box, NativeLevel, TiledImage, tiled_images
 from wsi_fl.types import WsiFlError
 
 _VENDORS = {"aperio", "generic-tiff", "philips"}
@@ -19,8 +18,7 @@ _WINDOW_PX = 128
 _MOST_DIFFERENT, _MOST_DIFFERENT_ON_AVERAGE = 2, 0.1
 """Grey levels; what decoders may differ by in rounding."""
 
-Reference = Callable[[int, Box], NDArray[np.uint8] | None]
-"""OpenSlide's pixels of a box of a level; None where it has none exactly there."""
+_Pixels = NDArray[np.uint8]
 
 
 class TrustedLevels:
@@ -29,9 +27,9 @@ class TrustedLevels:
     Args:
         path: the slide's file.
         level_sizes_px: (width, height) of every level that OpenSlide lists.
-        vendor, properties: as OpenSlide says them.
+        properties: as OpenSlide says them.
         background: RGB of what lies beyond the edge.
-        reference: where OpenSlide's pixels come from.
+        reference: OpenSlide's pixels of a box of a level; None where it has none exactly there.
         required: whether a level that cannot be trusted is an error.
 
     Raises:
@@ -42,19 +40,16 @@ class TrustedLevels:
         self,
         path: Path,
         level_sizes_px: tuple[tuple[int, int], ...],
-        vendor: str,
         properties: Mapping[str, str],
         background: tuple[int, int, int],
-        reference: Reference,
+        reference: Callable[[int, Box], _Pixels | None],
         *,
         required: bool,
     ) -> None:
-        self._path = path
-        self._background = background
-        self._reference = reference
-        self._required = required
-        suits = vendor in _VENDORS
-        self._images = levels_of(path, level_sizes_px, properties) if suits else [None] * len(level_sizes_px)
+        self._path, self._background = path, background
+        self._reference, self._required = reference, required
+        images = tiled_images(path) if properties.get("openslide.vendor") in _VENDORS else []
+        self._images = [_only(images, k, size, properties) for k, size in enumerate(level_sizes_px)]
         self._levels: dict[int, NativeLevel | None] = {}
         self._lock = threading.Lock()
         self._file = path.open("rb", buffering=0)
@@ -96,15 +91,20 @@ class TrustedLevels:
         return None
 
 
-def _difference(level: NativeLevel, reference: Callable[[Box], NDArray[np.uint8] | None]) -> str | None:
+def _only(
+    images: Sequence[TiledImage], level: int, size_px: tuple[int, int], properties: Mapping[str, str]
+) -> TiledImage | None:
+    """The one directory of the size and tiling that OpenSlide says of a level, or None."""
+    stated = [properties.get(f"openslide.level[{level}].tile-{side}") for side in ("width", "height")]
+    same = [one for one in images if one.size_px == size_px and [str(n) for n in one.tile_px] == stated]
+    return same[0] if len(same) == 1 else None
+
+
+def _difference(level: NativeLevel, reference: Callable[[Box], _Pixels | None]) -> str | None:
     """Why the level must not be read natively, or None.
 
     Compares windows at the first, the middle and the last tile, the latter beyond the edge. A window that one side
     cannot decode says nothing (the tile may be damaged), so another is taken.
-
-    Args:
-        level: what to judge.
-        reference: the authority's pixels of a box, None where it has none exactly there.
     """
     n_compared = 0
     for boxes in _windows(level.image):

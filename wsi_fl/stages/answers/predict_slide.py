@@ -11,8 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.grid import size_in_l0
-from wsi_fl.slides.pictures.geojson import Color, write_geojson
-from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Heat, draw_heatmap, leading, patch_boxes, score
+from wsi_fl.slides.pictures.heatmap import (
+    TOP_K,
+    Caption,
+    Color,
+    Heat,
+    draw_heatmap,
+    leading,
+    patch_boxes,
+    score,
+    write_geojson,
+)
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.system.files import atomic, write_bytes, write_json

@@ -18,7 +18,7 @@ _HEAD = 1 << 16
 
 Mpp = tuple[float | None, float | None]
 """µm per level-0 pixel (x, y), as far as it is known."""
-ReadLevel = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.uint8]]
+_ReadLevel = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.uint8]]
 """(level, (x, y) in its pixels, (width, height)) → uint8[height, width, 3], all within the level."""
 
 
@@ -56,7 +56,7 @@ class Levels:
     def __init__(
         self,
         sizes: Sequence[tuple[int, int]],
-        read: ReadLevel,
+        read: _ReadLevel,
         *,
         vendor: str,
         mpp: Mpp,
@@ -97,6 +97,15 @@ class Levels:
             out[top : top + box[1], left : left + box[0], :3] = pixels
             out[top : top + box[1], left : left + box[0], 3] = 255
         return Image.fromarray(out, "RGBA")
+
+
+def rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Return an RGBA region as writable uint8[h, w, 3] over the background; only transparent ones pay for blending."""
+    pixels = np.frombuffer(region.tobytes(), "<u4")  # alpha is the highest byte
+    if pixels.size and int(pixels.min()) < 0xFF000000:
+        region = Image.alpha_composite(Image.new("RGBA", region.size, (*background, 255)), region)
+    packed = bytearray(region.tobytes("raw", "RGB"))
+    return np.frombuffer(packed, np.uint8).reshape(region.height, region.width, 3)
 
 
 def mpp_properties(mpp: Mpp) -> dict[str, str]:
