@@ -46,7 +46,7 @@ def archive(tmp_path_factory):
 def painted(archive):
     """The pixels of painted slides."""
     pictures = []
-    for path in sorted(archive.rglob("*.tif"))[:4]:
+    for path in sorted(archive.rglob("*.tif"))[:2]:
         with Slide(path) as slide:
             pictures.append(slide.thumbnail(1536)[0])
     return pictures
@@ -105,23 +105,9 @@ def counts(folder, picture, hurt, where, kind, least=0.5):
     kept = _KEPT[id(picture)]
     share = area_mean(where, kept.astype(np.float64), PATCH_PX)
     plan = planned(folder, hurt, (kind,))
-    good, blamed = rows(plan.xy_l0), rows(plan.aside_xy_l0)
-    gone = rows(kept[share >= least]) - good  # set aside, or no tissue any more
-    return (
-        len(gone),
-        int((share >= least).sum()),
-        len(blamed & rows(kept[share == 0])),
-        int((share == 0).sum()),
-    )
-
-
-def of_all(folder, pictures, make, kind, least=0.5):
-    """Recall and false alarms of a fault over pictures."""
-    found = np.zeros(4)
-    for picture in pictures:
-        found += counts(folder, picture, *make(picture), kind, least)
-    assert found[1] >= 20 and found[3] >= 20
-    return found[0] / found[1], found[2] / found[3]
+    gone = rows(kept[share >= least]) - rows(plan.xy_l0)  # set aside, or no tissue any more
+    wrong = rows(plan.aside_xy_l0) & rows(kept[share == 0])
+    return len(gone), int((share >= least).sum()), len(wrong), int((share == 0).sum())
 
 
 def stroked(seed, width_um=220):
@@ -133,40 +119,46 @@ def middle(picture):
     return artefacts.disc((height, width), (0.45 * width, 0.5 * height), 0.3 * min(height, width))
 
 
-def made_with(where, hurt):
-    return lambda picture: (hurt(picture, where(picture)), where(picture))
+def inked(colour, how=artefacts.inked):
+    return lambda picture, where: how(picture, where, colour)
 
 
 FAULTS = {
-    "black pen": ("pen", made_with(stroked(0), lambda p, w: artefacts.inked(p, w, "black"))),
-    "blue pen": ("pen", made_with(stroked(1), lambda p, w: artefacts.inked(p, w, "blue"))),
-    "black": ("black", made_with(stroked(7), artefacts.blackened)),
-    "blur": ("blur", made_with(middle, lambda p, w: artefacts.blurred(p, w, 2, MPP))),
+    "black pen": ("pen", stroked(0), inked("black"), 0.9),
+    "blue pen": ("pen", stroked(1), inked("blue"), 0.9),
+    "translucent pen": ("pen", stroked(2), inked("green", artefacts.translucent), 0.8),
+    "black": ("black", stroked(7), artefacts.blackened, 0.9),
+    "blur": ("blur", middle, lambda picture, where: artefacts.blurred(picture, where, 2, MPP), 0.9),
+    **{f"thin {colour}": ("pen", stroked(0, 30), inked(colour), 0.95) for colour in ("black", "blue", "red")},
 }
+"""Kind, where it is, how it is made, and how much of it is found at least."""
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("fault", ["black pen", "blur", *nightly("blue pen", "black")])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "black pen",
+        "translucent pen",
+        "blur",
+        "thin black",
+        *nightly("blue pen", "black", "thin blue", "thin red"),
+    ],
+)
 def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
-    kind, make = FAULTS[fault]
-    recall, false = of_all(tmp_path, tissue, make, kind)
-    assert recall >= 0.9 and false <= 0.02, (recall, false)
-
-
-@pytest.mark.parametrize("colour", ["black", *nightly("blue", "green", "red")])
-def test_a_thin_line_of_ink_is_found_however_little_of_a_patch_it_covers(tissue, tmp_path, colour):
-    thin = made_with(stroked(0, 30), lambda picture, where: artefacts.inked(picture, where, colour))
-    recall, false = of_all(tmp_path, tissue, thin, "pen", least=0.08)
-    assert recall >= 0.95 and false <= 0.02, (recall, false)
-    for picture in tissue:  # a line of ink does not choose how tissue is found
-        small = np.asarray(Image.fromarray(thin(picture)[0]).reduce(4))
-        assert find_tissue(small, 4 * MPP).method == "saturation"
-
-
-def test_ink_that_tissue_shows_through_is_found(tissue, tmp_path):
-    make = made_with(stroked(2), lambda picture, where: artefacts.translucent(picture, where, "green"))
-    recall, false = of_all(tmp_path, tissue, make, "pen")
-    assert recall >= 0.8 and false <= 0.02, (recall, false)
+    kind, place, hurt, least = FAULTS[fault]
+    thin = fault.startswith("thin")
+    found = np.zeros(4)
+    for picture in tissue:
+        where = place(picture)
+        seen = hurt(picture, where)
+        found += counts(tmp_path, picture, seen, where, kind, least=0.08 if thin else 0.5)
+        if thin:  # a line of ink does not choose how tissue is found
+            small = np.asarray(Image.fromarray(seen).reduce(4))
+            assert find_tissue(small, 4 * MPP).method == "saturation"
+    assert found[1] >= 20 and found[3] >= 20
+    recall, false = found[0] / found[1], found[2] / found[3]
+    assert recall >= least and false <= 0.02, (recall, false)
 
 
 def test_nothing_is_found_on_sound_tissue(sound, tmp_path):
@@ -229,6 +221,13 @@ def kept_of(pictures, change, side_px=32, um_per_px=4.0):
     return still / kept
 
 
+def stained_blue(picture):
+    """The picture as if haematoxylin alone had stained it, bluer than beside eosin."""
+    density = -0.8 * np.log((picture.astype(float) + 1) / 256).mean(-1, keepdims=True)
+    over = density * np.array([1.3, 1.15, 0.55])
+    return (256 * np.exp(-over) - 1).clip(0, 255).round().astype(np.uint8)
+
+
 @pytest.mark.parametrize("change", [pale, immunostained])
 def test_pale_tissue_is_kept(tissue, change):
     assert kept_of(tissue, change) >= 0.95
@@ -248,27 +247,15 @@ def test_ink_on_an_ordinary_slide_is_no_more_tissue_than_by_saturation(tissue, i
         assert (found & inked).sum() <= (before & inked).sum() + 0.02 * inked.sum()
 
 
-def stained_blue(picture):
-    """The picture as if haematoxylin alone had stained it, bluer than beside eosin."""
-    density = -0.8 * np.log((picture.astype(float) + 1) / 256).mean(-1, keepdims=True)
-    over = density * np.array([1.3, 1.15, 0.55])
-    return (256 * np.exp(-over) - 1).clip(0, 255).round().astype(np.uint8)
-
-
-def test_a_blue_stain_is_tissue_in_a_coarse_thumbnail_too(tissue):
-    for picture in tissue[:4]:
+def test_a_blue_stain_is_tissue_also_in_a_coarse_thumbnail_and_no_pen(tissue, tmp_path):
+    for picture in tissue:
         small = np.asarray(Image.fromarray(picture).reduce(8))
         before = find_tissue(small, 8 * MPP, TissueParams(method="saturation")).mask
         after = find_tissue(stained_blue(small), 8 * MPP).mask
         assert (before & after).sum() >= 0.9 * before.sum()
-
-
-def test_a_blue_stain_is_tissue_and_no_pen(tissue, tmp_path):
-    blamed = kept = 0
-    for picture in tissue[:4]:
-        plan = planned(tmp_path, stained_blue(picture), ("pen",))
-        blamed, kept = blamed + len(plan.aside_xy_l0), kept + len(plan.xy_l0)
-    assert kept > 100 and blamed <= 0.05 * kept, (blamed, kept)
+    plan = planned(tmp_path, stained_blue(tissue[0]), ("pen",))
+    blamed, kept = len(plan.aside_xy_l0), len(plan.xy_l0)
+    assert kept > 25 and blamed <= 0.05 * kept, (blamed, kept)
 
 
 def test_what_only_absorbs_light_is_found_by_density_and_its_gain_is_told():
@@ -318,13 +305,13 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
     with (study.root / "stores/C1/quality.csv").open(newline="") as file:
         lines = {line["slide"]: line for line in csv.DictReader(file)}
     assert int(lines[slide]["pen"]) == len(pens) and int(lines[slide]["good"]) == len(kept)
-    picture = np.asarray(Image.open(study.root / f"stores/C1/overview/{slide}.png").convert("RGB")).astype(
-        int
-    )
-    assert (np.abs(picture - (213, 94, 0)).sum(-1) < 60).sum() > 50
+    with Image.open(study.root / f"stores/C1/overview/{slide}.png") as picture:
+        assert (np.abs(np.asarray(picture.convert("RGB"), int) - (213, 94, 0)).sum(-1) < 60).sum() > 50
     first = shard(study, slide).read_bytes()
+    with h5py.File(shard(study, slide), "r+") as file:
+        file["aside_xy_l0"][0, 0] += 1
     tile(study, site="C1", overrides=QC)
-    assert shard(study, slide).read_bytes() == first
+    assert shard(study, slide).read_bytes() == first, "the damage is noticed and mended"
     with monkeypatch.context() as at_start:
         at_start.setattr(
             PatchStore, "shard", lambda *_: pytest.fail("a shard was opened before it was asked for")
@@ -355,17 +342,6 @@ def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
     tile(study, site="C1", overrides=[*SETTINGS, "tile.qc={pen=0.6,black=0.05,blur=0.4}"])
     with h5py.File(shard(study, slide)) as file:
         assert 0 < len(file["aside_reason"]) < some
-
-
-@pytest.mark.slow
-def test_damage_of_what_was_set_aside_is_noticed_and_mended(hurt):
-    study, slide = hurt
-    tile(study, site="C1", overrides=QC)
-    whole = shard(study, slide).read_bytes()
-    with h5py.File(shard(study, slide), "r+") as file:
-        file["aside_xy_l0"][0, 0] += 1
-    tile(study, site="C1", overrides=QC)
-    assert shard(study, slide).read_bytes() == whole
 
 
 def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt, monkeypatch):

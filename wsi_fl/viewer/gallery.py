@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -17,49 +18,52 @@ from numpy.typing import NDArray
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
-from wsi_fl.viewer.layers import Layer, encoded, finite
 from wsi_fl.viewer.tiles import TILE_PX, Pyramid, Recent, TileReader
 
 _OPEN_SLIDES = 8
 _LAYERS_BYTES = 64 << 20
 
-TilePlace = tuple[int, int, int]
-"""Level, column and row."""
+Layer = Mapping[str, Any]
+"""What the page gets of a layer, beside its name and kind. All coordinates are whole level-0 pixels, [x, y, x, y, …] in
+one list."""
+
+
+def encoded(document: Mapping[str, Any]) -> bytes:
+    """Return a document as JSON."""
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def finite(number: float | None) -> float | None:
+    """Return a number that JSON can say, or None."""
+    return number if number is not None and isfinite(number) else None
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """A layer that can be drawn over a slide.
-
-    Attributes:
-        name: what the page calls it; the same on every slide.
-        kind: how the page draws it: lines, squares by group, or squares by value.
-        draw: makes its document from the open slide, when it is first asked for.
-    """
+    """A layer that can be drawn over a slide."""
 
     name: str
+    """What the page calls it; the same on every slide."""
     kind: Literal["outlines", "patches", "values"]
+    """How the page draws it: lines, squares by group, or squares by value."""
     draw: Callable[[Slide], Layer]
+    """Makes its document from the open slide, when it is first asked for."""
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One slide of the list.
-
-    Attributes:
-        name: what people call it.
-        path: its file; None where it is not shown.
-        note: what is said beside its name, or why it is not shown.
-        score: by which the list can be sorted.
-        overlays: its layers, in the order in which they are drawn.
-    """
+    """One slide of the list."""
 
     name: str
     path: Path | None
+    """None where it is not shown."""
     note: str = ""
+    """What is said beside its name, or why it is not shown."""
     score: float | None = None
+    """By which the list can be sorted."""
     mpp_override: float | None = None
     overlays: Sequence[Overlay] = ()
+    """Its layers, in the order in which they are drawn."""
 
 
 @dataclass
@@ -72,12 +76,8 @@ class _Lent:
 
 
 class Gallery:
-    """What a viewer shows, and nothing else; all methods may be called from several threads.
-
-    Args:
-        title: of the page.
-        patients_of: real sites whose patients' slides are shown.
-    """
+    """What a viewer shows, and nothing else; `patients_of` are the real sites whose patients' slides are shown. All
+    methods may be called from several threads."""
 
     def __init__(self, title: str, exhibits: Sequence[Exhibit], patients_of: Sequence[str] = ()) -> None:
         self.title, self.exhibits, self.patients_of = title, tuple(exhibits), tuple(patients_of)
@@ -103,11 +103,13 @@ class Gallery:
         if (exhibit := self._exhibit(number)) is None:
             return None
         with self.lent(number) as slide:
-            pyramid = Pyramid(slide.size_l0)
+            pyramid, mpp = Pyramid(slide.size_l0), None
+            with suppress(WsiFlError):
+                mpp = slide.mpp
             return {
                 "name": exhibit.name,
                 "size": slide.size_l0,
-                "mpp": _mpp(slide),
+                "mpp": mpp,
                 "tile": TILE_PX,
                 "first": pyramid.first,
                 "last": pyramid.last,
@@ -131,7 +133,9 @@ class Gallery:
 
         return self._layers.get((number, which), drawn)
 
-    def tile(self, number: int, place: TilePlace, awaited: Callable[[], bool]) -> NDArray[np.uint8] | None:
+    def tile(
+        self, number: int, level: int, column: int, row: int, awaited: Callable[[], bool]
+    ) -> NDArray[np.uint8] | None:
         """Return the pixels uint8[h, w, 3] of a tile; None where there is no such slide or tile.
 
         Args:
@@ -144,18 +148,15 @@ class Gallery:
         if self._exhibit(number) is None:
             return None
         with self.lent(number) as slide:
-            return self._tiles.read(slide, *place, awaited)
+            return self._tiles.read(slide, level, column, row, awaited)
 
     def open_first(self) -> None:
         """Open the slide that the page shows first, so that it is there when somebody comes; errors are told then."""
-        shown = [number for number in range(len(self.exhibits)) if self._exhibit(number) is not None]
-        if shown:
-            with suppress(Exception), self.lent(max(shown, key=lambda k: (self._rank(k), -k))):
+        scores = [(finite(one.score), -k) for k, one in enumerate(self.exhibits) if one.path is not None]
+        if scores:
+            _, number = max((-inf if score is None else score, k) for score, k in scores)
+            with suppress(Exception), self.lent(-number):
                 pass
-
-    def _rank(self, number: int) -> float:
-        score = finite(self.exhibits[number].score)
-        return -inf if score is None else score
 
     def _exhibit(self, number: int) -> Exhibit | None:
         found = self.exhibits[number] if 0 <= number < len(self.exhibits) else None
@@ -194,10 +195,3 @@ class Gallery:
         for number in idle[: max(0, len(self._lent) - most)]:
             if (slide := self._lent.pop(number).slide) is not None:
                 slide.close()
-
-
-def _mpp(slide: Slide) -> float | None:
-    try:
-        return slide.mpp
-    except WsiFlError:
-        return None

@@ -61,7 +61,7 @@ def _gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) 
     """
     site, pipeline = study.site(name), study.pipeline(study.pipeline_name(pipeline_name))
     records, aside = _listed(study, site)
-    layers = SiteLayers.of(study, name, pipeline)
+    layers = SiteLayers(study, name, pipeline)
     if layers.store is None and layers.mosaic is None:
         say(
             f"  site {name} has no store yet (`wsi-fl tile --site {name}`); its slides are shown as they are",
@@ -123,7 +123,7 @@ class _Room:
 
     def __init__(self, study: Study, site: SiteFile, pipeline: Pipeline) -> None:
         self._study, self.site = study, site
-        self.layers = SiteLayers.of(study, site.name, pipeline)
+        self.layers = SiteLayers(study, site.name, pipeline)
         try:
             records = _listed(study, site)[0]
         except UsageError:  # the archive is elsewhere by now; predictions say where their slides were

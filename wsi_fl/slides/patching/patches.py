@@ -20,6 +20,8 @@ from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.system import jpeg
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, Supervision, WsiFlError
 
+_PATCH_IN_THUMBNAIL_PX = 8
+_PICTURE_QUALITY = 90
 _HEALTHY, _TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")
 
 
@@ -51,10 +53,6 @@ def label_patches(
     tumor = tumor_fraction >= min_tumor
     healthy = (tumor_fraction == 0) & (supervision == "annotated")
     return has_tissue & (tumor | healthy), np.where(tumor, _TUMOR, _HEALTHY).astype(np.int64)
-
-
-_PATCH_IN_THUMBNAIL_PX = 8
-_PICTURE_QUALITY = 90
 
 
 @dataclass(frozen=True)
@@ -115,17 +113,11 @@ class SlidePlan:
 
 
 class AllSetAside(WsiFlError):
-    """A slide of which each patch has a fault.
-
-    Attributes:
-        reasons: [k] kinds of `quality`, one for each patch.
-        tissue_by, tissue_gain: as in `SlidePlan`.
-    """
+    """A slide of which each of k patches has a fault: its reasons [k], and what a `SlidePlan` says of its tissue."""
 
     def __init__(self, slide: str, reasons: NDArray[np.str_], tissue_by: str, tissue_gain: float) -> None:
-        super().__init__(
-            f"{slide}: no patch to keep: all {len(reasons)} are set aside ({said_of(reasons)}); see tile.qc"
-        )
+        said = f"all {len(reasons)} are set aside ({said_of(reasons)})"
+        super().__init__(f"{slide}: no patch to keep: {said}; see tile.qc")
         self.reasons, self.tissue_by, self.tissue_gain = reasons, tissue_by, tissue_gain
 
 
@@ -158,25 +150,18 @@ def plan_slide(
         unsure[rows] = share_inside(annotations.unsure, seen.xy_l0[rows], seen.side_l0)
     if record.supervision in {"weak", "unlabelled"}:
         tumor = np.full_like(tumor, np.nan)
-    keep, label = label_patches(
-        tissue,
-        tumor,
-        record.supervision,
-        record.positive,
-        min_tissue=params.min_tissue,
-        min_tumor=params.min_tumor,
-    )
+    least = {"min_tissue": params.min_tissue, "min_tumor": params.min_tumor}
+    keep, label = label_patches(tissue, tumor, record.supervision, record.positive, **least)
     keep &= (unsure == 0) | (label == _TUMOR)
     if not keep.any():
-        raise WsiFlError(
-            f"{record.path.name}: no patch to keep: {_why_none(record, params, tissue, tumor, unsure)}"
-        )
+        reason = _why_none(record, params, tissue, tumor, unsure)
+        raise WsiFlError(f"{record.path.name}: no patch to keep: {reason}")
     aside = np.flatnonzero(keep)
-    reason = faults(record, seen, aside, params.quality, reader=reader, segmenter=segmenter)
-    aside, reason = aside[reason != ""], reason[reason != ""]
+    fault = faults(record, seen, aside, params.quality, reader=reader, segmenter=segmenter)
+    aside, fault = aside[fault != ""], fault[fault != ""]
     keep[aside] = False
     if not keep.any():
-        raise AllSetAside(record.path.name, reason, seen.found.method, seen.found.gain)
+        raise AllSetAside(record.path.name, fault, seen.found.method, seen.found.gain)
     picture, picture_mask, factor = _reduced(seen.thumbnail, seen.found.mask)
     rings = shapely.get_rings(shapely.get_parts(annotations.tumor)) if annotations is not None else []
     return SlidePlan(
@@ -194,7 +179,7 @@ def plan_slide(
         seen.downsample * factor,
         [shapely.get_coordinates(ring) for ring in rings],
         seen.xy_l0[aside],
-        reason,
+        fault,
         seen.found.method,
         seen.found.gain,
         seen.in_tiles,
@@ -203,13 +188,12 @@ def plan_slide(
 
 def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanParams) -> Annotations | None:
     """The slide's outlines, checked against its label; None where labels are weak or nothing is outlined."""
-    outlined = record.supervision in {"annotated", "partial"}
-    if record.supervision == "weak" or (record.annotation is None and not outlined):
-        return None
-    if record.annotation is None:
+    if record.annotation is None and record.supervision in {"annotated", "partial"}:
         raise WsiFlError(
             f"{record.path.name}: its supervision is {record.supervision} but it has no annotation"
         )
+    if record.annotation is None or record.supervision == "weak":
+        return None
     annotations = read_annotations(record.annotation, params.groups)
     inside = shapely.intersects(annotations.tumor, shapely.box(0, 0, *size_l0))
     if record.positive and not inside:

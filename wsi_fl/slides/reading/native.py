@@ -129,9 +129,12 @@ class NativeLevel:
         """Whether the file has every tile that the box touches."""
         if self.complete:
             return True
-        columns, rows = self._span(box)
         table = self.image.n_bytes.reshape(self.image.n_rows, self.image.n_columns)
-        return bool(table[rows.start : rows.stop, columns.start : columns.stop].all())
+        axes = zip(box[:2], box[2:], self.image.tile_px, strict=True)
+        columns, rows = (
+            slice(max(0, start) // tile, -(-max(0, start + length) // tile)) for start, length, tile in axes
+        )
+        return bool(table[rows, columns].all())
 
     def read(self, box: Box, out: NDArray[np.uint8], *, overlapping: bool = True) -> None:
         """Fill `out` [height, width, 3] with the box, the background's colour beyond the edge.
@@ -167,7 +170,7 @@ class NativeLevel:
         return x >= 0 and y >= 0 and x + width <= level_width and y + height <= level_height
 
     def forget(self) -> None:
-        """Lets go of the tiles that were kept."""
+        """Let go of the tiles that were kept."""
         self._kept = _Recent()
 
     def stream(self, box: Box) -> bytes | None:
@@ -212,28 +215,15 @@ class NativeLevel:
                 for begin, end in zip(begins, ends, strict=True):
                     yield from self._read_together([begin], [end])
             return
-        as_they_are = not (self.image.tables or self.image.rgb)
+        complete = not (self.image.tables or self.image.rgb)
         for begin, end in zip(begins, ends, strict=True):
-            stream = read[begin - start : end - start] if end - start <= len(read) else read[:0]
-            yield stream if as_they_are else self._complete(stream)
-
-    def _complete(self, stream: memoryview) -> jpeg.Stream:
-        try:
-            return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
-        except WsiFlError:
-            return b""
-
-    def _span(self, box: Box) -> tuple[range, range]:
-        """The columns and rows of tiles that a box touches."""
-        columns, rows = (
-            range(
-                max(0, start) // tile, -(-max(0, min(start + length, whole)) // tile) if start < whole else 0
-            )
-            for start, length, whole, tile in zip(
-                box[:2], box[2:], self.image.size_px, self.image.tile_px, strict=True
-            )
-        )
-        return columns, rows
+            stream: jpeg.Stream = read[begin - start : end - start] if end - start <= len(read) else b""
+            if not complete:
+                try:
+                    stream = jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
+                except WsiFlError:
+                    stream = b""
+            yield stream
 
     def room(self) -> NDArray[np.uint8]:
         """Memory for one tile, the same at each of this thread's calls."""
@@ -278,13 +268,8 @@ class _Piece(NamedTuple):
     """Of the tile's pixels."""
     to: slice
     """Of the box's."""
-    to_end: bool
-    """Whether it reaches the end of what the tile has of the picture."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether the box takes all that the tile has of the picture."""
-        return self.of.start == 0 and self.to_end
+    whole: bool
+    """Whether the box takes all that the tile has of the picture."""
 
 
 def pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
@@ -300,8 +285,8 @@ def pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
     while at < end:
         number, within = divmod(at, tile)
         n = min(tile - within, end - at)
-        to_end = within + n == tile or at + n == whole
-        found.append(_Piece(number, slice(within, within + n), slice(at - start, at - start + n), to_end))
+        all_of_it = within == 0 and (n == tile or at + n == whole)
+        found.append(_Piece(number, slice(within, within + n), slice(at - start, at - start + n), all_of_it))
         at += n
     return found
 

@@ -24,7 +24,7 @@ import numpy as np
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
-    from wsi_fl.slides.reading.reader import Reader, Slide
+    from wsi_fl.slides.reading.reader import Reader
 
 _SECONDS, _BYTES = 60, 2 << 30
 """What opening a slide may take."""
@@ -168,7 +168,9 @@ def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
             if lie := _lie(path, natively=slide.reader == "native"):
                 return f"{lie}; {_DAMAGED}"
             slide.read_no_tiles()
-            _read_levels(slide)
+            x, y = (extent / 2 for extent in slide.size_l0)
+            for downsample in slide.level_downsamples:
+                slide.area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
     except MemoryError:
         return f"opening it needs more than {_BYTES / 1e9:.0f} GB"
     except Exception:  # it will be said by whoever uses the slide
@@ -176,18 +178,10 @@ def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
     return ""
 
 
-def _read_levels(slide: Slide) -> None:
-    """Read a little in the middle of each level."""
-    x, y = (extent / 2 for extent in slide.size_l0)
-    for downsample in slide.level_downsamples:
-        slide.area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
-
-
 def _lie(path: Path, *, natively: bool) -> str:
     """Return what a TIFF says of its tiles that cannot be; "" where all can be.
 
-    Args:
-        natively: whether JPEG tiles are read by `native`, which looks at each tile's length itself.
+    Where JPEG tiles are read natively, each tile's length is looked at when it is read.
     """
     from tifffile import TiffFile, TiffPage
 

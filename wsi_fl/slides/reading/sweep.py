@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -21,15 +22,12 @@ _Rows = NDArray[np.int64]
 
 
 class _Cuts(NamedTuple):
-    """What is decoded and copied, strip after strip.
-
-    Attributes:
-        jobs: [j, 4] strip, tile, first part, end of parts; by strip and tile.
-        parts: [p, 7] patch; first and end row, first and end column in the tile; row and column in the patch.
-    """
+    """What is decoded and copied, strip after strip."""
 
     jobs: _Rows
+    """[j, 4] strip, tile, first part, end of parts; by strip and tile."""
     parts: _Rows
+    """[p, 7] patch; first and end row, first and end column in the tile; row and column in the patch."""
 
     def of(self, strip: int) -> _Cuts:
         """Those of one strip, whose first part has number 0."""
@@ -47,18 +45,8 @@ def cut(image: TiledImage, at: _Rows, patch: _Rows, size_px: int, *, step: int, 
     beyond, again the first decodes it.
 
     Args:
-        image: where the tiles lie.
         at: (x, y) [n, 2] of patches in the image's pixels; they may reach over its edges.
         patch: [n] their numbers, ascending; number // step is the strip.
-        size_px: their side.
-        step: patches in a strip.
-        reach: strips.
-
-    Example:
-        >>> tiles = np.arange(4)
-        >>> image = TiledImage((8, 8), (4, 4), tiles, tiles, b"", rgb=False)
-        >>> cut(image, np.array([[0, 0], [2, 4]]), np.arange(2), 4, step=1, reach=1).jobs.tolist()
-        [[0, 0, 0, 1], [1, 2, 1, 2], [1, 3, 2, 3]]
     """
     across, first_across, n_across = _along(at[:, 0], size_px, image.tile_px[0], image.size_px[0])
     down, first_down, n_down = _along(at[:, 1], size_px, image.tile_px[1], image.size_px[1])
@@ -126,8 +114,7 @@ class Sweep:
 
     Args:
         slide: open; it stays open.
-        xy_l0: the patches' corners [n, 2].
-        spec: their size and resolution.
+        xy_l0, spec: the patches' corners [n, 2], their size and resolution.
         step: patches in a strip.
         first: row of the first patch among all that are read.
     """
@@ -168,12 +155,7 @@ class Sweep:
     def take(self, number: int, aside: dict[int, str] | None) -> tuple[int, NDArray[np.uint8]]:
         """(row of the first patch, the good ones' pixels uint8[b, size_px, size_px, 3]); the strip is gone then.
 
-        Args:
-            number: of the strip.
-            aside: row → why it cannot be decoded; the bad ones are added.
-
-        Raises:
-            WsiFlError: when one is bad and `aside` is None.
+        The bad ones are added to `aside`, row → reason. Without it the first raises WsiFlError.
         """
         strip = self._strips.pop(number)
         self._read(strip, sorted(strip.doubtful))
@@ -200,7 +182,9 @@ class Sweep:
         jobs, parts = cuts.of(number)
         first, end = jobs[:, 2:].T
         patches, scratch = self._patches(parts[:, 0]), level.room()
-        alone = (end - first == 1) & _whole(parts, level.tile_shape, self._spec.size_px)[first]
+        size = self._spec.size_px
+        whole = np.all(parts[:, 1:5] == (0, size, 0, size), axis=1) & (level.tile_shape[:2] == (size, size))
+        alone = (end - first == 1) & whole[first]
         served = zip(first.tolist(), end.tolist(), alone.tolist(), strict=True)
         places = parts[:, 1:].tolist()
         for stream, (begin, stop, direct) in zip(level.streams(jobs[:, 1]), served, strict=True):
@@ -212,8 +196,10 @@ class Sweep:
                     self._strips[strip].doubtful.add(k)
                 continue
             if not direct:
-                for part, patch in zip(places[begin:stop], patches[begin:stop], strict=True):
-                    _copy(scratch, part, patch)
+                for place, patch in zip(places[begin:stop], patches[begin:stop], strict=True):
+                    top, bottom, left, right, row, column = place
+                    part = scratch[top:bottom, left:right]
+                    patch[row : row + bottom - top, column : column + right - left] = part
 
     def _patches(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
         """Where these patches go."""
@@ -232,30 +218,20 @@ class Sweep:
             return strip.pixels
 
 
+@dataclass
 class _Strip:
-    """Successive patches on their way into one array: their corners, whether tiles make them, whether they lie over
-    the edge."""
+    """Successive patches on their way into one array."""
 
-    def __init__(self, corners: NDArray[np.int64], tiled: NDArray[np.bool_], over: NDArray[np.bool_]) -> None:
-        self.corners, self.tiled, self.over = corners, tiled, over
-        self.pixels: NDArray[np.uint8] | None = None
-        self.doubtful: set[int] = set()
-        """Over a tile that cannot be decoded."""
-        self.bad: dict[int, str] = {}
-        """Patch → why it cannot be read."""
-
-
-def _copy(tile: NDArray[np.uint8], part: Sequence[int], patch: NDArray[np.uint8]) -> None:
-    """Copy a part of a tile, as in `_Cuts.parts` without the patch's number, to its place in a patch."""
-    top, bottom, left, right, row, column = part
-    patch[row : row + bottom - top, column : column + right - left] = tile[top:bottom, left:right]
-
-
-def _whole(parts: NDArray[np.int64], tile_shape: tuple[int, ...], size_px: int) -> NDArray[np.bool_]:
-    """[p] whether a part is a whole tile and a whole patch."""
-    if tile_shape[:2] != (size_px, size_px):
-        return np.zeros(len(parts), bool)
-    return np.asarray(np.all(parts[:, 1:5] == (0, size_px, 0, size_px), axis=1))
+    corners: _Rows
+    tiled: NDArray[np.bool_]
+    """Whether tiles make them."""
+    over: NDArray[np.bool_]
+    """Whether they lie over the edge."""
+    pixels: NDArray[np.uint8] | None = None
+    doubtful: set[int] = field(default_factory=set)
+    """Over a tile that cannot be decoded."""
+    bad: dict[int, str] = field(default_factory=dict)
+    """Patch → why it cannot be read."""
 
 
 _BATCH, _BATCH_BYTES = 32, 20 << 20
@@ -280,9 +256,8 @@ def read_patches(
     bounded. A native tile under several patches is decoded once; see `sweep`.
 
     Args:
-        record, xy_l0, spec: which slide, the patches' corners [n, 2], their size and resolution.
+        xy_l0: the patches' corners [n, 2].
         threads: how many decode.
-        reader: see `Slide`.
         aside: row → one-line reason of the patches that cannot be decoded. They are left out of their batch, which
             may become empty; a batch's entries are there when it is yielded.
 

@@ -19,16 +19,11 @@ if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage, TiffPageSeries
 
 _UM = {
-    "m": 1e6,
-    "meter": 1e6,
+    **dict.fromkeys(("m", "meter"), 1e6),
     "cm": 1e4,
-    "mm": 1e3,
-    "millimeter": 1e3,
-    "µm": 1.0,
-    "um": 1.0,
-    "micrometer": 1.0,
-    "nm": 1e-3,
-    "nanometer": 1e-3,
+    **dict.fromkeys(("mm", "millimeter"), 1e3),
+    **dict.fromkeys(("µm", "um", "micrometer"), 1.0),
+    **dict.fromkeys(("nm", "nanometer"), 1e-3),
 }
 _PRIMARIES = ("FF0000", "00FF00", "0000FF")
 

@@ -47,9 +47,7 @@ class Levels:
     Args:
         sizes: (width, height) of each level, the largest first.
         read: reads a box of a level; several threads may call it.
-        vendor: name of the format.
-        mpp: µm per level-0 pixel (x, y), as far as it is known.
-        quickhash: of the content.
+        vendor, quickhash: name of the format, and a digest of the content.
         close: lets go of the file.
     """
 
@@ -67,10 +65,8 @@ class Levels:
         self.dimensions = self.level_dimensions[0]
         width, height = self.dimensions
         self.level_downsamples = tuple((width / w + height / h) / 2 for w, h in self.level_dimensions)
-        self.properties: Mapping[str, str] = {
-            "openslide.vendor": vendor,
-            "openslide.quickhash-1": quickhash,
-        } | mpp_properties(mpp)
+        said = {"openslide.vendor": vendor, "openslide.quickhash-1": quickhash}
+        self.properties: Mapping[str, str] = said | mpp_properties(mpp)
         self._read, self.close = read, close
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
@@ -80,22 +76,19 @@ class Levels:
             SourceError: when the file is damaged there.
         """
         corner = [round(v / self.level_downsamples[level]) for v in location]
-        first = [max(0, v) for v in corner]
-        last = [
-            min(v + s, most) for v, s, most in zip(corner, size, self.level_dimensions[level], strict=True)
-        ]
+        x, y = (max(0, v) for v in corner)
+        ends = zip(corner, size, self.level_dimensions[level], strict=True)
+        right, bottom = (min(v + s, most) for v, s, most in ends)
         out = np.zeros((size[1], size[0], 4), np.uint8)
-        if all(a < b for a, b in zip(first, last, strict=True)):
-            box = (last[0] - first[0], last[1] - first[1])
+        if x < right and y < bottom:
             try:
-                pixels = self._read(level, (first[0], first[1]), box)
+                pixels = self._read(level, (x, y), (right - x, bottom - y))
             except MemoryError:
                 raise
             except Exception as error:  # each library has its own
                 raise SourceError(one_line(error)) from None
-            left, top = first[0] - corner[0], first[1] - corner[1]
-            out[top : top + box[1], left : left + box[0], :3] = pixels
-            out[top : top + box[1], left : left + box[0], 3] = 255
+            there = out[y - corner[1] : bottom - corner[1], x - corner[0] : right - corner[0]]
+            there[..., :3], there[..., 3] = pixels, 255
         return Image.fromarray(out, "RGBA")
 
 
