@@ -18,7 +18,7 @@ from wsi_fl.slides.patching.tissue import NoTissueError
 from wsi_fl.slides.pictures.overview import draw_overview
 from wsi_fl.slides.reading import sweep as reading
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.sweep import Sweep, read_patches
+from wsi_fl.slides.reading.sweep import _Sweep, read_patches
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -184,13 +184,13 @@ def test_patches_come_in_order_with_their_own_pixels(record, monkeypatch, thread
 def test_reading_runs_only_a_little_ahead(record, monkeypatch):
     """A slow consumer is not overrun, so memory is bounded."""
     begun = []
-    original = Sweep.fill
+    original = _Sweep.fill
 
     def fill(self, number):
         begun.append(number)
         return original(self, number)
 
-    monkeypatch.setattr(Sweep, "fill", fill)
+    monkeypatch.setattr(_Sweep, "fill", fill)
     monkeypatch.setattr(reading, "_BATCH", 1)
     xy = np.zeros((60, 2), np.int64)
     for consumed, _ in enumerate(read_patches(record, xy, SPEC, threads=2), 1):

@@ -272,13 +272,13 @@ def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, m
     corners = np.random.default_rng(stride).permutation(np.concatenate([corners, corners[:9]]))
     monkeypatch.setattr(sweep, "_REACH_BYTES", reach * 100**2 * 3)
     made: list[int] = []
-    original = sweep.Sweep._decode
+    original = sweep._Sweep._decode
 
     def decode(self, level, cuts, number):
         original(self, level, cuts, number)
         made.append(max(k for k, strip in self._strips.items() if strip.pixels is not None) - number)
 
-    monkeypatch.setattr(sweep.Sweep, "_decode", decode)
+    monkeypatch.setattr(sweep._Sweep, "_decode", decode)
     pixels = read_all(path, corners, GridSpec(100, MPP, stride), threads=1)
     assert max(made) <= max(1, reach) + 2  # the thread may be two strips ahead
     assert_openslides(path, corners, pixels)

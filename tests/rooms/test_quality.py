@@ -17,7 +17,7 @@ from wsi_fl.demo import phantom
 from wsi_fl.slides.patching.patches import PlanParams, plan_slide
 from wsi_fl.slides.patching.quality import KINDS, QualityParams
 from wsi_fl.slides.patching.regions import area_mean
-from wsi_fl.slides.patching.survey import read_mask
+from wsi_fl.slides.patching.survey import _read_mask
 from wsi_fl.slides.patching.tissue import TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
@@ -418,7 +418,7 @@ def test_an_island_in_a_hole_is_tissue_in_whatever_order_outlines_come(tmp_path,
     rings = [[square(100, 900), square(300, 700)], [square(400, 600)]][::order]
     path = tmp_path / "a.geojson"
     path.write_text(json.dumps([{"type": "Polygon", "coordinates": one} for one in rings]))
-    mask = read_mask(path, (100, 100), 10.0)
+    mask = _read_mask(path, (100, 100), 10.0)
     assert mask[42:58, 42:58].all() and not mask[32:38, 32:68].any() and mask[12:28, 12:88].all()
 
 
@@ -441,7 +441,7 @@ def overlay():
 )
 def test_a_mask_says_by_labels_brightness_or_opacity_where_tissue_is(tmp_path, pixels):
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    mask = read_mask(tmp_path / "a.png", (50, 50), 2.0)
+    mask = _read_mask(tmp_path / "a.png", (50, 50), 2.0)
     np.testing.assert_array_equal(mask, np.pad(np.ones((30, 30), bool), 10))
 
 

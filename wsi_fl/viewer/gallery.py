@@ -95,11 +95,7 @@ class Gallery:
         return {"title": self.title, "patients_of": self.patients_of, "slides": slides}
 
     def describe(self, number: int) -> dict[str, Any] | None:
-        """Return size, resolution and layers of a slide; None where there is no such slide.
-
-        Raises:
-            WsiFlError: when it cannot be opened.
-        """
+        """Return size, resolution and layers of a slide; None where there is no such slide."""
         if (exhibit := self._exhibit(number)) is None:
             return None
         with self.lent(number) as slide:
@@ -117,11 +113,7 @@ class Gallery:
             }
 
     def layer(self, number: int, which: int) -> bytes | None:
-        """Return a layer of a slide as JSON; None where there is no such slide or layer. It is drawn once.
-
-        Raises:
-            WsiFlError: when it cannot be drawn.
-        """
+        """Return a layer of a slide as JSON, drawn once; None where there is no such slide or layer."""
         exhibit = self._exhibit(number)
         if exhibit is None or not 0 <= which < len(exhibit.overlays):
             return None
@@ -138,11 +130,8 @@ class Gallery:
     ) -> NDArray[np.uint8] | None:
         """Return the pixels uint8[h, w, 3] of a tile; None where there is no such slide or tile.
 
-        Args:
-            awaited: whether somebody still wants it.
-
         Raises:
-            NotAwaited: when nobody does.
+            NotAwaited: when nobody wants it any more.
             WsiFlError: when the slide cannot be decoded there.
         """
         if self._exhibit(number) is None:

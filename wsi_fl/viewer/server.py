@@ -124,16 +124,10 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves a gallery on 127.0.0.1 until it is closed; a context manager, as its base class is.
+    """Serves a gallery on 127.0.0.1, at `url`, until it is closed; a context manager, as its base class is.
 
-    The slide that the page shows first is opened at once, in a thread.
-
-    Args:
-        port: where it listens; None takes the usual port, or a free one where that is taken.
-        token: what every address must hold; by default a new random one.
-
-    Attributes:
-        url: the address of the page.
+    The slide that the page shows first is opened at once, in a thread. Without a port it takes the usual one, or a free
+    one where that is taken. Every address must hold a new random token.
 
     Raises:
         UsageError: when the port that was asked for is taken or not allowed.
@@ -143,11 +137,11 @@ class ViewServer(ThreadingHTTPServer):
     daemon_threads = False  # Python may hang where it ends under a thread that is at work
     request_queue_size = _MOST_CONNECTIONS
 
-    def __init__(self, gallery: Gallery, port: int | None = None, token: str | None = None) -> None:
+    def __init__(self, gallery: Gallery, port: int | None = None) -> None:
         self.gallery = gallery
         self._connections: set[socket] = set()
         self._first = Thread(target=gallery.open_first)
-        self.token = token or secrets.token_urlsafe(_TOKEN_BYTES)
+        self.token = secrets.token_urlsafe(_TOKEN_BYTES)
         try:
             super().__init__((ADDRESS, _USUAL_PORT if port is None else port), _Handler)
         except OSError as error:
@@ -259,11 +253,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command not in ("GET", "HEAD"):
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED)
         if self.headers.get("Host", "") not in self.server.hosts:
-            port = self.server.port
-            raise _Refused(
-                HTTPStatus.FORBIDDEN,
-                f"open this page as {ADDRESS}:{port} or localhost:{port}; a tunnel needs that port on both sides",
-            )
+            hosts = f"{ADDRESS}:{self.server.port} or localhost:{self.server.port}"
+            said = f"open this page as {hosts}; a tunnel needs that port on both sides"
+            raise _Refused(HTTPStatus.FORBIDDEN, said)
         before, _, path = self.path.partition("/")
         given, slash, path = path.partition("/")
         if before or not hmac.compare_digest(given.encode(), self.server.token.encode()):

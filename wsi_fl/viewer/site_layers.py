@@ -60,13 +60,9 @@ def patches(
     first: int = 0,
     crossed: bool = False,
 ) -> Layer:
-    """Return a layer of squares with top-left corners [n, 2], coloured by their group.
+    """Return a layer of squares with top-left corners [n, 2], coloured by their group [n], a position in `groups`.
 
-    Args:
-        group: [n] positions in `groups`.
-        groups: what the page calls them: a label, or the reason for which patches were set aside.
-        first: the colour of the first group, after those of another layer.
-        crossed: whether they are crossed out.
+    `first` is the colour of the first group, after those of another layer; squares may be crossed out.
     """
     said = {"group": group.tolist(), "groups": list(groups), "first": first, "crossed": crossed}
     return {"xy": _flat(xy_l0), "side": float(side_l0), **said}
@@ -75,12 +71,7 @@ def patches(
 def values(
     xy_l0: NDArray[np.int64], side_l0: float, columns: Mapping[str, NDArray[np.float64]], shown: str
 ) -> Layer:
-    """Return a layer of squares, coloured by a value between 0 and 1.
-
-    Args:
-        columns: name → [n] values; the page lets people choose which is drawn. What is no number is null there.
-        shown: the column that is drawn first.
-    """
+    """Return a layer of squares, coloured by a column of values [n] from 0 to 1 that people choose; first by `shown`."""
     rounded = [[*map(finite, np.round(column, _DECIMALS).tolist())] for column in columns.values()]
     names = list(columns)
     return {
@@ -128,10 +119,15 @@ class SiteLayers:
 
     def over(self, record: SlideRecord) -> list[Overlay]:
         """Return the layers of a slide, in the order in which they are drawn."""
-        layers = [
-            *self._kept(record.slide),
-            Overlay("tissue", "outlines", partial(self._tissue, record)),
-        ]
+        layers, slide = [], record.slide
+        if slide in self._rows:
+            layers.append(Overlay("kept patches", "patches", partial(self._of_store, slide)))
+            if self._set_aside.get(slide):
+                layers.append(Overlay("set aside", "patches", partial(self._aside, slide)))
+        if self.mosaic is not None and slide in self._bags:
+            draw = partial(_mosaic, self.mosaic, self._bags[slide])
+            layers.append(Overlay("mosaic", "patches", draw))
+        layers.append(Overlay("tissue", "outlines", partial(self._tissue, record)))
         if record.annotation is not None:
             layers.append(Overlay("annotation", "outlines", partial(self._annotation, record.annotation)))
         return layers
@@ -143,28 +139,12 @@ class SiteLayers:
             rows = self._rows.get(slide, _NO_ROWS)
             labels = np.bincount(store.table.label[rows], minlength=len(store.meta.classes))
             counts = [f"{n} {name}" for n, name in zip(labels, store.meta.classes, strict=True) if n]
-            parts += [
-                ", ".join(counts) or self._why_none(slide),
-                *np.unique(store.table.split[rows]).tolist(),
-            ]
+            faults = ", ".join(f"{n} {kind}" for kind, n in self._set_aside.get(slide, {}).items())
+            none = f"no patch kept: all set aside ({faults})" if faults else "no patch kept"
+            parts = [", ".join(counts) or none, *np.unique(store.table.split[rows]).tolist()]
         if self.mosaic is not None and slide in self._bags:
             parts.append(f"mosaic of {self.mosaic.sizes[self._bags[slide]]}")
         return " · ".join(parts)
-
-    def _why_none(self, slide: str) -> str:
-        faults = ", ".join(f"{n} {kind}" for kind, n in self._set_aside.get(slide, {}).items())
-        return f"no patch kept: all set aside ({faults})" if faults else "no patch kept"
-
-    def _kept(self, slide: str) -> list[Overlay]:
-        layers = []
-        if slide in self._rows:
-            layers.append(Overlay("kept patches", "patches", partial(self._of_store, slide)))
-            if self._set_aside.get(slide):
-                layers.append(Overlay("set aside", "patches", partial(self._aside, slide)))
-        if self.mosaic is not None and slide in self._bags:
-            draw = partial(_mosaic, self.mosaic, self._bags[slide])
-            layers.append(Overlay("mosaic", "patches", draw))
-        return layers
 
     def _of_store(self, name: str, slide: Slide) -> Layer:
         """The patches of a slide in the colours of their labels."""
@@ -238,11 +218,7 @@ class Prediction:
 
     @property
     def value(self) -> float | None:
-        """The number by which slides are ranked; None where there is none.
-
-        Raises:
-            WsiFlError: when the document says it otherwise than `predict` does.
-        """
+        """The number by which slides are ranked; None where there is none."""
         score = self.score
         try:
             if "score" in score:
@@ -260,19 +236,20 @@ class Prediction:
     def overlays(self) -> list[Overlay]:
         """Return its layers: what is said of each patch, and the attention of models of whole slides.
 
-        Raises:
-            WsiFlError: when its table is missing.
+        Patches of imported features may have no place.
         """
-        columns, placed = _heading(self.folder / "patches.csv")
-        layers = []
-        if placed and any(name != _ATTENTION for name in columns):
-            said = partial(self._draw, [name for name in columns if name != _ATTENTION])
-            layers.append(Overlay(f"model of {self.site}", "values", said))
-        if placed and _ATTENTION in columns:
-            layers.append(
-                Overlay(f"{_ATTENTION} of {self.site}", "values", partial(self._draw, [_ATTENTION]))
-            )
-        return layers
+        with _opened(self.folder / "patches.csv") as file:
+            rows = csv.DictReader(file)
+            first, names = next(rows, None), rows.fieldnames or []
+        if not (first and first["size_l0"]):
+            return []
+        said = [name for name in names if name.startswith(("p_", "without_event_"))]
+        shown = {"model": said, _ATTENTION: [name for name in names if name == _ATTENTION]}
+        return [
+            Overlay(f"{what} of {self.site}", "values", partial(self._draw, columns))
+            for what, columns in shown.items()
+            if columns
+        ]
 
     def _draw(self, columns: Sequence[str], slide: Slide) -> Layer:
         """A layer of some columns of the table; attention as a share of the highest, as in the heatmap."""
@@ -303,16 +280,6 @@ def of_folder(folder: Path) -> Prediction:
 
 def _foreign(folder: Path) -> WsiFlError:
     return WsiFlError(f"{folder}/score.json: not what `wsi-fl predict` writes; predict the slide again")
-
-
-def _heading(path: Path) -> tuple[list[str], bool]:
-    """(columns of a patches.csv that are shares, whether patches have places)."""
-    with _opened(path) as file:
-        rows = csv.DictReader(file)
-        first = next(rows, None)
-        names = rows.fieldnames or []
-    shares = ("p_", "without_event_", _ATTENTION)
-    return [name for name in names if name.startswith(shares)], bool(first and first["size_l0"])
 
 
 def _read(

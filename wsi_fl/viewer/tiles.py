@@ -153,13 +153,9 @@ class TileReader:
     def read(
         self, slide: Slide, level: int, column: int, row: int, awaited: _Awaited = lambda: True
     ) -> NDArray[np.uint8] | None:
-        """Return the pixels uint8[h, w, 3] of a tile; None where there is no such tile.
+        """Return the pixels uint8[h, w, 3] of a tile; None where there is none. NotAwaited: nobody wants it.
 
         If no pyramid level is coarse enough, build one in memory and cache it.
-
-        Raises:
-            NotAwaited: when nobody wants it any more.
-            WsiFlError: when the slide cannot be decoded there.
         """
         pyramid = Pyramid(slide.size_l0)
         box = pyramid.box(level, column, row)

@@ -61,35 +61,19 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
 
 
 def of_site(rows: Sequence[TableRow], site: str) -> list[TableRow]:
-    """Return the rows of a site; all of them where the table has no column `site`.
-
-    Raises:
-        UsageError: when a row names no site.
-    """
+    """Return the rows of a site; all of them where the table has no column `site`."""
     return [row for row in rows if site_named(row, site) == site]
 
 
 def site_named(row: TableRow, default: str = "") -> str:
-    """Return the site of a row, or the default where the table has no such column.
-
-    Raises:
-        UsageError: when the column is empty.
-    """
+    """Return the site of a row, or the default where the table has no such column."""
     if not row.get("site", "a site"):
         raise UsageError(f"{row.where}: site is empty")
     return row.get("site", default)
 
 
 def accounted(name: str, rows: Sequence[TableRow], own: int, site: str) -> str:
-    """Say what became of every row of the table with a name, of which so many are the site's own.
-
-    Example:
-        >>> rows = [TableRow("", site=site) for site in "AAB"]
-        >>> accounted("slides.csv", rows, 2, "A")
-        'slides.csv: 3 rows, 2 of this site, 1 of others (B)'
-        >>> accounted("slides.csv", rows[:2], 2, "A")
-        'slides.csv: 2 rows, all of this site'
-    """
+    """Say what became of every row of the table with a name, of which so many are the site's own."""
     if own == len(rows):
         return f"{name}: {own} rows, all of this site"
     sites = sorted({row["site"] for row in rows if row.get("site", site) != site}, key=natural)
@@ -149,30 +133,26 @@ class ArchiveSite:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the slides of one site and what is known about them lie.
-
-    Attributes:
-        label: how to name the site file in messages.
-        slides: glob patterns.
-        manifests: glob patterns of lists of what there should be.
-        slide_types: kinds of slides that are taken, where an archive has several.
-        labelled: whether labels and annotations are read; else every slide is unlabelled.
-        columns: how columns of `labels` are called where not as usual.
-        tell: told what became of the rows of each table.
-    """
+    """Where the slides of one site and what is known about them lie."""
 
     site: str
     label: str
+    """How to name the site file in messages."""
     slides: tuple[str, ...]
+    """Glob patterns."""
     annotations: Path | None = None
     labels: Path | None = None
     split: Path | None = None
     mpp_override: float | None = None
     manifests: tuple[str, ...] = ()
+    """Glob patterns of lists of what there should be."""
     slide_types: tuple[str, ...] = ("DX",)
     columns: Mapping[str, str] = field(default_factory=dict)
+    """How columns of `labels` are called where not as usual."""
     tell: Callable[[str], None] | None = None
+    """Told what became of the rows of each table."""
     labelled: bool = True
+    """Whether labels and annotations are read; else every slide is unlabelled."""
 
     def account(self, table: Path, rows: Sequence[TableRow], own: int) -> None:
         """Tell how many rows of a table are of this site, and how many of others."""

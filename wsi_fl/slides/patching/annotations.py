@@ -49,13 +49,8 @@ _T = TypeVar("_T", dict[str, Any], list[Any])
 
 @dataclass(frozen=True)
 class Annotations:
-    """The outlines of one slide, in level-0 pixels.
-
-    Attributes:
-        tumor: shapely (Multi)Polygon, holes taken out.
-        unsure: (Multi)Polygon of outlines that do not say what they hold.
-        groups: how many outlines each group has, as spelled in the file ("" for none).
-    """
+    """The outlines of one slide as shapely (Multi)Polygons in level-0 pixels: tumour, its holes taken out, and what
+    nobody said what it holds; and how many outlines each group has, as spelled in the file ("" for none)."""
 
     tumor: _Geometry
     unsure: _Geometry
@@ -112,11 +107,9 @@ def _shortened(text: str, most: int) -> str:
 
 
 def share_inside(area: Any, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray[np.float32]:
-    """Return the exact share float32[n] of squares that lies in an area; below a billionth is rounding.
+    """Return the exact share float32[n] of squares that lies in a shapely (Multi)Polygon; below 1e-9 is rounding.
 
-    Args:
-        area: shapely (Multi)Polygon in level-0 pixels.
-        xy_l0, size_l0: top-left corners [n, 2] and side of the squares in level-0 pixels.
+    Corners [n, 2] and side of the squares are in level-0 pixels, as the area is.
     """
     tree = shapely.STRtree(_pieces(area))
     left, top = xy_l0[:, 0].astype(np.float64), xy_l0[:, 1].astype(np.float64)

@@ -87,9 +87,6 @@ def plan_mosaic(
     """Choose the mosaic of a slide; reads a thumbnail and no more, so memory does not grow with the slide.
 
     The mean colour of a patch is the same at every magnification, so the thumbnail's serves for that at 5×.
-
-    Raises:
-        WsiFlError: when the slide cannot be used: unreadable, without mpp, too coarse, without tissue.
     """
     params = params or MosaicParams()
     seen = survey(

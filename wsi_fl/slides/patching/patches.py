@@ -25,7 +25,7 @@ _PICTURE_QUALITY = 90
 _HEALTHY, _TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")
 
 
-def label_patches(
+def _label_patches(
     tissue_fraction: NDArray[np.float32],
     tumor_fraction: NDArray[np.float32],
     supervision: Supervision,
@@ -41,7 +41,7 @@ def label_patches(
     Under weak supervision every patch with tissue takes its slide's label.
 
     Example:
-        >>> keep, label = label_patches(np.float32([1, 1, 1, 0]), np.float32([0, 0.3, 0.9, 0]), "annotated", True,
+        >>> keep, label = _label_patches(np.float32([1, 1, 1, 0]), np.float32([0, 0.3, 0.9, 0]), "annotated", True,
         ...                             min_tissue=0.5, min_tumor=0.5)
         >>> keep.tolist(), label.tolist()
         ([True, False, True, False], [0, 0, 1, 0])
@@ -151,7 +151,7 @@ def plan_slide(
     if record.supervision in {"weak", "unlabelled"}:
         tumor = np.full_like(tumor, np.nan)
     least = {"min_tissue": params.min_tissue, "min_tumor": params.min_tumor}
-    keep, label = label_patches(tissue, tumor, record.supervision, record.positive, **least)
+    keep, label = _label_patches(tissue, tumor, record.supervision, record.positive, **least)
     keep &= (unsure == 0) | (label == _TUMOR)
     if not keep.any():
         reason = _why_none(record, params, tissue, tumor, unsure)

@@ -53,12 +53,9 @@ _ROUND = 0.7
 
 @dataclass(frozen=True)
 class QualityParams:
-    """What is looked for, and how much of it a patch may have.
+    """For what patches are set aside, and how much of it one may have; nothing is measured for other kinds.
 
-    Attributes:
-        kinds: what patches are set aside for; nothing is measured for the others.
-        max_pen, max_black, max_fold, max_bubble, max_blur: largest share of a patch.
-        segmenter: SHA-256 of the segmenter's file; "" without one. What another found is not its finding.
+    `segmenter` is the SHA-256 of the segmenter's file, "" without one: what another found is not its finding.
     """
 
     kinds: tuple[_Kind, ...] = ()
@@ -71,12 +68,8 @@ class QualityParams:
 
 
 class Segmenter(Protocol):
-    """What tells faults pixel by pixel, in place of the measures of this module.
-
-    Attributes:
-        classes: what it tells apart; those that are called as kinds here are faults.
-        mpp: µm per pixel of the patches that it wants.
-    """
+    """What tells faults pixel by pixel, in place of the measures here, on patches of so many µm per pixel. Those of its
+    classes that are called as kinds here are faults."""
 
     @property
     def classes(self) -> tuple[str, ...]: ...

@@ -68,7 +68,7 @@ def sample_rows(
     max_per_slide: int | None,
     seed: int,
 ) -> NDArray[np.bool_]:
-    """Choose the patches to keep: at most `max_per_slide` of each slide, then equally many of each label.
+    """Choose the patches bool[n] to keep: at most `max_per_slide` of each slide, then equally many of each label.
 
     Each slide draws alone, from the seed and its name. So without `balance` nothing that is decided about a slide
     depends on another slide, and what ε promises holds from the slides on. Balancing draws from the labels with too
@@ -77,12 +77,7 @@ def sample_rows(
     nothing to balance and all are kept.
 
     Args:
-        label: int64[n], the label of each patch.
-        slide: int64[n], the place in `names` of each patch's slide.
-        names: the slides' names.
-
-    Returns:
-        bool[n]: whether each patch is kept.
+        label, slide: int64[n], the label of each patch, and the place of its slide in `names`.
     """
     keep = np.ones(len(label), bool)
     if max_per_slide is not None:

@@ -51,15 +51,11 @@ class SlideSurvey:
 def survey(
     record: SlideRecord, spec: GridSpec, tissue: TissueParams, *, patch_px: int, section: str, reader: Reader
 ) -> SlideSurvey:
-    """Look for tissue in a slide's thumbnail; its pixels are not read.
-
-    Args:
-        patch_px: side that a patch should have in the thumbnail.
-        section: of the configuration that asks for the patches, for errors.
+    """Look for tissue in a slide's thumbnail, in which a patch should have `patch_px` a side; its pixels are not read.
 
     Raises:
-        WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser than `spec` by over 10 %, without
-            tissue.
+        WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser by over 10 % than the `spec` in a
+            `section` of the configuration, without tissue.
     """
     with Slide(record.path, record.mpp_override, reader) as slide:
         mpp, size_l0, quickhash = slide.mpp, slide.size_l0, slide.quickhash
@@ -74,7 +70,7 @@ def survey(
     try:
         if tissue.masks:
             file = _mask_file(Path(tissue.masks), record.slide)
-            found = Found(read_mask(file, thumbnail.shape[:2], downsample), "masks", nan)
+            found = Found(_read_mask(file, thumbnail.shape[:2], downsample), "masks", nan)
         else:
             found = find_tissue(thumbnail, downsample * mpp, tissue)
     except WsiFlError as error:
@@ -87,11 +83,7 @@ def survey(
 
 
 def mask_digest(folder: Path, slide: str) -> str:
-    """Return the SHA-256 of the mask of a slide that others made.
-
-    Raises:
-        WsiFlError: when the folder has none.
-    """
+    """Return the SHA-256 of the mask of a slide that others made."""
     return hashlib.sha256(_mask_file(folder, slide).read_bytes()).hexdigest()
 
 
@@ -104,15 +96,12 @@ def _mask_file(folder: Path, slide: str) -> Path:
     )
 
 
-def read_mask(path: Path, shape: tuple[int, int], downsample: float) -> NDArray[np.bool_]:
-    """Return a mask bool[h, w] over a slide's thumbnail, as QuPath, TRIDENT and people make them.
+def _read_mask(path: Path, shape: tuple[int, int], downsample: float) -> NDArray[np.bool_]:
+    """Return a mask bool[h, w] over a slide's thumbnail of that shape, as QuPath, TRIDENT and people make them.
 
-    Outlines of a GeoJSON file, of whatever class, are in level-0 pixels. A PNG covers the whole slide at any scale.
-    Opaque pixels are tissue; without an alpha channel, pixels brighter than half the maximum.
-
-    Args:
-        shape: height and width of the thumbnail.
-        downsample: level-0 pixels per thumbnail pixel.
+    Outlines of a GeoJSON file, of whatever class, are in level-0 pixels, of which a thumbnail's pixel has `downsample`.
+    A PNG covers the whole slide at any scale. Opaque pixels are tissue; without an alpha channel, pixels brighter than
+    half the maximum.
 
     Raises:
         WsiFlError: when the file is damaged, too large, or holds no tissue.

@@ -76,14 +76,8 @@ class TissueParams:
 
 @dataclass(frozen=True)
 class Found:
-    """Tissue, and how it was told from background.
-
-    Attributes:
-        mask: bool[h, w].
-        method: which of the three methods made it, or "masks".
-        gain: its area for each of that by saturation; infinity where saturation finds nothing, nan where it
-            was not asked.
-    """
+    """Tissue bool[h, w], by which of the three methods or "masks" it was found, and its area for each of that by
+    saturation: infinity where saturation finds nothing, nan where it was not asked."""
 
     mask: _Mask
     method: str
@@ -268,13 +262,10 @@ def _density(thumbnail: _Picture, sigma_px: float, um_per_px: float) -> tuple[_P
 
 
 def ink_beside_any_stain(thumbnail: _Picture, seen: Colours, um_per_px: float) -> _Mask:
-    """Return where a thumbnail uint8[h, w, 3] has ink, whatever its tissue is stained with.
+    """Return where a thumbnail uint8[h, w, 3] with these smoothed colours has ink, whatever its tissue is stained with.
 
     Blue counterstain has colours of ink. So ink is only what is vivid, or has such a colour and is smooth: with what is
     around it, or by itself as a thin line is.
-
-    Args:
-        seen: the colours of the thumbnail, smoothed.
     """
     ink = seen.ink
     if ink.any():
@@ -335,14 +326,11 @@ def _cleaned(mask: _Mask, excluded: _Mask, um_per_px: float) -> _Mask:
 
 
 def tissue_fraction(mask: _Mask, xy_l0: NDArray[np.int64], size_l0: float, downsample: float) -> _Plane:
-    """Share float32[n] of each square's area that is tissue; outside the slide counts as none.
-
-    Exact also where squares cut thumbnail pixels.
+    """Share float32[n] of each square's area that is tissue, exact also where squares cut pixels of the mask [h, w].
 
     Args:
-        mask: bool[h, w], one element per thumbnail pixel.
-        xy_l0, size_l0: top-left corners [n, 2] and side of the squares in level-0 pixels.
-        downsample: level-0 pixels per thumbnail pixel.
+        xy_l0, size_l0: top-left corners [n, 2] and side of the squares in level-0 pixels; beyond the mask is no tissue.
+        downsample: level-0 pixels per pixel of the mask.
     """
     if not mask.any():
         return np.zeros(len(xy_l0), np.float32)

@@ -283,11 +283,9 @@ def _draw_bar(
 
 
 def write_geojson(path: Path, heat: Heat, colors: Sequence[Color], identity: str) -> None:
-    """Writes the regions of a slide as annotations and its patches as tiles, feature by feature.
+    """Write the regions of a slide as annotations and its patches as tiles, feature by feature, in colours of classes.
 
-    Args:
-        colors: of each class.
-        identity: what the objects' ids are made from: run, site and slide.
+    Ids of objects are made from the `identity`: run, site and slide.
     """
     with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write('{"type": "FeatureCollection", "features": [')

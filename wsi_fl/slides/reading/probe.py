@@ -37,11 +37,8 @@ _MOST_TILE_PX = 1 << 28
 def check_opens_safely(path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
     """Open a slide in the child process, and read a little of each level, unless this process has done so before.
 
-    What is merely wrong with a slide is for `Slide` to say.
-
-    Raises:
-        WsiFlError: when that ends the child, takes too long or needs too much memory, where the file lies about its
-            tiles, or when no child can be started.
+    What is merely wrong with a slide is for `Slide` to say. WsiFlError says that opening it ends the child, takes too
+    long or too much memory, that the file lies about its tiles, or that no child can be started.
     """
     try:
         status = path.stat()
@@ -205,7 +202,7 @@ def _lie(path: Path, *, natively: bool) -> str:
     return ""
 
 
-def main() -> None:
+def _main() -> None:
     """Answer for a slide per line until the other side is gone; a slide that takes too long ends the process."""
     import resource
 
@@ -230,4 +227,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -38,15 +38,11 @@ class _Cuts(NamedTuple):
         return _Cuts(jobs, self.parts[first:last])
 
 
-def cut(image: TiledImage, at: _Rows, patch: _Rows, size_px: int, *, step: int, reach: int) -> _Cuts:
-    """The plan for patches that are taken in strips.
+def _cut(image: TiledImage, at: _Rows, patch: _Rows, size_px: int, *, step: int, reach: int) -> _Cuts:
+    """The plan for patches at [n, 2] in the image's pixels, whose numbers [n] ascend; number // step is a strip.
 
     A tile is decoded by the first strip that wants it and gives to all strips up to `reach` further on; of those
     beyond, again the first decodes it.
-
-    Args:
-        at: (x, y) [n, 2] of patches in the image's pixels; they may reach over its edges.
-        patch: [n] their numbers, ascending; number // step is the strip.
     """
     across, first_across, n_across = _along(at[:, 0], size_px, image.tile_px[0], image.size_px[0])
     down, first_down, n_down = _along(at[:, 1], size_px, image.tile_px[1], image.size_px[1])
@@ -106,17 +102,11 @@ _MEMORY = BufferPool(most=8)
 """Of strips that were written."""
 
 
-class Sweep:
-    """Reads patches strip by strip.
+class _Sweep:
+    """Reads patches with corners [n, 2] from an open slide, in strips of `step` patches.
 
     Threads call `fill` once for each strip, about in order. A strip can be taken once its own call and all before it
-    have returned.
-
-    Args:
-        slide: open; it stays open.
-        xy_l0, spec: the patches' corners [n, 2], their size and resolution.
-        step: patches in a strip.
-        first: row of the first patch among all that are read.
+    have returned. `first` is the row of the first patch among all that are read.
     """
 
     def __init__(
@@ -130,7 +120,7 @@ class Sweep:
             self._level, at, tiled = native
             rows = np.flatnonzero(tiled)
             reach = max(1, _REACH_BYTES // (step * spec.size_px**2 * 3))
-            self._cuts = cut(self._level.image, at[rows], rows, spec.size_px, step=step, reach=reach)
+            self._cuts = _cut(self._level.image, at[rows], rows, spec.size_px, step=step, reach=reach)
             ends = at + spec.size_px > self._level.image.size_px
             over = tiled & ((at < 0) | ends).any(axis=1)
         strips = (slice(start, start + step) for start in range(0, len(xy_l0), step))
@@ -269,7 +259,7 @@ def read_patches(
     with Slide(record.path, record.mpp_override, reader) as slide:
         step = _strip_size(xy_l0, spec, ahead)
         for first in range(0, len(xy_l0), _AT_ONCE):
-            sweep = Sweep(slide, xy_l0[first : first + _AT_ONCE], spec, step, first)
+            sweep = _Sweep(slide, xy_l0[first : first + _AT_ONCE], spec, step, first)
             with closing(in_order(sweep.fill, range(len(sweep)), threads=threads, ahead=ahead)) as filled:
                 for number in filled:
                     yield sweep.take(number, aside)

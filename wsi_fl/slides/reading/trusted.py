@@ -24,16 +24,8 @@ _Pixels = NDArray[np.uint8]
 class TrustedLevels:
     """The levels of one slide; each is compared with OpenSlide when it is first wanted.
 
-    Args:
-        path: the slide's file.
-        level_sizes_px: (width, height) of every level that OpenSlide lists.
-        properties: as OpenSlide says them.
-        background: RGB of what lies beyond the edge.
-        reference: OpenSlide's pixels of a box of a level; None where it has none exactly there.
-        required: whether a level that cannot be trusted is an error.
-
-    Raises:
-        WsiFlError: when level 0 cannot be trusted and `required`.
+    Sizes and properties are as OpenSlide lists them. `reference` gives OpenSlide's pixels of a box of a level, None
+    where it has none exactly there. A level that cannot be trusted is None, or a WsiFlError where it is `required`.
     """
 
     def __init__(

@@ -35,9 +35,6 @@ def open_source(path: Path) -> Source | None:
 
     Readers of other packages, the entry points `wsi_fl.readers`, are asked before these: functions of the path and
     its first 64 KiB that return None for what is not theirs.
-
-    Raises:
-        WsiFlError: when it is known and damaged, too large, or needs an extra that is not installed.
     """
     from wsi_fl.plugins import entries
 

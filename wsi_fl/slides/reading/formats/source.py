@@ -107,12 +107,7 @@ def mpp_properties(mpp: Mpp) -> dict[str, str]:
 
 
 def needed(module: str, extra: str, path: Path) -> Any:
-    """Import a library that an extra brings.
-
-    Raises:
-        UsageError: when it is not installed.
-        ImportError: when it is installed and broken.
-    """
+    """Import a library that an extra brings; UsageError names the extra where it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
