@@ -160,8 +160,13 @@ class Gallery:
             one.readers += 1
         try:
             with one.opening:
-                slide = one.slide = one.slide or self._opened(number)
-            yield slide
+                if one.slide is None:
+                    shown = self.exhibits[number]
+                    assert shown.path is not None
+                    # OpenSlide opens at once and keeps few tiles; native tiles pay where all patches are read.
+                    check_opens_safely(shown.path, shown.mpp_override, "openslide")
+                    one.slide = Slide(shown.path, shown.mpp_override, "openslide")
+            yield one.slide
         finally:
             with self._lock:
                 one.readers -= 1
@@ -171,13 +176,6 @@ class Gallery:
         """Close the slides that nobody reads."""
         with self._lock:
             self._close_idle(0)
-
-    def _opened(self, number: int) -> Slide:
-        exhibit = self.exhibits[number]
-        assert exhibit.path is not None
-        # OpenSlide opens at once and keeps few tiles; the native reader pays where every patch of a slide is read.
-        check_opens_safely(exhibit.path, exhibit.mpp_override, "openslide")
-        return Slide(exhibit.path, exhibit.mpp_override, "openslide")
 
     def _close_idle(self, most: int) -> None:
         idle = [number for number, one in self._lent.items() if not one.readers]

@@ -17,7 +17,6 @@ import signal
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -62,7 +61,7 @@ def _answer(gallery: Gallery, path: str, awaited: Callable[[], bool]) -> _HttpRe
     """What a path behind the token asks for, which is refused where there is no such slide, layer or tile."""
     if path in _FILES:
         name, kind = _FILES[path]
-        return HTTPStatus.OK, kind, _content(name)
+        return HTTPStatus.OK, kind, (files("wsi_fl.viewer") / "page" / name).read_bytes()
     for pattern, kind, route in _ROUTES:
         if (found := pattern.fullmatch(path)) is not None:
             content = route(gallery, awaited, *map(int, found.groups()))
@@ -92,12 +91,6 @@ _ROUTES: tuple[tuple[re.Pattern[str], str, Callable[..., bytes | None]], ...] = 
     ),
     (re.compile(rf"slides/{_NUMBER}/tiles/{_NUMBER}/{_NUMBER}_{_NUMBER}\.jpg"), "image/jpeg", _tile),
 )
-
-
-@cache
-def _content(name: str) -> bytes:
-    """A file of the page, by a name of this module and never of a request."""
-    return (files("wsi_fl.viewer") / "page" / name).read_bytes()
 
 
 ADDRESS = "127.0.0.1"

@@ -135,12 +135,11 @@ class Recent(Generic[_T]):
             value = make()
             with self._lock:
                 self._values[key] = value
-                while len(self._values) > 1 and self._n_bytes() > self._most_bytes:
+                sizes = [memoryview(one).nbytes for one in self._values.values()]
+                while len(self._values) > 1 and sum(sizes) > self._most_bytes:
                     self._values.popitem(last=False)
+                    sizes.pop(0)
         return value
-
-    def _n_bytes(self) -> int:
-        return sum(memoryview(value).nbytes for value in self._values.values())
 
 
 class TileReader:

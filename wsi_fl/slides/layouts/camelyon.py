@@ -14,7 +14,6 @@ from pathlib import Path
 from wsi_fl.slides.layouts.common import (
     ArchiveSite,
     Sources,
-    TableRow,
     divided,
     label_of,
     rows_of,
@@ -52,7 +51,13 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
     rows = rows_of(sources.labels, ("patient", "stage"))
-    stages = _stages(rows)
+    stages: dict[str, str] = {}
+    for (
+        row
+    ) in rows:  # patient_000_node_0.tif,negative; those of patients (patient_000.zip,pN0) are passed over
+        slide, stage = Path(row["patient"]).stem, row["stage"]
+        if C17_SLIDE.match(slide) and stages.setdefault(slide, stage) != stage:
+            raise UsageError(f"{row.where}: {slide} is {stage}, and {stages[slide]} in a line above")
     table = sources.labels.name
 
     def judged(path: Path) -> SlideRecord | SetAside:
@@ -104,16 +109,6 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
         supervision = "partial" if partial else "annotated"
     mpp, site = sources.mpp_override, sources.site
     return SlideRecord(path, path.stem, patient, site, supervision, not negative, annotation, None, mpp)
-
-
-def _stages(rows: Iterable[TableRow]) -> dict[str, str]:
-    """Rows `patient_000_node_0.tif,negative`; patient rows (`patient_000.zip,pN0`) are passed over."""
-    stages: dict[str, str] = {}
-    for row in rows:
-        slide, stage = Path(row["patient"]).stem, row["stage"]
-        if C17_SLIDE.match(slide) and stages.setdefault(slide, stage) != stage:
-            raise UsageError(f"{row.where}: {slide} is {stage}, and {stages[slide]} in a line above")
-    return stages
 
 
 def _first(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:

@@ -162,7 +162,10 @@ def plan_slide(
     keep[aside] = False
     if not keep.any():
         raise AllSetAside(record.path.name, fault, seen.found.method, seen.found.gain)
-    picture, picture_mask, factor = _reduced(seen.thumbnail, seen.found.mask)
+    picture, mask = seen.thumbnail, seen.found.mask
+    if (factor := ceil(max(mask.shape) / PICTURE_PX)) > 1:  # plans of a whole site are held at once
+        picture = np.array(Image.fromarray(picture).reduce(factor))
+        mask = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)) > 127
     rings = shapely.get_rings(shapely.get_parts(annotations.tumor)) if annotations is not None else []
     return SlidePlan(
         record,
@@ -174,8 +177,8 @@ def plan_slide(
         label[keep],
         tumor[keep],
         jpeg.encode(picture, _PICTURE_QUALITY),
-        np.packbits(picture_mask),
-        picture_mask.shape,
+        np.packbits(mask),
+        mask.shape,
         seen.downsample * factor,
         [shapely.get_coordinates(ring) for ring in rings],
         seen.xy_l0[aside],
@@ -227,15 +230,3 @@ def _why_none(
         f"without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
         f"{record.supervision}; lower tile.size_px"
     )
-
-
-def _reduced(
-    thumbnail: NDArray[np.uint8], mask: NDArray[np.bool_]
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_], int]:
-    """Thumbnail and mask by a whole factor smaller: plans of a whole site are held at once."""
-    factor = ceil(max(mask.shape) / PICTURE_PX)
-    if factor == 1:
-        return thumbnail, mask, 1
-    small = Image.fromarray(thumbnail).reduce(factor)
-    share = Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)
-    return np.array(small), np.asarray(share) > 127, factor

@@ -84,7 +84,8 @@ def sample_rows(
         order = np.argsort(slide, kind="stable")
         for rows in np.split(order, np.searchsorted(slide[order], np.arange(1, len(names)))):
             if len(rows) > max_per_slide:
-                own = _of_slide(seed, names[slide[rows[0]]])
+                said = f"{seed} {names[slide[rows[0]]]}".encode()
+                own = np.random.default_rng(int.from_bytes(hashlib.sha256(said).digest(), "big"))
                 keep[rows[own.permutation(len(rows))[max_per_slide:]]] = False
     counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label[keep])}
     if balance and len(counts) > 1:
@@ -93,8 +94,3 @@ def sample_rows(
         for c in counts:
             keep[rng.permutation(np.flatnonzero(keep & (label == c)))[fewest:]] = False
     return keep
-
-
-def _of_slide(seed: int, name: str) -> np.random.Generator:
-    """A slide's own generator, whatever other slides there are."""
-    return np.random.default_rng(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest(), "big"))

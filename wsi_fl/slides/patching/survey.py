@@ -137,16 +137,10 @@ def _of_png(path: Path, shape: tuple[int, int]) -> NDArray[np.bool_]:
                     f"{path}: {width} × {height} pixels are not of the slide's shape ({shape[1]} × {shape[0]} in its "
                     "thumbnail)"
                 )
-            grey = np.asarray(_brightness(image).resize((shape[1], shape[0])), np.uint8)
+            alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+            opaque = alpha is None or np.asarray(alpha).min() == 255
+            said = image.convert("L") if alpha is None or opaque else alpha
+            grey = np.asarray(said.resize((shape[1], shape[0])), np.uint8)
             return np.asarray(grey > grey.max() / 2)
     except (OSError, ValueError, SyntaxError) as error:
         raise WsiFlError(f"{path}: not a readable PNG ({one_line(error)})") from None
-
-
-def _brightness(image: Image.Image) -> Image.Image:
-    """How bright a picture is, or how opaque where some of it is transparent."""
-    if image.has_transparency_data:
-        alpha = image.convert("RGBA").getchannel("A")
-        if np.asarray(alpha).min() < 255:
-            return alpha
-    return image.convert("L")

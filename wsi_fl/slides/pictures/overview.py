@@ -50,7 +50,10 @@ def draw_overview(plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]
     Args:
         chosen: rows of the plan, as positions or as a mask over its patches.
     """
-    picture, zoom = enlarged(_faded(plan.thumbnail), _LONG_SIDE_PX)
+    image = Image.fromarray(plan.thumbnail)
+    grey = Image.blend(image, image.convert("L").convert("RGB"), 0.5)
+    faded = Image.blend(grey, Image.new("RGB", image.size, PAPER), 0.25)  # so that colours carry the meaning
+    picture, zoom = enlarged(faded, _LONG_SIDE_PX)
     to_picture = zoom / plan.downsample
     _draw_patches(picture, plan, chosen, to_picture)
     _draw_tissue(picture, plan.tissue)
@@ -71,13 +74,6 @@ def draw_overview(plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]
     _draw_legend(page, plan, classes, um_per_px=plan.mpp / to_picture)
     # 256 colours, which a faded thumbnail and a legend do with: a quarter of the bytes and of the time.
     return png(page.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE))
-
-
-def _faded(thumbnail: NDArray[np.uint8]) -> Image.Image:
-    """Half grey and lighter, so that the colours on top carry the meaning."""
-    image = Image.fromarray(thumbnail)
-    grey = Image.blend(image, image.convert("L").convert("RGB"), 0.5)
-    return Image.blend(grey, Image.new("RGB", image.size, PAPER), 0.25)
 
 
 def _draw_patches(picture: Image.Image, plan: SlidePlan, chosen: NDArray[np.generic], scale: float) -> None:
@@ -144,7 +140,10 @@ def draw_mosaic(plan: MosaicPlan, patches: _Patches) -> bytes:
         patches: (row of the mosaic, pixels uint8[h, w, 3] of any size) of those that could be read.
     """
     slide, um_per_px = _slide(plan)
-    shown = _shown(plan, patches)
+    group, weight = plan.kept_cluster, plan.mosaic.weight
+    most = sorted(patches, key=lambda one: -float(weight[one[0]]))[:_MOST_SHOWN]
+    rows = sorted(most, key=lambda one: (int(group[one[0]]), one[0]))
+    shown = [(int(group[row]), pixels) for row, pixels in rows]
     sheet = _sheet(plan, shown, slide.height)
     width = max(slide.width + _MARGIN_PX + sheet.width, _MOSAIC_LEAST_WIDTH_PX)
     legend = _mosaic_legend(plan, width)
@@ -200,14 +199,6 @@ def _slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
             middle, face = (left + side / 2, top + side / 2), font(14, bold=True)
             draw.text(middle, str(cluster + 1), PAPER, face, "mm", stroke_width=2, stroke_fill=colour)
     return image, plan.mpp / scale
-
-
-def _shown(plan: MosaicPlan, patches: _Patches) -> _Patches:
-    """(group, pixels) for the sheet, group by group; of many, those that stand for most."""
-    weight = plan.mosaic.weight
-    most = sorted(patches, key=lambda one: -float(weight[one[0]]))[:_MOST_SHOWN]
-    rows = sorted(most, key=lambda one: (int(plan.kept_cluster[one[0]]), one[0]))
-    return [(int(plan.kept_cluster[row]), pixels) for row, pixels in rows]
 
 
 def _sheet(plan: MosaicPlan, shown: _Patches, height: int) -> Image.Image:
