@@ -37,7 +37,7 @@ def asap(path, *outlines):
     return path
 
 
-def geojson(path, document):
+def written(path, document):
     path.write_text(json.dumps(document))
     return path
 
@@ -119,7 +119,7 @@ def test_geojson_holes_of_both_kinds_are_taken_out(tmp_path):
         feature(SQUARE, holes=[INNER], classification={"name": "Tumor"}),
         feature(far, classification={"name": "Exclusion"}),
     ]
-    assert read_annotations(geojson(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400
+    assert read_annotations(written(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400
 
 
 def test_what_no_person_drew_and_what_has_no_area_is_left_out(tmp_path):
@@ -130,7 +130,7 @@ def test_what_no_person_drew_and_what_has_no_area_is_left_out(tmp_path):
         {"type": "Feature", "geometry": line, "properties": {"classification": {"name": "Tumor"}}},
         {"type": "Feature", "geometry": None, "properties": None},
     ]
-    assert read_annotations(geojson(tmp_path / "a.json", document)).tumor.area == 10_000
+    assert read_annotations(written(tmp_path / "a.json", document)).tumor.area == 10_000
 
 
 @pytest.mark.parametrize(
@@ -193,23 +193,14 @@ def test_patches_that_only_touch_an_outline_share_no_area_with_it():
 
 
 @needs_shared
-@pytest.mark.parametrize("name", ["asap_example.xml", "asap_example.geojson", "dlup_qupath05.geojson"])
-def test_files_of_other_tools_read_once_their_groups_are_named(name):
-    with pytest.raises(WsiFlError, match="unknown annotation groups"):
-        read_annotations(SHARED / name)
-    groups = ("UT", "I", "artifact", "aberrant_positive_columnar", "unsure")
-    annotations = read_annotations(SHARED / name, dict.fromkeys(groups, "tumor"))
-    assert annotations.tumor.is_valid
-    assert annotations.tumor.area > 0
-
-
-@needs_shared
-def test_asap_and_geojson_of_the_same_region_agree():
-    areas = [
-        read_annotations(SHARED / name, {"unsure": "tumor", other: "ignored"}).tumor.area
-        for name, other in (
-            ("asap_example.xml", "aberrant_positive_columnar"),
-            ("asap_example.geojson", "artifact"),
-        )
-    ]
+def test_files_of_other_tools_read_once_their_groups_are_named_and_agree():
+    groups = ("UT", "I", "artifact", "aberrant_positive_columnar")
+    areas = []
+    for name in ("asap_example.xml", "asap_example.geojson", "dlup_qupath05.geojson"):
+        with pytest.raises(WsiFlError, match="unknown annotation groups"):
+            read_annotations(SHARED / name)
+        every = read_annotations(SHARED / name, dict.fromkeys((*groups, "unsure"), "tumor")).tumor
+        assert every.is_valid and every.area > 0
+        roles = dict.fromkeys(groups, "ignored") | {"unsure": "tumor"}
+        areas.append(read_annotations(SHARED / name, roles).tumor.area)
     assert areas[0] == pytest.approx(areas[1])

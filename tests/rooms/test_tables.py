@@ -1,10 +1,11 @@
 """Tables lose nothing: every row is used, of another site, or refused with its line; and none is cut by a terminal."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 from conftest import refused
 from rich.console import Console
+from test_layouts import HEADER, generic, read_generic
 
 from wsi_fl.slides.layouts import Sources, describe, read_site
 from wsi_fl.slides.layouts.common import TableRow, accounted, rows_of
@@ -12,21 +13,9 @@ from wsi_fl.stages.prepare.tables import tile_lines
 from wsi_fl.stages.work import console
 from wsi_fl.stages.work.console import render
 
-HEADER = "slide,patient,site,label"
+archive = partial(generic, files=[f"{name}.tif" for name in "abcd"])
+read = partial(read_generic, site="A")
 TABLE = f"{HEADER}\na.tif,p0,A,normal\nb.tif,p1,B,tumor\n\nc.tif,p2,A,tumor\n"
-
-
-def archive(root: Path, table: str | bytes) -> Path:
-    (root / "slides").mkdir()
-    for name in "abcd":
-        (root / "slides" / f"{name}.tif").touch()
-    (root / "slides.csv").write_bytes(table if isinstance(table, bytes) else table.encode())
-    return root
-
-
-def read(root: Path, site: str = "A", **more):
-    sources = Sources(site, "sites/A.toml", (f"{root}/slides/*",), labels=root / "slides.csv", **more)
-    return read_site("generic", sources)
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])

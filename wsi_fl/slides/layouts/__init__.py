@@ -58,10 +58,8 @@ def describe(
 ) -> list[ArchiveSite]:
     """The sites of an archive, in order.
 
-    Args:
-        group_by: of TCGA, whether a site is an "institution" (default) or a source site, "tss".
-        clinical: of TCGA, the table of diagnoses where the archive does not hold it.
-        codes: of TCGA, the table of all source sites where the archive does not hold it.
+    Of TCGA, a site is an "institution" (default) or a source site, "tss"; tables of diagnoses and of all source sites
+    are named where the archive does not hold them.
     """
     for option, path in (("--clinical", clinical), ("--codes", codes)):
         if path is not None and not path.is_file():
@@ -118,12 +116,10 @@ _DESCRIBE: dict[str, Callable[[Path], list[ArchiveSite]]] = {
     "camelyon16": describe_camelyon16,
     "generic": describe_generic,
 }
-
 _READ: dict[str, Callable[[Sources], tuple[list[SlideRecord], list[SetAside]]]] = {
     "camelyon17": read_camelyon17,
     "camelyon16": read_camelyon16,
     "tcga": read_tcga,
     "generic": read_generic,
 }
-
 LAYOUTS = tuple(_READ)

@@ -214,13 +214,17 @@ def _by(method: str, thumbnail: _Picture, um_per_px: float) -> _Mask:
     values, excluded = measured(thumbnail, sigma_px if sigma_px >= 0.5 else 0, um_per_px)
     if method == "texture":
         values = _texture(values, um_per_px)
-    threshold = _threshold(values[~excluded], *_BOUNDS[method])
+    (least, threshold), seen = _BOUNDS[method], values[~excluded]
+    if seen.size and np.ptp(seen):
+        from skimage.filters import threshold_otsu
+
+        threshold = float(np.clip(threshold_otsu(seen), least, threshold))
     mask = _cleaned(values > threshold, excluded, um_per_px)
     if method == "density":
         rough = _texture(optical_density(thumbnail), um_per_px) > _BOUNDS["texture"][0]
         mask = _without_smooth(mask, rough)
     if not mask.any():
-        top = float(values[~excluded].max(initial=0))
+        top = float(seen.max(initial=0))
         of = "optical density" if method == "density" else method
         raise NoTissueError(
             f"no tissue found: {excluded.mean():.0%} of the thumbnail is black or ink; the rest reaches {of} {top:.3f} "
@@ -305,15 +309,6 @@ def _excluded(foreign: _Mask, sigma_px: float, um_per_px: float) -> _Mask:
     if excluded.any():  # smoothing mixed its rim with what is beside it
         excluded = dilated(excluded, 1 + 2 * sigma_px)
     return excluded
-
-
-def _threshold(values: _Plane, least: float, most: float) -> float:
-    """Otsu's threshold within the plausible range."""
-    if values.size == 0 or np.ptp(values) == 0:
-        return most
-    from skimage.filters import threshold_otsu
-
-    return float(np.clip(threshold_otsu(values), least, most))
 
 
 def _cleaned(mask: _Mask, excluded: _Mask, um_per_px: float) -> _Mask:

@@ -253,7 +253,7 @@ def _draw_legend(
     what = f"{heat.classes[1]} probability" if of_two else "probability of the likeliest class"
     left, bar_top = _MARGIN_PX + 6, top + 34
     draw.text((left, top + 16), said or what, INK, font(), anchor="lm")
-    _draw_bar(page, draw, (left, bar_top), heat.threshold)
+    _draw_bar(page, (left, bar_top), heat.threshold)
     x = float(left + _BAR_PX[0] + 36)
     middle = bar_top + _BAR_PX[1] // 2
     for kind in heat.shown:
@@ -264,12 +264,9 @@ def _draw_legend(
     draw_scale_bar(draw, (page.width - _MARGIN_PX, middle + 7), um_per_px, page.width / 6)
 
 
-def _draw_bar(
-    page: Image.Image, draw: ImageDraw.ImageDraw, corner: tuple[int, int], threshold: float
-) -> None:
+def _draw_bar(page: Image.Image, corner: tuple[int, int], threshold: float) -> None:
     """The colours from 0 to 1 as they look on tissue, with numbers and a mark at the threshold."""
-    width, height = _BAR_PX
-    left, top = corner
+    draw, (width, height), (left, top) = ImageDraw.Draw(page), _BAR_PX, corner
     rgb, opacity = _colours(np.linspace(0, 1, width))
     row = _BENEATH + (rgb - _BENEATH) * opacity[:, None]
     page.paste(Image.fromarray(np.broadcast_to(row, (height, width, 3)).round().astype(np.uint8)), corner)

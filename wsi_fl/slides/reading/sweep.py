@@ -171,8 +171,10 @@ class _Sweep:
     def _decode(self, level: NativeLevel, cuts: _Cuts, number: int) -> None:
         jobs, parts = cuts.of(number)
         first, end = jobs[:, 2:].T
-        patches, scratch = self._patches(parts[:, 0]), level.room()
-        size = self._spec.size_px
+        of, within = (column.tolist() for column in np.divmod(parts[:, 0], self._step))
+        pixels = {strip: self._pixels(self._strips[strip]) for strip in sorted(set(of))}
+        patches = [pixels[strip][k] for strip, k in zip(of, within, strict=True)]
+        scratch, size = level.room(), self._spec.size_px
         whole = np.all(parts[:, 1:5] == (0, size, 0, size), axis=1) & (level.tile_shape[:2] == (size, size))
         alone = (end - first == 1) & whole[first]
         served = zip(first.tolist(), end.tolist(), alone.tolist(), strict=True)
@@ -190,12 +192,6 @@ class _Sweep:
                     top, bottom, left, right, row, column = place
                     part = scratch[top:bottom, left:right]
                     patch[row : row + bottom - top, column : column + right - left] = part
-
-    def _patches(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-        """Where these patches go."""
-        strips, k = np.divmod(numbers, self._step)
-        pixels = {strip: self._pixels(self._strips[strip]) for strip in np.unique(strips).tolist()}
-        return [pixels[strip][k] for strip, k in zip(strips.tolist(), k.tolist(), strict=True)]
 
     def _pixels(self, strip: _Strip) -> NDArray[np.uint8]:
         """The strip's array, made when it is first wanted; patches over the edge have the background's colour."""
@@ -256,18 +252,13 @@ def read_patches(
     """
     threads = max(1, threads)
     ahead = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))
+    # Strips in hand span about two rows of the grid, whose tiles are kept where patches are resampled from them.
+    in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // ahead) // (spec.size_px**2 * 3)
+    in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
+    step = max(1, min(_BATCH, in_memory, in_two_rows // ahead))
     with Slide(record.path, record.mpp_override, reader) as slide:
-        step = _strip_size(xy_l0, spec, ahead)
         for first in range(0, len(xy_l0), _AT_ONCE):
             sweep = _Sweep(slide, xy_l0[first : first + _AT_ONCE], spec, step, first)
             with closing(in_order(sweep.fill, range(len(sweep)), threads=threads, ahead=ahead)) as filled:
                 for number in filled:
                     yield sweep.take(number, aside)
-
-
-def _strip_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
-    """Patches in each of so many batches; together they span about two rows of the grid, whose tiles are kept where
-    patches are resampled from them."""
-    in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // in_hand) // (spec.size_px**2 * 3)
-    in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
-    return max(1, min(_BATCH, in_memory, in_two_rows // in_hand))
