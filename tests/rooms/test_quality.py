@@ -14,7 +14,7 @@ from conftest import SHARED, nightly, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.patching.patches import PlanParams, plan_slide
+from wsi_fl.slides.patching.patches import AllSetAside, PlanParams, plan_slide
 from wsi_fl.slides.patching.quality import KINDS, QualityParams
 from wsi_fl.slides.patching.regions import area_mean
 from wsi_fl.slides.patching.survey import _read_mask
@@ -27,7 +27,7 @@ from wsi_fl.stages.work.console import Line
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
+from wsi_fl.types import GridSpec, SlideRecord
 from wsi_fl.viewer.viewing import gallery
 
 MPP = 0.5
@@ -165,6 +165,13 @@ def test_nothing_is_found_on_sound_tissue(sound, tmp_path):
     plan = planned(tmp_path, sound, tuple(kind for kind in KINDS if kind != "fold"))
     assert len(plan.aside_xy_l0) <= 0.02 * len(plan.xy_l0)
     assert len(planned(tmp_path, sound).aside_xy_l0) == 0
+
+
+def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(painted, tmp_path, monkeypatch):
+    monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
+    with pytest.raises(AllSetAside, match=r"all \d+ are set aside \(\d+ blur\); see tile\.qc") as failure:
+        planned(tmp_path, painted[0], ("blur",))
+    assert set(failure.value.reasons) == {"blur"}
 
 
 def test_a_bubble_is_found(sound, tmp_path):
@@ -342,15 +349,6 @@ def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
     tile(study, site="C1", overrides=[*SETTINGS, "tile.qc={pen=0.6,black=0.05,blur=0.4}"])
     with h5py.File(shard(study, slide)) as file:
         assert 0 < len(file["aside_reason"]) < some
-
-
-def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt, monkeypatch):
-    monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
-    study, _ = hurt
-    overrides = [*SETTINGS, "tile.qc={blur=0}"]
-    refused(
-        lambda: tile(study, site="C1", overrides=overrides), "set aside", "blur", "tile.qc", error=WsiFlError
-    )
 
 
 @pytest.mark.slow

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
-import openslide
 import pytest
 import tifffile
 from hypothesis import HealthCheck, given, settings
@@ -17,8 +14,6 @@ from wsi_fl.slides.reading import reader
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError, WsiFlError
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
 MPP = 0.5
 IMAGE = np.random.default_rng(0).integers(0, 256, (300, 420, 3), np.uint8)
 _Y, _X = np.mgrid[:300, :420]
@@ -197,21 +192,3 @@ def test_what_is_no_slide_fails_in_one_line_that_names_it(tmp_path, kind):
     with pytest.raises(WsiFlError, match=f"{kind}.tif: ") as failure:
         Slide(path)
     assert "\n" not in str(failure.value)
-
-
-@needs_shared
-def test_a_folder_of_dicom_files_is_a_slide(tmp_path):
-    for path in (SHARED / "slides_odd").glob("*.dcm"):
-        shutil.copy(path, tmp_path)
-    with Slide(tmp_path) as slide:
-        assert slide.vendor == "dicom"
-        assert slide.read((0, 0), 16, slide.mpp).std() > 0
-
-
-@needs_shared
-def test_a_real_slide_reads_as_openslide_reads_it():
-    path = SHARED / "slides" / "CMU-1-Small-Region.svs"
-    raw = np.asarray(openslide.OpenSlide(str(path)).read_region((700, 900), 0, (256, 256)))[..., :3]
-    with Slide(path) as slide:
-        assert slide.mpp == 0.499
-        np.testing.assert_array_equal(slide.read((700, 900), 256, 0.499), raw)
