@@ -176,7 +176,7 @@ class SiteLayers:
     def _annotation(self, path: Path, slide: Slide) -> Layer:
         """The outlines of tumour, and those of which nobody said what they hold."""
         found = read_annotations(path, self._pipeline.tile.groups)
-        rings = shapely.get_rings([*_parts(found.tumor), *_parts(found.unsure)])
+        rings = shapely.get_rings(shapely.get_parts([found.tumor, found.unsure]))
         return _outlines(shapely.get_coordinates(ring) for ring in rings)
 
 
@@ -185,10 +185,6 @@ def _rows_by_slide(slides: NDArray[np.str_]) -> dict[str, NDArray[np.int64]]:
     order = np.argsort(slides, kind="stable")
     names, first = np.unique(slides[order], return_index=True)
     return dict(zip(names.tolist(), np.split(order, first[1:]), strict=True)) if len(names) else {}
-
-
-def _parts(geometry: Any) -> list[Any]:
-    return [part for part in shapely.get_parts(geometry) if part.geom_type == "Polygon"]
 
 
 def _mosaic(store: BagStore, bag: int, slide: Slide) -> Layer:

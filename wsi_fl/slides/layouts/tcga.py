@@ -56,19 +56,6 @@ _SPELLINGS = (
 """How one institution is written in several ways: the whole name in lower case, and what its site is called."""
 
 
-def _institutions(table: Path | None = None) -> dict[str, str]:
-    """The institution of each code, as written in the GDC's table.
-
-    Args:
-        table: `TSS Code` and `Source Site`, separated by tabs or commas, besides the codes that are built in.
-    """
-    known = {code: name for name, codes in _BUILT_IN.items() for code in codes.split()}
-    if table is None:
-        return known
-    rows = rows_of(table, ("TSS Code", "Source Site"))
-    return known | {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
-
-
 def site_of(institution: str) -> str:
     """The site that stands for an institution, however it is spelt.
 
@@ -159,11 +146,12 @@ def describe_tcga(
 ) -> list[ArchiveSite]:
     """The institutions of an archive, or with "tss" its source sites; a site's slides are those of its codes.
 
-    Args:
-        codes: table of all source sites; default: the archive's own tissueSourceSite.tsv, if any.
-        clinical: default: the archive's own clinical*.tsv.
+    The tables of all source sites and of diagnoses are by default the archive's own.
     """
-    known = _institutions(codes or _one_of(archive, "tissueSourceSite*.[tc]sv", "--codes"))
+    known = {code: name for name, some in _BUILT_IN.items() for code in some.split()}
+    if table := codes or _one_of(archive, "tissueSourceSite*.[tc]sv", "--codes"):
+        rows = rows_of(table, ("TSS Code", "Source Site"))
+        known |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
     found: list[tuple[str, str]] = []
     unknown: dict[str, set[str]] = {}
     for path, barcode in slides_of(archive):
