@@ -135,7 +135,8 @@ class Recent(Generic[_T]):
             value = make()
             with self._lock:
                 self._values[key] = value
-                sizes = [memoryview(one).nbytes for one in self._values.values()]
+                kept = self._values.values()
+                sizes = [len(one) if isinstance(one, bytes) else one.nbytes for one in kept]
                 while len(self._values) > 1 and sum(sizes) > self._most_bytes:
                     self._values.popitem(last=False)
                     sizes.pop(0)

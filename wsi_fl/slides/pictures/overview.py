@@ -41,10 +41,11 @@ _GROUPS = (
     (120, 200, 90),
     (150, 100, 50),
 )
+_Rows = NDArray[np.bool_] | NDArray[np.int64]
 _Patches = Sequence[tuple[int, NDArray[np.uint8]]]
 
 
-def draw_overview(plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> bytes:
+def draw_overview(plan: SlidePlan, chosen: _Rows) -> bytes:
     """PNG of the thumbnail with tissue, tumour outlines and the chosen patches of a plan by label.
 
     Args:
@@ -76,7 +77,7 @@ def draw_overview(plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]
     return png(page.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE))
 
 
-def _draw_patches(picture: Image.Image, plan: SlidePlan, chosen: NDArray[np.generic], scale: float) -> None:
+def _draw_patches(picture: Image.Image, plan: SlidePlan, chosen: _Rows, scale: float) -> None:
     """Translucent boxes, outlined where there is room for it; crossed ones where patches were set aside."""
     side = plan.spec.size_px * plan.spec.mpp / plan.mpp * scale
     layer = Image.new("RGBA", picture.size)
