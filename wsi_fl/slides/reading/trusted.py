@@ -125,15 +125,11 @@ def _windows(image: TiledImage) -> Iterator[list[Box]]:
     """Three places to compare, each with a few to stand in."""
     (width, height), (tile_width, tile_height) = image.size_px, image.tile_px
     side = min(_WINDOW_PX, tile_width, tile_height)
-    last = image.n_columns * image.n_rows - 1
-    middle = image.n_rows // 2 * image.n_columns + image.n_columns // 2
-    numbers = [
-        range(min(3, last + 1)),
-        range(middle, min(middle + 3, last + 1)),
-        range(last, max(-1, last - 3), -1),
-    ]
+    across, n = image.n_columns, image.n_columns * image.n_rows
+    middle = image.n_rows // 2 * across + across // 2
+    numbers = (range(3), range(middle, middle + 3), range(n - 1, n - 4, -1))
     over_the_edge = (max(0, width - side // 2), max(0, height - side // 2))
     for k, some in enumerate(numbers):
-        tiles = [divmod(number, image.n_columns) for number in some]
+        tiles = [divmod(number, across) for number in some if 0 <= number < n]
         corners = [(column * tile_width, row * tile_height) for row, column in tiles]
         yield [(*corner, side, side) for corner in ([over_the_edge, *corners] if k == 2 else corners)]
