@@ -83,11 +83,9 @@ class _Child:
 
     def _answer(self, question: str) -> str | int:
         """Return what the child says, or the exit status with which it ended over it."""
-        process = self.start()
+        process = self._running()
         assert process.stdin is not None and process.stdout is not None
-        if not self._ready and process.stdout.readline() != _READY:
-            raise WsiFlError(f"the process that opens slides first did not start ({_named(self._ended())})")
-        self._ready, answer = True, ""
+        answer = ""
         try:
             with suppress(BrokenPipeError):
                 process.stdin.write(question)
@@ -107,6 +105,14 @@ class _Child:
         if self._process is None:
             self._process, self._owner, self._ready = _started(), os.getpid(), False
         return self._process
+
+    def _running(self) -> subprocess.Popen[str]:
+        process = self.start()
+        assert process.stdout is not None
+        if not self._ready and process.stdout.readline() != _READY:
+            raise WsiFlError(f"the process that opens slides first did not start ({_named(self._ended())})")
+        self._ready = True
+        return process
 
     def _ended(self) -> int:
         """Wait for the end of the child, and forget it; return its exit status."""
