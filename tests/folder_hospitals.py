@@ -87,7 +87,7 @@ def _lie(how):
     if how == "spoils":
         shared.masked = lambda values, *args: masked(values, *args) ^ np.uint64(0x5A5A5A5A5A5A5A5A)
     shared._is_done = lambda *_: False
-    starting.finished_summary = lambda *_: None
+    starting.finished_summary = lambda *_, **__: None
     PrivacyLedger.affords = lambda *_: True
     shared._refusal = lambda *_: ""
     PrivacyLedger._check = lambda *_: None

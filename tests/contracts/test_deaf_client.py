@@ -15,11 +15,11 @@ def processors(monkeypatch):
     """What is left of FLARE's processors, by topic."""
     from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
 
-    from wsi_fl.hospitals.flare import client
+    from wsi_fl.hospitals.flare import processes
 
     before = list(ClientRequestProcessors.request_processors)
     monkeypatch.setattr(ClientRequestProcessors, "request_processors", before)
-    client.narrow()
+    processes.narrow()
     return {topic: one for one in ClientRequestProcessors.request_processors for topic in one.get_topics()}
 
 
@@ -68,7 +68,7 @@ def test_a_job_by_another_name_than_an_id_is_refused(processors, job):
     ],
 )
 def test_a_job_that_brings_files_is_refused(more):
-    from wsi_fl.hospitals.flare.client import brings_more
+    from wsi_fl.hospitals.flare.processes import brings_more
 
     usual = ("config/config_fed_client.json", "config/config_fed_server.json", ".__nvfl_sig.json")
     assert brings_more(archive(*usual)) == ""

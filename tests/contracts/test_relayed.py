@@ -17,8 +17,7 @@ from wsi_fl.federation.comm import LocalComm, PeerLate
 from wsi_fl.federation.documents import Count
 from wsi_fl.federation.message import BYTES, Outgoing
 from wsi_fl.hospitals.lines import relayed
-from wsi_fl.hospitals.lines.attendance import SiteReturned
-from wsi_fl.hospitals.lines.relayed import RelayedComm
+from wsi_fl.hospitals.lines.relayed import RelayedComm, SiteReturned
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import (
     Identity,

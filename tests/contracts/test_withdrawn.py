@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from wires import Federation, Wire
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.lines.attendance import SiteReturned
-from wsi_fl.hospitals.lines.relayed import RelayedComm
+from wsi_fl.hospitals.lines.relayed import RelayedComm, SiteReturned
 from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
@@ -236,11 +235,10 @@ def test_a_job_brings_the_list_and_no_forged_one(place, roles, monkeypatch):
     refused(lambda: do((place / "one" / "root" / LIST).read_text()), "of C1 was withdrawn")
 
 
-def test_the_coordinator_is_told_before_anybody_is_asked(place, monkeypatch):
+def test_the_coordinator_is_told_before_anybody_is_asked(place):
     keys = {name: fingerprint(kit(place, name).identity().certificate) for name in ("C1", "C2")}
     plan = Plan(json.dumps({"sites": [{"name": name, "key": key} for name, key in keys.items()]}))
     revoke("C2", place / "one")
-    monkeypatch.setattr(submitting, "need_flare", lambda: None)
     asking = partial(submitting._run, kit(place, "coordinator"), plan, plan.sites, {}, Silent())
     refused(asking, "a key of C2 that was withdrawn")
 

@@ -23,7 +23,7 @@ from test_relayed import NAMES, Federation, rounds_of, together
 
 from wsi_fl.federation.comm import PeerLate
 from wsi_fl.hospitals.lines.folder_line import FolderLine
-from wsi_fl.hospitals.lines.relayed import KnownToAll, RelayedComm
+from wsi_fl.hospitals.lines.relayed import Attendance, KnownToAll, RelayedComm
 from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
 from wsi_fl.hospitals.trust.kit import Kit
@@ -303,14 +303,14 @@ def test_letters_can_be_used_by_whoever_can_use_the_folder(share, line_of):
 def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, line_of):
     """C1 has met a newer process of C2 before it begins again itself."""
     old, new = (Writer(identities["C2"], since=time.time() - age) for age in (60, 1))
-    writer = Writer(identities["C1"])
+    attendance = Attendance(identities["C1"], NAMES[:2])
 
     def hello(of):
         said = {"certificate": of.identity.certificate, "public": of.public, "time": of.since}
         return of.hello({**said, "version": "", "code": "0" * 64, "gone": {}}, "")
 
     def session(limit_s):
-        comm = RelayedComm(identities["C1"], NAMES, (0, 1), line_of("C1"), limit_s, writer=writer)
+        comm = RelayedComm(identities["C1"], NAMES, (0, 1), line_of("C1"), limit_s, attendance=attendance)
         comm.close()
         return comm._session
 

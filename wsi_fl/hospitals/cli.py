@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -39,6 +39,12 @@ def _study(folder: Path | None) -> Study:
     from wsi_fl.study.folder import Study
 
     return find_study() if folder is None else Study.find(folder)
+
+
+def _kit(folder: Path) -> Kit:
+    from wsi_fl.hospitals.trust.kit import Kit
+
+    return Kit.open(folder)
 
 
 @app.command()
@@ -168,10 +174,9 @@ def approve(
 def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
     from wsi_fl.hospitals.plans.approving import above_words, look, look_lines, sign, signed_lines
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import render
 
-    identity = Kit.open(kit).identity()
+    identity = _kit(kit).identity()
     looked = look(study, Plan.load(file), identity.name)
     render(look_lines(looked))
     if (
@@ -186,17 +191,12 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
     if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
         raise WsiFlError(f"{file}: nothing was signed")
     path = sign(study, looked, identity)
-    document: dict[str, Any] = {
+    costs = ("epsilon", "lifetime_epsilon", "detection", "most_epsilon", "rounds", "group", "lifetime_group")
+    document = {
         "site": identity.name,
         "plan": looked.plan.digest,
         "approval": study.relative(path),
-        "epsilon": looked.cost.epsilon if looked.cost else None,
-        "lifetime_epsilon": looked.cost.lifetime_epsilon if looked.cost else None,
-        "detection": looked.cost.detection if looked.cost else None,
-        "most_epsilon": looked.cost.most_epsilon if looked.cost else None,
-        "rounds": looked.cost.rounds if looked.cost else None,
-        "group": looked.cost.group if looked.cost else None,
-        "lifetime_group": looked.cost.lifetime_group if looked.cost else None,
+        **{key: getattr(looked.cost, key) if looked.cost else None for key in costs},
         "notes": list(looked.notes),
     }
     show(document, as_json, signed_lines)
@@ -216,11 +216,11 @@ def start(
     as_json: Json = False,
 ) -> None:
     """Start a hospital's client, or the server; over a folder, take part until the run is done."""
-    from wsi_fl.hospitals.trust.kit import Kit
-    from wsi_fl.hospitals.work.start import start
+    from wsi_fl.hospitals.work.start import start, take_part_by_folder
+    from wsi_fl.stages.training.train import summary_lines
     from wsi_fl.stages.work.console import say
 
-    opened = Kit.open(kit)
+    opened = _kit(kit)
     found = _study_to_start(opened, study)
     if shared is None and opened.folder is None:
         if without:
@@ -229,9 +229,6 @@ def start(
         return
     if found is None:
         raise UsageError(f"{kit} is the kit of a {opened.role}; over a folder hospitals alone start")
-    from wsi_fl.hospitals.work.start import take_part_by_folder
-    from wsi_fl.stages.training.train import summary_lines
-
     summary = take_part_by_folder(found, opened, folder=shared, without=without or [])
     show(summary, as_json, partial(summary_lines, again="wsi-fl federation start"))
 
@@ -265,7 +262,6 @@ def submit(
 ) -> None:
     """Let the hospitals of a signed plan do it together."""
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.submit import submit, submitted_lines
     from wsi_fl.stages.work.console import Bars
 
@@ -277,7 +273,7 @@ def submit(
         raise UsageError("--without is for going on with a run; give --resume RUN too")
     with Bars("federation") as bars:
         document = submit(
-            Kit.open(kit),
+            _kit(kit),
             agreed,
             out=out,
             beside=file.parent,
@@ -301,10 +297,9 @@ def _plan_here(study: Study | None = None) -> Path:
 @app.command()
 def status(kit: KitOption, as_json: Json = False) -> None:
     """Say which hospitals are connected, and what became of the jobs."""
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.submit import status, status_lines
 
-    show(status(Kit.open(kit)), as_json, status_lines)
+    show(status(_kit(kit)), as_json, status_lines)
 
 
 @app.command()
@@ -314,21 +309,20 @@ def abort(
     as_json: Json = False,
 ) -> None:
     """End a job at all hospitals; what was finished stays."""
-    from wsi_fl.hospitals.trust.kit import Kit
-    from wsi_fl.hospitals.work.submit import abort
+    from wsi_fl.hospitals.flare import jobs
     from wsi_fl.stages.work.console import Line
 
-    show(abort(Kit.open(kit), job), as_json, lambda one: [Line(f"job {one['aborted']} was ended")])
+    jobs.abort(_kit(kit), job)
+    show({"aborted": job}, as_json, lambda _: [Line(f"job {job} was ended")])
 
 
 @app.command()
 def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
     """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.submit import check, check_lines
 
-    document = check(Kit.open(kit), Plan.load(plan) if plan else None)
+    document = check(_kit(kit), Plan.load(plan) if plan else None)
     show(document, as_json, check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
@@ -402,11 +396,8 @@ def leave(
 ) -> None:
     """Write down for your records what you released to whom, what of it stays with others, and what is left to do."""
     from wsi_fl.hospitals.dossier.leaving import leave, leaving_lines
-    from wsi_fl.hospitals.trust.kit import Kit
 
-    show(
-        leave(_study(study), Kit.open(kit), out=out, delete_approval=delete_approval), as_json, leaving_lines
-    )
+    show(leave(_study(study), _kit(kit), out=out, delete_approval=delete_approval), as_json, leaving_lines)
 
 
 @app.command()
@@ -417,10 +408,9 @@ def backup(
     as_json: Json = False,
 ) -> None:
     """Copy key, certificates, approvals, plan and ledger into one file."""
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.backup import backup
 
-    opened = Kit.open(kit)
+    opened = _kit(kit)
     made = backup(opened, _study_to_start(opened, study), out)
     show(made, as_json, lambda one: [f"{one['file']} holds the key of {one['name']}: protect it as the kit"])
 
@@ -470,10 +460,9 @@ def frame(
     from wsi_fl.hospitals.plans.admitting import frame_lines, make_frame, with_code
     from wsi_fl.hospitals.plans.frames import require_frame, write_frame
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import render
 
-    found, identity, codes = _study(study), Kit.open(kit).identity(), code or []
+    found, identity, codes = _study(study), _kit(kit).identity(), code or []
     if add_code:
         made = with_code(require_frame(found, identity), codes)
     else:
@@ -499,10 +488,9 @@ def frame(
 def withdraw(kit: KitOption, study: StudyFolder = None, as_json: Json = False) -> None:
     """End your frame at once, and all approvals made in its name; a run under way ends at its next round."""
     from wsi_fl.hospitals.plans.frames import withdraw
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import Line
 
-    ended = withdraw(_study(study), Kit.open(kit).identity())
+    ended = withdraw(_study(study), _kit(kit).identity())
     show(dict(ended), as_json, lambda one: [Line(f"the frame until {one['until']} was withdrawn")])
 
 
@@ -532,11 +520,10 @@ def census(
 ) -> None:
     """Count patients by the values of a column, with noise, before there is a plan; or collect what hospitals sent."""
     from wsi_fl.hospitals.plans import census as censuses
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import Line
     from wsi_fl.system.files import write_json
 
-    identity = Kit.open(kit).identity()
+    identity = _kit(kit).identity()
     if collect:
         found = [censuses.read_census(path, identity.root) for path in files or []]
         show(censuses.collect(found, epsilon or 1.0), as_json, censuses.census_lines)
@@ -585,12 +572,11 @@ def rehearse(
     """Do a plan with your own data alone: how long, how much memory, what ε; nothing leaves and nothing is spent."""
     from wsi_fl.hospitals.plans.rehearsing import rehearse, rehearsed_lines
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import Bars
 
     with Bars("rehearse") as bars:
         document = rehearse(
-            _study(study), Plan.load(file), Kit.open(kit).name, rounds=rounds, keep=keep, watcher=bars
+            _study(study), Plan.load(file), _kit(kit).name, rounds=rounds, keep=keep, watcher=bars
         )
     show(document, as_json, rehearsed_lines)
 
@@ -607,9 +593,8 @@ def evidence(
 ) -> None:
     """Write what security, data protection and registers ask of a hospital, in one signed folder; or check one."""
     from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
-    from wsi_fl.hospitals.trust.kit import Kit
 
-    opened = Kit.open(kit)
+    opened = _kit(kit)
     if verify is None:
         show(make_evidence(_study(study), opened, out), as_json, lambda _: [str(out / "index.html")])
         return

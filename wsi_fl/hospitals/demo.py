@@ -6,16 +6,25 @@ send files by mail, this process copies: requests, certificates, the plan, appro
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wsi_fl.demo.encoder import write_untrained
 from wsi_fl.demo.phantom import paint_archive
-from wsi_fl.hospitals.children import Children, Place, children
 from wsi_fl.hospitals.flare.files import need_flare
 from wsi_fl.learning.counts import results
 from wsi_fl.stages.answers.between import between_lines
@@ -25,8 +34,13 @@ from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
+T = TypeVar("T")
+
+_READY = "Ctrl-C ends it"
+_READY_S, _END_S, _POLL_S = 90.0, 45.0, 0.2
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PIPELINE, _METHOD = "hospitals", "proxyfl"
-_N_HOSPITALS, _PATIENTS, _SLIDE_PX = 4, 8, 1024
+_N_HOSPITALS = 4
 _WEIGHTS = Path("weights") / "untrained.safetensors"
 _KIT = Path("..") / "kit"
 _FOUNDED = Path("..") / "federation"
@@ -34,6 +48,143 @@ _ALLOW = 'allow = ["scores"]'
 _TOLD = ("name", "real", "allow", "max_epsilon", "delta")
 """What of its site file a hospital tells the coordinator, who makes the plan."""
 _DONE = "demo.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A machine of the demo: a folder that nobody else's commands read or write.
+
+    Attributes:
+        name: of whoever sits there.
+        folder: all that it has, its user's state and what its commands said too.
+        here: where its commands are given, in `folder`.
+    """
+
+    name: str
+    folder: Path
+    here: Path
+
+    @property
+    def log(self) -> Path:
+        """What the commands said."""
+        return self.folder / "commands.txt"
+
+    def environment(self) -> dict[str, str]:
+        """The variables of this machine's user; one core for each process unless somebody says otherwise."""
+        return {"OMP_NUM_THREADS": "1", **os.environ, "XDG_STATE_HOME": str(self.folder / "state")}
+
+
+class Children:
+    """The processes that run now; `children()` ends them all."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
+        self._over = False
+
+    def run(self, place: Place, *arguments: str | Path) -> dict[str, Any]:
+        """Give a command and return its `--json` document; WsiFlError with its last line when it fails."""
+        said = _words(arguments)
+        say(f"  {place.name}$ {said}")
+        with place.log.open("a+b") as log:
+            process = self._start(place, [*arguments, "--json"], stdout=subprocess.PIPE, stderr=log)
+            output, _ = process.communicate()
+        with self._lock:
+            self._running.pop(process.pid, None)
+        if process.returncode:
+            raise WsiFlError(f"{place.name}: {said}: {_last_line(place.log)}")
+        return dict(json.loads(output))
+
+    def start(self, place: Place, *arguments: str | Path) -> None:
+        """Give a command that goes on, and wait until it says that it is ready; WsiFlError when it does not."""
+        said = _words(arguments)
+        say(f"  {place.name}$ {said} &")
+        file = place.folder / "start.txt"
+        with file.open("wb") as log:
+            process = self._start(place, arguments, stdout=log, stderr=log)
+        deadline = time.monotonic() + _READY_S
+        while _READY not in file.read_text(errors="replace"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise WsiFlError(f"{place.name}: {said}: {_last_line(file)}")
+            time.sleep(_POLL_S)
+
+    def each(self, work: Callable[[T], object], things: Sequence[T]) -> None:
+        """Do the work for each, several at the same time; when one fails, all end."""
+        with ThreadPoolExecutor(max(1, min(len(things), os.cpu_count() or 1))) as pool:
+            jobs = [pool.submit(work, thing) for thing in things]
+            try:
+                for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+                    job.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.end()
+                raise
+
+    def end(self) -> None:
+        """End what runs, politely first, and start nothing any more."""
+        with self._lock:
+            self._over, running = True, list(self._running.values())
+            self._running = {}
+        for process in running:
+            _signal(process, signal.SIGTERM)
+        deadline = time.monotonic() + _END_S
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            _signal(process, signal.SIGKILL)
+
+    def _start(
+        self, place: Place, arguments: Sequence[str | Path], *, stdout: Any, stderr: Any
+    ) -> subprocess.Popen[bytes]:
+        """A process in a group of its own, so that Ctrl-C reaches this process alone, which ends the others."""
+        with self._lock:
+            if self._over:
+                raise WsiFlError("the demo has ended")
+            process = subprocess.Popen(
+                [sys.executable, "-m", "wsi_fl", *map(str, arguments)],
+                cwd=place.here,
+                env=place.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+            self._running[process.pid] = process
+        return process
+
+
+@contextmanager
+def children() -> Iterator[Children]:
+    """Give commands within; whatever still runs afterwards is ended, also by Ctrl-C, a failure or a closed terminal."""
+    found = Children()
+    ends = [sign for sign in _ENDS if signal.getsignal(sign) is not signal.SIG_IGN]  # as of nohup
+    before = {sign: signal.signal(sign, _interrupt) for sign in ends}
+    try:
+        yield found
+    finally:
+        for sign in before:
+            signal.signal(sign, signal.SIG_IGN)  # what ends is not interrupted a second time
+        found.end()
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _signal(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, sign)
+
+
+def _words(arguments: Sequence[str | Path]) -> str:
+    return shlex.join(["wsi-fl", *map(str, arguments)])
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("wsi-fl: error: ") if lines else f"it said nothing; see {log}"
 
 
 @dataclass(frozen=True)
@@ -91,16 +242,16 @@ def _demonstrated(bed: _Bed) -> dict[str, Any]:
     """The document of a demo, once everything is done."""
     began = time.monotonic()
     with children() as crew:
-        _say("Painting each hospital's own slides")
+        say("Painting each hospital's own slides", style="bold")
         _paint(bed)
-        _say("Each hospital makes its study and its key")
+        say("Each hospital makes its study and its key", style="bold")
         crew.each(lambda place: _settle(crew, place), list(bed.hospitals.values()))
         _found(crew, bed)
-        _say("Each hospital joins, and cuts its slides into patches and features")
+        say("Each hospital joins, and cuts its slides into patches and features", style="bold")
         crew.each(lambda place: _join(crew, bed, place), list(bed.hospitals.values()))
         _agree(crew, bed)
         summary = _learn(crew, bed)
-        _say("Each hospital evaluates and reports, on its own data")
+        say("Each hospital evaluates and reports, on its own data", style="bold")
         reports = _report(crew, bed, summary["run"])
     return {
         "folder": str(bed.root),
@@ -116,13 +267,8 @@ def _demonstrated(bed: _Bed) -> dict[str, Any]:
 def _paint(bed: _Bed) -> None:
     """Give each hospital its slides, and everybody who learns the weights of the public encoder."""
     for index, place in enumerate(bed.hospitals.values()):
-        paint_archive(
-            place.folder / "archive",
-            n_sites=_N_HOSPITALS,
-            patients_per_site=_PATIENTS,
-            size_px=_SLIDE_PX,
-            only=index,
-        )
+        archive = place.folder / "archive"
+        paint_archive(archive, n_sites=_N_HOSPITALS, patients_per_site=8, size_px=1024, only=index)
     weights = bed.coordinator.here / _WEIGHTS
     write_untrained(weights)
     for place in bed.hospitals.values():
@@ -142,9 +288,8 @@ def _settle(crew: Children, place: Place) -> None:
 def _found(crew: Children, bed: _Bed) -> None:
     """Found the federation, give the server its kit, and approve the hospitals' requests."""
     chief = bed.coordinator
-    _say(
-        "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints too"
-    )
+    said = "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints too"
+    say(said, style="bold")
     address = f"localhost:{free_port()}"
     crew.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
     bed.server.folder.mkdir()
@@ -166,23 +311,14 @@ def _join(crew: Children, bed: _Bed, place: Place) -> None:
 def _agree(crew: Children, bed: _Bed) -> None:
     """Make the plan of what the hospitals promise, and let all sign it."""
     chief, plan = bed.coordinator, "plan.json"
-    _say("The coordinator makes a plan, and every hospital signs it")
+    say("The coordinator makes a plan, and every hospital signs it", style="bold")
     crew.run(chief, "init", ".")
     for name, place in bed.hospitals.items():
-        write_text(chief.here / "sites" / f"{name}.toml", _promises(Study(place.here), name))
-    crew.run(
-        chief,
-        "federation",
-        "plan",
-        "--method",
-        _METHOD,
-        "--pipeline",
-        _PIPELINE,
-        "--out",
-        plan,
-        "--kit",
-        _FOUNDED,
-    )
+        site = Study(place.here).site(name)
+        told = "".join(f"{key} = {toml_value(getattr(site, key))}\n" for key in _TOLD)
+        write_text(chief.here / "sites" / f"{name}.toml", told)
+    what = ("--method", _METHOD, "--pipeline", _PIPELINE)
+    crew.run(chief, "federation", "plan", *what, "--out", plan, "--kit", _FOUNDED)
 
     def sign(place: Place) -> None:
         _send(chief.here / plan, place.here / plan)
@@ -196,7 +332,10 @@ def _agree(crew: Children, bed: _Bed) -> None:
 def _learn(crew: Children, bed: _Bed) -> dict[str, Any]:
     """Start the server and the hospitals' clients, look whether all reach each other, and let them learn."""
     chief, kit = bed.coordinator, _FOUNDED / "coordinator"
-    _say("The server and the hospitals start; the coordinator looks whether all is well, and lets them learn")
+    say(
+        "The server and the hospitals start; the coordinator looks whether all is well, and lets them learn",
+        style="bold",
+    )
     crew.start(bed.server, "federation", "start", "kit")
     crew.each(lambda place: crew.start(place, "federation", "start", _KIT), list(bed.hospitals.values()))
     crew.run(chief, "federation", "check", kit, "--plan", "plan.json")
@@ -214,12 +353,6 @@ def _report(crew: Children, bed: _Bed, run: str) -> dict[str, str]:
     return {name: str(place.here / run / "report" / "index.html") for name, place in bed.hospitals.items()}
 
 
-def _promises(study: Study, name: str) -> str:
-    """The site file of a hospital as its coordinator has it: promises, and no paths."""
-    site = study.site(name)
-    return "".join(f"{key} = {toml_value(getattr(site, key))}\n" for key in _TOLD)
-
-
 def _send(source: Path, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copyfile(source, target))
@@ -230,10 +363,6 @@ def free_port() -> int:
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return int(place.getsockname()[1])
-
-
-def _say(text: str) -> None:
-    say(text, style="bold")
 
 
 def federation_demo_lines(document: dict[str, Any]) -> Lines:

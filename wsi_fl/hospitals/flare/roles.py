@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 from nvflare.apis.controller_spec import ClientTask, Task
@@ -30,24 +31,22 @@ from nvflare.fuel.f3.cellnet.defs import ReturnCode as CellCode
 from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
 from nvflare.fuel.f3.message import Message
 
-from wsi_fl.hospitals.flare.files import SAID
+from wsi_fl.hospitals.flare.files import KIT, SAID, STUDY
 from wsi_fl.hospitals.lines.relayed import Answer
 from wsi_fl.hospitals.plans.signed import Plan
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Buffer
 from wsi_fl.hospitals.work.said import answered, failed
 from wsi_fl.hospitals.work.taking_part import greet, known_to_all, take_part
+from wsi_fl.runs.site import note
 from wsi_fl.stages.training.launch import naming
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json
 from wsi_fl.types import KnownToAll, WsiFlError, one_line
 
-STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
-"""Environment variables by which a hospital tells its own processes where its study and its kit are."""
 _CHANNEL = "wsi_fl"
 _ALIVE, _BEAT_S, _SILENT_S = "wsi_fl_alive", 0.2, 1.0
 _READY_S = 120
-Outcome = Mapping[str, Any]
 
 
 class Together(Controller):  # type: ignore[misc]
@@ -232,44 +231,31 @@ class Hospital(Executor):  # type: ignore[misc]
             with _signs_of_life(fl_ctx.get_engine(), fl_ctx.get_job_id()):
                 said = self._do(shareable["job"], fl_ctx, abort_signal) if task_name == "work" else {}
         except Exception as error:
-            known = isinstance(error, KnownToAll)
             name = fl_ctx.get_identity_name()
-            text = one_line(error) if known else f"site {name} failed; its own log says why"
             with suppress(OSError):
-                _note_failure(name, error)
+                note(Study(Path(os.environ[STUDY])).runs / f"{name}.log", "".join(format_exception(error)))
             reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
-            reply["said"] = text
+            reply["said"] = (
+                one_line(error)
+                if isinstance(error, KnownToAll)
+                else f"site {name} failed; its own log says why"
+            )
             return reply
         reply = make_reply(ReturnCode.OK)
         reply["said"] = json.dumps(said)
         return reply
 
-    def _do(self, job: Mapping[str, Any], fl_ctx: FLContext, stopped: Signal) -> Outcome:
+    def _do(self, job: Mapping[str, Any], fl_ctx: FLContext, stopped: Signal) -> Mapping[str, Any]:
         study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
         kit.take(str(job["withdrawn"]))
         identity = kit.identity()
         line = _CellLine(fl_ctx.get_engine(), self._arrived, fl_ctx.get_job_id(), stopped)
-        asked = str(job["plan"])
-        brought = Plan(str(job["text"])) if "text" in job else None
+        given: dict[str, Any] = {
+            "plan": str(job["plan"]),
+            "brought": Plan(str(job["text"])) if "text" in job else None,
+        }
         if job["what"] == "check":
-            return greet(study, identity, line, plan=asked, brought=brought)
+            return greet(study, identity, line, **given)
         with naming(study.runs, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
-            summary = take_part(
-                study,
-                identity,
-                line,
-                resume=job["resume"],
-                without=job["without"],
-                plan=asked,
-                brought=brought,
-            )
+            summary = take_part(study, identity, line, resume=job["resume"], without=job["without"], **given)
         return known_to_all(study, identity.name, summary)
-
-
-def _note_failure(site: str, error: BaseException) -> None:
-    import traceback
-
-    from wsi_fl.runs.site import note
-
-    text = "".join(traceback.format_exception(error))
-    note(Study(Path(os.environ[STUDY])).runs / f"{site}.log", text)

@@ -1,8 +1,13 @@
-"""Starting FLARE's process for a kit, in the foreground: the server's, or a hospital's client."""
+"""Starting what a kit is for, in the foreground: FLARE's process, or a hospital's part over a folder.
+
+What runs for years must not grow for ever: older logs and older folders of jobs go.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,37 +16,37 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.hospitals.flare.files import STARTED_BY, need_flare, write_flare_files
-from wsi_fl.hospitals.lines.attendance import Attendance, LeftOut, SiteReturned, SitesGone
+from wsi_fl.hospitals.flare.files import KIT, PROCESSES, STARTED_BY, STUDY, need_flare, write_flare_files
 from wsi_fl.hospitals.lines.folder_line import FolderLine
+from wsi_fl.hospitals.lines.relayed import Attendance, SiteReturned, SitesGone
 from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans.admitting import admit
 from wsi_fl.hospitals.plans.frames import frame_path, open_frame
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
-from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.trust.withdrawing import exchange_list
-from wsi_fl.hospitals.work.taking_part import take_part
-from wsi_fl.hospitals.work.upkeep import forget_jobs, rotate
+from wsi_fl.hospitals.work.taking_part import LAST, take_part
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import alone
 from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError, one_line
 
-_REGISTER_S = 30.0
-_POLL_S = 0.2
-_END_S = 10.0
-_TIDY_S = 3600.0
+_REGISTER_S, _POLL_S, _END_S, _TIDY_S = 30.0, 0.2, 10.0, 3600.0
 _REGISTERED = "Successfully registered client"
-_MODULES = {
-    "hospital": "wsi_fl.hospitals.flare.client",
-    "server": "wsi_fl.hospitals.flare.server",
-}
+_LOGS, _JOBS = 5, 20
+"""How many older ones are kept."""
+_JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""FLARE calls the folder of a job after its id."""
+_LAID, _MOST_PLAN = "plan.json", 1 << 20
+"""A plan that lies in the shared folder, and its longest length in bytes."""
+_LEAVING_S = 10.0
+"""How long a site that has the last letter of a run may take to write its summary and to leave."""
 
 
 def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None:
@@ -72,7 +77,7 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
 
 def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
     host, port = server_of(kit)
-    federation = str(kit.document["federation"])
+    federation, log = str(kit.document["federation"]), kit.path / "log.txt"
     write_flare_files(kit.path, name=kit.name, role=kit.role, federation=federation, host=host, port=port)
     if study is None:
         _require_port(port)
@@ -80,7 +85,6 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
         rotate(study.runs / f"{kit.name}.log")
     rotate(kit.path / "audit.log")
     rotate(kit.path / "console.txt", 0)
-    log = kit.path / "log.txt"
     seen = log.stat().st_size if log.exists() else 0
     with _process(kit, study) as process:
         if study is None:
@@ -89,15 +93,28 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
         else:
             _until(lambda: _REGISTERED in _since(log, seen), process, kit)
             told(f"{kit.name} is registered with {host}:{port}; Ctrl-C ends it")
-            for line in _what_it_allows(kit, study):
-                told(line)
+            _say_what_it_allows(kit, study, told)
         code = _followed(process, kit, None if study is None else frame_path(study).with_suffix(".log"), told)
     raise WsiFlError(f"the process of {kit.name} ended (exit code {code}); see {log}")
 
 
-def _what_it_allows(kit: Kit, study: Study) -> list[str]:
-    """Return in lines what a hospital lets happen: which plan it has signed, and what may leave."""
-    site = study.site(kit.name)
+def rotate(log: Path, most_bytes: int = 20 << 20) -> None:
+    """Call a log that is longer, and that nobody writes now, `….1`, that one `….2`, and so on to five."""
+    if log.is_file() and log.stat().st_size > most_bytes:
+        RotatingFileHandler(log, backupCount=_LOGS, delay=True).doRollover()
+
+
+def forget_jobs(kit: Path) -> None:
+    """Delete the folders of all but the newest 20 jobs; only call it while no job runs."""
+    folders = [path for path in kit.iterdir() if _JOB.fullmatch(path.name) and path.is_dir()]
+    folders.sort(key=lambda path: path.stat().st_mtime)
+    for folder in folders[:-_JOBS]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say_what_it_allows(kit: Kit, study: Study, told: Callable[[str], None]) -> None:
+    """Tell what a hospital lets happen: which plan it has signed, and what may leave."""
+    site, frame = study.site(kit.name), open_frame(study, kit.identity())
     allowed = ", ".join(site.allow) or "nothing without differential privacy"
     budget = f"ε up to {site.max_epsilon:g}" if site.max_epsilon else "no budget of ε"
     try:
@@ -105,12 +122,9 @@ def _what_it_allows(kit: Kit, study: Study) -> list[str]:
         signed = f"plan {plan.digest[:8]}, {plan.method} with {', '.join(plan.sites)}"
     except UsageError:
         signed = "no plan yet, so no job is taken (`wsi-fl federation approve PLAN`)"
-    frame = open_frame(study, kit.identity())
     framed = f"; a frame until {frame['until']}" if frame else ""
-    return [
-        f"  runs one class of wsi-fl and no code of others; signed: {signed}{framed}",
-        f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone",
-    ]
+    told(f"  runs one class of wsi-fl and no code of others; signed: {signed}{framed}")
+    told(f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone")
 
 
 def _followed(
@@ -139,12 +153,12 @@ def _followed(
 @contextmanager
 def _process(kit: Kit, study: Study | None) -> Iterator[subprocess.Popen[bytes]]:
     """FLARE's process and all that it starts; they end with this one."""
-    role = "server" if study is None else "hospital"
-    command = [sys.executable, "-m", _MODULES[role], "-m", str(kit.path), "-s"]
+    role = "server" if study is None else "client"
     own = [] if study is None else [f"uid={kit.name}"]
-    command += [f"fed_{'server' if study is None else 'client'}.json", "--set", "secure_train=true", *own]
-    command += [f"org={kit.document['organization']}", "config_folder=config"]
-    place = {} if study is None else {"WSI_FL_STUDY": str(study.root), "WSI_FL_KIT": str(kit.path)}
+    command = [sys.executable, "-m", PROCESSES, role, "-m", str(kit.path), "-s", f"fed_{role}.json"]
+    command += ["--set", "secure_train=true", *own, f"org={kit.document['organization']}"]
+    command += ["config_folder=config"]
+    place = {} if study is None else {STUDY: str(study.root), KIT: str(kit.path)}
     environment = {"MALLOC_ARENA_MAX": "4", **os.environ, **place, STARTED_BY: str(os.getpid())}
     with (kit.path / "console.txt").open("ab") as console:
         process = subprocess.Popen(
@@ -237,12 +251,6 @@ def _since(log: Path, start: int) -> str:
     return ""
 
 
-_LAID, _MOST_PLAN = "plan.json", 1 << 20
-"""A plan that lies in the shared folder, and its longest length in bytes."""
-_LEAVING_S = 10.0
-"""How long a site that has the last letter of a run may take to write its summary and to leave."""
-
-
 class _NobodyWaits(Interrupted):
     """A run that has finished here has finished for everybody."""
 
@@ -309,11 +317,9 @@ def _until_done(
 ) -> dict[str, Any]:
     """Take part, and begin again whenever a peer does."""
     identity, train = kit.identity(), plan.pipeline().train
-    writer, peers = Writer(identity), set(plan.sites) - {identity.name, *without}
-    attendance = None
-    if train.at_least is not None and not without:
-        attendance = Attendance(identity.name, tuple(plan.sites), train.at_least, writer.heard)
-    finished = finished_summary(study, plan.digest, plan.sites, without, goes_on=train.at_least is not None)
+    few, peers = train.at_least is not None, set(plan.sites) - {identity.name, *without}
+    attendance = Attendance(identity, plan.sites, None if without else train.at_least)
+    finished = finished_summary(study, plan.digest, plan.sites, without, goes_on=few)
     told = {""}
 
     def notice() -> None:
@@ -334,19 +340,16 @@ def _until_done(
                 study,
                 kit.identity(),
                 line,
+                resume=LAST,
                 without=without,
-                go_on=True,
-                writer=writer,
                 waiting=notice,
                 attendance=attendance,
             )
         except SiteReturned as returned:
             say(f"  {returned}; all begin again from their checkpoints")
-        except (SitesGone, LeftOut) as news:
+        except SitesGone as news:
             say(f"  {news}; those who are there go on", "yellow")
-            assert attendance is not None
-            attendance.note_gone(news.sites if isinstance(news, SitesGone) else (), str(news))
-            writer = writer.anew(attendance.gone.get(identity.name, 0.0))
+            attendance.note_gone(news.sites, str(news))
         except KnownToAll as refusal:
             if finished is None:
                 raise
