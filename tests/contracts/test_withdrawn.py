@@ -219,12 +219,10 @@ def test_all_who_begin_again_over_a_folder_know_the_newest_list(place, monkeypat
 def test_a_job_brings_the_list_and_no_forged_one(place, roles, monkeypatch):
     monkeypatch.setenv(roles.STUDY, str(place))
     monkeypatch.setenv(roles.KIT, str(place / "one" / "C1"))
-    engine = SimpleNamespace(get_cell=lambda: None)
-    context = SimpleNamespace(get_engine=lambda: engine, get_job_id=lambda: "job")
 
     def do(text):
         job = {"what": "check", "plan": "0" * 64, "withdrawn": text}
-        return roles.Hospital()._do(job, context, None)
+        return roles.Hospital()._do(job)
 
     ours, theirs = (Path(revoke("C2", place / name)["file"]).read_text() for name in ("one", "two"))
     refused(lambda: do(theirs), "not signed by this federation's root", error=NotTrusted)

@@ -34,7 +34,7 @@ from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _READY = "Ctrl-C ends it"
 _READY_S, _END_S, _POLL_S = 90.0, 45.0, 0.2
@@ -108,7 +108,7 @@ class Children:
                 raise WsiFlError(f"{place.name}: {said}: {_last_line(file)}")
             time.sleep(_POLL_S)
 
-    def each(self, work: Callable[[T], object], things: Sequence[T]) -> None:
+    def each(self, work: Callable[[_T], object], things: Sequence[_T]) -> None:
         """Do the work for each, several at the same time; when one fails, all end."""
         with ThreadPoolExecutor(max(1, min(len(things), os.cpu_count() or 1))) as pool:
             jobs = [pool.submit(work, thing) for thing in things]

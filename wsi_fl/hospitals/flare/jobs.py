@@ -137,12 +137,7 @@ class _Watch:
 
 @contextmanager
 def _session(kit: Kit) -> Iterator[Session]:
-    """A connection to the server as coordinator; what FLARE prints and logs meanwhile is nobody's business.
-
-    Raises:
-        UsageError: when the kit is not the coordinator's, the federation has no server, or FLARE is not installed.
-        WsiFlError: when the server does not let the coordinator in, or goes away meanwhile.
-    """
+    """A connection to the server as coordinator; what FLARE prints and logs meanwhile is nobody's business."""
     need_flare()
     from nvflare.fuel.flare_api.api_spec import NoConnection
     from nvflare.fuel.flare_api.flare_api import new_secure_session
@@ -237,11 +232,7 @@ def _reason_of(session: Session, job: str, status: str) -> str:
 
 
 def abort(kit: Kit, job: str) -> None:
-    """End a job at all hospitals.
-
-    Raises:
-        WsiFlError: when the server knows no such job, or it has ended.
-    """
+    """End a job at all hospitals; WsiFlError when the server knows no such job, or it has ended."""
     with _session(kit) as session:
         try:
             session.abort_job(job)

@@ -120,32 +120,36 @@ class Together(Controller):  # type: ignore[misc]
         folder = Path(self._engine.get_workspace().get_run_dir(fl_ctx.get_job_id()))
         write_json(folder / SAID, self._said)
 
-    def start_controller(self, fl_ctx: FLContext) -> None:
-        """Nothing is to be prepared."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """FLARE asks for more than there is to do."""
 
-    def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Nothing is to be cleaned up."""
-
-    def process_result_of_unknown_task(self, *arguments: Any, **named: Any) -> None:
-        """Leave it alone."""
+    start_controller = stop_controller = process_result_of_unknown_task = _nothing
 
 
 class _CellLine:
-    """A line over FLARE's cells: straight from one hospital's job process to another's, by way of the server.
-
-    Args:
-        engine: of this job process.
-        arrived: hands over what the cell was sent, once somebody listens.
-        job: FLARE's id of the job.
-    """
+    """A line over FLARE's cells: straight from one hospital's job process to another's, by way of the server."""
 
     lag_s = 60.0
 
-    def __init__(self, engine: Any, arrived: _Arrived, job: str, stopped: Signal) -> None:
-        self._cell, self._arrived, self._job, self._stopped = engine.get_cell(), arrived, job, stopped
+    def __init__(self) -> None:
+        self._take: Callable[[Buffer], Answer] | None = None
+        self._stopped: Signal | None = None
+
+    def attach(self, fl_ctx: FLContext) -> None:
+        """Be called for every letter; before somebody listens it is asked for again later."""
+        self._cell, self._job = fl_ctx.get_engine().get_cell(), fl_ctx.get_job_id()
+        self._cell.register_request_cb(channel=_CHANNEL, topic=_CHANNEL, cb=self._arrived)
+
+    def until(self, stopped: Signal) -> None:
+        """Carry nothing any more once FLARE has stopped the job."""
+        self._stopped = stopped
+
+    def _arrived(self, request: Message) -> Message:
+        take = self._take
+        return make_cell_reply(CellCode.OK, body="later" if take is None else take(request.payload))
 
     def listen(self, take: Callable[[Buffer], Answer]) -> None:
-        self._arrived.take = take
+        self._take = take
 
     def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
         del name
@@ -164,29 +168,15 @@ class _CellLine:
         return "" if reply.payload == "taken" else "it was not taken"
 
     def broken(self) -> str:
-        return (
-            "the job was ended by the coordinator, or because a site was lost"
-            if self._stopped.triggered
-            else ""
-        )
+        stopped = self._stopped is not None and self._stopped.triggered
+        return "the job was ended by the coordinator, or because a site was lost" if stopped else ""
 
     def silent_s(self, site: str) -> float:
         del site
         return inf
 
     def close(self) -> None:
-        self._arrived.take = None
-
-
-class _Arrived:
-    """What the cell calls for every letter; before somebody listens it asks for it again later."""
-
-    def __init__(self) -> None:
-        self.take: Callable[[Buffer], Answer] | None = None
-
-    def __call__(self, request: Message) -> Message:
-        take = self.take
-        return make_cell_reply(CellCode.OK, body="later" if take is None else take(request.payload))
+        self._take = None
 
 
 @contextmanager
@@ -209,27 +199,26 @@ class Hospital(Executor):  # type: ignore[misc]
     """A hospital's part of a job, in a process of its own that FLARE's client started.
 
     A job is {"what": "work", "plan": SHA-256, "text": the plan, "resume": RUN or null, "without": [SITE, …],
-    "withdrawn": list}, or
-    {"what": "check", …}, which goes to see every peer and trains nothing.
+    "withdrawn": list}, or {"what": "check", …}, which goes to see every peer and trains nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._arrived = _Arrived()
+        self._line = _CellLine()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Listen from the beginning, before any task, so that no letter is lost."""
         if event_type == EventType.START_RUN:
-            cell = fl_ctx.get_engine().get_cell()
-            cell.register_request_cb(channel=_CHANNEL, topic=_CHANNEL, cb=self._arrived)
+            self._line.attach(fl_ctx)
 
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
         """Do what the job says; whatever fails is told in one line."""
         try:
+            self._line.until(abort_signal)
             with _signs_of_life(fl_ctx.get_engine(), fl_ctx.get_job_id()):
-                said = self._do(shareable["job"], fl_ctx, abort_signal) if task_name == "work" else {}
+                said = self._do(shareable["job"]) if task_name == "work" else {}
         except Exception as error:
             name = fl_ctx.get_identity_name()
             with suppress(OSError):
@@ -245,17 +234,17 @@ class Hospital(Executor):  # type: ignore[misc]
         reply["said"] = json.dumps(said)
         return reply
 
-    def _do(self, job: Mapping[str, Any], fl_ctx: FLContext, stopped: Signal) -> Mapping[str, Any]:
+    def _do(self, job: Mapping[str, Any]) -> dict[str, Any]:
         study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
         kit.take(str(job["withdrawn"]))
         identity = kit.identity()
-        line = _CellLine(fl_ctx.get_engine(), self._arrived, fl_ctx.get_job_id(), stopped)
         given: dict[str, Any] = {
             "plan": str(job["plan"]),
             "brought": Plan(str(job["text"])) if "text" in job else None,
         }
         if job["what"] == "check":
-            return greet(study, identity, line, **given)
+            return greet(study, identity, self._line, **given)
         with naming(study.runs, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
-            summary = take_part(study, identity, line, resume=job["resume"], without=job["without"], **given)
+            given |= {"resume": job["resume"], "without": job["without"]}
+            summary = take_part(study, identity, self._line, **given)
         return known_to_all(study, identity.name, summary)

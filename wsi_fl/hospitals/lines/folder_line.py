@@ -41,7 +41,7 @@ def _folder_of(topic: str) -> str:
     return f"wsi-fl-{topic[:16]}"
 
 
-class Lying(NamedTuple):
+class _Lying(NamedTuple):
     """A letter or a sign of life in the folder: when it was written, where the share tells, and what a hello says."""
 
     sender: str
@@ -50,7 +50,7 @@ class Lying(NamedTuple):
     content: bytes
 
 
-def lying(address: str, topic: str) -> list[Lying]:
+def lying(address: str, topic: str) -> list[_Lying]:
     """Return what of a topic lies in a folder now; its backend raises what it likes where it cannot."""
     share, found = Share(address), []
     share.check()
@@ -61,9 +61,9 @@ def lying(address: str, topic: str) -> list[Lying]:
                 if said := _FILE.fullmatch(name):
                     hello = said["place"] == HELLO
                     content = share.read(_MOST_HELLO, *inbox, name) if hello else b""
-                    found.append(Lying(said["sender"], said["place"], entry.time, content))
+                    found.append(_Lying(said["sender"], said["place"], entry.time, content))
                 elif to == _ALIVE:
-                    found.append(Lying(name.partition("~")[0], to, entry.time, b""))
+                    found.append(_Lying(name.partition("~")[0], to, entry.time, b""))
     return found
 
 

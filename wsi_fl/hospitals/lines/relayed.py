@@ -30,7 +30,7 @@ from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, fi
 from wsi_fl.hospitals.trust.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
 from wsi_fl.types import Interrupted, KnownToAll
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 Answer = Literal["taken", "later", "refused"]
 """What a receiver says of a letter: it has it, it cannot judge it yet, or it never will take it."""
@@ -238,7 +238,7 @@ class RelayedComm:
             messages.append(received(head, vector, sender, mine, round_, size, kind=kind))
         return messages
 
-    def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+    def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return one document of every site; see `Comm`."""
         (document,) = documents
         mine = encoded(document, kind, self.identity.name)
@@ -249,8 +249,8 @@ class RelayedComm:
         return [decoded(bytes(texts[k]), kind, self.names[k]) for k in self.running]
 
     def hand(
-        self, documents: Mapping[tuple[int, int], T], kind: type[T], expected: Collection[tuple[int, int]]
-    ) -> dict[tuple[int, int], T]:
+        self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], _T]:
         """Give documents to single sites; see `Comm`."""
         mine = self.sites[0]
         contents = {

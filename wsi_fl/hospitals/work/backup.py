@@ -25,7 +25,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 _DOCUMENT, _LEDGER = PurePosixPath("kit/federation.json"), PurePosixPath("ledger.jsonl")
 _KIT, _STUDY = ("*.json", "jobs.jsonl", "startup/*"), ("federation/*.json", "sites/{}.toml")
-Files = dict[PurePosixPath, bytes]
+_Files = dict[PurePosixPath, bytes]
 
 
 def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def _opened(study: Study, site: str) -> LedgerFile:
     return LedgerFile(study.ledger(site), heads_of(study, site) if study.site(site).real else [])
 
 
-def _files(part: str, root: Path, patterns: Sequence[str]) -> Files:
+def _files(part: str, root: Path, patterns: Sequence[str]) -> _Files:
     paths = [path for pattern in patterns for path in root.glob(pattern) if path.is_file()]
     return {PurePosixPath(part, path.relative_to(root).as_posix()): path.read_bytes() for path in paths}
 
 
-def _read(file: Path) -> Files:
+def _read(file: Path) -> _Files:
     """The files of a backup by name; none of them leads out of its folder."""
     try:
         with tarfile.open(ordinary(file), "r:") as tar:

@@ -58,8 +58,7 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
 
     Raises:
         UsageError: when the kit cannot be started so.
-        WsiFlError: when another process has the kit, when it is not registered within 30 s, with the likely reason,
-            or ends by itself.
+        WsiFlError: when another process has the kit, it is not registered within 30 s, or it ends by itself.
     """
     need_flare()
     if kit.role == "coordinator":
@@ -82,9 +81,9 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
     if study is None:
         _require_port(port)
     else:
-        rotate(study.runs / f"{kit.name}.log")
-    rotate(kit.path / "audit.log")
-    rotate(kit.path / "console.txt", 0)
+        _rotate(study.runs / f"{kit.name}.log")
+    _rotate(kit.path / "audit.log")
+    _rotate(kit.path / "console.txt", 0)
     seen = log.stat().st_size if log.exists() else 0
     with _process(kit, study) as process:
         if study is None:
@@ -98,13 +97,13 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
     raise WsiFlError(f"the process of {kit.name} ended (exit code {code}); see {log}")
 
 
-def rotate(log: Path, most_bytes: int = 20 << 20) -> None:
+def _rotate(log: Path, most_bytes: int = 20 << 20) -> None:
     """Call a log that is longer, and that nobody writes now, `….1`, that one `….2`, and so on to five."""
     if log.is_file() and log.stat().st_size > most_bytes:
         RotatingFileHandler(log, backupCount=_LOGS, delay=True).doRollover()
 
 
-def forget_jobs(kit: Path) -> None:
+def _forget_jobs(kit: Path) -> None:
     """Delete the folders of all but the newest 20 jobs; only call it while no job runs."""
     folders = [path for path in kit.iterdir() if _JOB.fullmatch(path.name) and path.is_dir()]
     folders.sort(key=lambda path: path.stat().st_mtime)
@@ -130,18 +129,12 @@ def _say_what_it_allows(kit: Kit, study: Study, told: Callable[[str], None]) -> 
 def _followed(
     process: subprocess.Popen[bytes], kit: Kit, log: Path | None, told: Callable[[str], None]
 ) -> int:
-    """Wait for the end of a process, and tell meanwhile what becomes of plans that come; return its exit code.
-
-    Folders of old jobs are removed now and then, while no job runs.
-
-    Args:
-        log: where the processes of jobs write that; None for a server.
-    """
+    """Wait for the end of a process, remove old jobs, and tell what a log says of plans; return its exit code."""
     seen = log.stat().st_size if log and log.exists() else 0
     tidied = -_TIDY_S
     while (code := process.poll()) is None:
         if time.monotonic() - tidied >= _TIDY_S and not _started_by(process.pid):
-            forget_jobs(kit.path)
+            _forget_jobs(kit.path)
             tidied = time.monotonic()
         if log is not None and (new := _since(log, seen)):
             seen += len(new.encode())
@@ -208,15 +201,10 @@ def _started_by(pid: int) -> list[int]:
 
 
 def _until(done: Callable[[], bool], process: subprocess.Popen[bytes], kit: Kit) -> None:
-    """Wait until a process is where it should be.
-
-    Raises:
-        WsiFlError: after 30 s, or when it ended, with the likely reason.
-    """
+    """Wait for 30 s until a process is where it should be; an error names the likely reason."""
     deadline = time.monotonic() + _REGISTER_S
     while not done():
-        if process.poll() is not None or time.monotonic() > deadline:
-            ended = process.poll() is not None
+        if (ended := process.poll() is not None) or time.monotonic() > deadline:
             what = "its process ended" if ended else f"it is not registered after {_REGISTER_S:.0f} s"
             why = likely_reason(kit) if kit.role == "hospital" else ""
             known = why or f"no reason was found; the end of {kit.path / 'console.txt'} may say more"
@@ -265,14 +253,8 @@ def take_part_by_folder(
     To call it again is always right, also from cron. It begins the plan's run, or goes on with the one that all
     sites have, from their checkpoints; what was sent is sent again, and nothing is charged twice but a sum that was
     spoilt. When the run has finished, the summary is returned at once, unless a peer that was stopped before its own
-    end says hello: then this site helps it to finish, as far as that costs nothing. A sum that a site holds is never
-    made again, unless its people approve the plan again. A peer that was stopped and started again makes all begin
-    again from their checkpoints, in the same process.
-
-    The processes of all sites must be alive at the same time: to say hello, and then in every round, as each waits for
-    the others' letters of that round. With `comm.timeout_s` of days a site waits that long for a machine that sleeps,
-    and letters lie in the folder meanwhile; but a process that was stopped has forgotten the key that letters to it
-    were sealed with, so that all begin again. Two processes that are never alive at the same time finish no hello.
+    end says hello: then this site helps it to finish, as far as that costs nothing. The processes of all sites must be
+    alive at the same time, as one that was stopped has forgotten the key that letters to it were sealed with.
 
     Args:
         study: of this hospital, the only other folder that is read or written.
@@ -297,7 +279,7 @@ def take_part_by_folder(
     line = FolderLine(address, identity.name, plan.digest, most_bytes=plan.most_bytes, beat_s=beat_s)
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
     with alone(study.root / "federation" / f".{identity.name}.lock", busy), kit.alone():
-        rotate(study.runs / f"{identity.name}.log")
+        _rotate(study.runs / f"{identity.name}.log")
         return _until_done(study, kit, plan, line, address, without)
 
 
