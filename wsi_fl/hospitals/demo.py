@@ -187,28 +187,6 @@ def _last_line(log: Path) -> str:
     return lines[-1].removeprefix("wsi-fl: error: ") if lines else f"it said nothing; see {log}"
 
 
-@dataclass(frozen=True)
-class _Bed:
-    """Everybody's places in the folder of a demo."""
-
-    root: Path
-
-    @property
-    def hospitals(self) -> dict[str, Place]:
-        return {name: self._place(name, "study") for name in (f"C{k + 1}" for k in range(_N_HOSPITALS))}
-
-    @property
-    def coordinator(self) -> Place:
-        return self._place("coordinator", "study")
-
-    @property
-    def server(self) -> Place:
-        return self._place("server", ".")
-
-    def _place(self, name: str, here: str) -> Place:
-        return Place(name, self.root / name, self.root / name / here)
-
-
 def federation_demo(folder: Path) -> dict[str, Any]:
     """Let four hospitals of painted slides learn together over NVIDIA FLARE, from their keys to their reports.
 
@@ -224,138 +202,137 @@ def federation_demo(folder: Path) -> dict[str, Any]:
         WsiFlError: when a command fails, with its last line, or when it is interrupted.
     """
     need_flare()
-    bed = _Bed(folder.resolve())
-    if (bed.root / _DONE).is_file():
+    root = folder.resolve()
+    if (root / _DONE).is_file():
         say(f"{folder}: this demo has finished; for another one remove the folder, or choose another --out")
-        return dict(read_json(bed.root / _DONE))
-    if bed.root.exists() and any(bed.root.iterdir()):
+        return dict(read_json(root / _DONE))
+    if root.exists() and any(root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no finished demo; remove it, or choose another --out")
     try:
-        document = _demonstrated(bed)
+        with children() as crew:
+            document = _Demo(root, crew).document()
     except KeyboardInterrupt:
         raise WsiFlError(f"interrupted; all processes were ended; to begin again, remove {folder}") from None
-    write_json(bed.root / _DONE, document)
+    write_json(root / _DONE, document)
     return document
 
 
-def _demonstrated(bed: _Bed) -> dict[str, Any]:
-    """The document of a demo, once everything is done."""
-    began = time.monotonic()
-    with children() as crew:
-        say("Painting each hospital's own slides", style="bold")
-        _paint(bed)
-        say("Each hospital makes its study and its key", style="bold")
-        crew.each(lambda place: _settle(crew, place), list(bed.hospitals.values()))
-        _found(crew, bed)
-        say("Each hospital joins, and cuts its slides into patches and features", style="bold")
-        crew.each(lambda place: _join(crew, bed, place), list(bed.hospitals.values()))
-        _agree(crew, bed)
-        summary = _learn(crew, bed)
-        say("Each hospital evaluates and reports, on its own data", style="bold")
-        reports = _report(crew, bed, summary["run"])
-    return {
-        "folder": str(bed.root),
-        "seconds": round(time.monotonic() - began, 1),
-        "run": summary["run"],
-        "sites": summary["sites"],
-        "scores": results(read_json(bed.coordinator.here / summary["out"] / "scores.json")),
-        "report": str(bed.coordinator.here / summary["report"]),
-        "reports": reports,
-    }
+class _Demo:
+    """Everybody's places in the folder of a demo, and what is done there in turn."""
 
+    def __init__(self, root: Path, crew: Children) -> None:
+        self.root, self.crew, self.run = root, crew, crew.run
+        self.hospitals = [self._place(f"C{k + 1}") for k in range(_N_HOSPITALS)]
+        self.chief, self.server = self._place("coordinator"), self._place("server", ".")
 
-def _paint(bed: _Bed) -> None:
-    """Give each hospital its slides, and everybody who learns the weights of the public encoder."""
-    for index, place in enumerate(bed.hospitals.values()):
-        archive = place.folder / "archive"
-        paint_archive(archive, n_sites=_N_HOSPITALS, patients_per_site=8, size_px=1024, only=index)
-    weights = bed.coordinator.here / _WEIGHTS
-    write_untrained(weights)
-    for place in bed.hospitals.values():
-        _send(weights, place.here / _WEIGHTS)
+    def _place(self, name: str, here: str = "study") -> Place:
+        return Place(name, self.root / name, self.root / name / here)
 
+    def document(self) -> dict[str, Any]:
+        began = time.monotonic()
+        _say("Painting each hospital's own slides")
+        self._paint()
+        _say("Each hospital makes its study and its key")
+        self.crew.each(self._settle, self.hospitals)
+        _say(
+            "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints too"
+        )
+        self._found()
+        _say("Each hospital joins, and cuts its slides into patches and features")
+        self.crew.each(self._join, self.hospitals)
+        _say("The coordinator makes a plan, and every hospital signs it")
+        self._plan()
+        self.crew.each(self._sign, self.hospitals)
+        _say(
+            "The server and the hospitals start; the coordinator looks whether all is well, and lets them learn"
+        )
+        summary = self._learn()
+        _say("Each hospital evaluates and reports, on its own data")
+        self.crew.each(lambda place: self._report(place, summary["run"]), self.hospitals)
+        return {
+            "folder": str(self.root),
+            "seconds": round(time.monotonic() - began, 1),
+            "run": summary["run"],
+            "sites": summary["sites"],
+            "scores": results(read_json(self.chief.here / summary["out"] / "scores.json")),
+            "report": str(self.chief.here / summary["report"]),
+            "reports": {
+                place.name: str(place.here / summary["run"] / "report" / "index.html")
+                for place in self.hospitals
+            },
+        }
 
-def _settle(crew: Children, place: Place) -> None:
-    """Make a hospital's study, which lets counts of its test part go, and its request to join."""
-    archive = Path("..") / "archive"
-    crew.run(place, "init", ".", "--from", archive, "--real", "--pipeline", _PIPELINE)
-    site = place.here / "sites" / f"{place.name}.toml"
-    write_text(site, f"{site.read_text(encoding='utf-8').rstrip()}\n{_ALLOW}\n")
-    organization = f"Hospital {place.name} of the demo"
-    crew.run(place, "federation", "request", place.name, "--kit", _KIT, "--organization", organization)
+    def _paint(self) -> None:
+        """Give each hospital its slides, and everybody who learns the weights of the public encoder."""
+        weights = self.chief.here / _WEIGHTS
+        write_untrained(weights)
+        for index, place in enumerate(self.hospitals):
+            archive = place.folder / "archive"
+            paint_archive(archive, n_sites=_N_HOSPITALS, patients_per_site=8, size_px=1024, only=index)
+            _send(weights, place.here / _WEIGHTS)
 
+    def _settle(self, place: Place) -> None:
+        """Make a hospital's study, which lets counts of its test part go, and its request to join."""
+        self.run(place, "init", ".", "--from", Path("..") / "archive", "--real", "--pipeline", _PIPELINE)
+        site = place.here / "sites" / f"{place.name}.toml"
+        write_text(site, f"{site.read_text(encoding='utf-8').rstrip()}\n{_ALLOW}\n")
+        organization = f"Hospital {place.name} of the demo"
+        self.run(place, "federation", "request", place.name, "--kit", _KIT, "--organization", organization)
 
-def _found(crew: Children, bed: _Bed) -> None:
-    """Found the federation, give the server its kit, and approve the hospitals' requests."""
-    chief = bed.coordinator
-    said = "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints too"
-    say(said, style="bold")
-    address = f"localhost:{free_port()}"
-    crew.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
-    bed.server.folder.mkdir()
-    shutil.move(chief.here / _FOUNDED / "server", bed.server.folder / "kit")
-    for name, place in bed.hospitals.items():
-        request = _send(place.folder / "kit" / f"request-{name}.json", chief.folder / f"request-{name}.json")
-        crew.run(chief, "federation", "approve", Path("..") / request.name, "--kit", _FOUNDED)
+    def _found(self) -> None:
+        """Found the federation, give the server its kit, and approve the hospitals' requests."""
+        chief, address = self.chief, f"localhost:{free_port()}"
+        self.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
+        self.server.folder.mkdir()
+        shutil.move(chief.here / _FOUNDED / "server", self.server.folder / "kit")
+        for place in self.hospitals:
+            name = f"request-{place.name}.json"
+            _send(place.folder / "kit" / name, chief.folder / name)
+            self.run(chief, "federation", "approve", Path("..") / name, "--kit", _FOUNDED)
 
+    def _join(self, place: Place) -> None:
+        """Complete a hospital's kit, and make what it learns from."""
+        name = f"certificate-{place.name}.json"
+        _send(self.chief.folder / name, place.folder / name)
+        self.run(place, "federation", "join", Path("..") / name, "--kit", _KIT)
+        self.run(place, "tile", "--site", place.name)
+        self.run(place, "features", "--site", place.name)
 
-def _join(crew: Children, bed: _Bed, place: Place) -> None:
-    """Complete a hospital's kit, and make what it learns from."""
-    name = f"certificate-{place.name}.json"
-    _send(bed.coordinator.folder / name, place.folder / name)
-    crew.run(place, "federation", "join", Path("..") / name, "--kit", _KIT)
-    crew.run(place, "tile", "--site", place.name)
-    crew.run(place, "features", "--site", place.name)
+    def _plan(self) -> None:
+        """Make the plan of what the hospitals promise."""
+        chief, what = self.chief, ("--method", _METHOD, "--pipeline", _PIPELINE)
+        self.run(chief, "init", ".")
+        for place in self.hospitals:
+            site = Study(place.here).site(place.name)
+            told = "".join(f"{key} = {toml_value(getattr(site, key))}\n" for key in _TOLD)
+            write_text(chief.here / "sites" / f"{place.name}.toml", told)
+        self.run(chief, "federation", "plan", *what, "--out", "plan.json", "--kit", _FOUNDED)
 
-
-def _agree(crew: Children, bed: _Bed) -> None:
-    """Make the plan of what the hospitals promise, and let all sign it."""
-    chief, plan = bed.coordinator, "plan.json"
-    say("The coordinator makes a plan, and every hospital signs it", style="bold")
-    crew.run(chief, "init", ".")
-    for name, place in bed.hospitals.items():
-        site = Study(place.here).site(name)
-        told = "".join(f"{key} = {toml_value(getattr(site, key))}\n" for key in _TOLD)
-        write_text(chief.here / "sites" / f"{name}.toml", told)
-    what = ("--method", _METHOD, "--pipeline", _PIPELINE)
-    crew.run(chief, "federation", "plan", *what, "--out", plan, "--kit", _FOUNDED)
-
-    def sign(place: Place) -> None:
-        _send(chief.here / plan, place.here / plan)
-        crew.run(place, "federation", "approve", plan, "--kit", _KIT, "--yes")
+    def _sign(self, place: Place) -> None:
+        _send(self.chief.here / "plan.json", place.here / "plan.json")
+        self.run(place, "federation", "approve", "plan.json", "--kit", _KIT, "--yes")
         approval = Path("federation") / f"approval-{place.name}.json"
-        _send(place.here / approval, chief.here / approval)
+        _send(place.here / approval, self.chief.here / approval)
 
-    crew.each(sign, list(bed.hospitals.values()))
+    def _learn(self) -> dict[str, Any]:
+        chief, kit = self.chief, _FOUNDED / "coordinator"
+        self.crew.start(self.server, "federation", "start", "kit")
+        self.crew.each(lambda place: self.crew.start(place, "federation", "start", _KIT), self.hospitals)
+        self.run(chief, "federation", "check", kit, "--plan", "plan.json")
+        return self.run(chief, "federation", "submit", "--kit", kit, "--plan", "plan.json", "--out", "result")
 
-
-def _learn(crew: Children, bed: _Bed) -> dict[str, Any]:
-    """Start the server and the hospitals' clients, look whether all reach each other, and let them learn."""
-    chief, kit = bed.coordinator, _FOUNDED / "coordinator"
-    say(
-        "The server and the hospitals start; the coordinator looks whether all is well, and lets them learn",
-        style="bold",
-    )
-    crew.start(bed.server, "federation", "start", "kit")
-    crew.each(lambda place: crew.start(place, "federation", "start", _KIT), list(bed.hospitals.values()))
-    crew.run(chief, "federation", "check", kit, "--plan", "plan.json")
-    return crew.run(chief, "federation", "submit", "--kit", kit, "--plan", "plan.json", "--out", "result")
+    def _report(self, place: Place, run: str) -> None:
+        self.run(place, "evaluate", run)
+        self.run(place, "report", run)
 
 
-def _report(crew: Children, bed: _Bed, run: str) -> dict[str, str]:
-    """Let every hospital evaluate its models and write its own page; return the pages."""
-
-    def report(place: Place) -> None:
-        crew.run(place, "evaluate", run)
-        crew.run(place, "report", run)
-
-    crew.each(report, list(bed.hospitals.values()))
-    return {name: str(place.here / run / "report" / "index.html") for name, place in bed.hospitals.items()}
-
-
-def _send(source: Path, target: Path) -> Path:
+def _send(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copyfile(source, target))
+    shutil.copyfile(source, target)
+
+
+def _say(text: str) -> None:
+    say(text, style="bold")
 
 
 def free_port() -> int:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,14 +81,17 @@ def _at_work(session: Session) -> set[str]:
     return {str(job.job_id) for job in session.get_system_info().job_info}
 
 
+@dataclass
 class _Watch:
     """Looks now and then who is there while a job has not ended; the arguments are those of `run_job`."""
 
-    def __init__(
-        self, session: Session, job: str, sites: Sequence[str], patience_s: float, awaited: Sequence[str]
-    ) -> None:
-        self._session, self._job, self._sites = session, job, sites
-        self._patience_s, self._awaited = patience_s, awaited
+    session: Session
+    job: str
+    sites: Sequence[str]
+    patience_s: float
+    awaited: Sequence[str]
+
+    def __post_init__(self) -> None:
         self._free = self._looked = time.monotonic()
         self._missed: dict[str, float] = {}
         self._back: dict[str, float] = {}
@@ -99,21 +103,21 @@ class _Watch:
             return
         self._looked = now
         try:
-            here, at_work = _answering(self._session), _at_work(self._session)
+            here, at_work = _answering(self.session), _at_work(self.session)
         except Exception:  # nothing is known then; whoever asks for the status next is told why
             return
-        self._back = {site: self._back.get(site, now) for site in self._awaited if site in here}
+        self._back = {site: self._back.get(site, now) for site in self.awaited if site in here}
         if back := [site for site, since in self._back.items() if begun and now - since >= _AWAY_S]:
             self._end(SiteBack(f"{', '.join(back)} is there again; the job was ended"))
-        away = {site for site in self._sites if site not in here}
-        away |= {self._job} if begun and self._job not in at_work else set()
+        away = {site for site in self.sites if site not in here}
+        away |= {self.job} if begun and self.job not in at_work else set()
         self._missed = {one: self._missed.get(one, now) for one in away}
-        if at_work - {self._job}:  # the server does one at a time
+        if at_work - {self.job}:  # the server does one at a time
             self._free = now
-        if now - self._missed.get(self._job, now) >= _AWAY_S:
-            self._give_up(f"the server was stopped while job {self._job} ran; {_GO_ON}")
-        patience_s = max(_AWAY_S, self._patience_s) if begun else _AWAY_S
-        gone = [site for site in self._sites if now - self._missed.get(site, now) >= patience_s]
+        if now - self._missed.get(self.job, now) >= _AWAY_S:
+            self._give_up(f"the server was stopped while job {self.job} ran; {_GO_ON}")
+        patience_s = max(_AWAY_S, self.patience_s) if begun else _AWAY_S
+        gone = [site for site in self.sites if now - self._missed.get(site, now) >= patience_s]
         if gone and begun:
             self._give_up(f"site {gone[0]} was lost: its client does not answer; {_GO_ON}", gone)
         if gone:
@@ -122,7 +126,7 @@ class _Watch:
             )
         if not begun and now - self._free >= _BEGIN_S:
             self._give_up(
-                f"job {self._job} has not begun within {_BEGIN_S:.0f} s, so it was withdrawn; see the server's log, "
+                f"job {self.job} has not begun within {_BEGIN_S:.0f} s, so it was withdrawn; see the server's log, "
                 "and submit again"
             )
 
@@ -131,7 +135,7 @@ class _Watch:
 
     def _end(self, why: WsiFlError) -> None:
         with suppress(Exception):  # it may have ended by itself, or be forgotten
-            self._session.abort_job(self._job)
+            self.session.abort_job(self.job)
         raise why
 
 

@@ -31,14 +31,8 @@ _Files = dict[PurePosixPath, bytes]
 def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, Any]:
     """Copy what a kit's holder must not lose into one file with mode 0600; a client may run meanwhile.
 
-    Args:
-        study: of the hospital; None for the kit of a server or a coordinator.
-
     Returns:
         {"file", "name", "files": how many, "lines": of the ledger, None without one}.
-
-    Raises:
-        WsiFlError: when the ledger is damaged, or older than its heads know.
     """
     found, lines = _files("kit", kit.path, _KIT), None
     if study is not None:
@@ -93,11 +87,7 @@ def restore(file: Path, kit: Path, study: Study | None) -> dict[str, Any]:
 
 
 def _put_ledger(study: Study, site: str, data: bytes) -> list[str]:
-    """Put a ledger back, unless the one that is here goes on from it, and let its heads know.
-
-    Raises:
-        WsiFlError: when it is older than its heads know, or another one is here.
-    """
+    """Put a ledger back, unless the one that is here goes on from it, and let its heads know."""
     path = study.ledger(site)
     if made := _put(path, data):
         try:

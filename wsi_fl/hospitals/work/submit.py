@@ -197,7 +197,7 @@ def _until_done(
         resume = LAST
 
 
-def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None) -> dict[str, Any]:
+def check(kit: Kit, plan: Plan | None = None) -> dict[str, Any]:
     """Look whether a kit gets through; the coordinator's lets all hospitals of a plan go to see each other as well.
 
     Args:
@@ -216,7 +216,7 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
         return document
     try:
         job = {"what": "check", "plan": plan.digest}
-        said = _run(kit, plan, plan.sites, job, watcher or Silent())
+        said = _run(kit, plan, plan.sites, job, Silent())
         document["peers"] = {
             name: {key: one[key] for key in ("peers", "seconds")} for name, one in said.items()
         }

@@ -138,15 +138,7 @@ def take_part(
 
 
 def known_to_all(study: Study, site: str, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return what all sites of a run hold alike, for whoever coordinates it: its summary, and as "scores" the counts.
-
-    Args:
-        site: of this hospital.
-        summary: what `take_part` returned.
-
-    Returns:
-        The summary with one more key; "scores" is None where no counts left the hospitals.
-    """
+    """Return what `take_part` did, with one more key: as "scores" the counts that all sites of a run hold, or None."""
     run = RunFolder(study.run(str(summary["run"])))
     return summary | {"scores": run.site(site).kept("scores")}
 
@@ -189,11 +181,7 @@ def greet(
 
 
 def _own_run(study: Study, asked: str) -> RunFolder:
-    """Return a run that somebody else asks for, once it is known to be one of this study by its plain name.
-
-    Raises:
-        UsageError: for anything else, such as a path that leads out of `runs/`.
-    """
+    """A run that somebody else asks for, once it is known to be one of this study by its plain name."""
     name = Path(asked).name
     if asked not in (name, f"runs/{name}") or not (study.runs / name / "config.toml").is_file():
         raise UsageError("the run that is asked for is not in this hospital's runs/")
@@ -201,11 +189,7 @@ def _own_run(study: Study, asked: str) -> RunFolder:
 
 
 def _refuse_once_more(study: Study, plan: Plan, approved: str, site: str) -> None:
-    """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says.
-
-    Raises:
-        UsageError: which says how to go on, and how to allow another run.
-    """
+    """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says."""
     if (run := begun_under(study, plan.digest, approved, site)) is not None:
         raise UsageError(
             f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
