@@ -30,7 +30,7 @@ from wsi_fl.hospitals.trust.certificates import (
     verified,
 )
 from wsi_fl.hospitals.trust.letters import Letter, Writer
-from wsi_fl.types import KnownToAll, UsageError
+from wsi_fl.types import KnownToAll
 
 
 class Said(TypedDict):
@@ -214,13 +214,6 @@ def test_an_expired_certificate_is_named(federation):
         verified(identity.certificate, federation.root, now=later)
     with pytest.raises(NotTrusted, match="this clock says"):
         verified(identity.certificate, federation.root, now=datetime.now(UTC) - timedelta(days=1))
-
-
-def test_a_kit_of_another_key_is_refused(federation):
-    identity = federation.identity("C1")
-    with pytest.raises(UsageError, match="belongs to another key"):
-        Identity.load(new_key(), identity.certificate, federation.root)
-    assert fingerprint(identity.certificate) != fingerprint(federation.root)
 
 
 def test_a_key_whose_exponent_was_chosen_is_refused_everywhere(federation, monkeypatch):

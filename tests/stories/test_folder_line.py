@@ -17,7 +17,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from conftest import Told, make_study, nightly, refused, write_store
-from test_oneshot import HEADS, rows_of
+from test_oneshot import rows_of
 from test_relayed import NAMES, Federation, right, rounds_of, together
 
 from wsi_fl.federation.comm import PeerLate
@@ -416,15 +416,7 @@ def test_the_owner_of_the_share_is_caught(identities, ledgers, share, line_of, w
 
 SITES = ("S0", "S1", "S2")
 BASE = ["train.rounds=3", "privacy.insecure_seed=5", "privacy.sigma=4", "comm.timeout_s=150"]
-OPEN = [*BASE[:1], "privacy.enabled=false", BASE[3]]
 REAL = 'real = true\nmax_epsilon = 5000.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
-JOBS = {
-    "proxyfl": BASE,
-    "fedavg": BASE,
-    "cwt": BASE,
-    "replay": OPEN,
-    "oneshot": [*HEADS, *BASE[1:]],
-}
 
 
 def furnish(study, method, site, k):
@@ -437,10 +429,6 @@ def furnish(study, method, site, k):
         write_features(study, site, x, labels, [f"p{i // 3}" for i in range(40)], splits)
         return
     write_store(study, site, seed=k)
-    if method == "replay":
-        from test_replay import plant
-
-        plant(study, site, seed=k)
 
 
 def plan_of(study, method, overrides, sites=SITES, name="small"):
@@ -543,19 +531,16 @@ def start(root, groups):
     return json.loads(done.stdout or "null")
 
 
-def worked(root, federation, made):
-    """Let all groups work, one after the other, while the share's owner notes what can be read."""
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory, federation):
+    """A group of hospitals, one of which two are killed, and what the share's owner can read meanwhile."""
+    root = tmp_path_factory.mktemp("hospitals")
     share = root / "share"
     share.mkdir()
-    groups = {name: Group(root / name, *given, federation, share) for name, given in made.items()}
-    if "killed" in groups:
-        groups["killed"].jobs[1]["kill"] = {"where": "_communicate", "round": 2}
-        groups["killed"].jobs[2]["kill"] = {"where": "_train_round", "round": 3}
-        groups["proxyfl"].jobs[0]["calls"] = 3
-    if "late" in groups:
-        groups["late"].jobs[2]["kill"] = {"where": "summary_of", "round": 0}
-        for job in groups["late"].jobs[:2]:
-            job |= {"until": str(groups["late"].root / SITES[2] / "result.json"), "leaving_s": 0.5}
+    groups = {name: Group(root / name, "proxyfl", BASE, federation, share) for name in ("calm", "killed")}
+    groups["killed"].jobs[1]["kill"] = {"where": "_communicate", "round": 2}
+    groups["killed"].jobs[2]["kill"] = {"where": "_train_round", "round": 3}
+    groups["calm"].jobs[0]["calls"] = 3
     seen, stop = {}, threading.Event()
     owner = threading.Thread(target=meddling, args=(share, partial(note, seen), stop), daemon=True)
     owner.start()
@@ -563,21 +548,6 @@ def worked(root, federation, made):
     stop.set()
     owner.join()
     return groups | {"seen": seen}
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory, federation):
-    """A group of hospitals, and one of which two are killed."""
-    root = tmp_path_factory.mktemp("hospitals")
-    return worked(root, federation, {"proxyfl": ("proxyfl", BASE), "killed": ("proxyfl", BASE)})
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory, federation):
-    """A group per other method, and one of which a hospital is killed after its last letter."""
-    made = {name: (name, overrides) for name, overrides in JOBS.items() if name != "proxyfl"}
-    made["late"] = ("cwt", [*BASE, "train.rounds=1"])
-    return worked(tmp_path_factory.mktemp("others"), federation, made)
 
 
 def note(seen, path):
@@ -597,9 +567,14 @@ def test_the_owner_of_the_share_reads_no_name_of_a_patient_or_a_slide(groups):
 
 
 @pytest.mark.slow
-def test_who_was_killed_after_its_last_letter_is_helped_to_finish(others):
+def test_who_was_killed_after_its_last_letter_is_helped_to_finish(tmp_path, federation):
     """The others had their summaries already, and are called again."""
-    group = others["late"]
+    (tmp_path / "share").mkdir()
+    group = Group(tmp_path / "late", "cwt", [*BASE, "train.rounds=1"], federation, tmp_path / "share")
+    group.jobs[2]["kill"] = {"where": "summary_of", "round": 0}
+    for job in group.jobs[:2]:
+        job |= {"until": str(group.root / SITES[2] / "result.json"), "leaving_s": 0.5}
+    start(tmp_path, [group])
     assert [(group.root / site / "killed").exists() for site in SITES] == [False, False, True]
     for site in SITES:
         assert group.result(site)["lost"] == []
@@ -609,13 +584,7 @@ def test_who_was_killed_after_its_last_letter_is_helped_to_finish(others):
 
 
 def test_models_over_a_folder_are_those_of_one_process(groups):
-    require_the_same(groups["proxyfl"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [name for name in JOBS if name != "proxyfl"])
-def test_all_methods_over_a_folder_make_the_models_of_one_process(others, method):
-    require_the_same(others[method])
+    require_the_same(groups["calm"])
 
 
 def require_the_same(group):
@@ -628,7 +597,7 @@ def require_the_same(group):
 
 
 def test_hospitals_that_were_killed_and_started_again_have_the_same_models_and_charge_once(groups):
-    calm, group = groups["proxyfl"], groups["killed"]
+    calm, group = groups["calm"], groups["killed"]
     assert [(group.root / site / "killed").exists() for site in SITES] == [False, True, True]
     for site in SITES:
         rows = {row["site"]: row for row in group.result(site)["sites"]}
@@ -638,7 +607,7 @@ def test_hospitals_that_were_killed_and_started_again_have_the_same_models_and_c
 
 
 def test_a_finished_plan_is_not_run_again(groups):
-    group = groups["proxyfl"]  # whose first hospital was called three times
+    group = groups["calm"]  # whose first hospital was called three times
     for site in SITES:
         group.run(site)  # one
         study, kit = group.study(site), Kit.open(group.root / f"kit-{site}")
@@ -679,11 +648,17 @@ def test_no_new_run_is_charged_beside_one_that_has_rounds_without_saying(first, 
     refused(lambda: choose_run({"C1": first, "C2": second}), *words, error=KnownToAll)
 
 
-def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):
-    """The other was killed before its folder was made."""
+@pytest.fixture
+def agreed(tmp_path):
+    """A study of two sites, their plan, and what a run of it knows."""
     study = make_study(tmp_path / "study", n_sites=2)
     plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
-    party = RunContext.of(study, plan.pipeline(), "proxyfl")
+    return study, plan, RunContext.of(study, plan.pipeline(), "proxyfl")
+
+
+def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(agreed):
+    """The other was killed before its folder was made."""
+    study, plan, party = agreed
 
     def told(identity, *runs):
         offered = {"number": 1, "name": "proxyfl-small", "identity": identity * 32}
@@ -703,11 +678,9 @@ def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):
     )
 
 
-def test_a_site_with_rounds_of_its_own_begins_no_other_run_because_another_says_so(tmp_path):
+def test_a_site_with_rounds_of_its_own_begins_no_other_run_because_another_says_so(agreed):
     """Whoever claims that the others went on without it in a run that it does not know would make it spend again."""
-    study = make_study(tmp_path / "study", n_sites=2)
-    plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
-    party = RunContext.of(study, plan.pipeline(), "proxyfl")
+    _, plan, party = agreed
     offered = {"number": 1, "name": "proxyfl-small", "identity": "1" * 32}
     asked = Asked(plan.name, last=True, agreement=plan.digest, approved="monday")
     mine = which_run(party, asked, Told({"runs": []}, offered, {"claimed": True}))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, larger, metrics, model, nightly
+from conftest import larger, metrics, model, nightly
 from conftest import larger_study as make_study
 from safetensors.torch import load_file
 
@@ -22,7 +22,6 @@ from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.privacy.accounting import epsilon, plan
-from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
@@ -337,17 +336,6 @@ def test_what_launchers_say_of_a_killed_rank(text):
 # --- what an interruption at a bad moment must not do ----------------------------------------------------------
 
 
-def test_a_round_that_was_sent_is_never_recorded_again(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "S.jsonl", site="S", run="r", terms=Terms(1e-5))
-    mechanism = plan(36, 8, 1, 1.4, 0.7)
-    for _ in range(2):
-        ledger.record(1, mechanism)  # redone before it was sent: once on the account
-    assert ledger.epsilon() == pytest.approx(spent(1))
-    ledger.sending(1)
-    with pytest.raises(WsiFlError, match="round 1 of run r was sent already and is never redone"):
-        ledger.record(1, mechanism)
-
-
 @pytest.mark.slow
 def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path):
     study = make_study(tmp_path / "two", n_sites=2)
@@ -403,15 +391,6 @@ def test_who_was_away_for_long_is_no_stranger(study, method, overrides):
     rows = interrupted(study, ("S3", 7), ("S3", 30, "S1"), method=method, overrides=overrides)["sites"]
     assert [row["rejected"] for row in rows] == [0, 0, 0, 0]
     assert rows[1]["rounds"] > 10
-
-
-def test_a_real_site_whose_ledger_vanished_half_way_is_refused(tmp_path):
-    study = make_study(tmp_path / "real", n_sites=1, site_extra=REAL)
-    with cut_at("S0", 3):
-        local(study)
-    study.ledger("S0").unlink()
-    with pytest.raises(WsiFlError, match=r"ledgers/S0\.jsonl is missing"):
-        local(study)
 
 
 def test_a_site_is_late_only_as_long_as_somebody_says_so(monkeypatch):

@@ -116,12 +116,12 @@ class _OfOneJob(RequestProcessor):  # type: ignore[misc]
         job = str(req.get_header(RequestHeader.JOB_ID))
         if not _is_job(job):
             return error_reply(f"{job!r} is no job")
-        if isinstance(self._inner, DeployProcessor) and (problem := _brings_more(req.body)):
+        if isinstance(self._inner, DeployProcessor) and (problem := brings_more(req.body)):
             return error_reply(problem)
         return self._inner.process(req, app_ctx)
 
 
-def _brings_more(body: bytes) -> str:
+def brings_more(body: bytes) -> str:
     """Return what a job's archive holds beside its two configurations and FLARE's signatures; "" for nothing."""
     if len(body) > _MOST_BYTES:
         return f"a job of {len(body)} bytes is refused; it holds two short configurations"
