@@ -40,8 +40,7 @@ from nvflare.private.fed.client.scheduler_cmds import StartJobProcessor
 from nvflare.private.fed.client.training_cmds import AbortAppProcessor, DeployProcessor
 
 from wsi_fl.hospitals.flare.files import PROCESSES, STARTED_BY
-from wsi_fl.hospitals.trust.kit import refuse_withdrawn
-from wsi_fl.hospitals.trust.way import address_of, bracketed, proxy_to
+from wsi_fl.hospitals.trust.kit import address_of, bracketed, proxy_to, refuse_withdrawn
 
 _LOOK_S = 0.25
 _made, _connect = net_utils.get_ssl_context, aio_http_driver.AioHttpDriver.connect

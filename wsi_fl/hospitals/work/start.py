@@ -29,12 +29,12 @@ from wsi_fl.hospitals.plans.frames import frame_path, open_frame
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
-from wsi_fl.hospitals.trust.withdrawing import exchange_list
+from wsi_fl.hospitals.trust.root import exchange_list
 from wsi_fl.hospitals.work.taking_part import LAST, take_part
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone
 from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError, one_line
 
 _REGISTER_S, _POLL_S, _END_S, _TIDY_S = 30.0, 0.2, 10.0, 3600.0
