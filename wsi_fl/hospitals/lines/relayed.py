@@ -228,7 +228,7 @@ class RelayedComm:
             head, vector = pack(item, round_, hop)
             contents[self.names[item.receiver]] = (head, np.ascontiguousarray(vector).data.cast("B"))
         senders = [sender for sender, receiver in expected if receiver == mine]
-        arrived = self._swap(f"x{round_}.{hop}", contents, senders, f" in round {round_}", lossy=lossy)
+        arrived = self._swap(f"x{round_}.{hop}", contents, senders, lossy=lossy)
         count(self.traffic, outgoing, time.perf_counter() - began)
         messages = []
         for sender, content in arrived.items():
@@ -243,7 +243,7 @@ class RelayedComm:
         (document,) = documents
         mine = encoded(document, kind, self.identity.name)
         contents, senders = dict.fromkeys(self._others, (mine,)), list(self._others.values())
-        texts = self._swap(self._place(), contents, senders, "", patient=patient)
+        texts = self._swap(self._place(), contents, senders, patient=patient)
         texts[self.sites[0]] = memoryview(mine)
         self._met_s, self._steps = time.monotonic(), 0
         return [decoded(bytes(texts[k]), kind, self.names[k]) for k in self.running]
@@ -258,7 +258,7 @@ class RelayedComm:
             for (_, to), document in documents.items()
         }
         senders = [sender for sender, receiver in expected if receiver == mine]
-        texts = self._swap(self._place(), contents, senders, "", lossy=True)
+        texts = self._swap(self._place(), contents, senders, lossy=True)
         return {(k, mine): decoded(bytes(text), kind, self.names[k]) for k, text in texts.items()}
 
     def _place(self) -> str:
@@ -271,7 +271,7 @@ class RelayedComm:
         del code
         if self._session and self._over is self._left is None:
             with suppress(Exception):  # the line may be what failed
-                self._send(self._last, dict.fromkeys(self._others, (b"",)), _END_S, "")
+                self._send(self._last, dict.fromkeys(self._others, (b"",)), _END_S)
         self.close()
 
     def close(self) -> None:
@@ -294,13 +294,11 @@ class RelayedComm:
             gone=dict(self._attendance.gone),
         )
         letter = self._writer.hello(said, self.plan)
-        self._deliver(HELLO, dict.fromkeys(self._others, letter), self.timeout_s, " to say hello")
+        self._deliver(HELLO, dict.fromkeys(self._others, letter), self.timeout_s)
         with self._changed:
-            self._wait_for(self._attendance.lacking, inf, "")
+            self._wait_for(HELLO, self._attendance.lacking, inf)
             self._wait_for(
-                lambda: [name for name in self._expected() if name not in self._peers],
-                self.timeout_s,
-                " to say hello",
+                HELLO, lambda: [name for name in self._expected() if name not in self._peers], self.timeout_s
             )
             self._others = {name: self._others[name] for name in self._expected()}
             self._peers = {name: self._peers[name] for name in self._others}
@@ -412,7 +410,6 @@ class RelayedComm:
         place: str,
         contents: Mapping[str, Sequence[Buffer]],
         senders: Sequence[int],
-        where: str,
         *,
         patient: bool = False,
         lossy: bool = False,
@@ -430,26 +427,23 @@ class RelayedComm:
         keys = {k: (self.names[k], place) for k in senders}
         late_is_lost = suppress(PeerLate) if lossy else nullcontext()
         with late_is_lost:
-            self._send(place, contents, left_s(), where)
+            self._send(place, contents, left_s())
         with self._changed:
             with late_is_lost:
                 self._wait_for(
-                    lambda: [name for name, _ in keys.values() if (name, place) not in self._held],
-                    left_s(),
-                    where,
+                    place, lambda: [key[0] for key in keys.values() if key not in self._held], left_s()
                 )
             letters = {k: self._held.pop(key) for k, key in keys.items() if key in self._held}
             self._read |= set(keys.values())
         return {k: self._writer.open(letter) for k, letter in letters.items()}
 
-    def _wait_for(self, missing: Callable[[], list[str]], limit_s: float, where: str) -> None:
+    def _wait_for(self, place: str, missing: Callable[[], list[str]], limit_s: float) -> None:
         """Wait, holding the lock, until nobody is missing."""
         deadline = time.monotonic() + limit_s
         while late := missing():
             self._check_over()
-            left = deadline - time.monotonic()
-            if left <= 0 and (silent := self._silent(late)):
-                raise self._late(silent, where, "did not answer")
+            if (left := deadline - time.monotonic()) <= 0:
+                self._give_up(place, dict.fromkeys(late, "did not answer"))
             self._changed.wait(min(left, _WAKE_S) if left > 0 else _WAKE_S)
             self.waiting()
 
@@ -460,33 +454,33 @@ class RelayedComm:
         if over is not None:
             raise over
 
-    def _silent(self, late: Sequence[str]) -> list[str]:
-        """Return those who gave no sign of life either; where late sites are left out, all who are late."""
-        return [n for n in late if self._lossy or self.line.silent_s(n) >= self.timeout_s]
-
-    def _late(self, late: Sequence[str], where: str, what: str) -> PeerLate | SitesGone:
+    def _give_up(self, place: str, late: Mapping[str, str]) -> None:
+        """Raise that sites are late, if some gave no sign of life either; where the late are left out, in any case."""
+        silent = [name for name in late if self._lossy or self.line.silent_s(name) >= self.timeout_s]
+        if not silent:
+            return
+        where = " to say hello" if place == HELLO else ""
+        if place.startswith("x"):
+            where = f" in round {place[1:].partition('.')[0]}"
         last = f"; last refused here: {self.refused[-1]}" if self.refused else ""
-        text = f"site {late[0]} {what} for {self.timeout_s:g} s{where} (comm.timeout_s){last}"
+        first = silent[0]
+        text = f"site {first} {late[first]} for {self.timeout_s:g} s{where} (comm.timeout_s){last}"
         if self._few and not self._lossy:
-            return SitesGone(text, late)
-        return PeerLate(text, [self._others[name] for name in late])
+            raise SitesGone(text, silent)
+        raise PeerLate(text, [self._others[name] for name in silent])
 
     # what is sent
 
-    def _send(self, place: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float, where: str) -> None:
+    def _send(self, place: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float) -> None:
         """Seal and deliver one letter to each of some sites."""
         letters = {
             name: self._writer.letter(name, self._peers[name][0]["public"], self._session, place, parts)
             for name, parts in contents.items()
         }
-        self._deliver(place, letters, limit_s, where)
+        self._deliver(place, letters, limit_s)
 
-    def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float, where: str) -> None:
-        """Send letters, all at once, until each has been taken.
-
-        Raises:
-            KnownToAll: when this site takes part no longer; nothing was sent then.
-        """
+    def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float) -> None:
+        """Send letters, all at once, until each has been taken; nothing where this site takes part no longer."""
         if place not in _ENDS and (why := self.standing()):
             self._last = "withdrawn"
             raise KnownToAll(f"site {self.identity.name} {why}; the run ends here")
@@ -504,8 +498,8 @@ class RelayedComm:
                     return
                 if place not in _ENDS:
                     self._check_over()
-                if time.monotonic() >= deadline and (silent := self._silent(list(failed))):
-                    raise self._late(silent, where, f"took nothing ({failed[silent[0]]})")
+                if time.monotonic() >= deadline:
+                    self._give_up(place, {name: f"took nothing ({why})" for name, why in failed.items()})
                 with self._changed:
                     self._changed.wait(pause)
                 pause = min(2 * pause, _PAUSES_S[1])
