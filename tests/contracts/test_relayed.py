@@ -72,9 +72,8 @@ def rounds_of(folder, n=4):
             told = comm.gather([Said(n=100 * round_ + me)], Said)
             assert told == [{"n": 100 * round_ + k} for k in range(3)]
             values = np.arange(5, dtype=np.float32) + 10 * round_ + me
-            item = Outgoing(
-                me, (me + 1) % 3, 0.5, release_of(folder / comm.identity.name, "s", round_, values)
-            )
+            release = release_of(folder / comm.identity.name, "s", round_, values)
+            item = Outgoing(me, (me + 1) % 3, 0.5, release)
             (message,) = comm.exchange([item], [((me - 1) % 3, me)], round_=round_, hop=0, size=5)
             heard.append(message.vector.tolist())
         return heard, comm.traffic[me].messages, comm.traffic[me].bytes, comm.line_bytes
@@ -288,12 +287,10 @@ def test_bytes_and_wrong_lengths_arrive_as_in_one_process(identities, folder):
             ledger = PrivacyLedger(
                 folder / "b.jsonl", site="s", run="r", terms=Terms(1e-5, allow=("buffer",))
             )
-            buffer = ledger.release(
-                1, np.arange(7, dtype=np.uint8), schema="ab" * 32, mechanism=None, content="buffer"
-            )
-            comm.exchange(
-                [Outgoing(0, k, 1.0, buffer) for k in (1, 2)], [], round_=1, hop=5, size=7, kind=BYTES
-            )
+            values = np.arange(7, dtype=np.uint8)
+            buffer = ledger.release(1, values, schema="ab" * 32, mechanism=None, content="buffer")
+            items = [Outgoing(0, k, 1.0, buffer) for k in (1, 2)]
+            comm.exchange(items, [], round_=1, hop=5, size=7, kind=BYTES)
             return None
         agreed = 7 if comm.sites[0] == 1 else 8
         (message,) = comm.exchange([], [(0, comm.sites[0])], round_=1, hop=5, size=agreed, kind=BYTES)
