@@ -168,7 +168,7 @@ class Bed:
                     text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 except OSError:
                     continue
-                if "flare.job" in text and kit in text:
+                if "flare.processes job" in text and kit in text:
                     found.append(int(entry.name))
         return found
 

@@ -61,7 +61,7 @@ class Hello(TypedDict):
         time: seconds since 1970 by its clock.
         version: of wsi-fl.
         code: SHA-256 of the installed package.
-        gone: site → time of the hello of its process that the sender believes gone; see `lines.attendance`.
+        gone: site → time of the hello of its process that the sender believes gone; see `lines.relayed`.
     """
 
     certificate: Annotated[str, Field(max_length=4000)]
