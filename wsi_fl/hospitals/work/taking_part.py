@@ -17,7 +17,6 @@ from wsi_fl.federation.documents import Name
 from wsi_fl.hospitals.lines.attendance import Attendance
 from wsi_fl.hospitals.lines.relayed import Line, RelayedComm
 from wsi_fl.hospitals.plans.admitting import admit
-from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.frames import ended, listed_codes
 from wsi_fl.hospitals.plans.signed import (
     Plan,
@@ -26,6 +25,7 @@ from wsi_fl.hospitals.plans.signed import (
     check_code,
     check_promises,
     check_withdrawn,
+    code_digest,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.letters import Writer
