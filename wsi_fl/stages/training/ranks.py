@@ -28,12 +28,12 @@ from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import SummaryRow, row_of, summary_of
 from wsi_fl.stages.training.workshop import brought, build_site, leaving_words, remember, schedule_of
-from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
+from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit, reason_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import raise_if_full, write_json
-from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError, one_line
+from wsi_fl.system.files import write_json
+from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError
 
 _AnyComm = TypeVar("_AnyComm", bound=Comm)
 
@@ -169,7 +169,7 @@ def _guarded(
         raise
     except BaseException as error:
         kind = UsageError if isinstance(error, UsageError) else WsiFlError
-        text = _in_a_line(error, study)
+        text = reason_of(error, study.runs)
         if real:
             begun = run is not None and run.site(me).checkpoints()  # else its folder is about to go
             log = run.site(me).log_path if run and begun else study.runs / f"{me}.log"
@@ -189,14 +189,6 @@ def _guarded(
 def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     with suppress(OSError):  # a warning ends no run
         note(log, f"{category.__name__}: {message}")
-
-
-def _in_a_line(error: BaseException, study: Study) -> str:
-    try:
-        raise_if_full(error, study.runs)
-    except WsiFlError as full:
-        return one_line(full)
-    return one_line(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {one_line(error)}"
 
 
 def join(
