@@ -8,6 +8,7 @@ from html import unescape
 
 import pytest
 from conftest import REAL, refused
+from hospitals import one_installation  # noqa: F401
 from test_plan import Root, hospital, made
 from test_report import Document
 from typer.testing import CliRunner

@@ -7,7 +7,7 @@ from datetime import UTC, date, datetime, timedelta
 
 import pytest
 from conftest import REAL, larger_study, refused
-from hospitals import INSECURE, Bed
+from hospitals import INSECURE, Bed, one_installation  # noqa: F401
 from test_plan import Root
 from wires import Federation, Wire
 

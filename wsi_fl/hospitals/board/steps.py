@@ -94,14 +94,14 @@ class Step(NamedTuple):
     command: str = ""
 
 
-def _table() -> tuple[dict[str, str], list[tuple[str, list[Step]]]]:
-    said = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text("utf-8"))
-    named = [(one["problem"].replace(_SITE, r"(?P<site>[\w.-]+)"), one["steps"]) for one in said["remedy"]]
-    return said["command"], [(problem, [Step(*step) for step in steps]) for problem, steps in named]
-
-
-_COMMANDS, _REMEDIES = _table()
-"""Commands with places for what is known, and (problem, steps) of each known problem."""
+_SAID = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text("utf-8"))
+_COMMANDS: dict[str, str] = _SAID["command"]
+"""Commands with places for what is known."""
+_REMEDIES = [
+    (one["problem"].replace(_SITE, r"(?P<site>[\w.-]+)"), [Step(*step) for step in one["steps"]])
+    for one in _SAID["remedy"]
+]
+"""(problem, steps) of each known problem."""
 
 
 def next_steps(facts: Facts) -> list[Step]:

@@ -286,14 +286,9 @@ def _group_of(entries: Sequence[Entry], delta: float, rows: int | None) -> Group
 
 
 def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> dict[str, Any]:
-    """Write down what a hospital has released to whom, and what is left to be done; return the document.
+    """Write down, as JSON, what a hospital has released to whom, and what is left to be done; return the document.
 
-    Args:
-        out: the file to write, JSON.
-        delete_approval: delete the hospital's approval of its plan, so that no further run of it starts.
-
-    Raises:
-        WsiFlError: when the approval is to be deleted and a process of the hospital still runs.
+    Where its approval is to be deleted too, so that no further run starts, no process of it may still run.
     """
     site, approval = study.site(kit.name), approval_path(study, kit.name)
     entries = [one for one in LedgerFile(study.ledger(site.name)).entries if one.site == site.name]

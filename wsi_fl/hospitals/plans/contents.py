@@ -86,16 +86,9 @@ def leaving(party: RunContext, shape: Shape | None, n_classes: int | None) -> li
     ]
 
 
-_SMALL: Leaving = {
-    "what": "",
-    "to": "",
-    "often": "",
-    "times": None,
-    "bytes": None,
-    "large": False,
-    "of_records": True,
-    "protected_by": "",
-}
+_SMALL = Leaving(
+    what="", to="", often="", times=None, bytes=None, large=False, of_records=True, protected_by=""
+)
 """What is of a few kB."""
 
 

@@ -121,10 +121,11 @@ class Kit:
         """Return how to renew a certificate that ends soon, "" where it does not; UsageError as of `identity`."""
         identity = self.identity()
         left = (verified(identity.certificate, identity.root).until - datetime.now(UTC)).days
-        how = (
+        if left >= SOON_DAYS:
+            return ""
+        return (
             f"the certificate of {self.name} ends in {left} days: `wsi-fl federation renew --kit {self.path}`"
         )
-        return how if left < SOON_DAYS else ""
 
 
 def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
@@ -137,7 +138,7 @@ def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
 
 @dataclass(frozen=True)
 class _Step:
-    """One thing that was looked at, in a few words, and what was found or what to do."""
+    """One thing that was looked at, and what was found or what to do."""
 
     what: str
     ok: bool

@@ -239,9 +239,8 @@ def provisioned_lines(document: dict[str, Any]) -> Lines:
 
 def requested_lines(document: dict[str, Any]) -> Lines:
     """Say what to send, and what to read out."""
-    yield Line(
-        f"send {document['file']} to the coordinator, and read out by telephone, unless it renews one:"
-    )
+    file = document["file"]
+    yield Line(f"send {file} to the coordinator, and read out by telephone, unless it renews one:")
     yield fingerprint_line("the request", document["fingerprint"])
 
 
@@ -258,11 +257,9 @@ def approved_lines(document: dict[str, Any]) -> Lines:
 
 def joined_lines(document: dict[str, Any]) -> Lines:
     """Say what the kit is, and what comes next."""
-    by = document.get("server") or document.get("folder")
-    yield Line(
-        f"{document['kit']} is the kit of {document['name']} in {document['federation']} until {document['until']}"
-    )
-    yield Line(f"  reached by {by}")
+    whose = f"of {document['name']} in {document['federation']} until {document['until']}"
+    yield Line(f"{document['kit']} is the kit {whose}")
+    yield Line(f"  reached by {document.get('server') or document.get('folder')}")
     yield fingerprint_line("the root", document["fingerprint"])
     yield Line(f"next: wsi-fl federation check {document['kit']}")
 
