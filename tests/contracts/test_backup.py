@@ -14,7 +14,7 @@ from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.work.backup import backup, restore
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.ledgers import heads_of
+from wsi_fl.stages.site.account import heads_of
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 

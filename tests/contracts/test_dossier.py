@@ -27,7 +27,7 @@ from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.report.between import render_coordinator
-from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.account import open_ledger
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json, write_sealed
 from wsi_fl.types import WsiFlError

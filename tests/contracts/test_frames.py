@@ -26,7 +26,7 @@ from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.guarantee import Terms, applied
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.account import open_ledger
 from wsi_fl.types import NoCommonPlan, UsageError
 
 SITES = ("S0", "S1")

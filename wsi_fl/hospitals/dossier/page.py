@@ -24,8 +24,7 @@ from wsi_fl.privacy.guarantee import applied, epsilon_of, guarantee_of, of_hospi
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile, run_id
 from wsi_fl.report.fill import fill
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import Group, group_words, terms_of
-from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.account import Group, group_words, open_ledger, terms_of
 from wsi_fl.stages.training.going_on import runs_of_plan
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study, load_pipeline

@@ -41,12 +41,12 @@ from wsi_fl.stages.site.account import (
     above_budget,
     affordable_rounds,
     group_words,
+    open_account,
     planned,
     require_budget,
     spends,
     worth_to_patient,
 )
-from wsi_fl.stages.site.ledgers import open_account
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.work.console import Line, Lines, Table
@@ -220,7 +220,7 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
     planted = np.zeros(pipeline.audit.canaries, bool)
     index, data = party.names.index(site.name), party.data(site.name)
     account = open_account(party, index, data, train, planted, planned=f"plan {plan.digest[:32]}")
-    ledger, terms, n_units = account.ledger, account.terms, account.units.n
+    ledger, terms, n_units = account.ledger, account.ledger.terms, account.units.n
     past = ledger.mechanisms(lifetime=True)
     framed = of_frame(ledger.entries, site.name, frame) if frame else []
     runs = len({entry.run_id for entry in framed})

@@ -25,15 +25,13 @@ from wsi_fl.hospitals.trust.certificates import Identity, signer_of
 from wsi_fl.privacy.accounting import Mechanism, sigma_for
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger_file import digest
-from wsi_fl.stages.site.account import require_budget
-from wsi_fl.stages.site.ledgers import check_own, open_ledger
+from wsi_fl.stages.site.account import check_own, open_ledger, require_budget
 from wsi_fl.stages.site.targets import column_by_patient
 from wsi_fl.stages.work.console import Line, Lines, Table
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value
-from wsi_fl.system.files import read_json, read_object, write_json
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, read_json, read_object, write_json
 from wsi_fl.types import UsageError
 
 _ENOUGH = 20

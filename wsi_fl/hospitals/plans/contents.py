@@ -163,7 +163,7 @@ def _bytes(
         found: int | None = share.stage().n_bytes(party.pipeline, shape, n_classes)
         return found
     from wsi_fl.models import build  # and with it PyTorch
-    from wsi_fl.stages.training.learners import start_of
+    from wsi_fl.stages.training.workshop import start_of
 
     name, start = _architecture(party, share.of), start_of(party.pipeline)
     model = build(name, n_classes=n_classes, shape=shape, seed=0, start=start)
@@ -250,7 +250,7 @@ def _weights(party: RunContext, shape: Shape | None) -> str | None:
     if not party.pipeline.model.weights or role is None or shape is None:
         return None
     from wsi_fl.models import build, started_from  # and with it PyTorch
-    from wsi_fl.stages.training.learners import start_of
+    from wsi_fl.stages.training.workshop import start_of
 
     start = start_of(party.pipeline, party.study)
     model = build(_architecture(party, role), n_classes=2, shape=shape, seed=0, start=start)

@@ -22,8 +22,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from wsi_fl.hospitals.trust.certificates import Identity, Role, Withdrawn, stranger, verified, withdrawn
-from wsi_fl.system.files import ordinary, read_json, write_text
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone, ordinary, read_json, write_text
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 STEM = {"server": "server", "coordinator": "client", "hospital": "client"}

@@ -30,7 +30,7 @@ from wsi_fl.hospitals.work.upkeep import forget_jobs, rotate
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone
 from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError, one_line
 
 _REGISTER_S = 30.0

@@ -31,7 +31,7 @@ from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.checks import check, running_sites
+from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.training.going_on import (
     Asked,
     begun_under,
@@ -104,7 +104,7 @@ def take_part(
     least = party.pipeline.train.at_least
     if run is not None:
         note_who_goes_on(party, asked)
-        running = running_sites(party)
+        running = party.running
     else:
         if unknown := sorted(set(without) - set(party.names)):
             raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")
