@@ -131,11 +131,11 @@ def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> dic
         "warning": warning,
         "accounts": _accounts(study, site.name, entries, delta, rows),
         "audits": audits,
-        **said_beside(said, site, kit, promised, audited=bool(audits)),
+        **_said_beside(said, site, kit, promised, audited=bool(audits)),
     }
 
 
-def said_beside(
+def _said_beside(
     plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool
 ) -> dict[str, Any]:
     """Return who connects to whom, what is not protected, and the draft of an assessment: {"heading", "facts", "gaps"}.
