@@ -25,7 +25,7 @@ from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 _FLOAT_BYTES = 4
 _SUM_BYTES = 8
 """Of a number in a sum that is masked."""
-WORDS = tomllib.loads(Path(__file__).with_name("plan.toml").read_text("utf-8"))
+WORDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("plan.toml").read_text("utf-8"))
 _TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
 _TEMPLATES.filters["size"] = size
 

@@ -72,9 +72,10 @@ def provision(
     write_text(folder / "root" / "rootCA.pem", root)
     reached = {"server": f"{bracketed(host)}:{port}"} if server else {"folder": shared_folder}
     write_json(folder / "root" / "federation.json", {"federation": federation, **reached})
-    members: dict[str, Role] = {SERVER: "server"} if server else {}
-    members |= {COORDINATOR: "coordinator"} | dict.fromkeys(sites, "hospital")
-    for name, role in members.items():
+    members: list[tuple[str, Role]] = [(COORDINATOR, "coordinator"), *[(site, "hospital") for site in sites]]
+    if server:
+        members.insert(0, (SERVER, "server"))
+    for name, role in members:
         request(folder / name, name=name, organization=federation, role=role)
         certificate = approve_request(folder / name / f"request-{name}.json", folder)
         join(Path(certificate["file"]), folder / name)
@@ -82,7 +83,7 @@ def provision(
         "federation": federation,
         "root": str(folder / "root"),
         "fingerprint": fingerprint(root),
-        "kits": {name: str(folder / name) for name in members},
+        "kits": {name: str(folder / name) for name, _ in members},
         **reached,
     }
 
