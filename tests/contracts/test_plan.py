@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import REAL, refused, write_features, write_store
 from conftest import larger_study as make_study
+from hospitals import one_installation  # noqa: F401
 from wires import Wire
 
 from wsi_fl import __version__
