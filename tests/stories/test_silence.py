@@ -15,9 +15,9 @@ from conftest import REAL, Told, interrupted_after, larger, nightly, refused, wr
 from conftest import larger_study as make_study
 
 from wsi_fl.federation import loop
+from wsi_fl.federation.cross_site_evaluation import Counted, Present
 from wsi_fl.federation.preflight import Brought
 from wsi_fl.federation.roster import Arrival, RosterEntry, Standing
-from wsi_fl.federation.scoring import Counted, Present
 from wsi_fl.federation.shared import Holds, Offer, Pieces
 from wsi_fl.hospitals.trust.letters import Head, Hello
 from wsi_fl.hospitals.work.taking_part import Seen

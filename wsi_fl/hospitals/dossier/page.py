@@ -24,7 +24,7 @@ from wsi_fl.hospitals.dossier.assessment import (
 from wsi_fl.hospitals.plans.making import PlanDocument, document_of
 from wsi_fl.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import (
     Round,
     applied,

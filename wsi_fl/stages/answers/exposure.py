@@ -17,10 +17,9 @@ from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.units import Units
 from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.audit import distances, found, tail_of
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.letters import impossible, without
-from wsi_fl.privacy.sums import NoisySums
-from wsi_fl.privacy.tails import distances, found, tail_of
+from wsi_fl.privacy.sums import NoisySums, impossible, without
 from wsi_fl.stages.site.ledgers import units_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.learners import build_model

@@ -13,8 +13,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
-from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
+from wsi_fl.privacy.accounting import MOST_EPSILON, Mechanism, epsilon, group_epsilon, sigma_for
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Guarantee

@@ -25,13 +25,13 @@ from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
 from wsi_fl.learning.validation import LONE
 from wsi_fl.models import HUB, Start, build
-from wsi_fl.models.heads import MeanOfBag
+from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
-from wsi_fl.privacy.letters import impossible
 from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.privacy.sums import impossible
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import ReleasedSums, directions_of, of_patients, refuse_others, wanted_of
