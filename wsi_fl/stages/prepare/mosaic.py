@@ -34,8 +34,7 @@ from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.bag_shards import fingerprint, read_shard
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.preparing import Mosaic
+from wsi_fl.study.pipeline import Mosaic, Pipeline
 from wsi_fl.types import BagTable, GridSpec, SetAside, SlideRecord, WsiFlError
 
 _LOOKERS = 4
