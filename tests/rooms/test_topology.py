@@ -13,11 +13,11 @@ from wsi_fl.federation.topology import (
     TOPOLOGIES,
     Edge,
     Graph,
+    _none,
     exponential,
     from_file,
     handover,
     named,
-    none,
     over,
     parse_graph,
     random_permutation,
@@ -74,7 +74,7 @@ def test_every_column_sums_to_one(topology, n, round_, self_weight):
 @given(topologies, rounds)
 def test_one_site_alone_sends_nothing(topology, round_):
     assert topology(1, round_, 0.5) == []
-    assert none(4, round_) == []
+    assert _none(4, round_) == []
 
 
 # permutations

@@ -57,7 +57,7 @@ _MOST_BEYOND = 1 << 16
 _Digest = Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]  # SHA-256, or nothing
 
 
-class Present(TypedDict):
+class _Present(TypedDict):
     """What a site tells before models are scored."""
 
     apart: bool  # whether it may not read the others' test parts
@@ -68,7 +68,7 @@ class Present(TypedDict):
     scored: _Digest  # what the counts are of that left it before a restart; "" for none
 
 
-class Counted(TypedDict):
+class _Counted(TypedDict):
     """SHA-256 of the counts that a site is about to send; "" for none."""
 
     told: _Digest
@@ -100,7 +100,7 @@ class _Agreed:
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def _agreed_models(told: Mapping[int, Present], classes: tuple[str, ...], rounds: int) -> _Agreed | None:
+def _agreed_models(told: Mapping[int, _Present], classes: tuple[str, ...], rounds: int) -> _Agreed | None:
     """Return which models are scored and where, given what each site told by its index; None where nothing is scored.
 
     Where all who took part to the end hold the same model, that one is scored, by those who hold it. Elsewhere it is
@@ -164,7 +164,7 @@ class CrossSiteScoring:
             return
         last = {site.index: self._last_release(site) for site in self.sites}
         mine = [self._present(site, last[site.index]) for site in self.sites]
-        told = dict(zip(self.comm.running, self.comm.gather(mine, Present, patient=True), strict=True))
+        told = dict(zip(self.comm.running, self.comm.gather(mine, _Present, patient=True), strict=True))
         exam = _agreed_models(told, self.classes, self.rounds)
         if exam is None:
             return
@@ -188,7 +188,7 @@ class CrossSiteScoring:
             },
         )
 
-    def _present(self, site: Site, last: PushSum | None) -> Present:
+    def _present(self, site: Site, last: PushSum | None) -> _Present:
         """Return what a site tells; without digests where it may read others' test parts: nothing is scored then."""
         kept = site.folder.kept("counts") or {}
         part = self.apart and site.active
@@ -266,8 +266,8 @@ class CrossSiteScoring:
 
     def _pass_counts(self, exam: _Agreed, releases: Mapping[int, Release]) -> None:
         """Bring every site the counts of all, and keep them at the sites of this process."""
-        mine = [Counted(told=releases[k.index].digest if k.index in releases else "") for k in self.sites]
-        told = dict(zip(self.comm.running, self.comm.gather(mine, Counted, patient=True), strict=True))
+        mine = [_Counted(told=releases[k.index].digest if k.index in releases else "") for k in self.sites]
+        told = dict(zip(self.comm.running, self.comm.gather(mine, _Counted, patient=True), strict=True))
         arrived = self._passed(
             SCORES, releases, exam.reporting_sites, round_=exam.number, size=exam.n_bytes, kind=BYTES
         )

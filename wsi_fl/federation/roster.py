@@ -40,7 +40,7 @@ class RosterEntry(TypedDict):
     ahead: bool
 
 
-class Arrival(TypedDict):
+class _Arrival(TypedDict):
     """Whether a site takes part, told after returning sites were given their shares."""
 
     active: bool
@@ -227,8 +227,8 @@ def _welcome(
     for site in sites:
         if site.returning and site.push is not None and site.push.w > 0:
             _take_back(site, round_)
-    mine: list[Arrival] = [{"active": site.active} for site in sites]
-    told = dict(zip(comm.running, comm.gather(mine, Arrival), strict=True))
+    mine: list[_Arrival] = [{"active": site.active} for site in sites]
+    told = dict(zip(comm.running, comm.gather(mine, _Arrival), strict=True))
     return replace(roster, returning=tuple(k for k in roster.returning if told[k]["active"])), hosts
 
 

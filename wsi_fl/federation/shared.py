@@ -57,7 +57,7 @@ _REFUSALS = {
 }
 
 
-class Offer(TypedDict):
+class _Offer(TypedDict):
     """What a site tells before it masks its sums."""
 
     # its fresh key; empty where it takes no part, or hands out keys with their shares
@@ -69,13 +69,13 @@ class Offer(TypedDict):
     ]  # why it makes no further attempt; "" where it does
 
 
-class Holds(TypedDict):
+class _Holds(TypedDict):
     """Whose keys, or whose messages, a site has."""
 
     sites: Annotated[list[Count], Field(max_length=10_000)]
 
 
-class Pieces(TypedDict):
+class _Pieces(TypedDict):
     """What `survivors.Part` tells another site: public keys and shares of its seeds, its vote, or what it opens."""
 
     pieces: Annotated[list[Annotated[str, Field(pattern="^([0-9a-f]{32}){1,2}$")]], Field(max_length=10_001)]
@@ -102,7 +102,7 @@ def share_sums(
     dropouts = min(schedule.dropouts, len(present) - needed_votes(len(present), colluding))
     here = [site for site in sites if site.index in present]
     keys = {} if dropouts else {site.index: KeyPair.fresh() for site in here}
-    mine: list[Offer] = [
+    mine: list[_Offer] = [
         {
             "public": keys[site.index].public.hex() if site.index in keys else "",
             "done": _is_done(site, method),
@@ -111,7 +111,7 @@ def share_sums(
         }
         for site in sites
     ]
-    told = dict(zip(comm.running, comm.gather(mine, Offer), strict=True))
+    told = dict(zip(comm.running, comm.gather(mine, _Offer), strict=True))
     if not here or all(told[index]["done"] for index in present):
         return
     attempt = _attempt_of({index: told[index] for index in present})
@@ -123,7 +123,7 @@ def share_sums(
     _share_as_all(here, sum_, comm, keys, publics, round_=round_)
 
 
-def _attempt_of(told: Mapping[int, Offer]) -> int:
+def _attempt_of(told: Mapping[int, _Offer]) -> int:
     if refusing := [index for index, offer in told.items() if offer["refuses"]]:
         raise NoCommonPlan(
             f"site {refusing[0]}: {_REFUSALS[told[refusing[0]]['refuses']]}; nothing was sent. The others can go on "
@@ -199,14 +199,14 @@ def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_:
         return {k: {other: told[other, k] for other in heard[k]} for k in parts}
 
     def hand_pieces(say: Callable[[int, int], Sequence[bytes]]) -> dict[int, dict[int, tuple[bytes, ...]]]:
-        told = hand(Pieces, lambda k, to: {"pieces": [one.hex() for one in say(k, to)]})
+        told = hand(_Pieces, lambda k, to: {"pieces": [one.hex() for one in say(k, to)]})
         return {
             k: {other: tuple(map(bytes.fromhex, one["pieces"])) for other, one in ones.items()}
             for k, ones in told.items()
         }
 
     def all_hold(held: Mapping[int, Collection[int]]) -> dict[int, list[list[int]]]:
-        told = hand(Holds, lambda k, _: {"sites": sorted(held[k])})
+        told = hand(_Holds, lambda k, _: {"sites": sorted(held[k])})
         return {k: [one["sites"] for one in ones.values()] for k, ones in told.items()}
 
     # 1. keys, and a share of each for every other site alone; who masks are those whom all heard

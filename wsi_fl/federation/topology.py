@@ -231,7 +231,7 @@ Topology = Callable[[int, int, float], list[Matrix]]
 """(number of sites, round from 0, self-weight P[i, i] where the graph leaves it open) → hops."""
 
 
-def none(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
+def _none(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Return no hop: nobody sends anything."""
     del n_sites, round_, self_weight
     return []
@@ -306,7 +306,7 @@ def _complete(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matri
 
 
 TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
-    "none": lambda _: none,
+    "none": lambda _: _none,
     "star": lambda _: star,
     "ring": lambda _: ring,
     "exponential": lambda _: exponential,
