@@ -13,7 +13,6 @@ from wsi_fl.federation.topology import (
     TOPOLOGIES,
     Edge,
     Graph,
-    _none,
     exponential,
     from_file,
     handover,
@@ -74,7 +73,7 @@ def test_every_column_sums_to_one(topology, n, round_, self_weight):
 @given(topologies, rounds)
 def test_one_site_alone_sends_nothing(topology, round_):
     assert topology(1, round_, 0.5) == []
-    assert _none(4, round_) == []
+    assert named("none")(4, round_, 0.0) == []
 
 
 # permutations

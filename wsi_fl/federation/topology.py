@@ -231,12 +231,6 @@ Topology = Callable[[int, int, float], list[Matrix]]
 """(number of sites, round from 0, self-weight P[i, i] where the graph leaves it open) → hops."""
 
 
-def _none(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Return no hop: nobody sends anything."""
-    del n_sites, round_, self_weight
-    return []
-
-
 def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Return a hop of the directed exponential graph over permutations (Assran et al., 2019; ProxyFL, Fig. 2).
 
@@ -261,12 +255,7 @@ def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Mat
 def ring(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Return the hop in which every site hands all to the next one (cyclical weight transfer, Chang et al., 2018)."""
     del round_, self_weight
-    if n_sites < 2:
-        return []
-    sites = np.arange(n_sites)
-    matrix = np.zeros((n_sites, n_sites))
-    matrix[(sites + 1) % n_sites, sites] = 1
-    return [matrix]
+    return [np.roll(np.eye(n_sites), 1, axis=0)] if n_sites > 1 else []
 
 
 def star(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
@@ -306,7 +295,7 @@ def _complete(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matri
 
 
 TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
-    "none": lambda _: _none,
+    "none": lambda _: lambda n_sites, round_, self_weight: [],
     "star": lambda _: star,
     "ring": lambda _: ring,
     "exponential": lambda _: exponential,
