@@ -16,7 +16,7 @@ from torch.nn import functional
 from wsi_fl.demo import phantom
 from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
 from wsi_fl.models.directions import read_directions
-from wsi_fl.models.network import preset_model
+from wsi_fl.models.encoder import preset_model
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.compare import compare

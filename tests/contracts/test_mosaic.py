@@ -272,7 +272,9 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         save_file(given, path)
         encoder = Encoder("densenet121", path)
         with torch.inference_mode():
-            maps = model.features(encoder.prepared(torch.from_numpy(patch)))
+            maps = model.features(
+                encoder.network._normalised(torch.from_numpy(patch).permute(0, 3, 1, 2) / 255)
+            )
         np.testing.assert_allclose(encoder(patch), pooled(maps).mean((2, 3)).numpy(), atol=1e-4)
 
 

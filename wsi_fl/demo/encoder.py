@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.demo.phantom import paint_slide, plan_slides
-from wsi_fl.models.untrained import untrained_weights
+from wsi_fl.models.weights import untrained_weights
 from wsi_fl.system.tensors import save_tensors
 
 ENCODER, INPUT_PX = "resnet18", 64

@@ -31,7 +31,7 @@ from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.stacking import stacked
 from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.models.directions import N_RANDOM, Directions, normalised, public_directions, read_directions
-from wsi_fl.models.heads import linear_head
+from wsi_fl.models.mil import linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.plan import Unit, planned, proposals
 from wsi_fl.report.fill import fill
