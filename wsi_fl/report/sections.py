@@ -89,23 +89,15 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     shared = (page.evaluation or {}).get("shared")
     return {
         "setting": _setting(page.method, n_sites),
-        "n": evaluated[0].get("n") if evaluated else None,
-        "slides": ((evaluated[0].get("slides") or {}).get("n")) if evaluated else None,
-        "merged": merged,
         "reached": reached,
         "whose": "shared models" if shared else "private models" if private else "models",
         "references": references,
         "verdicts": [_verdict(merged, run, name, score) for name, run in alone.items()],
         "gain": _gain(merged, *next(iter(alone.items())), score) if alone else None,
-        "score": score,
-        "article": "an" if words.SCORES[score][0] in "AR" else "a",
-        "measure": words.SCORES[score].lower(),
-        "tiles": [name for name in (score, "auroc", "mae", "integrated_brier") if name in page.scores],
         "majority": _majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "rounds": max(
             (n for s in page.summary.get("sites", ()) if known(n := s.get("rounds"))), default=None
         ),
-        "lost": list(page.summary.get("lost", ())),
         "events": list(_events(page)),
     }
 
