@@ -130,15 +130,8 @@ def export_model(
         _require_allowed(leaving, private=private)
         name = f"{run.name}-{leaving.site.name}-{called}"
         folder = out or run.path / "exports" / form / f"{leaving.site.name}-{called}"
-        models = answering(
-            run,
-            party.pipeline,
-            leaving.site,
-            leaving.facts["classes"],
-            leaving.shape,
-            torch.device("cpu"),
-            every=True,
-        ).models
+        what = (leaving.facts["classes"], leaving.shape, torch.device("cpu"))
+        models = answering(run, party.pipeline, leaving.site, *what, every=True).models
         network = fit_to_leave(models[leaving.role]).eval().requires_grad_(False)
         for old in _CARD:  # never beside a model that is not its own
             (folder / old).unlink(missing_ok=True)
