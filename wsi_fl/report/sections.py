@@ -88,7 +88,7 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     private = has_proxy and all(s.get("with", "private") == "private" for s in evaluated)
     shared = (page.evaluation or {}).get("shared")
     return {
-        "setting": _setting(page.method, n_sites),
+        "setting": setting(page.method, n_sites),
         "reached": reached,
         "whose": "shared models" if shared else "private models" if private else "models",
         "references": references,
@@ -102,7 +102,7 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     }
 
 
-def _setting(method: str, n_sites: int) -> str:
+def setting(method: str, n_sites: int) -> str:
     """What was done, in one sentence."""
     word = _NUMBER_WORDS[n_sites] if n_sites < len(_NUMBER_WORDS) else str(n_sites)
     who, spoken = f"{word} site{'' if n_sites == 1 else 's'}", words.method_name(method)
