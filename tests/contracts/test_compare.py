@@ -376,12 +376,15 @@ def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of
 
 def made_up(method, mean, *, dp=True, **more):
     """A row of the document."""
-    scores = ("accuracy", "macro_accuracy", "auroc", "own_accuracy")
+    scores, spread = (
+        ("accuracy", "macro_accuracy", "auroc", "own_accuracy"),
+        {"mean": mean, "sd": 0.02, "n": 12},
+    )
     return {
         **{"label": f"{method} {'with' if dp else 'without'} DP", "method": method, "dp": dp, "settings": {}},
         **{"guarantee": "nominal" if dp else "none", "epsilon": 12.3 if dp else None},
         **{"seeds": [0, 1, 2], "runs": ["00001-x"], "n_sites": 4, "sites": {"A": mean, "B": mean}},
-        **dict.fromkeys(scores, {"mean": mean, "sd": 0.02, "n": 12}),
+        **dict.fromkeys(scores, spread),
         "communication": {"messages": 1.0, "bytes": 8e5, "busiest_bytes": 8e5, "seconds": 0.1},
         "seconds_per_round": 2.0,
         **more,
