@@ -39,7 +39,6 @@ MODULES = (
     "federation.preflight",
     "federation.roster",
     "federation.shared",
-    "synthesis.star_exchange",
     "federation.cross_site_evaluation",
     "federation.scoring",
     "hospitals.trust.letters",

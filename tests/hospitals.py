@@ -10,16 +10,19 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+import pytest
 from conftest import make_study
 from opened import Opened
 
+from wsi_fl import plugins
 from wsi_fl.hospitals.demo import free_port
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.plans.signed import Plan, code_digest
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.trust.root import Root
@@ -27,7 +30,19 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 
 INSECURE = ("privacy.insecure_seed=1", "train.seed=3")
+FEDERATION = [sys.executable, "-m", "wsi_fl", "federation"]
 ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_installation():
+    """Nothing is installed while the tests of a file run that imports this: what is installed is read once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "versions", cache(plugins.versions))
+        once = cache(code_digest)
+        for name in ("signed", "making", "admitting"):
+            patch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", once)
+        yield
 
 
 class Bed:
@@ -68,17 +83,9 @@ class Bed:
 
     def sign(self, method: str, *settings: str, by: list[str] | None = None) -> Plan:
         """A plan for the pipeline of the tests, which all hospitals sign."""
-        overrides = [*INSECURE, *settings]
-        file = self.root / "plan.json"
-        study = self.study(self.sites[0])
-        plan = make_plan(
-            study,
-            method=method,
-            pipeline_name=self.pipeline,
-            overrides=overrides,
-            out=file,
-            keys=Root.open(self.root / "kits").keys(),
-        )
+        keys = Root.open(self.root / "kits").keys()
+        given = {"pipeline_name": self.pipeline, "overrides": [*INSECURE, *settings], "keys": keys}
+        plan = make_plan(self.study(self.sites[0]), method=method, out=self.root / "plan.json", **given)
         for site in by or self.sites:
             looked = look(self.study(site), plan, site)
             sign(self.study(site), looked, self.kit(site).identity())
@@ -86,14 +93,8 @@ class Bed:
 
     def locally(self, method: str, *settings: str) -> dict[str, str]:
         """What the same settings come to in one process."""
-        study = Study(self.simulated)
-        summary = train(
-            study,
-            method=method,
-            pipeline_name=self.pipeline,
-            overrides=[*INSECURE, *settings],
-            backend="local",
-        )
+        study, given = Study(self.simulated), {"pipeline_name": self.pipeline, "backend": "local"}
+        summary = train(study, method=method, overrides=[*INSECURE, *settings], **given)
         return {site: digests(study.root / summary["run"], site) for site in self.sites}
 
     @contextmanager
@@ -111,15 +112,7 @@ class Bed:
         self, name: str, wait: bool = True, watched: bool = False, file_limit: int | None = None
     ) -> subprocess.Popen[str]:
         place = [] if name == "server" else ["--study", str(self.root / name)]
-        command = [
-            sys.executable,
-            "-m",
-            "wsi_fl",
-            "federation",
-            "start",
-            str(self.root / "kits" / name),
-            *place,
-        ]
+        command = [*FEDERATION, "start", str(self.root / "kits" / name), *place]
         process = subprocess.Popen(
             self.opened.watched(name, command) if watched else command,
             stdout=subprocess.PIPE,
@@ -152,31 +145,28 @@ class Bed:
         if process.stdout is not None:
             process.stdout.close()
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "wsi_fl", "federation", *map(str, arguments)]
-        return subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=self.root / self.sites[0],
-            env=os.environ | {"COLUMNS": "200"},
-        )
-
-    def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.command("submit", "--kit", str(self.root / "kits" / "coordinator"), "--json", *arguments)
-
-    def submitting(self, *arguments: str) -> subprocess.Popen[str]:
-        """A submission that is under way."""
-        command = [sys.executable, "-m", "wsi_fl", "federation", "submit", "--json"]
+    def commanding(self, *arguments: str) -> subprocess.Popen[str]:
+        """A command that is under way."""
         return subprocess.Popen(
-            [*command, "--kit", str(self.root / "kits" / "coordinator"), *arguments],
+            [*FEDERATION, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=self.root / self.sites[0],
             env=os.environ | {"COLUMNS": "200"},
         )
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        process = self.commanding(*arguments)
+        said = process.communicate()
+        return subprocess.CompletedProcess(arguments, process.returncode, *said)
+
+    def submitting(self, *arguments: str) -> subprocess.Popen[str]:
+        """A submission that is under way."""
+        return self.commanding("submit", "--kit", self.root / "kits" / "coordinator", "--json", *arguments)
+
+    def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.command("submit", "--kit", self.root / "kits" / "coordinator", "--json", *arguments)
 
     def rounds(self, site: str, run: str) -> int:
         """How many rounds a site has finished."""
@@ -192,7 +182,7 @@ class Bed:
                     text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 except OSError:
                     continue
-                if "flare.job" in text and kit in text:
+                if "flare.processes job" in text and kit in text:
                     found.append(int(entry.name))
         return found
 

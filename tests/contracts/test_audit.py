@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
-from wsi_fl.learning.canaries import canaries, tossed
 from wsi_fl.learning.examples import batches, joined
 from wsi_fl.learning.local import losses_of, probabilities
+from wsi_fl.learning.units import canaries, tossed
 from wsi_fl.models import build
 from wsi_fl.privacy.audit import (
     SHARES,

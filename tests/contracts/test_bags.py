@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.bags import allowed_classes, bag_examples, unlabelled_bags
-from wsi_fl.learning.examples import joined, packed
+from wsi_fl.learning.examples import allowed_classes, bag_examples, joined, packed, unlabelled_bags
 from wsi_fl.learning.local import probabilities
 from wsi_fl.models import BAG_BUILDERS, build, mil
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan

@@ -18,8 +18,7 @@ from PIL import Image
 from scipy import stats
 from test_report import Document
 
-from wsi_fl.learning.significance import holm, paired
-from wsi_fl.learning.verdict import Estimate, verdict
+from wsi_fl.learning.verdict import Estimate, holm, paired, verdict
 from wsi_fl.report import comparison, worth
 from wsi_fl.report.comparison import Series, png
 from wsi_fl.report.figures import palette

@@ -21,9 +21,8 @@ from wsi_fl.hospitals.plans.signed import Plan, is_request
 from wsi_fl.models.segmenter import load_segmenter
 from wsi_fl.models.weights import read_weights
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.slides.layouts.rows import rows_of
-from wsi_fl.slides.patching.annotations import read_annotations
-from wsi_fl.slides.patching.outlines import outlines_of
+from wsi_fl.slides.layouts.common import rows_of
+from wsi_fl.slides.patching.annotations import outlines_of, read_annotations
 from wsi_fl.stages.prepare.check import check
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange.clam import read_clam

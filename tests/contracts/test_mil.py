@@ -6,8 +6,7 @@ import torch
 from test_bags import OPEN, D, as_tensor, make_bag_study, model_of, unequal
 from torch.nn import functional
 
-from wsi_fl.learning.bags import bag_examples, with_drawn_patches
-from wsi_fl.learning.examples import batches
+from wsi_fl.learning.examples import bag_examples, batches, with_drawn_patches
 from wsi_fl.models import mil
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import summed_by_patient

@@ -26,10 +26,10 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
-from wsi_fl.synthesis.layers import upsampled
-from wsi_fl.synthesis.sampling import to_pixels
-from wsi_fl.synthesis.stages.gan import KIND, load_gan
+from wsi_fl.synthesis.stages.gan import KIND, _load_gan
 from wsi_fl.synthesis.stages.sample import sample
+from wsi_fl.synthesis.state import to_pixels
+from wsi_fl.synthesis.stylegan2 import upsampled
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -387,7 +387,7 @@ def plant_copier(study, coarse, labels):
     the style, so the first image is linear in its own style, for which two linear systems are solved.
     """
     folder, document = KIND.trained(study, "S1")
-    copier = load_gan(folder, "after", torch.device("cpu")).double()
+    copier = _load_gan(folder, "after", torch.device("cpu")).double()
     synthesis = copier.synthesis
     z = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(labels) // 2)[:, None]
     w = copier.mapping(z, labels)

@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import refused
 from typer.testing import CliRunner
-from wires import Federation, Wire
+from wires import Wire
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.lines.attendance import SiteReturned
-from wsi_fl.hospitals.lines.relayed import RelayedComm
+from wsi_fl.hospitals.lines.relayed import RelayedComm, SiteReturned
 from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
@@ -26,14 +25,12 @@ from wsi_fl.hospitals.trust.certificates import (
     NotTrusted,
     fingerprint,
     longer_list,
-    serial_number,
     verified,
     withdrawn,
 )
 from wsi_fl.hospitals.trust.kit import LIST, ROOT, Kit, look, refuse_withdrawn
 from wsi_fl.hospitals.trust.making import approve_request, join, provision, renew, request
-from wsi_fl.hospitals.trust.root import Root
-from wsi_fl.hospitals.trust.withdrawing import exchange_list, revoke, take_list
+from wsi_fl.hospitals.trust.root import Root, exchange_list, revoke, take_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work.start import take_part_by_folder
@@ -91,7 +88,8 @@ def test_every_certificate_of_a_key_is_withdrawn_also_one_of_an_earlier_version(
     second = kit(place, "C1").identity().certificate
     issued = place / "one" / "root" / "issued.jsonl"
     lines = [json.loads(line) for line in issued.read_text().splitlines()]
-    kept = [line for line in lines if line.get("serial") != f"{serial_number(second):x}"]
+    number = verified(second, Root.open(place / "one").trusted).number
+    kept = [line for line in lines if line.get("serial") != f"{number:x}"]
     issued.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
     revoke("C1", place / "one")
     for one in (first, second):
@@ -220,12 +218,10 @@ def test_all_who_begin_again_over_a_folder_know_the_newest_list(place, monkeypat
 def test_a_job_brings_the_list_and_no_forged_one(place, roles, monkeypatch):
     monkeypatch.setenv(roles.STUDY, str(place))
     monkeypatch.setenv(roles.KIT, str(place / "one" / "C1"))
-    engine = SimpleNamespace(get_cell=lambda: None)
-    context = SimpleNamespace(get_engine=lambda: engine, get_job_id=lambda: "job")
 
     def do(text):
         job = {"what": "check", "plan": "0" * 64, "withdrawn": text}
-        return roles.Hospital()._do(job, context, None)
+        return roles.Hospital()._do(job)
 
     ours, theirs = (Path(revoke("C2", place / name)["file"]).read_text() for name in ("one", "two"))
     refused(lambda: do(theirs), "not signed by this federation's root", error=NotTrusted)
@@ -236,18 +232,12 @@ def test_a_job_brings_the_list_and_no_forged_one(place, roles, monkeypatch):
     refused(lambda: do((place / "one" / "root" / LIST).read_text()), "of C1 was withdrawn")
 
 
-def test_the_coordinator_is_told_before_anybody_is_asked(place, monkeypatch):
+def test_the_coordinator_is_told_before_anybody_is_asked(place):
     keys = {name: fingerprint(kit(place, name).identity().certificate) for name in ("C1", "C2")}
     plan = Plan(json.dumps({"sites": [{"name": name, "key": key} for name, key in keys.items()]}))
     revoke("C2", place / "one")
-    monkeypatch.setattr(submitting, "need_flare", lambda: None)
     asking = partial(submitting._run, kit(place, "coordinator"), plan, plan.sites, {}, Silent())
     refused(asking, "a key of C2 that was withdrawn")
-
-
-@pytest.fixture(scope="module")
-def federation():
-    return Federation()
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +247,7 @@ def people(federation):
 
 
 def listed(federation, *identities):
-    more = {serial_number(one.certificate): fingerprint(one.certificate) for one in identities}
+    more = {verified(one.certificate, one.root).number: fingerprint(one.certificate) for one in identities}
     return f"{federation.root}\n{longer_list(federation.root, federation.key, more)}"
 
 
@@ -335,7 +325,7 @@ def test_a_renewed_certificate_holds_longer_and_needs_no_telephone(place, monkey
     assert approve_request(Path(said["file"]), place / "one")["withdrew"] is None
     join(place / "one" / "C1" / "certificate-C1.json", place / "one" / "C1")
     new = kit(place, "C1").identity()
-    assert serial_number(new.certificate) != serial_number(old.certificate)
+    assert new.certificate != old.certificate
     assert fingerprint(new.certificate) == fingerprint(old.certificate)
     assert kit(place, "C1").reminder() == ""
 

@@ -7,7 +7,7 @@ import pytest
 import test_mpcpa
 from conftest import write_features
 from hospitals import Bed, digests
-from test_folder_line import HEADS, rows_of
+from test_oneshot import HEADS, rows_of
 from test_replay import plant
 
 pytestmark = [
@@ -32,11 +32,7 @@ def planted(study, site, k):
         ("fedavg", ("train.rounds=2",), {}),
         ("cwt", ("train.rounds=2",), {}),
         ("avgpush", ("train.rounds=2",), {}),
-        (
-            "replay",
-            ("train.rounds=2", *NO_DP),
-            {"furnish": planted, "extra": "[replay]\nbuffer = 10\n"},
-        ),
+        ("replay", ("train.rounds=2", *NO_DP), {"furnish": planted, "extra": "[replay]\nbuffer = 10\n"}),
         ("oneshot", tuple(HEADS), {"furnish": heads}),
         ("mpcpa", (), {}),
     ],

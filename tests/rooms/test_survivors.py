@@ -5,7 +5,7 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import nightly, refused
 from Crypto.Protocol.SecretSharing import Shamir
 from test_masks import N, looks_random, secret
 
@@ -75,7 +75,7 @@ def fifty():
     return {k: Part(k, range(50), 1, 10, CONTEXT) for k in range(50)}
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", ["sends", *nightly(*(one for one in PHASES if one != "sends"))])
 def test_of_fifty_sites_ten_go_and_the_sum_of_those_in_it_is_exact(fifty, phase):
     values = [secret(k, 200) for k in range(50)]
     sum_ = Sum(values, lost={phase: range(3, 50, 5)}, parts=deepcopy(fifty)).until_opened()

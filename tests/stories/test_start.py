@@ -38,16 +38,13 @@ def test_a_job_ends_with_the_client_that_started_it():
     assert _ended(job)
 
 
-MODULES = "wsi_fl.hospitals.flare"
-STARTED = f"""
+STARTED = """
 import os, sys, time
-import nvflare.private.fed.app.client.worker_process as theirs
-from {MODULES} import client, job, server
-wait = lambda *_, **__: time.sleep(60)
-for one in (client.client_train, server.server_train, theirs):
-    one.parse_arguments = wait
+from wsi_fl.hospitals.flare import processes
+for one in (processes.client_train, processes.server_train, processes.worker_process):
+    one.parse_arguments = lambda *_, **__: time.sleep(60)
 print(os.getpid(), flush=True)
-{{"client": client, "job": job, "server": server}}[sys.argv[1]].main()
+processes.main(sys.argv[1])
 """
 STARTER = """
 import os, subprocess, sys, time
@@ -87,13 +84,14 @@ with Kit.open(Path(sys.argv[1])).alone():
 """
 
 
-@pytest.fixture
-def held(tmp_path):
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
     """A kit that another process has."""
-    provision(tmp_path, federation="one", server="localhost:1", sites=["C1"])
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "C1")], stdout=subprocess.PIPE)
+    folder = tmp_path_factory.mktemp("held")
+    provision(folder, federation="one", server="localhost:1", sites=["C1"])
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder / "C1")], stdout=subprocess.PIPE)
     assert holder.stdout.readline()
-    yield Kit.open(tmp_path / "C1")
+    yield Kit.open(folder / "C1")
     holder.kill()
     holder.wait()
     holder.stdout.close()

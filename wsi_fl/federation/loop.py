@@ -36,9 +36,8 @@ from wsi_fl.federation.site import (
 )
 from wsi_fl.federation.topology import Matrix, over, receivers
 from wsi_fl.learning.examples import batches
-from wsi_fl.learning.lessons import LESSONS, TrainingSet
 from wsi_fl.learning.local import Batch, mean_losses, supervised_step
-from wsi_fl.learning.units import rows_alone
+from wsi_fl.learning.units import TrainingSet, rows_alone
 from wsi_fl.learning.validation import LONE
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import Release
@@ -198,7 +197,7 @@ def _train_round(
     """
     learn = partial(_learn, site, schedule=schedule, round_=round_, report=report)
     losses: dict[str, float | None] = {}
-    lesson = LESSONS[method.learns_from](site.material())
+    lesson = site.material().lesson(method.learns_from)
     if lesson is not None and not all(k.frozen for role, k in site.learners.items() if role != LONE):
         losses |= learn(
             lesson, site.plan, lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise)

@@ -15,8 +15,8 @@ from wsi_fl.plugins import Table
 
 if TYPE_CHECKING:
     from wsi_fl.federation.topology import Topology
-    from wsi_fl.learning.lessons import LearnsFrom
     from wsi_fl.learning.local import Batch, Learner, Learners
+    from wsi_fl.learning.units import LearnsFrom
     from wsi_fl.privacy.cipher import CipherStream
 
 What = Literal["model", "sums", "buffer", "generator"]
@@ -116,7 +116,7 @@ class Method:
         learners: the models of a site by role: "private", and "proxy" where there is one.
         step: one local step on a batch; returns the loss of each role.
         shares: what a site lets go.
-        learns_from: what a round is learned from, a key of `learning.lessons.LESSONS`; "everybody" is what nobody may
+        learns_from: what a round is learned from, as `learning.units` knows it; "everybody" is what nobody may
             do, and what all are measured against.
         variants: (key, value) of a pipeline → the row that takes this one's place where a pipeline has that value.
         baselines: the module whose `baselines` trains it and what its paper measures it against, in one table, and

@@ -13,12 +13,10 @@ from wsi_fl.federation.buffers import Buffer, Flat, unpacked
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.topology import Topology
-from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Augment, Examples, joined
-from wsi_fl.learning.lessons import TrainingSources
 from wsi_fl.learning.local import Learner, Learners
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.units import Units
+from wsi_fl.learning.units import Canaries, TrainingSources, Units
 from wsi_fl.models import schema
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger

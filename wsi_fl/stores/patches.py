@@ -31,8 +31,8 @@ from wsi_fl.stores.fields import (
     too_large,
 )
 from wsi_fl.stores.hdf5 import StoreFile, opened
+from wsi_fl.system.bulk import BufferPool
 from wsi_fl.system.machine import most_open_files, n_cores
-from wsi_fl.system.memory import BufferPool
 from wsi_fl.types import WsiFlError
 
 _OPEN_SHARDS = 128

@@ -61,7 +61,7 @@ class Hello(TypedDict):
         time: seconds since 1970 by its clock.
         version: of wsi-fl.
         code: SHA-256 of the installed package.
-        gone: site → time of the hello of its process that the sender believes gone; see `lines.attendance`.
+        gone: site → time of the hello of its process that the sender believes gone; see `lines.relayed`.
     """
 
     certificate: Annotated[str, Field(max_length=4000)]
@@ -83,11 +83,7 @@ class Letter:
 
     @staticmethod
     def read(data: Buffer) -> Letter:
-        """Take a letter apart.
-
-        Raises:
-            NotAgreed: when it is none.
-        """
+        """Take a letter apart; NotAgreed where it is none."""
         view = memoryview(data)
         if len(view) < _PREFIX.size or bytes(view[: len(_MAGIC)]) != _MAGIC:
             raise NotAgreed("something arrived that is no letter")
@@ -100,11 +96,7 @@ class Letter:
         return Letter(head, signed, signature, view[start + n_head + n_signature :])
 
     def check(self, sender: Holder) -> None:
-        """Refuse a letter that its sender did not sign as it is.
-
-        Raises:
-            NotTrusted: when signature, name or body are others.
-        """
+        """Refuse (NotTrusted) a letter whose name, signature or body is not its sender's."""
         if self.head["sender"] != sender.name:
             raise NotTrusted(f"{sender.name} signed a letter in the name of {self.head['sender']}")
         sender.check(self.signature, _MAGIC + self.signed)
@@ -112,11 +104,7 @@ class Letter:
             raise NotTrusted(f"a letter of {sender.name} was altered on its way")
 
     def hello(self, root: str) -> tuple[Hello, Holder]:
-        """Return what a hello says, and who says it.
-
-        Raises:
-            NotAgreed, NotTrusted: when it is no hello of somebody of this federation.
-        """
+        """Return what a hello says, and who says it; NotAgreed or NotTrusted where it is none of this federation."""
         said = decoded(bytes(self.body), Hello, self.head["sender"])
         holder = verified(said["certificate"], root)
         self.check(holder)
@@ -125,13 +113,10 @@ class Letter:
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes and opens the letters of one site in one process.
+    """Writes and opens the letters of one site in one process, which began at `since`, in seconds since 1970.
 
-    Attributes:
-        identity: whose letters they are.
-        since: when the process began, in seconds since 1970.
-        heard: the time of the newest hello of each site that the process has met; older ones are of processes that
-            ended.
+    `heard` has the time of the newest hello of each site that the process has met; older ones are of processes that
+    ended.
     """
 
     identity: Identity
@@ -153,22 +138,13 @@ class Writer:
         return self._signed(EVERYBODY, plan, HELLO, encoded(said, Hello, self.identity.name))
 
     def letter(self, to: str, public: str, session: str, place: str, content: Sequence[Buffer]) -> bytes:
-        """Return a sealed letter.
-
-        Args:
-            public: the receiver's key, from its hello.
-            content: its parts in order, put together.
-        """
+        """Return a letter, of parts that are put together in order, that is sealed with the receiver's public key."""
         info = _bound(self.identity.name, to, session, place)
         key = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
         return self._signed(to, session, place, _SUITE.encrypt(b"".join(content), key, info))
 
     def open(self, letter: Letter) -> memoryview:
-        """Return the content of a letter that was checked.
-
-        Raises:
-            NotTrusted: when it was not sealed for this process.
-        """
+        """Return the content of a letter that was checked; NotTrusted where it was not sealed for this process."""
         head = letter.head
         info = _bound(head["sender"], self.identity.name, head["session"], head["place"])
         try:
@@ -190,11 +166,9 @@ class Writer:
 
 
 def session_of(hellos: Sequence[tuple[str, str]], plan: str) -> str:
-    """Return what all sites' hellos make: nobody's letters of an earlier process pass for letters of this one's.
+    """Return what all sites' hellos, (site, public key) in any order, and the SHA-256 of the signed plan (or "") make.
 
-    Args:
-        hellos: (site, public key) of all, in any order.
-        plan: SHA-256 of the signed plan, or "".
+    So nobody's letters of an earlier process pass for letters of this one's.
     """
     said = "\n".join([plan, *(f"{site} {public}" for site, public in sorted(hellos))])
     return hashlib.sha256(said.encode()).hexdigest()

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wsi_fl.federation.methods import Method
-from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import losses_of, probabilities
-from wsi_fl.learning.units import Units
+from wsi_fl.learning.units import Canaries, Units
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.audit import (
     ADJACENCY,
@@ -41,10 +40,9 @@ from wsi_fl.report.audit import findings, tables
 from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.trained import with_dp
-from wsi_fl.stages.site.ledgers import units_of
+from wsi_fl.stages.site.account import units_of
 from wsi_fl.stages.site.party import RunContext, as_begun
-from wsi_fl.stages.training.learners import build_model
-from wsi_fl.stages.training.workshop import agreed_canaries, learned_from
+from wsi_fl.stages.training.workshop import agreed_canaries, build_model, learned_from
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study

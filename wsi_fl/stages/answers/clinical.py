@@ -85,7 +85,7 @@ def clinical(
     if document is None:
         raise WsiFlError(f"{name} has no predictions of a test set; run `wsi-fl evaluate {name}`")
     if len(runs) == 1:
-        runs[0].write_clinical(document)
+        runs[0].write("clinical", document)
     return document
 
 

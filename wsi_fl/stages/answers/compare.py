@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from wsi_fl.learning.metrics import mean_and_sd, mean_of_known
-from wsi_fl.learning.significance import holm, paired
+from wsi_fl.learning.verdict import holm, paired
 from wsi_fl.report import comparison, words
 from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison import Series, settings_words

@@ -15,8 +15,7 @@ from wsi_fl.federation.methods import ALONE, SHARED
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext, method_for
 from wsi_fl.stages.site.slides import kind_of
-from wsi_fl.stages.training.series import Member
-from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training.train import Member, train
 from wsi_fl.stages.work.console import OneOf, Watcher
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Audit, Pipeline

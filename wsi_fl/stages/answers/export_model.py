@@ -26,7 +26,7 @@ from wsi_fl.stages.answers.trained import answering, offered, with_dp
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.site.targets import question
-from wsi_fl.stages.training.learners import architecture
+from wsi_fl.stages.training.workshop import architecture
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile

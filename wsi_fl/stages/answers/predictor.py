@@ -13,8 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.bags import allowed_classes, unlabelled_bags
-from wsi_fl.learning.examples import Examples, packed, resized, unlabelled
+from wsi_fl.learning.examples import (
+    Examples,
+    allowed_classes,
+    packed,
+    resized,
+    unlabelled,
+    unlabelled_bags,
+)
 from wsi_fl.learning.survival import risk
 from wsi_fl.learning.tasks import Number, Survival, Task
 from wsi_fl.models.encoder import Encoder, encode

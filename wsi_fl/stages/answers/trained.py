@@ -16,7 +16,7 @@ from wsi_fl.learning.validation import LONE, STACK, answered, roles
 from wsi_fl.models import build
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext, as_begun, method_for
-from wsi_fl.stages.training.learners import architecture, start_of
+from wsi_fl.stages.training.workshop import architecture, start_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile

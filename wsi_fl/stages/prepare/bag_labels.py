@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wsi_fl.slides.layouts.common import label_of, mpp_of
-from wsi_fl.slides.layouts.rows import accounted, of_site, rows_of
+from wsi_fl.slides.layouts.common import accounted, label_of, mpp_of, of_site, rows_of
 from wsi_fl.stages.site.targets import Subtypes, classes_of
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord, UsageError

@@ -18,13 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoded, Encoder, EncoderError, Spent, encode_each
-from wsi_fl.stages.site.rates import speed_of
-from wsi_fl.stages.work.console import Watcher, partly, reason_of, say
+from wsi_fl.stages.work.console import Watcher, partly, reason_of, say, speed_of
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.bag_shards import BagShard, current_shard, write_shard
 from wsi_fl.stores.bags import Bag
-from wsi_fl.system.files import remove_strays, write_bytes
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, remove_strays, write_bytes
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import DiskFull, GridSpec, WsiFlError
 

@@ -11,7 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.layouts.rows import rows_of
+from wsi_fl.slides.layouts.common import rows_of
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
 from wsi_fl.system.files import ordinary

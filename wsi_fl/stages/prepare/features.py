@@ -15,8 +15,7 @@ from wsi_fl.stages.prepare.bags import Chosen, Done, Way, quiet, speed_of_all
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
-from wsi_fl.stages.site.rates import speed_lines
-from wsi_fl.stages.work.console import Line, Lines, Table, Watcher, say
+from wsi_fl.stages.work.console import Line, Lines, Table, Watcher, say, speed_lines
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.bag_shards import fingerprint, read_shard
 from wsi_fl.stores.bags import BagMeta, bags_of, write_bags

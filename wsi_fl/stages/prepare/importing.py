@@ -29,7 +29,7 @@ from wsi_fl.stores.exchange.foreign import Facts
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked
 from wsi_fl.types import GridSpec, SetAside, SlideRecord, UsageError, WsiFlError, encoder_label
 
 _ROUNDED = 1.5

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.models.presets import warning_of
-from wsi_fl.slides.patching.masks import mask_digest
 from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
 from wsi_fl.slides.patching.splits import SEED, assign_splits
-from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
+from wsi_fl.slides.patching.survey import mask_digest
+from wsi_fl.slides.pictures.overview import draw_mosaic, small_copy
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
@@ -34,8 +34,7 @@ from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.bag_shards import fingerprint, read_shard
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.preparing import Mosaic
+from wsi_fl.study.pipeline import Mosaic, Pipeline
 from wsi_fl.types import BagTable, GridSpec, SetAside, SlideRecord, WsiFlError
 
 _LOOKERS = 4

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from wsi_fl.stages.prepare.quality import Quality, quality_lines, quality_row
-from wsi_fl.stages.site.rates import speed_lines
-from wsi_fl.stages.work.console import Line, Lines, Table, by_site, say
+from wsi_fl.stages.work.console import Line, Lines, Table, by_site, say, speed_lines
 from wsi_fl.stores.columns import Counts
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord

@@ -33,8 +33,7 @@ from wsi_fl.stores.columns import Counts, link_shards, linked
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import remove_strays
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, remove_strays
 from wsi_fl.types import GridSpec, SetAside, SlideRecord, WsiFlError
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.masks import mask_digest
 from wsi_fl.slides.patching.patches import PlanParams, SlidePlan
 from wsi_fl.slides.patching.splits import sample_rows
+from wsi_fl.slides.patching.survey import mask_digest
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.work.console import reason_of
 from wsi_fl.system.files import atomic, ordinary

@@ -33,10 +33,10 @@ def agreed_buffer(party: RunContext, index: int) -> Buffer | None:
 
 def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> Buffer:
     """So many samples of the site's generator, classes balanced, at the size that models see."""
-    from wsi_fl.synthesis.sampling import balanced_labels
     from wsi_fl.synthesis.stages.gan import KIND as GAN  # and with it torchvision and matplotlib
     from wsi_fl.synthesis.stages.kinds import outcome
     from wsi_fl.synthesis.stages.sample import as_pixels
+    from wsi_fl.synthesis.state import balanced_labels
 
     study, site, settings = party.study, data.site, party.pipeline.section(Replay)
     folder, document = GAN.trained(study, site)
