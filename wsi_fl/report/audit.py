@@ -117,7 +117,8 @@ def tables(audit: Json) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
             row["site"],
             str(row["n"]),
             number(row["length"], 1),
-            *map(_percent, (row["moved"], row["answers_changed"])),
+            _percent(row["moved"]),
+            _percent(row["answers_changed"]),
         ]
         for row in audit.get("influence") or ()
     ]
