@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.prepare.features import features
+from wsi_fl.stages.prepare.bags import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import Patches, open_bags, open_store
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
-from wsi_fl.stores.checksums import HEAD
+from wsi_fl.stores.fields import HEAD
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 

@@ -23,8 +23,8 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.bags import features
 from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
-from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.encoders import encoder_of

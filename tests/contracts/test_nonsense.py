@@ -16,7 +16,7 @@ from wsi_fl.stages.site.account import planned_round
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.checksums import seal
+from wsi_fl.stores.fields import seal
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study

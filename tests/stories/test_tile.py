@@ -19,11 +19,11 @@ from conftest import nightly, refused
 from wsi_fl.demo import phantom
 from wsi_fl.slides.patching.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare import tile as stage
+from wsi_fl.stages.prepare import tile_plans as stage
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.prepare.tile_plans import made_of
-from wsi_fl.stages.prepare.tile_shards import check_space
+from wsi_fl.stages.prepare.tile_shards import bytes_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.work.job import share_of_cores
@@ -294,10 +294,9 @@ def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_says_so(aligned, t
     assert shards_of(study)[0].stat().st_mtime_ns == written
 
 
-def test_the_room_for_a_slide_whose_tiles_are_no_patches_is_that_of_raw_pixels(tmp_path):
-    (tmp_path / "slides").mkdir()
+def test_the_room_for_a_slide_whose_tiles_are_no_patches_is_that_of_raw_pixels():
     plans = SimpleNamespace(in_tiles=[True, False].__getitem__)
-    needed = check_space(tmp_path, {0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
+    needed = bytes_of({0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
     assert needed == pytest.approx(256**2 * 3 * (40 / 4 + 60), rel=0.01)
 
 
@@ -456,29 +455,25 @@ def test_a_second_job_is_refused_while_ranks_work_and_the_failure_is_told_once(s
     assert [end.code for end in silent] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "share"),
-    [
+def test_ranks_of_a_machine_share_its_cores():
+    for ranks, share in (
         ([("a", [0, 1, 2, 3])], 4),
         ([("a", [0, 1, 2, 3]), ("b", [0, 1, 2, 3])], 4),
         ([("a", [0, 1, 2, 3]), ("a", [0, 1, 2, 3])], 2),
         ([("a", [0, 1]), ("a", [2, 3])], 2),
         ([("a", [0])] * 5, 1),
-    ],
-)
-def test_ranks_of_a_machine_share_its_cores(ranks, share):
-    assert share_of_cores(ranks[0], ranks) == share
+    ):
+        assert share_of_cores(ranks[0], ranks) == share
 
 
 MEMORY = """
 from pathlib import Path
 import numpy as np
 from wsi_fl.slides.patching.patches import SlidePlan
-from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each
-from wsi_fl.stores.columns import link_shards
-from wsi_fl.stores.contents import SlideSource
+from wsi_fl.stages.prepare.tile_plans import Plans, choose
 from wsi_fl.stores.fields import StoreMeta
-from wsi_fl.stores.shards import ShardMeta, write_positions
+from wsi_fl.stores.patches import SlideSource
+from wsi_fl.stores.shards import ShardMeta, link_shards, write_positions
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, SlideRecord
 
 n, rows, folder, spec = {n}, 2000, Path({folder!r}), GridSpec(512, 0.5, 512)
@@ -492,8 +487,9 @@ def plan(record):
         rng.integers(0, 2, rows), np.zeros(rows, np.float32), bytes(200_000), np.zeros(1 << 17, np.uint8),
         (1024, 1024), 97.0, [np.zeros((50, 2))])
 
-assert not any(plan_each(range(n), records, plan, lambda _: None, plans, 2))
-chosen = choose(plans, range(n), balance=True, max_per_slide=None, seed=0)
+for k, record in enumerate(records):
+    plans.save(k, plan(record), None)
+chosen = choose(plans, range(n), balance=True, max_per_slide=None)
 shards = []
 for k, keep in enumerate(chosen):
     one = plans.load(k)

@@ -85,7 +85,7 @@ def tile(
     from wsi_fl.stages.work.console import Bars
 
     if dry_run:
-        from wsi_fl.stages.prepare.tile_estimate import estimate, estimate_lines
+        from wsi_fl.stages.prepare.tile import estimate, estimate_lines
 
         with Bars("tile") as bars:
             document = estimate(
@@ -110,7 +110,7 @@ def mosaic(
     one_or_all("mosaic", site, every)
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.prepare.mosaic import mosaic
+    from wsi_fl.stages.prepare.bags import mosaic
     from wsi_fl.stages.prepare.tables import mosaic_lines
     from wsi_fl.stages.work.console import Bars
 
@@ -131,7 +131,7 @@ def features(
     one_or_all("features", site, every)
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.prepare.features import features, features_lines
+    from wsi_fl.stages.prepare.bags import features, features_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("features") as bars:
