@@ -124,8 +124,8 @@ VARIANTS = (
     Variant("pooled", "joint", ALONE),
     *(private("one-shot", "oneshot", epsilon) for epsilon in (0.5, 1, 3)),
     *(private("one-shot", "oneshot", epsilon, SHARED_NOISE) for epsilon in (0.5, 1, 3)),
-    *(private("one-shot", "oneshot", epsilon, unit="patient") for epsilon in (1, 3)),
-    *(private("one-shot", "oneshot", epsilon, SHARED_NOISE, unit="patient") for epsilon in (1, 3)),
+    *(private("one-shot", "oneshot", epsilon, unit="patient") for epsilon in (0.5, 1, 3)),
+    *(private("one-shot", "oneshot", epsilon, SHARED_NOISE, unit="patient") for epsilon in (0.5, 1, 3)),
     *(private("ProxyFL", "proxyfl", epsilon, *STACKED) for epsilon in (1, 3)),
     *(private("FedAvg", "fedavg", epsilon) for epsilon in (1, 3)),
     Variant("lone, per patient", "regular", ALONE, "patient"),
@@ -135,25 +135,39 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Pool:
-    """All rows that there are: features float32[n, d], labels, and what is known of the store they come from."""
+    """All rows that there are: features float32[n, d], labels, and what is known of the store they come from.
+
+    Attributes:
+        patches: of a patient; rows that stand together are one patient's, as `stained.py` makes them.
+    """
 
     x: NDArray[np.float32]
     label: Rows
     meta: BagMeta
+    patches: int = 1
 
 
-def pool_of(study: Study) -> Pool:
-    """The rows of a study's only site, those for training and those for tests."""
+def pool_of(study: Study, patches: int = 1) -> Pool:
+    """The rows of a study's only site, in the order of the images: those for training, and those for tests.
+
+    Where patients have several patches the rows for tests are left out.
+    """
     (site,) = study.site_names()
     with BagStore(study.features(site)) as store:
-        label = store.patches.label
-        return Pool(store.read(np.arange(len(label))), label, store.meta)
+        split, names = store.patches.split, store.patches.patient.tolist()
+        order = np.array([int(name.rpartition("_")[2]) for name in names]) + len(names) * (split == "test")
+        rows = np.argsort(order)
+        if patches > 1:
+            rows = rows[: (split == "train").sum()]
+        return Pool(store.read(rows), store.patches.label[rows], store.meta, patches)
 
 
-def drawn(setting: Setting, label: Rows, seed: int) -> tuple[list[Rows], Rows]:
-    """(rows of each site, rows of the test set), no row twice; of the test set half are of each class."""
-    rng = np.random.default_rng(seed)
-    left = [rng.permutation(np.flatnonzero(label == one)) for one in (0, 1)]
+def drawn(setting: Setting, label: Rows, seed: int, patches: int = 1) -> tuple[list[Rows], Rows]:
+    """(rows of each site, rows of the test set), no row or patient twice; of the test set half are of each class."""
+    rng, within, first = np.random.default_rng(seed), np.arange(patches), label[::patches]
+    left = [
+        (patches * rng.permutation(np.flatnonzero(first == one))[:, None] + within).ravel() for one in (0, 1)
+    ]
     parts = []
     for site in range(setting.sites):
         ones = round(setting.rows * setting.shares[site % len(setting.shares)])
@@ -183,7 +197,7 @@ def study_of(pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: 
             pool.label[rows],
             pool.label[rows].astype(np.float32),
             split,
-            np.concatenate([patients(pool.label[part], unit), [f"test {row}" for row in rows[len(part) :]]]),
+            np.concatenate([patients(pool, part, unit), [f"test {row}" for row in rows[len(part) :]]]),
             split,
         )
         path = study.features(site)
@@ -193,12 +207,14 @@ def study_of(pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: 
     return study
 
 
-def patients(label: Rows, unit: str) -> list[str]:
-    """A name for every row, or for every five rows of one class."""
+def patients(pool: Pool, rows: Rows, unit: str) -> list[str]:
+    """A name for every row, for the pool's own patients, or for every five rows of one class."""
+    if pool.patches > 1:
+        return [f"{row // pool.patches}" for row in rows.tolist()]
     size = ROWS_OF_A_PATIENT if unit == "patient" else 1
     seen = [0, 0]
     names = []
-    for one in label.tolist():
+    for one in pool.label[rows].tolist():
         names.append(f"{one}-{seen[one] // size}")
         seen[one] += 1
     return names
@@ -235,7 +251,7 @@ def run_grid(pool: Pool, args: argparse.Namespace, done: set[tuple[str, str, int
     """A row for each setting, seed and variant that is asked for and not done yet."""
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for setting in (s for s in SETTINGS if not args.settings or s.name in args.settings):
-            parts, test = drawn(setting, pool.label, seed)
+            parts, test = drawn(setting, pool.label, seed, pool.patches)
             for variant in (v for v in VARIANTS if not args.variants or v.name in args.variants):
                 if (setting.name, variant.name, seed) in done:
                     continue
@@ -368,6 +384,7 @@ def main() -> None:
     parser.add_argument(
         "--directions", type=Path, help="of public tissue, for one-shot; default: random ones"
     )
+    parser.add_argument("--patches", type=int, default=1, help="of a patient, in a pool of stained.py")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(
@@ -382,7 +399,7 @@ def main() -> None:
         parser.error("which pool?")
     rows = read_rows(args.out) if args.out and args.out.exists() else []
     done = {(row["setting"], row["variant"], row["seed"]) for row in rows}
-    for row in run_grid(pool_of(Study(args.pool.resolve())), args, done):
+    for row in run_grid(pool_of(Study(args.pool.resolve()), args.patches), args, done):
         rows.append(row)
         if args.out:
             with args.out.open("a", encoding="utf-8") as file:
