@@ -184,11 +184,11 @@ def test_what_states_more_than_it_holds_is_refused_before_memory_is_taken(tmp_pa
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [np.float16, np.float64])
-def test_honest_features_are_read_however_they_lie_in_the_file(tmp_path, layout, kind):
-    features = np.random.default_rng(0).normal(size=(300, 512)).astype(kind)
-    found = LAYOUTS["trident"].read(write(tmp_path / "a.h5", features, **layout)).features
-    assert np.array_equal(found, features.astype(np.float32))
+def test_honest_features_are_read_however_they_lie_in_the_file(tmp_path, layout):
+    for kind in (np.float16, np.float64):
+        features = np.random.default_rng(0).normal(size=(300, 512)).astype(kind)
+        found = LAYOUTS["trident"].read(write(tmp_path / "a.h5", features, **layout)).features
+        assert np.array_equal(found, features.astype(np.float32))
 
 
 def test_an_npz_of_zeros_is_no_bomb_that_is_unpacked(tmp_path):

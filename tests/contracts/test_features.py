@@ -194,12 +194,6 @@ def test_methods_train_on_features(study, method):
     assert report(study, summary["run"]).exists()
 
 
-def test_features_learn_what_the_patches_show(study):
-    overrides = [*HEADS, "train.rounds=10", "privacy.enabled=false", "train.lr=0.02"]
-    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
-    assert evaluate(study, run)["internal"]["accuracy"]["mean"] > 0.9
-
-
 def test_models_of_other_inputs_are_refused_in_one_line(study):
     refused(lambda: build("cnn1", n_classes=2, shape=Vectors(4), seed=0), "linear_head, mlp_head")
     refused(lambda: build("linear_head", n_classes=2, shape=Bags(4), seed=0), "does not see bags")

@@ -42,6 +42,14 @@ def study(archive, tmp_path):
     return Study(tmp_path / "study")
 
 
+@pytest.fixture(scope="module")
+def calm(archive, tmp_path_factory):
+    """A study that nothing disturbed, and what was said of it."""
+    root = tmp_path_factory.mktemp("calm") / "study"
+    init(root, archive=archive)
+    return Study(root), tile(Study(root), site=None, overrides=SETTINGS)
+
+
 def generic_study(root, rows, slides, **site):
     """A study of one generic site whose slides are copied into it."""
     (root / "slides").mkdir(parents=True)
@@ -58,8 +66,8 @@ def content(study, site):
         return store.read(np.arange(len(store))), store.table
 
 
-def test_every_patch_is_the_slides_pixels_at_its_position_with_its_true_label(study, archive):
-    document = tile(study, site=None, overrides=SETTINGS)
+def test_every_patch_is_the_slides_pixels_at_its_position_with_its_true_label(calm, archive):
+    study, document = calm
     truth = {slide.name: slide for slide in phantom.plan_slides(2, 2, 1024, 0)}
     for row in document["sites"]:
         pixels, table = content(study, row["site"])
@@ -139,13 +147,9 @@ def test_a_plan_rests_on_the_slide_its_label_and_outlines_and_the_settings(tmp_p
 
 
 @pytest.mark.parametrize("after", [0.05, pytest.param(0.4, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, archive, tmp_path, after):
-    init(tmp_path / "calm", archive=archive)
-    calm = Study(tmp_path / "calm")
-    overrides = ["tile.size_px=32", *SETTINGS[1:]]
-    tile(calm, site="C1", overrides=overrides)
+def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm, after):
     command = [sys.executable, "-m", "wsi_fl", "tile", "--site", "C1"]
-    command += [part for value in overrides for part in ("--set", value)]
+    command += [part for value in SETTINGS for part in ("--set", value)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
     slides = study.root / "stores" / "C1" / "slides"
     while not slides.exists() and process.poll() is None:
@@ -154,13 +158,13 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, arch
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    tile(study, site="C1", overrides=overrides)
-    for path in sorted((calm.root / "stores/C1").rglob("*.h5")):
-        assert (study.root / path.relative_to(calm.root)).read_bytes() == path.read_bytes()
+    tile(study, site="C1", overrides=SETTINGS)
+    for path in sorted((calm[0].root / "stores/C1").rglob("*.h5")):
+        assert (study.root / path.relative_to(calm[0].root)).read_bytes() == path.read_bytes()
     assert not list((study.root / "stores").rglob("*.partial*"))
 
 
-def test_a_corrupt_slide_is_set_aside_with_its_reason_and_the_others_stay(study, archive, tmp_path):
+def test_a_corrupt_slide_is_set_aside_with_its_reason_and_the_others_stay(calm, archive, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(archive, copy)
     broken = sorted((copy / "training" / "center_0").glob("*.tif"))[0]
@@ -171,8 +175,7 @@ def test_a_corrupt_slide_is_set_aside_with_its_reason_and_the_others_stay(study,
     assert [aside["slide"] for aside in row["failed"]] == [broken.stem]
     assert "\n" not in row["failed"][0]["reason"]
     whole, table = content(other, "C1")
-    tile(study, site="C1", overrides=SETTINGS)
-    expected, all_of = content(study, "C1")
+    expected, all_of = content(calm[0], "C1")
     assert np.array_equal(whole, expected[all_of.slide != broken.stem])
     assert broken.stem not in set(table.slide)
 
@@ -189,17 +192,17 @@ def test_without_annotations_patches_take_the_slides_label_and_tile_says_so(arch
     assert json.loads(done.stdout)["sites"][0]["tumor"] == int((table.label == 1).sum())
 
 
-def test_a_dry_run_says_what_tiling_takes_and_writes_nothing(study, wsi_fl):
+def test_a_dry_run_says_what_tiling_takes_and_writes_nothing(study, calm, wsi_fl):
     before = files_of(study)
-    result = wsi_fl("tile", "--all", "--dry-run", "--json", cwd=study.root)
+    settings = [part for value in SETTINGS for part in ("--set", value)]
+    result = wsi_fl("tile", "--all", "--dry-run", "--json", *settings, cwd=study.root)
     document = json.loads(result.stdout)
     assert files_of(study) == before
-    whole = tile(study, site=None)["sites"]
+    whole = calm[1]["sites"]
     for said, row in zip(document["sites"], whole, strict=True):
         assert said["site"] == row["site"] and said["slides"] == row["slides"] == said["tried"]
         assert said["patches"] == row["patches"] and said["seconds"] > 0
-        size = study.pipeline(study.pipeline_name(None)).tile.size_px
-        assert 0 < said["bytes"] <= row["patches"] * (3 * size**2 + 64)
+        assert 0 < said["bytes"] <= row["patches"] * (3 * 64**2 + 64)
     assert document["patches"] == sum(row["patches"] for row in whole)
     assert "nothing was written" in wsi_fl("tile", "--site", "C1", "--dry-run", cwd=study.root).stderr
 
@@ -418,15 +421,12 @@ def files_of(study):
     }
 
 
-def test_two_ranks_make_the_store_of_one_process_byte_for_byte(study, archive, tmp_path, as_ranks):
-    init(tmp_path / "alone", archive=archive)
-    alone = Study(tmp_path / "alone")
-    expected = tile(alone, site=None, overrides=SETTINGS)
+def test_two_ranks_make_the_store_of_one_process_byte_for_byte(study, calm, as_ranks):
+    alone, expected = calm
     document, nothing = as_ranks(2, lambda: tile(study, site=None, overrides=SETTINGS))
     assert not nothing  # said once
-    for row in (*document["sites"], *expected["sites"]):
-        del row["seconds"]
-    assert document == expected
+    timeless = [[row | {"seconds": 0} for row in one["sites"]] for one in (document, expected)]
+    assert timeless[0] == timeless[1] and document["next"] == expected["next"]
     assert files_of(study) == files_of(alone)
 
 

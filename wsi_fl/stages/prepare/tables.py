@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from math import isfinite, isnan
+from math import isnan
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,44 +17,12 @@ from wsi_fl.stages.prepare.sources import Quality
 from wsi_fl.stages.site.rates import speed_lines
 from wsi_fl.stages.work.console import Line, Lines, Table, by_site
 from wsi_fl.stores.bags import BagMeta
-from wsi_fl.stores.shards import Counts
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_text
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, BagTable, SetAside, WsiFlError
 
 _NAMED = 20
 """Slides of a site that are named to people; the others are counted."""
-
-
-def tile_row(
-    study: Study,
-    site: str,
-    found: Counts,
-    failed: Sequence[SetAside],
-    seen: Mapping[str, Quality],
-    *,
-    n_slides: int,
-) -> dict[str, Any]:
-    """Return a site's part of the document of `tile`.
-
-    Args:
-        found: patches of each class by split.
-        seen: the quality of each slide.
-    """
-    names = CLASSES if len(found["train"]) > 1 else UNLABELLED
-    counts = {split: {name: int(found[split][k]) for k, name in enumerate(names)} for split in SPLITS}
-    return {
-        "site": site,
-        "slides": n_slides,
-        "failed": [asdict(aside) for aside in failed],
-        "patches": sum(sum(c.values()) for c in counts.values()),
-        **{name: sum(c.get(name, 0) for c in counts.values()) for name in CLASSES},
-        "train": sum(counts["train"].values()),
-        "test": sum(counts["test"].values()),
-        **_quality_row(seen),
-        "store": study.relative(study.store(site)),
-        "table": counts,
-    }
 
 
 def mosaic_row(
@@ -69,11 +35,7 @@ def mosaic_row(
     notes: Mapping[str, str],
     n_slides: int,
 ) -> dict[str, Any]:
-    """Return a site's part of the document of `mosaic` and `import`.
-
-    Args:
-        notes: slide → what people should know of it, or "".
-    """
+    """Return a site's part of the document of `mosaic` and `import`; a slide without a note has the note ""."""
     counts = np.bincount(table.label, minlength=len(meta.classes))
     return {
         "site": meta.site,
@@ -165,27 +127,6 @@ def _aside_lines(rows: Sequence[Any], unit: str) -> Lines:
         if not row["train"]:
             nothing = f"has no training {unit}, so nothing can be trained on it"
             yield Line(f"  {row['site']}: {nothing}", "bold yellow")
-
-
-def _quality_row(seen: Mapping[str, Quality]) -> dict[str, Any]:
-    """Return how many patches were set aside for which fault, and by which method tissue was found on how many slides,
-    with the median gain of those on which saturation finds some.
-    """
-    aside: Counter[str] = Counter()
-    gains: dict[str, list[float]] = {}
-    for one in seen.values():
-        aside.update(one["aside"])
-        gains.setdefault(one["tissue_by"], []).append(one["tissue_gain"])
-    return {
-        "set_aside": dict(sorted(aside.items())),
-        "tissue": {
-            name: {
-                "slides": len(gain),
-                "gain": median(found) if (found := list(filter(isfinite, gain))) else None,
-            }
-            for name, gain in sorted(gains.items())
-        },
-    }
 
 
 def write_quality(path: Path, seen: Mapping[str, Quality]) -> None:

@@ -10,8 +10,12 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,13 +26,14 @@ from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare.sources import (
     Done,
     Listed,
+    Quality,
     finish,
     list_slides,
     set_aside,
     share_slides,
     stored_classes,
 )
-from wsi_fl.stages.prepare.tables import first_reason, tile_row, write_quality
+from wsi_fl.stages.prepare.tables import first_reason, write_quality
 from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each, spec_of
 from wsi_fl.stages.prepare.tile_shards import Shards, bytes_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher, say
@@ -39,7 +44,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.preparing import Tile
 from wsi_fl.system.locks import locked
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, WsiFlError
 
 _TRIED, _READ = 8, 128
 """Slides of a site that a dry run plans, evenly from its list, and patches of each that it reads."""
@@ -144,8 +149,36 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
         )
     seen = {one.slide: one.quality for one in (*planned, *written) if one.quality}
     write_quality(store.with_name("quality.csv"), seen)
-    row = tile_row(listed.study, name, counts, failed, seen, n_slides=n + len(listed.aside))
-    return row | {"seconds": time.perf_counter() - began}
+    names = CLASSES if len(counts["train"]) > 1 else UNLABELLED
+    table = {split: dict(zip(names, counts[split].tolist(), strict=True)) for split in SPLITS}
+    return {
+        "site": name,
+        "slides": n + len(listed.aside),
+        "failed": [asdict(aside) for aside in failed],
+        "patches": sum(sum(one.values()) for one in table.values()),
+        **{label: sum(one.get(label, 0) for one in table.values()) for label in CLASSES},
+        **{split: sum(table[split].values()) for split in ("train", "test")},
+        **_quality_of(seen.values()),
+        "store": listed.study.relative(store),
+        "seconds": time.perf_counter() - began,
+        "table": table,
+    }
+
+
+def _quality_of(seen: Iterable[Quality]) -> dict[str, Any]:
+    """Return how many patches were set aside for which fault, and by which method tissue was found on how many slides,
+    with the median gain of those on which saturation finds some.
+    """
+    aside: Counter[str] = Counter()
+    gains: dict[str, list[float]] = {}
+    for one in seen:
+        aside.update(one["aside"])
+        gains.setdefault(one["tissue_by"], []).append(one["tissue_gain"])
+    tissue = {}
+    for name, gain in sorted(gains.items()):
+        found = list(filter(isfinite, gain))
+        tissue[name] = {"slides": len(gain), "gain": median(found) if found else None}
+    return {"set_aside": dict(sorted(aside.items())), "tissue": tissue}
 
 
 def _chosen(plans: Plans, planned: Sequence[Done], settings: Tile) -> list[tuple[int, NDArray[np.bool_]]]:
