@@ -31,7 +31,7 @@ from wsi_fl.federation.topology import Matrix, Topology, exponential, receivers,
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release
-from wsi_fl.report.comparison_figures import palette, png_style
+from wsi_fl.report.figures import palette, png_style
 
 GRAPHS: dict[str, Topology] = {"star": star, "exponential": exponential}
 SCHEMA = "00" * 32

@@ -27,6 +27,7 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 
 INSECURE = ("privacy.insecure_seed=1", "train.seed=3")
+FEDERATION = [sys.executable, "-m", "wsi_fl", "federation"]
 ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
 
 
@@ -68,17 +69,9 @@ class Bed:
 
     def sign(self, method: str, *settings: str, by: list[str] | None = None) -> Plan:
         """A plan for the pipeline of the tests, which all hospitals sign."""
-        overrides = [*INSECURE, *settings]
-        file = self.root / "plan.json"
-        study = self.study(self.sites[0])
-        plan = make_plan(
-            study,
-            method=method,
-            pipeline_name=self.pipeline,
-            overrides=overrides,
-            out=file,
-            keys=Root.open(self.root / "kits").keys(),
-        )
+        keys = Root.open(self.root / "kits").keys()
+        given = {"pipeline_name": self.pipeline, "overrides": [*INSECURE, *settings], "keys": keys}
+        plan = make_plan(self.study(self.sites[0]), method=method, out=self.root / "plan.json", **given)
         for site in by or self.sites:
             looked = look(self.study(site), plan, site)
             sign(self.study(site), looked, self.kit(site).identity())
@@ -86,14 +79,8 @@ class Bed:
 
     def locally(self, method: str, *settings: str) -> dict[str, str]:
         """What the same settings come to in one process."""
-        study = Study(self.simulated)
-        summary = train(
-            study,
-            method=method,
-            pipeline_name=self.pipeline,
-            overrides=[*INSECURE, *settings],
-            backend="local",
-        )
+        study, given = Study(self.simulated), {"pipeline_name": self.pipeline, "backend": "local"}
+        summary = train(study, method=method, overrides=[*INSECURE, *settings], **given)
         return {site: digests(study.root / summary["run"], site) for site in self.sites}
 
     @contextmanager
@@ -111,15 +98,7 @@ class Bed:
         self, name: str, wait: bool = True, watched: bool = False, file_limit: int | None = None
     ) -> subprocess.Popen[str]:
         place = [] if name == "server" else ["--study", str(self.root / name)]
-        command = [
-            sys.executable,
-            "-m",
-            "wsi_fl",
-            "federation",
-            "start",
-            str(self.root / "kits" / name),
-            *place,
-        ]
+        command = [*FEDERATION, "start", str(self.root / "kits" / name), *place]
         process = subprocess.Popen(
             self.opened.watched(name, command) if watched else command,
             stdout=subprocess.PIPE,
@@ -152,31 +131,28 @@ class Bed:
         if process.stdout is not None:
             process.stdout.close()
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "wsi_fl", "federation", *map(str, arguments)]
-        return subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=self.root / self.sites[0],
-            env=os.environ | {"COLUMNS": "200"},
-        )
-
-    def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.command("submit", "--kit", str(self.root / "kits" / "coordinator"), "--json", *arguments)
-
-    def submitting(self, *arguments: str) -> subprocess.Popen[str]:
-        """A submission that is under way."""
-        command = [sys.executable, "-m", "wsi_fl", "federation", "submit", "--json"]
+    def commanding(self, *arguments: str) -> subprocess.Popen[str]:
+        """A command that is under way."""
         return subprocess.Popen(
-            [*command, "--kit", str(self.root / "kits" / "coordinator"), *arguments],
+            [*FEDERATION, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=self.root / self.sites[0],
             env=os.environ | {"COLUMNS": "200"},
         )
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        process = self.commanding(*arguments)
+        said = process.communicate()
+        return subprocess.CompletedProcess(arguments, process.returncode, *said)
+
+    def submitting(self, *arguments: str) -> subprocess.Popen[str]:
+        """A submission that is under way."""
+        return self.commanding("submit", "--kit", self.root / "kits" / "coordinator", "--json", *arguments)
+
+    def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.command("submit", "--kit", self.root / "kits" / "coordinator", "--json", *arguments)
 
     def rounds(self, site: str, run: str) -> int:
         """How many rounds a site has finished."""

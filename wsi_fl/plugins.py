@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from wsi_fl.types import WsiFlError, one_line
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _OWN = "wsi-fl"
 
@@ -27,7 +27,7 @@ def entries(group: str) -> dict[str, Any]:
     return {name: _loaded(point) for name, point in _found(group).items()}
 
 
-class Table(Mapping[str, T], Generic[T]):
+class Table(Mapping[str, _T], Generic[_T]):
     """Rows by name: wsi-fl's own, then those of a group of entry points, each imported when it is first asked for.
 
     Args:
@@ -44,7 +44,7 @@ class Table(Mapping[str, T], Generic[T]):
         (['own'], 1, False)
     """
 
-    def __init__(self, group: str, own: Mapping[str, T], kind: type[T] | UnionType) -> None:
+    def __init__(self, group: str, own: Mapping[str, _T], kind: type[_T] | UnionType) -> None:
         self.own = own
         self._group, self._kind = group, kind
 
@@ -56,7 +56,7 @@ class Table(Mapping[str, T], Generic[T]):
             )
         return found
 
-    def __getitem__(self, name: str) -> T:
+    def __getitem__(self, name: str) -> _T:
         if name in self.own:
             return self.own[name]
         point = self._added()[name]

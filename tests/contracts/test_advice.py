@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from conftest import interrupted_after, make_study
+from conftest import make_study
 from rich.console import Console
 
 from wsi_fl.cli.main import app
+from wsi_fl.cli.options import announced
 from wsi_fl.federation import loop
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import resume, train
@@ -110,33 +111,26 @@ def _resumes(study: Study, message: str) -> None:
     assert {line["run"] for line in lines} == {lines[0]["run"]}
 
 
-def test_ctrl_c_in_a_local_run_names_the_command_that_goes_on(small):
-    with interrupted_after(3):
-        try:
-            started(small)
-        except KeyboardInterrupt as stopped:
-            message = str(stopped)
-            raise
-    assert message.startswith("interrupted; continue with")
-    _resumes(small, message)
-
-
-def test_a_full_disk_in_a_run_names_the_command_that_goes_on(small, monkeypatch):
+@pytest.mark.parametrize(
+    ("ended", "told", "words"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, "interrupted; continue with"),
+        (OSError(errno.ENOSPC, "No space left on device"), DiskFull, "free some space and continue"),
+    ],
+)
+def test_what_ends_a_local_run_names_the_command_that_goes_on(small, monkeypatch, ended, told, words):
     real, calls = loop._log_round, []
 
-    def full(*args, **kwargs):
+    def log(*args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise ended
         return real(*args, **kwargs)
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(DiskFull, match="free some space and continue") as told,
-    ):
-        patch.setattr(loop, "_log_round", full)
+    with monkeypatch.context() as patch, pytest.raises(told, match=words) as stopped:
+        patch.setattr(loop, "_log_round", log)
         started(small)
-    _resumes(small, str(told.value))
+    _resumes(small, str(stopped.value))
 
 
 @pytest.mark.slow
@@ -160,18 +154,15 @@ def test_ctrl_c_in_the_command_itself(small):
     assert process.returncode == 1 and first < 10
 
 
-def test_the_first_line_needs_no_torch(tmp_path):
+def test_the_first_line_needs_no_torch_and_is_of_long_commands_alone(tmp_path, wsi_fl):
     code = (
         "import sys; sys.argv = ['wsi-fl', 'train']; import wsi_fl.__main__ as m\n"
-        "try: m.main()\nfinally: print('torch' in sys.modules, 'rich' in sys.modules)"
+        "try: m.main()\nfinally: print('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (
-        done.stderr.startswith("wsi-fl train: starting …\nwsi-fl: error:")
-        and "False" in done.stdout.split()[0]
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr.startswith("wsi-fl train: starting …\nwsi-fl: error:") and done.stdout == "False\n"
+    assert "starting" not in wsi_fl("config", cwd=tmp_path).stderr
 
 
 @pytest.mark.parametrize(
@@ -182,11 +173,13 @@ def test_the_first_line_needs_no_torch(tmp_path):
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ],
 )
-def test_only_the_first_rank_says_that_it_starts(tmp_path, wsi_fl, size, rank):
-    assert "starting" not in wsi_fl("train", cwd=tmp_path, env={size: "2", rank: "1"}).stderr
-    assert "starting" in wsi_fl("train", cwd=tmp_path, env={size: "2", rank: "0"}).stderr
-    assert "starting" not in wsi_fl("train", "--help", cwd=tmp_path).stderr
-    assert "starting" not in wsi_fl("config", cwd=tmp_path).stderr
+def test_only_the_first_rank_says_that_it_starts(monkeypatch, capsys, size, rank):
+    command = announced(lambda: None, "train")
+    for number, said in (("1", ""), ("0", "wsi-fl train: starting …\n")):
+        monkeypatch.setenv(size, "2")
+        monkeypatch.setenv(rank, number)
+        command()
+        assert capsys.readouterr().err == said
 
 
 def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
@@ -206,7 +199,7 @@ def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
 
 
 def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys):
-    monkeypatch.setattr(console, "LINE_EVERY_S", 0.05)
+    monkeypatch.setattr(console, "_LINE_EVERY_S", 0.05)
     monkeypatch.setattr(console, "stderr", Console(stderr=True, force_terminal=False, soft_wrap=True))
     with console.Bars("tile") as bars:
         time.sleep(0.3)

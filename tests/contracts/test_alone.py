@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import LARGER, make_study, write_features
+from conftest import LARGER, make_study, nightly, write_features
 from safetensors.torch import load_file
 from test_oneshot import HEADS, rows_of
 
@@ -13,7 +13,7 @@ from wsi_fl.federation import loop
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import resume, train
 
-TALKING = ["proxyfl", "fml", "fedavg", "avgpush", "cwt"]
+TALKING = ["proxyfl", "fedavg", *nightly("fml", "avgpush", "cwt")]
 SEEDED = ("privacy.insecure_seed=1", "train.rounds=2")
 KINDS = {"heads": HEADS, "networks": ["train.val_fraction=0.34", "train.seed=2"]}
 
@@ -42,14 +42,8 @@ def studies(tmp_path_factory):
         x, labels = rows_of(60, k, share, d=40)
         more, theirs = rows_of(60, 10 + k, d=40)
         patients, splits = [f"p{i}" for i in range(120)], ["train"] * 60 + ["test"] * 60
-        write_features(
-            found["heads"],
-            f"S{k}",
-            np.concatenate([x, more]),
-            np.concatenate([labels, theirs]),
-            patients,
-            splits,
-        )
+        rows, of = np.concatenate([x, more]), np.concatenate([labels, theirs])
+        write_features(found["heads"], f"S{k}", rows, of, patients, splits)
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from math import comb, exp
 
 import numpy as np
@@ -14,7 +15,7 @@ from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
 from wsi_fl.learning.canaries import canaries, tossed
-from wsi_fl.learning.examples import Examples, batches, joined
+from wsi_fl.learning.examples import batches, joined
 from wsi_fl.learning.local import losses_of, probabilities
 from wsi_fl.models import build
 from wsi_fl.privacy.audit import (
@@ -41,6 +42,8 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.stages.work.console import render
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
+
+CPU = torch.device("cpu")
 
 # attacks on arrays
 
@@ -190,36 +193,19 @@ def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape
     assert not np.array_equal(one.examples.read(rows), other.examples.read(rows))
     assert set(one.examples.label) <= {0, 1, 2} and len(one.planted()) == 4
     first = one.examples.read(rows)
-    train = Examples(
-        lambda chosen: first[chosen],
-        one.examples.label,
-        one.examples.slide,
-        one.examples.patient,
-        one.examples.allowed,
-        show=lambda chosen, draws: first[chosen],
-    )
+    train = replace(one.examples, read=lambda chosen: first[chosen], show=lambda chosen, draws: first[chosen])
     both = joined([train, one.planted()])
     assert both.show is not None
-    drawn = batches(
-        both,
-        iter([np.array([1, 11, 13])]),
-        augment=None,
-        device=torch.device("cpu"),
-        draws=CipherStream.seeded(1),
-    )
-    x, y = next(drawn)
+    some = iter([np.array([1, 11, 13])])
+    x, y = next(batches(both, some, augment=None, device=CPU, draws=CipherStream.seeded(1)))
     assert len(x) == 3 and y.tolist() == one.examples.label[[1, 3, 9]].tolist()
-    model = build(
-        {Images: "mlp", Vectors: "linear_head", Bags: "deepset"}[type(shape)],
-        n_classes=3,
-        shape=shape,
-        seed=0,
-    )
+    name = {Images: "mlp", Vectors: "linear_head", Bags: "deepset"}[type(shape)]
+    model = build(name, n_classes=3, shape=shape, seed=0)
     with torch.no_grad():
-        p = probabilities(model, one.examples, torch.device("cpu"))
-    losses = losses_of(model, one.examples, torch.device("cpu"), batch_size=4)
+        p = probabilities(model, one.examples, CPU)
+    losses = losses_of(model, one.examples, CPU, batch_size=4)
     assert losses == pytest.approx(-np.log(p[rows, one.examples.label]), abs=1e-5)
-    assert len(losses_of(model, joined([one.planted()]), torch.device("cpu"))) == 4
+    assert len(losses_of(model, joined([one.planted()]), CPU)) == 4
 
 
 # the whole way
@@ -243,15 +229,10 @@ def noisy(tmp_path_factory):
 def test_with_noise_the_bound_stays_below_epsilon(noisy):
     study, summary, document = noisy
     for row, site in zip(summary["sites"], document["sites"], strict=True):
-        assert (row["guarantee"], row["canaries"], row["n_train"], row["n_units"]) == (
-            "guaranteed",
-            400,
-            36,
-            436,
-        )
+        said = [row[key] for key in ("guarantee", "canaries", "n_train", "n_units")]
+        assert said == ["guaranteed", 400, 36, 436]
         private, proxy = site["models"]
-        assert (private["model"], private["dp"]) == ("private", False)
-        assert (proxy["model"], proxy["dp"]) == ("proxy", True)
+        assert [(one["model"], one["dp"]) for one in site["models"]] == [("private", False), ("proxy", True)]
         found = proxy["canaries"]
         assert found["epsilon_upper"] == site["epsilon"] == row["epsilon"]
         assert found["epsilon_lower"] < row["epsilon"] and found["broken"] is False
@@ -307,9 +288,8 @@ def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
     for index, site in enumerate(party.sites):
         proxy = _attacked(party, index)[1]
         lines = [json.loads(line) for line in study.ledger(site.name).read_text().splitlines()]
-        released = [
-            line["released"] for line in lines if line["run"].startswith(run.name) and "released" in line
-        ]
+        mine = [line for line in lines if line["run"].startswith(run.name)]
+        released = [line["released"] for line in mine if "released" in line]
         vector = torch.nn.utils.parameters_to_vector(proxy.network.parameters()).detach().cpu().numpy()
         assert released[-1] == f"model {digest(vector)}"
 
@@ -420,9 +400,8 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     document = audit(study, run)
     assert document["sites"][0]["models"][0]["canaries"] is None
     assert report(study, run).read_text().count('id="audit"') == 1
-    planted = train(
-        study, method="regular", overrides=["train.rounds=1", "audit.canaries=4"], backend="local"
-    )
+    sets = ["train.rounds=1", "audit.canaries=4"]
+    planted = train(study, method="regular", overrides=sets, backend="local")
     (study.root / planted["run"] / "sites" / "S0" / "canaries.json").unlink()
     refused(lambda: audit(study, planted["run"]), "the only record of what was planted", error=WsiFlError)
     write_store(study, "S0", n_per_slide=8)

@@ -3,6 +3,7 @@
 import io
 import shutil
 import tarfile
+from pathlib import Path
 
 import pytest
 from conftest import REAL, make_study, refused
@@ -13,20 +14,29 @@ from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.work.backup import backup, restore
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.ledgers import heads_of
+from wsi_fl.stages.site.account import heads_of
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """Kits of two hospitals, and the study of one that has signed a plan."""
+    root = tmp_path_factory.mktemp("bed") / "all"
+    provision(root / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
+    study, kit = make_study(root / "study", 2, site_extra=REAL), Kit.open(root / "kits" / "S0")
+    approve(study, make_plan(study, method="fedavg", out=root / "plan.json"), kit.identity())
+    return root
+
+
 @pytest.fixture
-def bed(tmp_path, monkeypatch):
+def bed(template, tmp_path, monkeypatch):
     """A hospital with a kit and a signed plan, which has spent twice."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    provision(tmp_path / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
-    study, kit = make_study(tmp_path / "study", 2, site_extra=REAL), Kit.open(tmp_path / "kits" / "S0")
-    approve(study, make_plan(study, method="fedavg", out=tmp_path / "plan.json"), kit.identity())
+    root = Path(shutil.copytree(template, tmp_path / "all"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(root / "state"))
+    study = Study(root / "study")
     spend(study, 1, 2)
-    return tmp_path, study, kit
+    return root, study, Kit.open(root / "kits" / "S0")
 
 
 def ledger_of(study):
@@ -90,13 +100,13 @@ def test_a_kit_without_a_study_is_kept_too(bed):
     assert Kit.open(server.path).identity().name == "server"
 
 
-@pytest.mark.parametrize("name", ["kit/../../up", "/kit/x", "kit//etc/../x"])
-def test_what_leads_out_of_its_folder_is_no_backup(bed, name):
+def test_what_leads_out_of_its_folder_is_no_backup(bed):
     root, _, kit = bed
-    backup(kit, None, root / "bent.tar")
-    with tarfile.open(root / "bent.tar", "a") as tar:
-        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
-    refused(lambda: restore(root / "bent.tar", root / "new", None), "this is no backup")
+    for name in ("kit/../../up", "/kit/x", "kit//etc/../x"):
+        backup(kit, None, root / "bent.tar")
+        with tarfile.open(root / "bent.tar", "a") as tar:
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+        refused(lambda: restore(root / "bent.tar", root / "new", None), "this is no backup")
     (root / "none.tar").write_text("x")
     refused(lambda: restore(root / "none.tar", root / "new", None), "this is no backup")
     assert not (root / "new").exists()

@@ -18,14 +18,12 @@ from typer.testing import CliRunner
 
 from wsi_fl import __version__
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.board import facts as looking
-from wsi_fl.hospitals.board.facts import gather
-from wsi_fl.hospitals.board.page import board_lines, make_board
-from wsi_fl.hospitals.board.steps import COMMANDS, REMEDIES, Facts, Member, Step, next_steps
+from wsi_fl.hospitals.board import page as looking
+from wsi_fl.hospitals.board.page import _gather, board_lines, make_board
+from wsi_fl.hospitals.board.steps import _COMMANDS, _REMEDIES, Facts, Member, next_steps
 from wsi_fl.hospitals.lines.folder_line import FolderLine
 from wsi_fl.hospitals.plans.approving import look, sign
-from wsi_fl.hospitals.plans.code import code_digest
-from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.plans.signed import Plan, code_digest
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.trust.making import provision
@@ -77,6 +75,7 @@ SIGN = (
 PLANNING = (
     "make the plan, and send it to every hospital: wsi-fl federation plan --method proxyfl --kit FOUNDED"
 )
+OWN = "federation/plan.json --kit '/srv/my kit'"
 REPORT = "result-1/report.html"
 SUBMIT = "wsi-fl federation submit --kit fed/coordinator --plan plan.json"
 
@@ -100,6 +99,11 @@ SUBMIT = "wsi-fl federation submit --kit fed/coordinator --plan plan.json"
         (
             replace(READY, me="C1", run="runs/00001-proxyfl-a b"),
             ["C1: done: make the report: wsi-fl report 'runs/00001-proxyfl-a b'"],
+        ),
+        (replace(READY, me="C1", over="folder", trouble=["the sky fell"]), ["C1: the sky fell: "]),
+        (
+            replace(with_c2(signed=False), me="C2", kit="/srv/my kit", plan="federation/plan.json"),
+            [f"C2: {SIGN.replace('plan.json --kit KIT', OWN)}"],
         ),
         (replace(READY, me=""), [": say --kit too: without it nothing is known of signatures, server and folder: "]),
     ],
@@ -130,13 +134,11 @@ def test_a_failed_job_says_who_mends_it_and_how_it_goes_on():
         "C2: start again, unless it runs: wsi-fl federation start KIT --study DIR",
         f"coordinator: go on from the last common round: {SUBMIT} --resume last",
     ]
+    log, _ = steps(replace(facts, reason="site C2 failed; its own log says why (runs/C2.log)"))
+    assert log == "C2: look into your own log, runs/C2.log, and mend what it says: "
     assert steps(replace(facts, over="folder"))[1] == (
         "everybody: start; to start again is always right: wsi-fl federation start KIT --study DIR"
     )
-
-
-def test_what_nobody_knows_a_remedy_for_is_shown_as_it_is():
-    assert next_steps(replace(READY, me="C1", trouble=["the sky fell"]))[0] == Step("C1", "the sky fell")
 
 
 def test_over_a_folder_silence_is_longer_than_others_wait():
@@ -144,12 +146,6 @@ def test_over_a_folder_silence_is_longer_than_others_wait():
     assert "C2: silent since 2026-07-01 11:49: start again" in steps(replace(late, over="folder"))[0]
     assert steps(late) == [f"coordinator: all have signed: submit: {SUBMIT}"]
     assert steps(replace(with_c2(heard=NOW - timedelta(seconds=599)), over="folder")) == []
-
-
-def test_own_paths_stand_in_own_commands_alone():
-    facts = replace(with_c2(signed=False), me="C2", kit="/srv/my kit", plan="federation/plan.json")
-    approve = "wsi-fl federation approve federation/plan.json --kit '/srv/my kit'"
-    assert next_steps(facts)[0].command == approve
 
 
 # every known problem has its remedy here
@@ -162,7 +158,7 @@ def test_every_remedy_is_for_something_that_is_said():
     files = [*(PACKAGE / "hospitals").rglob("*.py"), PACKAGE / "stages" / "site" / "ledgers.py"]
     trees = [ast.parse(path.read_text("utf-8")) for path in files if path.parent.name != "board"]
     said = "\n".join(" ".join(text.split()) for tree in trees for _, text in _texts(tree))
-    for problem, _ in REMEDIES:
+    for problem, _ in _REMEDIES:
         assert re.search(problem.replace(NAME, "(?:1|S1)"), said), problem
 
 
@@ -172,20 +168,13 @@ def test_every_failure_that_the_pages_name_has_a_remedy():
     lines = [one for row in told for one in row]
     assert len(lines) >= 8
     for line in lines:
-        assert any(re.search(problem, line) for problem, _ in REMEDIES), line
+        assert any(re.search(problem, line) for problem, _ in _REMEDIES), line
 
 
 def test_commands_of_remedies_can_be_given():
-    for command in COMMANDS.values():
+    for command in _COMMANDS.values():
         _parses(command.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
-    assert {step.command for _, steps in REMEDIES for step in steps} <= {*COMMANDS, ""}
-
-
-def test_a_hospital_that_failed_is_sent_to_its_own_log():
-    line = "site C2 failed; its own log says why (runs/C2.log)"
-    own, others = next_steps(replace(READY, trouble=[line]))[:2]
-    assert (own.who, own.what) == ("C2", "look into your own log, runs/C2.log, and mend what it says")
-    assert (others.who, others.command) == ("coordinator", f"{SUBMIT} --resume last")
+    assert {step.command for _, steps in _REMEDIES for step in steps} <= {*_COMMANDS, ""}
 
 
 # what is known at one place
@@ -213,7 +202,7 @@ def kit_of(founded, name):
 
 
 def seen_by(founded, name):
-    return gather(founded[1], kit_of(founded, name))
+    return _gather(founded[1], kit_of(founded, name))
 
 
 def test_a_hospital_sees_itself_and_what_nobody_sent_stays_unknown(founded):
@@ -390,7 +379,7 @@ def test_the_page_stands_alone_and_names_cannot_break_it(board, finished):
     said = words_of(html)
     assert "done: open result-" in said and "outlined cells are models" in said
     assert "The hospital can know: " in said and "ε spent" in said
-    from wsi_fl.hospitals.board.page import render as render_page
+    from wsi_fl.hospitals.board.page import _render as render_page
 
     assert "<script>" not in render_page(board[0] | {"trouble": ["<script>alert(1)</script>"]})
 

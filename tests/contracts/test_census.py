@@ -5,11 +5,10 @@ import json
 import numpy as np
 import pytest
 from conftest import make_study, refused
+from test_plan import Root
 from wires import Federation
 
-from wsi_fl.hospitals.plans.census import ENOUGH, _noisy, collect, exact_counts, read_census, take_census
-from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.plans.census import _ENOUGH, _exact_counts, _noisy, collect, read_census, take_census
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import applied
 from wsi_fl.privacy.ledger_file import LedgerFile
@@ -40,7 +39,7 @@ def many(low, high):
 
 def counted(tmp_path, patients):
     study = hospital(tmp_path / f"{len(list(tmp_path.iterdir()))}", patients)
-    return exact_counts(study, study.site("S0"), ASKED)
+    return _exact_counts(study, study.site("S0"), ASKED)
 
 
 def test_a_patient_counts_once_for_each_column_whatever_its_lines_say(tmp_path):
@@ -140,21 +139,19 @@ def test_the_coordinator_sees_who_can_answer_and_who_would_receive(tmp_path, fed
 
 
 def test_the_commands_take_and_collect(tmp_path, wsi_fl):
-    provision(tmp_path / "kits", federation="trial", server="localhost:1", sites=["S0", "S1"])
-    files = []
+    root, files = Root(), []
     for name in ("S0", "S1"):
-        study, kit = hospital(tmp_path / name, many(300, 300), name), tmp_path / "kits" / name
+        study = hospital(tmp_path / name, many(300, 300), name)
+        kit = root.kit(tmp_path / "kits" / name, name)
         given = ("federation", "census", "--kit", kit, "--epsilon", "0.5", "--only-enough")
         assert "which column?" in wsi_fl(*given, cwd=study.root).stderr
         done = wsi_fl(*given, "--column", "grade=low,high", "--json", cwd=study.root)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["counts"]["grade"] == {"low": 1.0, "high": 1.0, "other": 0.0}
         files.append(study.root / f"census-{name}.json")
-    kit = tmp_path / "kits" / "coordinator"
     done = wsi_fl("federation", "census", "--kit", kit, "--collect", *files, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (question,) = json.loads(done.stdout)["questions"]
-    assert question["all"] and question["expected"] == {} and ENOUGH == 20
+    assert question["all"] and question["expected"] == {} and _ENOUGH == 20
     shown = wsi_fl("federation", "census", "--kit", kit, "--collect", *files, cwd=tmp_path).stderr
     assert "all hospitals can answer it" in shown and 'column = "grade"' in shown
-    assert Kit.open(kit).role == "coordinator"

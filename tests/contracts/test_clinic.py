@@ -11,8 +11,7 @@ from test_fair import ALONE
 
 from wsi_fl.stages.answers.clinical import clinical
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.series import train_series
-from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training.train import train, train_series
 
 
 @pytest.fixture(scope="module")

@@ -29,61 +29,47 @@ def study(tmp_path):
     return Study(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+MISTAKES = {
+    "p": [
         ("[train]\nroundes = 3", ("'train.roundes'", "did you mean 'rounds'", "epochs_per_round")),
         ("[trian]\nrounds = 3", ("'trian'", "did you mean 'train'", "privacy")),
-        ("[train]\nzzz = 3", ("'train.zzz'", "allowed here: rounds")),
-        ("[train]\nrounds = 'five'", ("train.rounds", '"five"', "integer")),
         ("[train]\nrounds = '5'", ("train.rounds", '"5"', "integer")),
         ("[train]\nrounds = true", ("train.rounds", "true", "integer")),
-        ("[train]\nrounds = 2.5", ("train.rounds", "2.5", "integer")),
         ("[tile]\nbalance = 'no'", ("tile.balance", '"no"', "boolean")),
         ("[train]\nrounds = 0", ("train.rounds = 0", "greater than or equal to 1")),
         ("[privacy]\ndelta = 1.5", ("privacy.delta = 1.5", "less than 1")),
         ("[train]\nlr = inf", ("train.lr", "finite")),
-        ("[train]\nlr = nan", ("train.lr",)),
         ("[train]\nseed = 2024-01-01", ("train.seed", "integer")),
-        ("[train]\naugment = 'a b'\nalpha = 'c d'", ("train.alpha",)),
         ("[privacy]\nmode = 'lax'", ("privacy.mode", '"lax"', "'paper' or 'strict'")),
+        ("[predict]\nwith = 'both'", ("predict.with", "'mean', 'alone' or 'stack'")),
         ("train = 5", ("train is a section, [train]", "rounds")),
         ("sites = ['C1', 5]", ("sites.1 = 5", "string")),
         ("sites = []", ("sites", "at least 1")),
         ("[train]\nrounds = ", ("not valid TOML", "line 2")),
         ("[train]\nrounds = 3\nrounds = 4", ("not valid TOML",)),
     ],
-)
-def test_mistake_in_a_pipeline_is_one_line(study, text, words):
-    (study.root / "pipelines" / "p.toml").write_text(text + "\n")
-    refused(lambda: study.pipeline("p"), "pipelines/p.toml: ", *words)
+    "C1": [
+        ("name = 'C1'\nslide = 'x'", ("'slide'", "did you mean 'slides'")),
+        ("name = 'C1'\nslides = 5", ("slides = 5", "string")),
+        ("name = 'C1'\nlayout = 'camelyon'", ("layout", "'camelyon17', 'camelyon16', 'tcga' or 'generic'")),
+        ("name = 'C1'\nallow = ['models']", ("allow.0", "'shared', 'scores' or 'private_model'")),
+        ("name = 'C1'\nmpp_override = 0", ("mpp_override = 0", "0.01")),
+        ("name = 'C1'\nreal = 'false'", ("real", "boolean")),
+        ("name = 'C1'\nmax_epsilon = -1", ("max_epsilon = -1", "greater than 0")),
+        *((f'name = "{name}"', ("name",)) for name in ("", "C 1", "../C1", "-C1", "C1\\n")),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("slide = 'x'", ("'slide'", "did you mean 'slides'")),
-        ("slides = 5", ("slides = 5", "string")),
-        ("slides = ['a', 5]", ("slides", "string")),
-        ("slides = 'x'\nlayout = 'camelyon'", ("layout", "'camelyon17', 'camelyon16', 'tcga' or 'generic'")),
-        (
-            "slides = 'x'\nallow = ['models']",
-            ("allow.0", "'model', 'buffer', 'generator', 'patches', 'shared', 'scores' or 'private_model'"),
-        ),
-        ("slides = 'x'\nmpp_override = 0", ("mpp_override = 0", "0.01")),
-        ("slides = 'x'\nreal = 'false'", ("real", "boolean")),
-        ("slides = 'x'\nmax_epsilon = -1", ("max_epsilon = -1", "greater than 0")),
-    ],
+    ("file", "text", "words"), [(f, *one) for f, rows in MISTAKES.items() for one in rows]
 )
-def test_mistake_in_a_site_file_is_one_line(study, text, words):
-    (study.root / "sites" / "C1.toml").write_text(f"name = 'C1'\n{text}\n")
-    refused(lambda: study.site("C1"), "sites/C1.toml: ", *words)
-
-
-@pytest.mark.parametrize("name", ["", "C 1", "../C1", "-C1", "C1\\n"])
-def test_name_that_cannot_be_a_folder_is_refused(study, name):
-    (study.root / "sites" / "C1.toml").write_text(f'name = "{name}"\nslides = "x"\n')
-    refused(lambda: study.site("C1"), "sites/C1.toml: ", "name")
+def test_a_mistake_in_a_file_is_one_line(study, file, text, words):
+    folder = "pipelines" if file == "p" else "sites"
+    (study.root / folder / f"{file}.toml").write_text(text + "\n")
+    refused(
+        lambda: study.pipeline("p") if file == "p" else study.site("C1"), f"{folder}/{file}.toml: ", *words
+    )
 
 
 def test_site_file_and_its_name_agree(study):
@@ -103,15 +89,11 @@ def test_unknown_names_say_what_there_is(study):
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [
-        ("train.rounds=5", "train.rounds", 5),
         (" train.rounds = 5 ", "train.rounds", 5),
-        ("train.lr=1e-2", "train.lr", 0.01),
         ("train.lr=1", "train.lr", 1.0),
-        ("tile.balance=false", "tile.balance", False),
         ("tile.balance=False", "tile.balance", False),
         ("privacy.mode=paper", "privacy.mode", "paper"),
         ('privacy.mode="paper"', "privacy.mode", "paper"),
-        ("model.private=timm/vit_tiny.in21k", "model.private", "timm/vit_tiny.in21k"),
         ("train.augment=a=b", "train.augment", "a=b"),
         ('sites=["C2"]', "sites", ["C2"]),
     ],
@@ -130,11 +112,9 @@ def test_override_wins_over_the_file(study, override, key, value):
         ("=5", ("section.key=value",)),
         ("train.roundes=5", ("p.toml with --set", "did you mean 'rounds'")),
         ("train.rounds.x=5", ("rounds is not a section",)),
-        ("train.rounds=many", ("p.toml with --set", "train.rounds", "integer")),
         ("train.rounds=", ("train.rounds", "integer")),
-        ("train=5", ("train is a section",)),
         ("rounds=5", ("unknown key 'rounds'",)),
-        ("privacy.mode=lax", ("'paper' or 'strict'",)),
+        ("predict.wiht=mean", ("did you mean 'with'?",)),
     ],
 )
 def test_mistake_in_an_override_is_one_line(study, override, words):
@@ -154,10 +134,12 @@ def test_extends_merges_key_by_key(study):
     assert study.pipeline("base").train.rounds == 9
 
 
-def test_extends_may_name_a_shipped_pipeline(study):
+def test_extends_may_name_a_shipped_pipeline_and_the_studys_own_shadows_one(study):
     (study.root / "pipelines" / "own.toml").write_text("extends = 'camelyon17'\n[train]\nrounds = 2\n")
     own, base = study.pipeline("own"), study.pipeline("camelyon17")
-    assert own == base.model_copy(update={"train": base.train.model_copy(update={"rounds": 2})})
+    assert own == base.changed(train={"rounds": 2})
+    (study.root / "pipelines" / "camelyon17.toml").write_text("[train]\nrounds = 77\n")
+    assert study.pipeline("camelyon17").train.rounds == 77
 
 
 def test_extends_in_a_circle_or_of_nothing_is_one_line(study):
@@ -169,11 +151,6 @@ def test_extends_in_a_circle_or_of_nothing_is_one_line(study):
     refused(lambda: study.pipeline("a"), "a.toml", "extends itself")
     refused(lambda: study.pipeline("c"), "pipelines/c.toml: extends itself")
     refused(lambda: study.pipeline("d"), "pipelines/d.toml", "extends", "'nothing'", "known: ")
-
-
-def test_the_studys_pipeline_shadows_the_shipped_one(study):
-    (study.root / "pipelines" / "camelyon17.toml").write_text("[train]\nrounds = 77\n")
-    assert study.pipeline("camelyon17").train.rounds == 77
 
 
 def test_only_pipeline_is_the_default(study):
@@ -253,16 +230,14 @@ def test_dumped_site_loads_back(slides, labels, epsilon):
     assert SiteFile.model_validate(tomllib.loads(dump_toml(site))) == site
 
 
-def test_study_is_found_from_a_folder_inside(study, monkeypatch):
+def test_study_is_found_from_a_folder_inside(study, monkeypatch, tmp_path_factory):
     inside = study.root / "runs" / "00001-proxyfl-p" / "sites"
     inside.mkdir(parents=True)
     assert Study.find(inside).root == study.root.resolve()
     monkeypatch.chdir(inside)
     assert Study.find().root == study.root.resolve()
-
-
-def test_no_study_says_how_to_make_one(tmp_path):
-    refused(lambda: Study.find(tmp_path), str(tmp_path), "wsi-fl init")
+    elsewhere = tmp_path_factory.mktemp("nothing")
+    refused(lambda: Study.find(elsewhere), str(elsewhere), "wsi-fl init")
 
 
 def test_paths_are_relative_to_the_study_and_expand(study, monkeypatch):
@@ -304,19 +279,11 @@ def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
     assert SiteFile(name="a", slides="x").allowed == ()
 
 
-@pytest.mark.parametrize("answer", ["auto", "private", "proxy", "mean", "alone"])
-def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
-    pipeline = study.pipeline("p", [f"predict.with={answer}"])
-    assert pipeline.predict.with_ == answer
+def test_what_answers_is_a_key_called_with(study, tmp_path):
+    pipeline = study.pipeline("p", ["predict.with=mean"])
+    assert pipeline.predict.with_ == "mean" and 'with = "mean"' in dump_toml(pipeline)
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
-    assert f'with = "{answer}"' in dump_toml(pipeline)
     assert load_pipeline(tmp_path / "config.toml") == pipeline
-    refused(
-        lambda: study.pipeline("p", ["predict.with=both"]),
-        "predict.with",
-        "'mean', 'alone' or 'stack'",
-    )
-    refused(lambda: study.pipeline("p", ["predict.wiht=mean"]), "did you mean 'with'?")
 
 
 def test_what_keys_need_and_exclude_is_there_and_is_told_where_they_are_explained():

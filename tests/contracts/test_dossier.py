@@ -1,4 +1,4 @@
-"""The dossier of a hospital: one page and its JSON, with every fact and no name of a slide or patient."""
+"""The dossier of a hospital: one page and its JSON, with every fact and no name of a slide or patient; and evidence."""
 
 import json
 import re
@@ -10,9 +10,12 @@ import pytest
 from conftest import REAL, refused
 from test_plan import Root, hospital, made
 from test_report import Document
+from typer.testing import CliRunner
 
-from wsi_fl.hospitals.dossier.leaving import leave
-from wsi_fl.hospitals.dossier.page import make_dossier, render
+from wsi_fl.cli.main import app
+from wsi_fl.hospitals.dossier import evidence as writing
+from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
+from wsi_fl.hospitals.dossier.page import _render, leave, make_dossier
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import document_of
 from wsi_fl.hospitals.plans.signed import approval_path, approved_plan, plan_path
@@ -22,7 +25,7 @@ from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.report.between import render_coordinator
-from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.account import open_ledger
 from wsi_fl.system.files import write_json, write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -132,12 +135,12 @@ def test_the_page_needs_nothing_beside_it_and_names_no_slide_or_patient(signed, 
 
 def test_names_cannot_break_the_page(dossier):
     found = dict(dossier[0]) | {"not_protected": ["<script>alert(1)</script>"]}
-    assert "<script>" not in render(found)
+    assert "<script>" not in _render(found)
 
 
 def test_what_was_not_done_is_said(signed, dossier, tmp_path):
     bare = dict(dossier[0]) | {"accounts": [], "audits": [], "spent": None, "missing": None, "signed": []}
-    html = render(bare)
+    html = _render(bare)
     assert "Nothing has left this site" in html and "No run of this study was audited" in html
     assert "known with --kit" in html
     study = signed[0]
@@ -303,3 +306,132 @@ def test_what_was_sent_stays_with_the_other_sites_of_its_run(signed, tmp_path):
         f"{RUN}: S1, S2 may hold 1 releases of S0 (scores; rounds 3 to 3; ε = {ledger.epsilon():.2f} per row)"
     )
     assert found["says"][0].startswith(words)
+
+
+# evidence: what others ask on forms of theirs; what is not known is not claimed, and the folder is signed
+
+
+@pytest.fixture(scope="module")
+def evidence(signed, tmp_path_factory):
+    """(document, folder) of a hospital with releases and an audit; no tool is asked."""
+    study, kit, *_ = signed
+    out = tmp_path_factory.mktemp("evidence") / "evidence"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "find_spec", lambda _: None)
+        return make_evidence(study, Kit.open(kit), out), out
+
+
+@pytest.fixture
+def copy(evidence, tmp_path):
+    return shutil.copytree(evidence[1], tmp_path / "copy")
+
+
+def root_of(signed):
+    return Kit.open(signed[1]).identity().root
+
+
+def answers(document, title):
+    (sheet,) = [one for one in document["sheets"] if one["title"].startswith(title)]
+    return {row["asks"]: row for row in sheet["row"]}
+
+
+def test_epsilon_of_the_page_is_the_ledgers(signed, evidence):
+    document, out = evidence
+    epsilon = f"{signed[3].epsilon():.4g}"
+    assert answers(document, "Entry")["ε"]["says"] == f"{epsilon} spent on everything so far; budget 50"
+    page = words_of((out / "index.html").read_text())
+    assert f"has ε = {epsilon} of 50 at δ = 1e-05, per row (guaranteed)" in page
+    assert json.loads((out / "evidence.json").read_text()) == document
+
+
+def test_figures_of_audits_are_those_of_the_audit_and_nothing_else_is_claimed(
+    signed, evidence, tmp_path, monkeypatch
+):
+    asked = answers(evidence[0], "Is a model")
+    (membership,) = [row for key, row in asked.items() if "membership" in key]
+    assert "AUROC of 0.51 " in membership["says"] and membership["shown"]
+    for words in ("canaries", "inversion"):  # the audit has no upper end, and there is no such attack
+        assert not next(row for key, row in asked.items() if words in key)["shown"]
+    assert not answers(evidence[0], "European")["Article 68, data permit"]["shown"]
+    study, kit, *_ = signed
+    audit = study.runs / RUN / "audit" / "audit.json"
+    monkeypatch.setattr(writing, "find_spec", lambda _: None)
+    audit.rename(tmp_path / "audit.json")
+    try:
+        document = make_evidence(study, Kit.open(kit), tmp_path / "bare")
+    finally:
+        (tmp_path / "audit.json").rename(audit)
+    assert not next(row for key, row in answers(document, "Is a model").items() if "membership" in key)[
+        "shown"
+    ]
+
+
+def test_every_place_of_a_sheet_is_a_fact_and_tools_that_are_missing_are_named(evidence):
+    rows = [row for sheet in evidence[0]["sheets"] for row in sheet["row"]]
+    assert len(rows) == sum(len(one["row"]) for one in writing._SHEETS) > 45
+    assert all("{" not in row["says"] and "= None" not in row["says"] for row in rows)
+    assert all(row["says"] for row in rows), "what is not shown says why"
+    assert "pip install pip-audit" in evidence[0]["vulnerabilities"]
+    assert "python -m cyclonedx_py environment --of JSON -o sbom.json" in evidence[0]["sbom"]
+
+
+def test_an_epsilon_that_is_nominal_is_not_called_a_guarantee(signed, tmp_path):
+    study, kit, *_ = signed
+    found = make_dossier(study, site=None, kit=kit, out=tmp_path / "d.html")
+    assert "every attack" in writing._facts(found)["worth"]
+    accounts = [account | {"guarantee": "nominal"} for account in found["accounts"]]
+    told = writing._facts(found | {"accounts": accounts})
+    assert (told["guarantee"], "every attack" in told["worth"]) == ("nominal", False)
+
+
+def test_a_tool_that_fails_is_told_in_its_own_words(tmp_path):
+    said = writing._tool("json.tool", "a-tool", [], tmp_path / "file.json")
+    assert said.startswith("not made; a-tool failed: ") and "file.json" in said
+
+
+def test_a_folder_as_it_was_signed_is_verified(signed, evidence):
+    found = verify_evidence(evidence[1], root_of(signed))
+    assert (found["site"], found["organization"]) == ("S0", "org")
+    assert set(found["files"]) == {"index.html", "evidence.json", "dossier.html", "dossier.json"}
+
+
+def edited(folder):
+    file = folder / "index.html"
+    file.write_text(file.read_text().replace("50", "51", 1))
+
+
+def of_another_site(folder):
+    said = json.loads((folder / "evidence.sig.json").read_text())
+    (folder / "evidence.sig.json").write_text(json.dumps(said | {"site": "S1"}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "word"),
+    [
+        (edited, "index.html is not as S0 signed it"),
+        (lambda folder: (folder / "more.txt").write_text("x"), "more.txt is not as"),
+        (lambda folder: write_json(folder / "a" / "evidence.sig.json", {}), "a/evidence.sig.json is not as"),
+        (lambda folder: (folder / "dossier.html").unlink(), "dossier.html is not as"),
+        (of_another_site, "was not signed by it"),
+        (lambda folder: (folder / "evidence.sig.json").write_text("{}"), "it is incomplete"),
+    ],
+)
+def test_a_folder_that_was_touched_is_refused(signed, copy, harm, word):
+    harm(copy)
+    refused(lambda: verify_evidence(copy, root_of(signed)), word)
+
+
+def test_a_folder_of_another_federation_is_refused(copy):
+    refused(lambda: verify_evidence(copy, Root().root), "does not belong to this federation")
+
+
+def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch):
+    study, kit, *_ = signed
+    monkeypatch.setattr(writing, "find_spec", lambda _: None)
+    out = tmp_path / "evidence"
+    given = ["federation", "evidence", "--kit", str(kit), "--study", str(study.root), "--out", str(out)]
+    done = CliRunner().invoke(app, given)
+    assert (done.exit_code, done.stdout) == (0, f"{out / 'index.html'}\n"), done.output
+    done = CliRunner().invoke(app, [*given[:4], "--verify", str(out)])
+    assert done.exit_code == 0 and "is as S0 (org) signed it" in done.stdout
+    refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")

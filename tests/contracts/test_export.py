@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import REAL, make_study, nightly, refused, write_features
 
-from wsi_fl.learning.examples import packed
+from wsi_fl.learning.examples import packed, resized, unlabelled
 from wsi_fl.models import build
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.exporting import write_onnx, write_torchscript
@@ -122,15 +122,6 @@ def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
     assert ours.std(0).max() > 1e-3  # answers differ, so that agreeing says something
 
 
-def test_an_onnx_file_says_itself_what_it_takes(tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
-    model = build("cnn1", n_classes=2, shape=Images(3, SIZE), seed=0).eval()
-    write_onnx(tmp_path / "model.onnx", model, Images(3, SIZE), {"input": "pixels"})
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
-    assert session.get_modelmeta().custom_metadata_map == {"input": "pixels"}
-    assert session.get_inputs()[0].shape == ["batch", 3, SIZE, SIZE]
-
-
 @pytest.mark.slow
 def test_onnxruntime_says_the_same(done):
     study, run = done
@@ -178,51 +169,47 @@ def test_the_card_says_what_the_run_found(done):
 
 def test_what_may_not_leave_stays(done, tmp_path):
     study, run = done
-    refused(lambda: export_model(study, run, called="private", form="onnx", private=True), "--site")
-    refused(
-        lambda: export_model(study, run, called="private", form="onnx", site="S0"), "--private", "memorised"
-    )
-    refused(lambda: export_model(study, run, called="shared", form="onnx"), "private and proxy")
-    refused(lambda: export_model(study, run, called="proxy", form="x"), "wsinfer or onnx")
-    refused(lambda: export_model(study, run, called="proxy", form="onnx", site="S9"), "S9", "S0, S1")
+    for how, *words in (
+        ({"called": "private", "private": True}, "--site"),
+        ({"called": "private", "site": "S0"}, "--private", "memorised"),
+        ({"called": "shared"}, "private and proxy"),
+        ({"called": "proxy", "form": "x"}, "wsinfer or onnx"),
+        ({"called": "proxy", "site": "S9"}, "S9", "S0, S1"),
+    ):
+        refused(lambda how=how: export_model(study, run, **{"form": "onnx", **how}), *words)
     real = make_study(tmp_path / "real", n_sites=2, site_extra=f'{REAL}\nallow = ["patches"]')
     run = train(real, method="proxyfl", overrides=["train.rounds=1"], backend="local")["run"]
     evaluate(real, run)
 
-    def private():
-        return export_model(real, run, called="private", form="wsinfer", site="S0", private=True)
+    def private(run, site="S0"):
+        return export_model(real, run, called="private", form="wsinfer", site=site, private=True)
 
-    refused(private, "sites/S0.toml", 'allow = ["private_model"]')
+    refused(lambda: private(run), "sites/S0.toml", 'allow = ["private_model"]')
     card, text = card_of(real, export_model(real, run, called="proxy", form="wsinfer"))
     assert card["metrics"] is None and 'allow = ["scores"]' in text
     site = real.root / "sites" / "S0.toml"
     site.write_text(site.read_text().replace('"patches"', '"patches", "private_model"'))
-    refused(private, "private_model")  # a run keeps the promises that it began with
+    refused(lambda: private(run), "private_model")  # a run keeps the promises that it began with
     again = train(real, method="proxyfl", overrides=["train.rounds=1"], backend="local")["run"]
-    document = export_model(real, again, called="private", form="wsinfer", site="S0", private=True)
-    assert "memorised" in document["warning"]
-    refused(
-        lambda: export_model(real, again, called="private", form="wsinfer", site="S1", private=True), "S1"
-    )
+    assert "memorised" in private(again)["warning"]
+    refused(lambda: private(again, "S1"), "S1")
 
 
 def test_a_shared_model_without_privacy_says_so(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
-    run = train(
-        study, method="fedavg", overrides=["privacy.enabled=false", "train.rounds=1"], backend="local"
-    )["run"]
+    quick = ["privacy.enabled=false", "train.rounds=1"]
+    run = train(study, method="fedavg", overrides=quick, backend="local")["run"]
     document = export_model(study, run, called="shared", form="wsinfer")
     assert "memorised" in document["warning"] and not card_of(study, document)[0]["privacy"]["covered"]
     refused(lambda: export_model(study, run, called="private", form="wsinfer"), "has shared")
 
 
-def test_patches_are_reduced_as_in_training(tmp_path):
+def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it_takes(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["train.input_px=16", "privacy.enabled=false", "train.rounds=1"]
     run = train(study, method="regular", overrides=sets, backend="local")["run"]
     document = export_model(study, run, called="private", form="wsinfer", site="S0", private=True)
-    from wsi_fl.learning.examples import resized, unlabelled
-
     pixels = pixels_of(study)
     small = resized(unlabelled(pixels), 16).read(np.arange(8))
     x = torch.from_numpy(small).permute(0, 3, 1, 2) / 127.5 - 1
@@ -236,6 +223,9 @@ def test_patches_are_reduced_as_in_training(tmp_path):
     said = "`images` float32[batch, 3, 32, 32], pixels / 127.5 − 1; reduced inside to 16 px by area, as in training"
     card, text = card_of(study, document)
     assert card["model"]["input"] == said and said in text
+    session = onnxruntime.InferenceSession(str(study.root / document["out"] / "model.onnx"))
+    assert session.get_modelmeta().custom_metadata_map["input"] == said
+    assert session.get_inputs()[0].shape == ["batch", 3, 32, 32]
 
 
 @pytest.mark.slow
@@ -290,18 +280,15 @@ def test_a_shared_head_leaves_without_any_sites_sums(tmp_path):
     x = torch.randn(20, 12)
     say = onnx_of(study.root / document["out"])
     public = head.as_released()
-    assert isinstance(public, SolvedHead) and {name for name, _ in public.named_buffers()} == {
-        "mean",
-        "components",
-        "weights",
-        "bias",
-    }
+    buffers = {name for name, _ in public.named_buffers()}
+    assert isinstance(public, SolvedHead) and buffers == {"mean", "components", "weights", "bias"}
     with torch.no_grad():
         assert np.abs(say(x) - torch.softmax(public(x), 1).numpy()).max() < 1e-5
         head.own.copy_(head.own * 5 + 1)
         assert torch.equal(head.as_released()(x), public(x)) and not torch.allclose(head(x), public(x))
 
 
+@pytest.mark.slow
 def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     model = build("transmil", n_classes=3, shape=Bags(6), seed=0).eval()

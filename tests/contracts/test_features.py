@@ -35,8 +35,7 @@ from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Gpu
-from wsi_fl.study.preparing import Mosaic
+from wsi_fl.study.pipeline import Gpu, Mosaic
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 ROUGH = 1e-3 if torch.cuda.is_available() else 0.0

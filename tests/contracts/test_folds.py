@@ -17,9 +17,8 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.slides import open_data
-from wsi_fl.stages.training import series
-from wsi_fl.stages.training.series import train_series
-from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training import train as training
+from wsi_fl.stages.training.train import train, train_series
 from wsi_fl.study.folder import load_pipeline
 from wsi_fl.types import WsiFlError
 
@@ -44,12 +43,8 @@ def done(tmp_path_factory):
     study = make_bag_study(
         tmp_path_factory.mktemp("folds") / "study", n_sites=2, classes=("healthy", "tumor")
     )
-    document = train_series(
-        study,
-        method="proxyfl",
-        overrides=["train.folds=3", "train.stratify=true", OPEN, FEW],
-        backend="local",
-    )
+    settings = ["train.folds=3", "train.stratify=true", OPEN, FEW]
+    document = train_series(study, method="proxyfl", overrides=settings, backend="local")
     return study, document, compare(study, [run["run"] for run in document["runs"]])
 
 
@@ -100,15 +95,6 @@ def test_with_one_patient_less_all_others_stay_where_they_are():
         np.testing.assert_array_equal(folds_of(patient[rest], label[rest], **given), whole[rest])
     np.testing.assert_array_equal(folds_of(patient, 1 - label, **given), whole)
     assert Counter(whole.tolist()).keys() == set(range(5))
-
-
-def test_folds_that_look_at_others_are_refused_under_noise(study):
-    overrides = ["train.folds=2", "train.fold=1", "train.stratify=true"]
-    refused(
-        lambda: train(study, method="regular", overrides=overrides, backend="local"),
-        "train.stratify",
-        "excludes privacy.enabled",
-    )
 
 
 @pytest.mark.parametrize("data", ["patches", "mosaics"])
@@ -190,27 +176,19 @@ def test_each_fold_is_charged_by_itself(study, capsys):
 
 
 def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeypatch):
-    def folded(*overrides, method="proxyfl"):
-        return lambda: train(
-            study,
-            method=method,
-            overrides=["train.folds=3", *overrides],
-            backend="local",
-        )
+    def trained(*overrides, method="proxyfl"):
+        return lambda: train(study, method=method, overrides=overrides, backend="local")
 
-    refused(folded(), "train.folds = 3 needs train.fold", "--folds N")
-    refused(folded("train.fold=4"), "there are train.folds = 3")
-    refused(
-        lambda: train(study, method="regular", overrides=["train.fold=1"], backend="local"),
-        "train.fold = 1 needs train.folds",
-    )
-    refused(folded("train.fold=1", "train.releases=true", method="oneshot"), "train.releases", "own split")
-    refused(folded("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
-    monkeypatch.setattr(series, "launched_ranks", lambda: 2)
-    refused(
-        lambda: train_series(study, method="regular", overrides=["train.folds=3"]),
-        "leave out mpiexec or srun",
-    )
+    three = ("train.folds=3", "train.fold=1")
+    refused(trained(*three, "train.stratify=true"), "train.stratify", "excludes privacy.enabled")
+    refused(trained("train.folds=3"), "train.folds = 3 needs train.fold", "--folds N")
+    refused(trained("train.folds=3", "train.fold=4"), "there are train.folds = 3")
+    refused(trained("train.fold=1"), "train.fold = 1 needs train.folds")
+    refused(trained(*three, "train.releases=true", method="oneshot"), "train.releases", "own split")
+    refused(trained("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
+    monkeypatch.setattr(training, "launched_ranks", lambda: 2)
+    series = lambda: train_series(study, method="regular", overrides=["train.folds=3"])  # noqa: E731
+    refused(series, "leave out mpiexec or srun")
 
 
 # a site left out
@@ -273,19 +251,8 @@ def test_a_site_that_keeps_its_patches_cannot_be_left_out(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line(study, wsi_fl):
-    done = wsi_fl(
-        "train",
-        "--method",
-        "regular",
-        "--folds",
-        2,
-        "--backend",
-        "local",
-        "--set",
-        OPEN,
-        "--json",
-        cwd=study.root,
-    )
+    command = ["train", "--method", "regular", "--folds", "2", "--backend", "local", "--json", "--set"]
+    done = wsi_fl(*command, OPEN, cwd=study.root)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["folds"] == 2
     for arguments, words in (

@@ -8,25 +8,25 @@ from datetime import UTC, date, datetime, timedelta
 import pytest
 from conftest import REAL, larger_study, refused
 from hospitals import INSECURE, Bed
+from test_plan import Root
 from wires import Federation, Wire
 
 from wsi_fl.hospitals.lines.share import Share
-from wsi_fl.hospitals.plans import approving, code, frames, making
-from wsi_fl.hospitals.plans.admitting import admit, make_frame, outside, with_code
+from wsi_fl.hospitals.plans import frames
+from wsi_fl.hospitals.plans.admitting import _outside, admit, make_frame, with_code
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.frames import frame_path, of_frame, open_frame, withdraw, write_frame
 from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import Plan, approval_path, approved_at, approved_plan
 from wsi_fl.hospitals.trust.certificates import fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.trust.root import Root
+from wsi_fl.hospitals.trust.root import Root as Founded
 from wsi_fl.hospitals.work.start import _take_laid
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.guarantee import Terms, applied
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.account import open_ledger
 from wsi_fl.types import NoCommonPlan, UsageError
 
 SITES = ("S0", "S1")
@@ -90,11 +90,11 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
     assert [one.split()[0] for one in allows["partners"]] == list(SITES)
     assert "proxy model" in allows["leaves"] and not any("without diff" in one for one in allows["leaves"])
     looked = look(study, plan, "S0", frame)
-    assert outside(frame, looked, TODAY) == ""
+    assert _outside(frame, looked, TODAY) == ""
     assert open_frame(study, identities["S0"]) == frame
 
     def why(frame=frame, looked=looked, today=TODAY):
-        return outside(frame, looked, today)
+        return _outside(frame, looked, today)
 
     def only(**given):
         return {**frame, "allows": {**allows, **given}}
@@ -258,16 +258,13 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     me, plan = identities["S0"], made(study, identities)
     frame = framed(study, identities, plan)
     admit(study, me, plan)
-    for module in (approving, code, making):
-        if hasattr(module, "code_digest"):
-            monkeypatch.setattr(module, "code_digest", lambda: "1" * 64)
-    for name in ("signed", "admitting"):
+    for name in ("signed", "admitting", "making"):
         monkeypatch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", lambda: "1" * 64)
     refused(lambda: look(study, plan, "S0", frame), "install the plan's version")
     write_frame(study, with_code(frame), me)
     listed = open_frame(study, me)
     assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
-    assert outside(listed, look(study, plan, "S0", listed), TODAY) == ""
+    assert _outside(listed, look(study, plan, "S0", listed), TODAY) == ""
     refused(
         lambda: look(study, plan, "S0"), "install the plan's version"
     )  # a person's approval is of one code
@@ -363,10 +360,9 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
 
 def test_the_commands_sign_show_and_withdraw(tmp_path, wsi_fl):
     study = larger_study(tmp_path / "S0", n_sites=2, site_extra=REAL)
-    provision(tmp_path / "kits", federation="trial", server="localhost:1", sites=list(SITES))
-    kit = tmp_path / "kits" / "S0"
-    keys = {name: Kit.open(tmp_path / "kits" / name).identity() for name in SITES}
-    made(study, keys)
+    root = Root()
+    kit, _ = kits = [root.kit(tmp_path / "kits" / name, name) for name in SITES]
+    made(study, {name: Kit.open(one).identity() for name, one in zip(SITES, kits, strict=True)})
     given = ("federation", "frame", "--kit", kit, "--plan", study.root / "plan.json", "--epsilon", "2")
     assert "say --until DATE" in wsi_fl(*given, cwd=study.root).stderr
     done = wsi_fl(*given, "--until", "2099-01-31", "--yes", "--json", cwd=study.root)
@@ -386,7 +382,7 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
 
     def planned(method, seed):
         given = [*INSECURE, f"train.seed={seed}"]
-        keys = Root.open(bed.root / "kits").keys()
+        keys = Founded.open(bed.root / "kits").keys()
         study = bed.study("S0")
         return make_plan(
             study, method=method, pipeline_name=bed.pipeline, overrides=given, out=file, keys=keys
@@ -422,7 +418,7 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
     share = tmp_path / "share"
     share.mkdir()
     bed = Bed(tmp_path, folder=str(share))
-    keys = Root.open(bed.root / "kits").keys()
+    keys = Founded.open(bed.root / "kits").keys()
     given = {"method": "proxyfl", "pipeline_name": bed.pipeline, "out": share / "plan.json", "keys": keys}
     like = make_plan(bed.study("S0"), overrides=[*INSECURE, "train.seed=9"], **given)
     for site in bed.sites:

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, look
-from wsi_fl.hospitals.trust.making import approve_request, join, provision, request, requested_lines
-from wsi_fl.stages.work.console import render
+from wsi_fl.hospitals.trust.making import approve_request, join, provision, request
 from wsi_fl.types import WsiFlError
 
 
@@ -200,8 +199,3 @@ def test_over_a_folder_there_is_no_server_to_ask(founded):
     kit = founded / "two" / "coordinator"
     assert "has no server" in said("status", "--kit", kit)
     assert "has no server" in said("abort", "some-job", "--kit", kit)
-
-
-def test_a_fingerprint_is_printed_letter_by_letter(capfd):
-    render(requested_lines({"file": "request.json", "fingerprint": "1E:CD:AB:50:A"}))
-    assert "fingerprint of the request: 1E:CD:AB:50:A" in capfd.readouterr().err

@@ -4,7 +4,6 @@ import json
 import shutil
 from itertools import pairwise
 
-import monai.transforms  # noqa: F401 (its import takes seconds, which are not those of a test)
 import numpy as np
 import pytest
 import torch

@@ -49,8 +49,7 @@ def test_every_method_trains_accounts_and_is_evaluated(pair, method):
 
 
 @pytest.mark.parametrize(
-    "method",
-    [one if one == "cwt" else pytest.param(one, marks=pytest.mark.slow) for one in ACCOUNTED],
+    "method", [one if one == "cwt" else pytest.param(one, marks=pytest.mark.slow) for one in ACCOUNTED]
 )
 def test_every_method_goes_on_to_the_same_models_after_a_kill(pair, method):
     whole = run(pair, method, SEEDED)

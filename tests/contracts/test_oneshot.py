@@ -9,7 +9,7 @@ from math import sqrt
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, interrupted_after, make_study, model, refused, same, write_features
+from conftest import REAL, interrupted_after, make_study, model, refused, write_features
 from scipy.stats import chisquare, kstest
 
 from wsi_fl.federation import exchange, shared
@@ -374,11 +374,19 @@ def test_what_travels_is_noisy_and_what_stays_is_exact(study):
     torch.testing.assert_close(kept["sums"].double(), mean, rtol=1e-5, atol=1e-4)
 
 
-def test_without_privacy_the_sums_are_exact(study):
-    summary = oneshot(study, "privacy.enabled=false")
-    kept = model(study.root / summary["run"], "S0", "proxy")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A study, a run of it without privacy, and what an audit of that says."""
+    study = make_hospitals(tmp_path_factory.mktemp("plain") / "study")
+    with pytest.MonkeyPatch.context() as patch:
+        return study, *an_audit(study, patch, "privacy.enabled=false")
+
+
+def test_without_privacy_the_sums_are_exact(plain):
+    _, run, _ = plain
+    kept = model(run, "S0", "proxy")
     torch.testing.assert_close(kept["released"][:-2], kept["exact"], rtol=1e-6, atol=1e-5)
-    assert summary["sites"][0]["epsilon"] is None
+    assert json.loads((run / "summary.json").read_text())["sites"][0]["epsilon"] is None
     _, counts = SharedHead(2, D).unpacked(kept["exact"])
     assert float(counts.sum()) == pytest.approx(60)  # every row, whatever the size of batches
 
@@ -421,12 +429,6 @@ def test_a_letter_must_say_what_noise_it_has(variance, noisy):
     assert exchange._no_sums(message, 2, noisy=noisy) == ""
 
 
-def test_patients_are_units_where_that_is_asked(study):
-    summary = oneshot(study, "privacy.unit=patient", "privacy.target_epsilon=2")
-    assert {row["unit"] for row in summary["sites"]} == {"patient"}
-    assert json.loads((study.root / summary["run"] / "sites/S0/plan.json").read_text())["n"] == 20
-
-
 def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
     for k in range(3):
         file = study.root / "sites" / f"S{k}.toml"
@@ -447,13 +449,9 @@ def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
 def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
     x, labels = rows_of(4000, 5)
     write_features(study, "S2", x, labels, [f"p{i}" for i in range(4000)], ["train"] * 3990 + ["test"] * 10)
-    summary = oneshot(study, "privacy.target_epsilon=8")
-    lines = (study.root / summary["run"] / "sites/S0/metrics.jsonl").read_text()
-    assert "rejected" not in lines
-    assert same(
-        {"sums": model(study.root / summary["run"], "S0", "proxy")["sums"]},
-        {"sums": model(study.root / summary["run"], "S1", "proxy")["sums"]},
-    )
+    run = study.root / oneshot(study, "privacy.target_epsilon=8")["run"]
+    assert "rejected" not in (run / "sites/S0/metrics.jsonl").read_text()
+    assert torch.equal(*(model(run, name, "proxy")["sums"] for name in ("S0", "S1")))
 
 
 def an_audit(study, monkeypatch, *overrides):
@@ -462,14 +460,16 @@ def an_audit(study, monkeypatch, *overrides):
     return study.root / run, audit(study, run)
 
 
-@pytest.mark.parametrize(
-    "overrides", [["privacy.unit=patient", "privacy.sigma=1.5"], ["privacy.enabled=false"]]
-)
-def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(study, monkeypatch, overrides):
-    run, document = an_audit(study, monkeypatch, *overrides)
+@pytest.mark.parametrize("unit", ["patient", "row"])
+def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(request, monkeypatch, unit):
+    if unit == "row":
+        study, run, document = request.getfixturevalue("plain")
+    else:
+        study = request.getfixturevalue("study")
+        run, document = an_audit(study, monkeypatch, "privacy.unit=patient", "privacy.sigma=1.5")
     for site in document["sites"]:
         tail = site["tail"]
-        assert not tail["beyond"] and tail["n"] == (20 if "=patient" in overrides[0] else 60)
+        assert not tail["beyond"] and tail["n"] == (20 if unit == "patient" else 60)
         assert tail["unit"] == site["unit"] or not tail["sigma"]
         sizes = {group["group"]: group["n"] for group in tail["attackers"]["others"]["groups"]}
         assert sizes["all"] == tail["n"] == sum(n for name, n in sizes.items() if name.startswith("class"))
@@ -493,8 +493,8 @@ def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(study, m
 PATIENTS = {f"p{k}" for k in range(20)}
 
 
-def test_an_audit_says_what_each_letter_changes(study, monkeypatch):
-    run, document = an_audit(study, monkeypatch, "privacy.enabled=false")
+def test_an_audit_says_what_each_letter_changes(plain):
+    _, run, document = plain
     assert [row["site"] for row in document["influence"]] == ["S0", "S1", "S2"]
     for row in document["influence"]:
         assert row["length"] <= row["n"] == 60 and row["moved"] > 0.01 and 0 <= row["answers_changed"] <= 1
@@ -553,13 +553,9 @@ def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(s
         assert torch.equal(model(run, f"S{k}", "proxy")["sums"], head["sums"])
 
 
-def test_without_noise_the_masked_sum_is_exact(study):
-    run = study.root / oneshot(study, "privacy.noise=shared", "privacy.enabled=false")["run"]
-    sums = model(run, "S1", "proxy")["sums"][:-2].double() * 3
-    torch.testing.assert_close(sums, sum(exact_sums(run)), rtol=1e-6, atol=1e-5)
-
-
-def test_nobody_reads_the_sums_of_one_site_from_its_message(study, monkeypatch):
+def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_its_message(
+    study, monkeypatch
+):
     sent, real = [], LocalComm.exchange
 
     def listened(self, outgoing, *args, **kwargs):
@@ -568,23 +564,14 @@ def test_nobody_reads_the_sums_of_one_site_from_its_message(study, monkeypatch):
 
     monkeypatch.setattr(LocalComm, "exchange", listened)
     run = study.root / oneshot(study, "privacy.noise=shared", "privacy.enabled=false")["run"]
+    sums = model(run, "S1", "proxy")["sums"][:-2].double() * 3
+    torch.testing.assert_close(sums, sum(exact_sums(run)), rtol=1e-6, atol=1e-5)
     values = np.concatenate([one.vector for one in {release.site: release for release in sent}.values()])
     counts = np.bincount(values, minlength=256)
     assert chisquare(counts).pvalue > 1e-6  # bytes at random, though every other sum is 0 or small
     plain = np.concatenate([one.numpy() for one in exact_sums(run)])
     assert np.bincount((plain * 2**24).astype("<i8").view(np.uint8), minlength=256).max() > 4 * counts.max()
     assert len({release.digest for release in sent}) == 3
-
-
-def test_a_sum_that_was_void_is_charged_and_the_next_has_fresh_noise(study):
-    with cut_off():
-        oneshot(study, *SHARED)
-    first = lines_of(study, "S0")
-    assert len(first) == 1
-    summary = resume(study, "1", backend="local")
-    both = lines_of(study, "S0")
-    assert len(both) == 2 and both[0]["released"] != both[1]["released"]
-    assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(sqrt(2) / 3, 1e-5), rel=1e-4)
 
 
 def test_a_sum_that_was_read_is_not_made_again(study):
@@ -595,13 +582,20 @@ def test_a_sum_that_was_read_is_not_made_again(study):
     assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
 
 
-def test_the_others_go_on_without_a_site_that_vanished(tmp_path):
+@pytest.fixture
+def four(tmp_path):
+    """Four hospitals of forty rows."""
     study = make_study(tmp_path / "study", n_sites=4)
     for k in range(4):
         x, labels = rows_of(40, k)
         write_features(
             study, f"S{k}", x, labels, [f"p{i}" for i in range(40)], ["train"] * 30 + ["test"] * 10
         )
+    return study
+
+
+def test_the_others_go_on_without_a_site_that_vanished(four):
+    study = four
     with cut_off():
         oneshot(study, *SHARED)
     summary = resume(study, "1", without=["S3"], backend="local")
@@ -613,13 +607,8 @@ def test_the_others_go_on_without_a_site_that_vanished(tmp_path):
     assert [len(lines_of(study, f"S{k}")) for k in range(4)] == [2, 2, 2, 1]
 
 
-def test_a_sum_that_may_lose_a_site_has_the_noise_of_those_who_must_stay(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=4)
-    for k in range(4):
-        x, labels = rows_of(40, k)
-        write_features(
-            study, f"S{k}", x, labels, [f"p{i}" for i in range(40)], ["train"] * 30 + ["test"] * 10
-        )
+def test_a_sum_that_may_lose_a_site_has_the_noise_of_those_who_must_stay(four):
+    study = four
     summary = oneshot(study, *SHARED, "privacy.dropouts=1")
     head = model(study.root / summary["run"], "S0", "proxy")
     assert {row["guarantee"] for row in summary["sites"]} == {"shared"}
@@ -638,12 +627,11 @@ def test_who_rests_on_others_says_so_by_name(study):
     refused(lambda: oneshot(study, *SHARED, backend="mpi"), 'allow = ["shared"]', "other sites")
     refused(lambda: oneshot(study, *SHARED, "sites=['S0', 'S1']"), "needs 3 sites")
     refused(
-        lambda: train(study, method="proxyfl", overrides=[*HEADS, *SHARED], backend="local"),
-        "use oneshot",
+        lambda: train(study, method="proxyfl", overrides=[*HEADS, *SHARED], backend="local"), "use oneshot"
     )
 
 
-def test_three_void_sums_do_not_end_a_run_and_all_are_charged(study):
+def test_void_sums_do_not_end_a_run_and_each_is_charged_and_has_fresh_noise(study):
     with cut_off():
         oneshot(study, *SHARED)
     for _ in range(2):
@@ -651,6 +639,7 @@ def test_three_void_sums_do_not_end_a_run_and_all_are_charged(study):
             resume(study, "1", backend="local")
     summary = resume(study, "1", backend="local")
     assert [len(lines_of(study, f"S{k}")) for k in range(3)] == [4, 4, 4]
+    assert len({line["released"] for line in lines_of(study, "S0")}) == 4
     assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(sqrt(4) / 3, 1e-5), rel=1e-4)
 
 

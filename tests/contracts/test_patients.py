@@ -1,6 +1,7 @@
 """Patients as units: clipped whole, sampled whole, accounted for by number; and what ε per row is worth to them."""
 
 import json
+from functools import partial
 from math import comb, exp, inf, log, log1p
 
 import numpy as np
@@ -78,14 +79,8 @@ def test_rows_go_through_in_chunks_and_nothing_changes():
     x, y, patient = batch([0] * 7 + [1] * 2)
 
     def sums(chunk):
-        ends = summed_by_patient(
-            net(),
-            x,
-            patient,
-            lambda z: functional.cross_entropy(z, y),
-            lambda n: (0.1 / n).clamp(max=1),
-            chunk=chunk,
-        )
+        loss, weigh = partial(functional.cross_entropy, target=y), lambda n: (0.1 / n).clamp(max=1)
+        ends = summed_by_patient(net(), x, patient, loss, weigh, chunk=chunk)
         return torch.cat([g.flatten() for g in ends[0]]), ends[1]
 
     (whole, loss), (parts, same) = sums(64), sums(2)
@@ -218,11 +213,8 @@ def test_a_dry_run_and_a_target_count_patients(trained):
     study, overrides, summary = trained
     rows = dry_run(study, method="proxyfl", overrides=overrides)["sites"]
     for row, done in zip(rows, summary["sites"], strict=True):
-        assert (row["unit"], row["n_units"], row["n_train"]) == (
-            "patient",
-            done["n_units"],
-            done["n_train"],
-        )
+        assert row["unit"] == "patient"
+        assert (row["n_units"], row["n_train"]) == (done["n_units"], done["n_train"])
         assert row["epsilon"] == pytest.approx(done["epsilon"])
     rows = dry_run(study, method="proxyfl", overrides=[*overrides, "privacy.target_epsilon=6"])["sites"]
     for row in rows:
@@ -327,11 +319,8 @@ def test_textbook_bound_keeps_delta():
     """At half and at twice the size of a step of the search: k·ε(δ') with δ' grown to no more than δ."""
     mechanism, delta, k = Mechanism(4.0, 1.0, 0.05, 50), 1e-4, 3
     value = by_textbook([mechanism], delta, k)
-    smaller = next(
-        delta * 10 ** (-power / 4)
-        for power in range(200)
-        if value == pytest.approx(k * epsilon([mechanism], delta * 10 ** (-power / 4)))
-    )
+    steps = (delta * 10 ** (-power / 4) for power in range(200))
+    smaller = next(one for one in steps if value == pytest.approx(k * epsilon([mechanism], one)))
     e = value / k
     assert smaller * (exp(k * e) - 1) / (exp(e) - 1) <= delta
     assert value > k * epsilon([mechanism], delta)
@@ -355,10 +344,7 @@ def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path, 
 
 @pytest.mark.slow
 def test_huge_groups_are_answered_at_once(monkeypatch):
-    asked = []
-    original = groups._divergences
-    monkeypatch.setattr(
-        groups, "_divergences", lambda sigma, rate, k: asked.append(k) or original(sigma, rate, k)
-    )
+    asked, original = [], groups._divergences
+    monkeypatch.setattr(groups, "_divergences", lambda *of: asked.append(of[2]) or original(*of))
     assert group_epsilon([plan(9000, 32, 30, 1.4, 0.7)], 1e-5, 5000) is None
     assert max(asked) < 5000

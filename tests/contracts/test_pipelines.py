@@ -4,6 +4,7 @@ import shlex
 
 import numpy as np
 import pytest
+from conftest import nightly
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -51,7 +52,7 @@ def write_images(path, n, side, channels, n_classes):
     ("name", "images", "smaller"),
     [
         ("fashion_mnist", ("data.npz", 300, 28, 1, 10), {"--per-site": "30"}),
-        ("cifar10", ("data.npz", 120, 32, 3, 10), {"--per-site": "30"}),
+        *nightly(("cifar10", ("data.npz", 120, 32, 3, 10), {"--per-site": "30"})),
         ("kvasir", ("folder", 24, 40, 3, 8), {"--size-px": "32"}),
     ],
 )

@@ -8,18 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REAL, larger, refused, write_features
+from conftest import REAL, refused, write_features, write_store
 from conftest import larger_study as make_study
 from wires import Wire
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans import approving
-from wsi_fl.hospitals.plans import code as plan_code
 from wsi_fl.hospitals.plans import signed as signed_plans
 from wsi_fl.hospitals.plans.approving import cost_words, look, look_lines, sign
-from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.hospitals.plans.signed import Plan, approvals, plan_path
+from wsi_fl.hospitals.plans.signed import Plan, approvals, code_digest, plan_path
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import approved, fingerprint, new_key, new_request, new_root
 from wsi_fl.hospitals.trust.kit import Kit
@@ -34,9 +32,8 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.going_on import Asked, describe_run
 from wsi_fl.stages.training.plan import dry_run, plan_lines
 from wsi_fl.stages.work.console import render
+from wsi_fl.study.folder import Study
 from wsi_fl.types import Images, WsiFlError
-
-study = larger
 
 SITES = ("S0", "S1", "S2")
 
@@ -74,19 +71,30 @@ def identities(kits):
     return {name: Kit.open(path).identity() for name, path in kits.items()}
 
 
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory):
+    """Whoever makes plans; no test changes this study."""
+    return make_study(tmp_path_factory.mktemp("made") / "coordinator", n_sites=3, site_extra=REAL)
+
+
+@pytest.fixture(scope="module")
+def plan(coordinator):
+    """A plan of ProxyFL; its file is `plan.json` beside the study."""
+    return made(coordinator, coordinator.root.parent)
+
+
 @pytest.fixture
-def coordinator(tmp_path):
-    return make_study(tmp_path / "coordinator", n_sites=3, site_extra=REAL)
+def file(coordinator):
+    return coordinator.root.parent / "plan.json"
 
 
 def hospital(tmp_path, name, said=REAL):
     """A study with one hospital's site file and store alone."""
-    study = make_study(tmp_path / name, n_sites=3, site_extra=said)
-    for other in SITES:
-        if other != name:
-            (study.root / "sites" / f"{other}.toml").unlink()
-            for path in sorted(study.store(other).parent.rglob("*"), reverse=True):
-                path.unlink() if path.is_file() else path.rmdir()
+    study = make_study(tmp_path / name, n_sites=0)
+    (study.root / "sites" / f"{name}.toml").write_text(
+        f'name = "{name}"\nslides = "none/*.tif"\nlabels = "none.csv"\n{said}\n'
+    )
+    write_store(study, name, seed=SITES.index(name))
     return study
 
 
@@ -99,8 +107,7 @@ def changed(plan, **given):
     return Plan(json.dumps(plan.document | given, indent=2, ensure_ascii=False) + "\n")
 
 
-def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, tmp_path):
-    plan = made(coordinator, tmp_path)
+def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, plan, tmp_path):
     said = document_of(plan)
     model = build("mlp", n_classes=2, shape=Images(3, 16), seed=5)
     n_bytes = 4 * sum(p.numel() for p in model.parameters())
@@ -120,14 +127,10 @@ def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, tmp_pa
     assert said["learns"]["classes"] == ["healthy", "tumor"] and said["learns"]["size_px"] == 16
     assert (said["privacy"]["guarantee"], said["privacy"]["sigma"]) == ("guaranteed", 1.4)
     assert any("the private model" in one for one in said["stays"])
-    assert str(tmp_path) not in plan.text
-
-
-def test_a_plan_is_the_same_but_for_its_time(coordinator, tmp_path, monkeypatch):
-    first = made(coordinator, tmp_path).document
-    second = made(coordinator, tmp_path).document
-    assert list(first) == list(second) and list(first)[:3] == ["format", "version", "created"]
-    assert first | {"created": ""} == second | {"created": ""}
+    assert str(coordinator.root.parent) not in plan.text
+    again = made(coordinator, tmp_path).document  # the same but for its time
+    assert list(again) == list(plan.document) and list(again)[:3] == ["format", "version", "created"]
+    assert again | {"created": ""} == plan.document | {"created": ""}
 
 
 def test_a_plan_without_privacy_says_so(tmp_path):
@@ -155,8 +158,6 @@ def test_without_a_store_a_plan_of_features_says_what_must_agree(tmp_path):
 
 
 def test_how_often_a_sum_may_be_tried_stands_in_the_plan_and_is_priced(tmp_path):
-    import numpy as np
-
     said = f'{REAL}\nallow = ["shared"]'
     study, own = make_study(tmp_path / "c", n_sites=4, site_extra=said), hospital(tmp_path / "h", "S0", said)
     x, labels = np.random.default_rng(0).normal(size=(40, 8)), np.arange(40) % 2
@@ -187,23 +188,11 @@ def test_the_longest_letter_is_bounded_by_the_package_of_all_generators(tmp_path
 
 
 def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(
-    coordinator, tmp_path, kits, root, wsi_fl
+    plan, file, tmp_path, kits, root, wsi_fl
 ):
-    plan = made(coordinator, tmp_path)
     study = hospital(tmp_path, "S1")
-    done = wsi_fl(
-        *(
-            "federation",
-            "approve",
-            tmp_path / "plan.json",
-            "--kit",
-            kits["S1"],
-            "--yes",
-            "--yes-per-row",
-            "--json",
-        ),
-        cwd=study.root,
-    )
+    given = ("federation", "approve", file, "--kit", kits["S1"], "--yes", "--yes-per-row", "--json")
+    done = wsi_fl(*given, cwd=study.root)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["approval"] == "federation/approval-S1.json" and document["rounds"] == 3
@@ -215,7 +204,6 @@ def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(
     found = approvals(study, plan, root.root)
     assert found.signed == ("S1",) and set(found.missing) == {"S0", "S2"}
     assert "has not arrived" in found.missing["S0"]
-    assert approvals(study.root / "federation", plan, root.root) == found
 
 
 def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi_fl):
@@ -228,23 +216,13 @@ def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi
     assert "wsi-fl federation approve agreed.json" in wsi_fl(*given, cwd=coordinator.root).stderr
 
 
-def test_nothing_is_written_before_somebody_says_yes(coordinator, tmp_path, kits, wsi_fl, monkeypatch):
-    made(coordinator, tmp_path)
-    study = hospital(tmp_path, "S0")
-    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
-    done = wsi_fl("federation", "approve", tmp_path / "plan.json", "--kit", kits["S0"], cwd=study.root)
-    assert done.returncode == 1
-    assert not plan_path(study).exists()
-    assert [path.name for path in (study.root / "sites").iterdir()] == ["S0.toml"]
-
-
 ALL_ROWS = "all 12 rows of the patient with the most rows together have ε = 84.6"
 
 
 def test_a_hospital_reads_and_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(
-    coordinator, tmp_path, kits, wsi_fl, monkeypatch
+    plan, file, tmp_path, kits, wsi_fl, monkeypatch
 ):
-    plan, study, asked = made(coordinator, tmp_path), hospital(tmp_path, "S0"), []
+    study, asked = hospital(tmp_path, "S0"), []
     assert "A patient with many rows is protected much less" in document_of(plan)["privacy"]["says"]
     cost = look(study, plan, "S0").cost
     assert cost is not None and cost.group is not None and cost.above == cost.lifetime_group
@@ -253,7 +231,7 @@ def test_a_hospital_reads_and_accepts_what_a_row_s_epsilon_is_worth_to_a_patient
     assert cost.group["rows"] == 12 and cost.epsilon == pytest.approx(epsilon([step] * 3, 1e-5))
 
     def approve(*more):
-        given = ("federation", "approve", tmp_path / "plan.json", "--kit", kits["S0"], *more)
+        given = ("federation", "approve", file, "--kit", kits["S0"], *more)
         return wsi_fl(*given, cwd=study.root)
 
     refused_ = approve("--yes")
@@ -264,6 +242,7 @@ def test_a_hospital_reads_and_accepts_what_a_row_s_epsilon_is_worth_to_a_patient
     assert approve().returncode == 1 and len(asked) == 1
     assert ALL_ROWS in asked[0] and "above your max_epsilon = 50" in asked[0]
     assert approve().returncode == 1 and len(asked) == 3 and not plan_path(study).exists()
+    assert [path.name for path in (study.root / "sites").iterdir()] == ["S0.toml"]
     done = approve("--json")
     assert done.returncode == 0 and json.loads(done.stdout)["group"] == cost.group and len(asked) == 5
     assert "84.6" not in (study.root / "federation" / "approval-S0.json").read_text()
@@ -302,8 +281,7 @@ def test_what_is_allowed_is_named_as_it_is_protected(tmp_path, capsys):
     assert "scores without DP; shared noise" in capsys.readouterr().err
 
 
-def test_what_a_site_file_does_not_permit_is_refused(coordinator, tmp_path):
-    plan = made(coordinator, tmp_path)
+def test_what_a_site_file_does_not_permit_is_refused(plan, tmp_path):
     for said, word in (
         (REAL.replace("50.0", "3.0"), "max_epsilon = 50.0 of S0, and sites/S0.toml says 3.0"),
         (f'{REAL}\nallow = ["model"]', "says allow = []"),
@@ -331,8 +309,8 @@ def test_a_budget_too_small_for_one_round_is_refused_and_for_some_is_told(tmp_pa
         assert f"enough for {looked.cost.rounds} of 3 rounds" in looked.notes[0]
 
 
-def test_words_that_do_not_follow_from_the_settings_are_refused(coordinator, tmp_path):
-    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+def test_words_that_do_not_follow_from_the_settings_are_refused(plan, tmp_path):
+    study = hospital(tmp_path, "S0")
     assert look(study, plan, "S0").cost
     for given, word in (
         ({"rounds": 2}, "(rounds)"),
@@ -349,6 +327,11 @@ def test_words_that_do_not_follow_from_the_settings_are_refused(coordinator, tmp
     outside = [site | {"name": f"../{site['name']}"} for site in plan.document["sites"][1:]]
     sites = [plan.document["sites"][0], *outside]
     refused(lambda: look(study, changed(plan, sites=sites), "S0"), "name", "letters")
+    learns = plan.document["learns"]
+    for hidden in ({"learns": learns | {"says": "fine\x1b[8m"}}, {"pipeline": "a\x1b[2K"}):
+        refused(
+            lambda one=hidden: look(study, changed(plan, **one), "S0"), "hides something", "do not sign it"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -379,15 +362,13 @@ def test_one_byte_of_what_runs_is_another_digest(package, file):
 
 
 @pytest.mark.parametrize("name", ["torch", "cryptography"])
-def test_another_version_of_what_the_guarantee_rests_on_is_another_digest(
-    coordinator, tmp_path, monkeypatch, name
-):
-    plan, study, before = made(coordinator, tmp_path), hospital(tmp_path, "S0"), code_digest()
-    installed = plan_code.version
-    monkeypatch.setattr(plan_code, "version", lambda one: "1.2.3" if one == name else installed(one))
+def test_another_version_of_what_the_guarantee_rests_on_is_another_digest(plan, tmp_path, monkeypatch, name):
+    study, before = hospital(tmp_path, "S0"), code_digest()
+    installed = signed_plans.version
+    monkeypatch.setattr(signed_plans, "version", lambda one: "1.2.3" if one == name else installed(one))
     assert code_digest() != before
     refused(lambda: look(study, plan, "S0"), f"the plan is for {name} ", "S0 has 1.2.3", "install")
-    monkeypatch.setattr(plan_code, "version", lambda one: installed(one).partition("+")[0] + "+own")
+    monkeypatch.setattr(signed_plans, "version", lambda one: installed(one).partition("+")[0] + "+own")
     assert code_digest() == before
 
 
@@ -436,8 +417,8 @@ def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path,
         refused(lambda: look(same, plan, "S0"), key)
 
 
-def test_existing_files_of_others_stay_and_a_difference_is_told(coordinator, tmp_path, identities):
-    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+def test_existing_files_of_others_stay_and_a_difference_is_told(plan, tmp_path, identities):
+    study = hospital(tmp_path, "S0")
     own = 'name = "S1"\nreal = true\nmax_epsilon = 1.0\ndelta = 1e-5\n'
     (study.root / "sites" / "S1.toml").write_text(own)
     looked = look(study, plan, "S0")
@@ -447,166 +428,159 @@ def test_existing_files_of_others_stay_and_a_difference_is_told(coordinator, tmp
     refused(lambda: sign(study, looked, identities["S1"]), "this kit belongs to S1")
 
 
-def test_a_plan_pins_the_keys_that_speak_for_sites(coordinator, tmp_path, identities, root):
+def test_a_plan_pins_the_keys_that_speak_for_sites_and_shows_all_of_them(
+    coordinator, tmp_path, identities, root, capfd
+):
     keys = {name: fingerprint(identities[name].certificate) for name in SITES}
-    plan = make_plan(coordinator, method="proxyfl", out=tmp_path / "pinned.json", keys=keys)
+    pinned = make_plan(coordinator, method="proxyfl", out=tmp_path / "pinned.json", keys=keys)
     study = hospital(tmp_path, "S0")
-    looked = look(study, plan, "S0")
+    looked = look(study, pinned, "S0")
     assert not any("pins no keys" in note for note in looked.notes)
-    path = sign(study, looked, identities["S0"])
-    assert approvals(path.parent, plan, root.root).signed == ("S0",)
+    render(look_lines(looked))
+    shown = capfd.readouterr().err
+    for name, key in keys.items():
+        assert f"{name}: {key}\n" in shown and len(bytes.fromhex(key.replace(":", ""))) == 32
+    sign(study, looked, identities["S0"])
+    assert approvals(study, pinned, root.root).signed == ("S0",)
     false = {**keys, "S0": keys["S1"]}
     other = make_plan(coordinator, method="proxyfl", out=tmp_path / "other.json", keys=false)
     refused(lambda: sign(study, look(study, other, "S0"), identities["S0"]), "another key of S0", "telephone")
-
-
-def test_people_are_shown_all_of_each_key_that_they_compare(coordinator, tmp_path, identities, capfd):
-    keys = {name: fingerprint(identities[name].certificate) for name in SITES}
-    plan = make_plan(coordinator, method="proxyfl", out=tmp_path / "pinned.json", keys=keys)
-    render(look_lines(look(hospital(tmp_path, "S0"), plan, "S0")))
-    shown = capfd.readouterr().err
-    for name, key in keys.items():
-        assert f"{name}: {key}\n" in shown
-        assert len(bytes.fromhex(key.replace(":", ""))) == 32
-
-
-def test_what_cannot_be_shown_is_not_signed(coordinator, tmp_path):
-    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
-    learns = dict(plan.document["learns"])
-    hidden = changed(plan, learns=learns | {"says": "fine\x1b[8m"})
-    refused(lambda: look(study, hidden, "S0"), "hides something", "do not sign it")
-    refused(lambda: look(study, changed(plan, pipeline="a\x1b[2K"), "S0"), "hides something")
 
 
 @pytest.mark.parametrize(
     "created",
     ["2026-07-01T09:30:00", "20260701T093000+0000", "sign at once", 5],
 )
-def test_a_plan_was_made_at_a_time(coordinator, tmp_path, created):
-    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
-    document_of(changed(plan, created="2026-07-01T09:30:00+00:00"))
-    document_of(changed(plan, created="2026-07-01T09:30:00+02:00"))
-    refused(lambda: look(study, changed(plan, created=created), "S0"), "damaged", "created")
+def test_a_plan_was_made_at_a_time(plan, created):
+    for zone in ("+00:00", "+02:00"):
+        document_of(changed(plan, created=f"2026-07-01T09:30:00{zone}"))
+    refused(lambda: document_of(changed(plan, created=created)), "damaged", "created")
     without = {key: value for key, value in plan.document.items() if key != "created"}
-    refused(lambda: look(study, Plan(json.dumps(without)), "S0"), "damaged", "created")
+    refused(lambda: document_of(Plan(json.dumps(without))), "damaged", "created")
 
 
-def test_approvals_of_another_plan_site_or_federation_do_not_count(coordinator, tmp_path, identities, root):
-    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+def test_approvals_of_another_plan_site_or_federation_do_not_count(plan, tmp_path, identities, root):
+    study = hospital(tmp_path, "S0")
     path = sign(study, look(study, plan, "S0"), identities["S0"])
-    text, folder = path.read_text(), path.parent
-    (folder / "approval-S1.json").write_text(text)
-    found = approvals(folder, plan, root.root)
+    text = path.read_text()
+    (path.parent / "approval-S1.json").write_text(text)
+    found = approvals(study, plan, root.root)
     assert found.signed == ("S0",) and "another plan" in found.missing["S1"]
     later = changed(plan, created="later")
-    assert "another plan" in approvals(folder, later, root.root).missing["S0"]
-    assert "does not belong to this federation" in approvals(folder, plan, Root().root).missing["S0"]
+    assert "another plan" in approvals(study, later, root.root).missing["S0"]
+    assert "does not belong to this federation" in approvals(study, plan, Root().root).missing["S0"]
     for damaged in ("[]", "{}", "no JSON", text.replace('"signature": "', '"signature": "00')):
         path.write_text(damaged)
-        assert approvals(folder, plan, root.root).signed == ()
+        assert approvals(study, plan, root.root).signed == ()
 
 
-class TestTakingPart:
-    """What a hospital's process refuses, and what its ledger says after it took part."""
+# what a hospital's process refuses, and what its ledger says after it took part
 
-    @pytest.fixture
-    def signed(self, coordinator, tmp_path, identities):
-        plan = made(coordinator, tmp_path)
-        studies = {name: hospital(tmp_path, name) for name in SITES}
-        for name, study in studies.items():
-            sign(study, look(study, plan, name), identities[name])
-        return plan, studies
 
-    def test_whatever_a_ledger_released_names_the_plan(self, signed, identities):
-        plan, studies = signed
-        ends, summaries = {}, {}
+@pytest.fixture(scope="module")
+def all_signed(plan, identities, tmp_path_factory):
+    """A folder with the study of each hospital, which has signed the plan."""
+    folder = tmp_path_factory.mktemp("signed")
+    for name in SITES:
+        study = hospital(folder, name)
+        sign(study, look(study, plan, name), identities[name])
+    return folder
 
-        def be(name):
-            summaries[name] = take_part(studies[name], identities[name], Wire(name, ends), plan=plan.digest)
 
-        threads = [threading.Thread(target=be, args=(name,), daemon=True) for name in SITES]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert [row["site"] for row in summaries["S0"]["sites"]] == list(SITES)
-        for name, study in studies.items():
-            lines = [json.loads(line) for line in study.ledger(name).read_text().splitlines()]
-            named = [line.get("agreement") for line in lines if line.get("released")]
-            assert named == [plan.digest] * 3
-        again = self.part(signed, identities)
-        refused(
-            again,
-            "S0 approved plan",
-            "for one run, and has it: 00001-",
-            "--resume last",
-            "approve the plan again",
-        )
-        promised = look(studies["S0"], plan, "S0")
-        row = summaries["S0"]["sites"][0]
-        assert promised.cost is not None and promised.cost.epsilon == pytest.approx(row["epsilon"])
-        assert promised.cost.lifetime_epsilon > row["epsilon"]  # once more, on top of what was spent
+@pytest.fixture
+def signed(all_signed, tmp_path):
+    shutil.copytree(all_signed, tmp_path / "all")
+    return {name: Study(tmp_path / "all" / name) for name in SITES}
 
-    def part(self, signed, identities, **given):
-        _, studies = signed
-        return lambda: take_part(studies["S0"], identities["S0"], Wire("S0", {}), **given)
 
-    def test_without_an_approval(self, signed, identities):
-        (signed[1]["S0"].root / "federation" / "approval-S0.json").unlink()
-        refused(self.part(signed, identities), "S0 has approved no plan", "federation approve")
+def part(signed, identities, **given):
+    return lambda: take_part(signed["S0"], identities["S0"], Wire("S0", {}), **given)
 
-    def test_an_altered_plan_file(self, signed, identities):
-        path = plan_path(signed[1]["S0"])
-        data = bytearray(path.read_bytes())
-        data[data.index(b"rounds") + 9] ^= 1
-        path.write_bytes(data)
-        refused(self.part(signed, identities), "signed another plan than")
 
-    def test_an_approval_of_another_site(self, signed, identities):
-        there = signed[1]["S0"].root / "federation" / "approval-S0.json"
-        there.write_text((signed[1]["S1"].root / "federation" / "approval-S1.json").read_text())
-        refused(self.part(signed, identities), "S0 has signed another plan")
+def test_whatever_a_ledger_released_names_the_plan(plan, signed, identities):
+    ends, summaries = {}, {}
 
-    def test_another_plan_that_is_asked_for(self, signed, identities):
-        refused(
-            self.part(signed, identities, plan="1" * 64), "this job is plan 11111111", "nothing was begun"
-        )
+    def be(name):
+        summaries[name] = take_part(signed[name], identities[name], Wire(name, ends), plan=plan.digest)
 
-    def test_a_site_file_that_was_changed_after_signing(self, signed, identities):
-        path = signed[1]["S0"].root / "sites" / "S0.toml"
-        path.write_text(path.read_text() + '\nallow = ["model"]\n')
-        refused(
-            self.part(signed, identities), "says allow = [] of S0", "have the plan made with your site file"
-        )
+    threads = [threading.Thread(target=be, args=(name,), daemon=True) for name in SITES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [row["site"] for row in summaries["S0"]["sites"]] == list(SITES)
+    for name, study in signed.items():
+        lines = [json.loads(line) for line in study.ledger(name).read_text().splitlines()]
+        named = [line.get("agreement") for line in lines if line.get("released")]
+        assert named == [plan.digest] * 3
+    words = ("for one run, and has it: 00001-", "--resume last", "approve the plan again")
+    refused(part(signed, identities), "S0 approved plan", *words)
+    promised = look(signed["S0"], plan, "S0")
+    row = summaries["S0"]["sites"][0]
+    assert promised.cost is not None and promised.cost.epsilon == pytest.approx(row["epsilon"])
+    assert promised.cost.lifetime_epsilon > row["epsilon"]  # once more, on top of what was spent
 
-    def test_a_run_elsewhere_or_of_other_settings(self, signed, identities, tmp_path):
-        plan, studies = signed
-        study = studies["S0"]
-        evil = tmp_path / "evil"
-        RunFolder(evil).path.mkdir()
-        (evil / "config.toml").write_text("")
-        for asked in (str(evil), "../evil", "runs/../../evil", "nothing", ""):
-            refused(self.part(signed, identities, resume=asked), "is not in this hospital's runs/")
-        weak = study.pipeline("small", ["privacy.sigma=0.1"])
-        party = RunContext.of(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
-        party.run.path.mkdir(parents=True)
-        describe_run(party, party.run, Asked("small", agreement=plan.digest), "ab" * 16)
-        refused(
-            self.part(signed, identities, resume="00007-proxyfl-small"),
-            "has other settings",
-            "nothing was begun",
-        )
 
-    def test_other_code(self, signed, identities, monkeypatch):
-        monkeypatch.setattr(signed_plans, "code_digest", lambda: "2" * 64)
-        refused(self.part(signed, identities), f"has {__version__} (22222222)", "install the plan's version")
+def without_an_approval(signed, patch):
+    (signed["S0"].root / "federation" / "approval-S0.json").unlink()
 
-    def test_an_expired_certificate(self, signed, identities, kits, monkeypatch):
-        class Later(datetime):
-            @classmethod
-            def now(cls, zone=None):
-                return datetime.now(UTC) + timedelta(days=800)
 
-        monkeypatch.setattr(certificates, "datetime", Later)
-        refused(self.part(signed, identities), "S0 cannot be used: the certificate of S0 holds from")
-        refused(lambda: Kit.open(kits["S0"]).identity(), "certificate of S0 holds from")
+def an_altered_plan_file(signed, patch):
+    path = plan_path(signed["S0"])
+    data = bytearray(path.read_bytes())
+    data[data.index(b"rounds") + 9] ^= 1
+    path.write_bytes(data)
+
+
+def an_approval_of_another_site(signed, patch):
+    there = signed["S0"].root / "federation" / "approval-S0.json"
+    there.write_text((signed["S1"].root / "federation" / "approval-S1.json").read_text())
+
+
+def a_site_file_that_was_changed_after_signing(signed, patch):
+    path = signed["S0"].root / "sites" / "S0.toml"
+    path.write_text(path.read_text() + '\nallow = ["model"]\n')
+
+
+def other_code(signed, patch):
+    patch.setattr(signed_plans, "code_digest", lambda: "2" * 64)
+
+
+def an_expired_certificate(signed, patch):
+    class Later(datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return datetime.now(UTC) + timedelta(days=800)
+
+    patch.setattr(certificates, "datetime", Later)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (without_an_approval, ("S0 has approved no plan", "federation approve")),
+        (an_altered_plan_file, ("signed another plan than",)),
+        (an_approval_of_another_site, ("S0 has signed another plan",)),
+        (a_site_file_that_was_changed_after_signing, ("says allow = [] of S0", "made with your site file")),
+        (other_code, (f"has {__version__} (22222222)", "install the plan's version")),
+        (an_expired_certificate, ("S0 cannot be used: the certificate of S0 holds from",)),
+    ],
+)
+def test_nobody_takes_part_with(harm, words, signed, identities, monkeypatch):
+    harm(signed, monkeypatch)
+    refused(part(signed, identities), *words)
+
+
+def test_another_plan_or_a_run_elsewhere_or_of_other_settings(plan, signed, identities, tmp_path):
+    refused(part(signed, identities, plan="1" * 64), "this job is plan 11111111", "nothing was begun")
+    study, evil = signed["S0"], tmp_path / "evil"
+    RunFolder(evil).path.mkdir()
+    (evil / "config.toml").write_text("")
+    for asked in (str(evil), "../evil", "runs/../../evil", "nothing", ""):
+        refused(part(signed, identities, resume=asked), "is not in this hospital's runs/")
+    weak = study.pipeline("small", ["privacy.sigma=0.1"])
+    party = RunContext.of(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
+    party.run.path.mkdir(parents=True)
+    describe_run(party, party.run, Asked("small", agreement=plan.digest), "ab" * 16)
+    again = part(signed, identities, resume="00007-proxyfl-small")
+    refused(again, "has other settings", "nothing was begun")

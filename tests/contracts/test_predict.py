@@ -21,8 +21,7 @@ from wsi_fl.slides.pictures.geojson import features, write_geojson
 from wsi_fl.slides.pictures.heatmap import Heat, leading, patch_boxes, score
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.answers.predict_slide import colors_of
+from wsi_fl.stages.answers.predict import colors_of, predict
 from wsi_fl.stages.answers.predictor import Predictor
 from wsi_fl.stages.answers.trained import TrainedModels
 from wsi_fl.stages.prepare.init import init

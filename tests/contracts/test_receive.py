@@ -19,7 +19,7 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
-from wsi_fl.stages.answers.leaving import Made, asked_for, card_of
+from wsi_fl.stages.answers.export_model import Made, asked_for, card_of
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.importing import import_features
 from wsi_fl.stages.prepare.tables import tile_lines

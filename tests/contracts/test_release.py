@@ -10,7 +10,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, interrupted_after, model, refused, same, write_features
+from conftest import REAL, interrupted_after, model, nightly, refused, same, write_features
 from safetensors import safe_open
 from test_oneshot import make_hospitals, rows_of
 
@@ -104,8 +104,14 @@ def letter_of_s0():
     return head.packed(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
 
 
-def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them(study):
-    row = released(study)
+def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_else_reads_what_stays(study):
+    before = os.umask(0o022)
+    try:
+        row = released(study)
+    finally:
+        os.umask(before)
+    assert not study.release_at_home("S0").stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    assert study.release("S0").stat().st_size < 2048  # of two classes
     with safe_open(study.release("S0"), "np") as file:
         assert list(file.keys()) == ["sums"]
         document = json.loads(file.metadata()["document"])
@@ -125,21 +131,6 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them(study):
     weights = np.sqrt(variances / SIGMA**2)[:, None]
     noise = file.vector[:-2].reshape(2, -1) / weights - letter_of_s0().reshape(2, -1)
     assert 0.7 < noise.std() / SIGMA < 1.4 and variances.max() == SIGMA**2
-
-
-def test_a_letter_of_two_classes_is_under_two_kilobytes(study):
-    released(study)
-    assert study.release("S0").stat().st_size < 2048
-
-
-def test_nobody_else_can_read_what_stays_at_home(study):
-    before = os.umask(0o022)
-    try:
-        released(study)
-    finally:
-        os.umask(before)
-    mode = study.release_at_home("S0").stat().st_mode
-    assert not mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def test_a_target_is_met_exactly_and_anew_by_every_release(study):
@@ -180,8 +171,13 @@ def crash(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("place", ["ledger", "copy", "sending", "file"])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("place", "again"),
+    [
+        *(("ledger", False), ("copy", True), ("sending", False), ("file", True)),
+        *nightly(("ledger", True), ("copy", False), ("sending", True), ("file", False)),
+    ],
+)
 def test_no_crash_makes_a_site_release_two_noisy_versions(study, monkeypatch, place, again):
     before = released(study)["digest"] if again else None
     real, writes = stage.write_sums, []
@@ -271,37 +267,39 @@ def test_numbers_that_are_not_on_the_ledger_are_refused(study):
     refused(lambda: joined(study), "ledgers/S0.jsonl does not know its numbers", error=WsiFlError)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tensors": {"sums": torch.zeros(2 * (D + 2))}},
-        {"tensors": {"sums": torch.zeros(7)}},
-        {"digest": "0" * 64},
-        {"sigma": 1.0},
-        {"sigma": "2"},
-        {"classes": ["a", "b", "c"]},
-        {"n": -1},
-        {"n_features": 8},
-        {"classes": "ab"},
-        {"guarantee": "sure"},
-    ],
-)
-def test_an_edited_file_is_refused_in_one_line(study, change):
+EDITS = [
+    {"tensors": {"sums": torch.zeros(2 * (D + 2))}},
+    {"tensors": {"sums": torch.zeros(7)}},
+    {"digest": "0" * 64},
+    {"sigma": 1.0},
+    {"sigma": "2"},
+    {"classes": ["a", "b", "c"]},
+    {"n": -1},
+    {"n_features": 8},
+    {"guarantee": "sure"},
+]
+
+
+def test_an_edited_file_is_refused_in_one_line_and_home_knows_better(study):
     for name in ("S0", "S1"):
         released(study, name)
-    rewritten(study.release("S1"), **change)
-    refused(lambda: joined(study), "releases/S1.safetensors", "edited", error=WsiFlError)
-    released(study, "S1") if "digest" not in change else study.release("S1").unlink()
-    released(study, "S1")  # home knows better
+    whole = study.release("S1").read_bytes()
+    for change in EDITS:
+        rewritten(study.release("S1"), **change)
+        refused(lambda: joined(study), "releases/S1.safetensors", "edited", error=WsiFlError)
+        if "digest" in change:
+            study.release("S1").unlink()
+        released(study, "S1")
+        assert study.release("S1").read_bytes() == whole
     assert joined(study)["sites"]
 
 
-@pytest.mark.parametrize("content", [b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64])
-def test_a_damaged_file_is_refused_in_one_line(study, content):
+def test_a_damaged_file_is_refused_in_one_line(study):
     released(study)
-    study.release("S0").write_bytes(content)
-    for action in (lambda: joined(study), lambda: released(study)):
-        refused(action, "releases/S0.safetensors", "damaged release", error=WsiFlError)
+    for content in (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64):
+        study.release("S0").write_bytes(content)
+        for action in (lambda: joined(study), lambda: released(study)):
+            refused(action, "releases/S0.safetensors", "damaged release", error=WsiFlError)
 
 
 def test_sums_of_another_plan_projection_or_encoder_are_refused_in_one_line(study):
@@ -367,12 +365,17 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
     assert not study.ledger("S0").exists()
 
 
-def test_sites_with_other_directions_do_not_begin():
-    here = {"site": "S0", "directions": "a"}
-    refused(
-        lambda: compare([here, here | {"site": "S1"}, here | {"site": "S2", "directions": "b"}]),
-        "S2 brings b as the directions of its sums (model.directions)",
-    )
+@pytest.mark.parametrize(
+    ("key", "agreed", "other", "words"),
+    [
+        ("directions", "a", "b", "S2 brings b as the directions of its sums (model.directions)"),
+        ("releases", {"S0": "a"}, {"S0": "b"}, "as the released sums in use"),
+        ("buffer", ["replay", 9, 16, 3, 2], ["replay", 8, 16, 3, 2], "as the buffer"),
+    ],
+)
+def test_sites_that_bring_other_sums_files_or_buffers_do_not_begin(key, agreed, other, words):
+    brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
+    refused(lambda: compare(brought), "S2 brings", words)
 
 
 # ---- real hospitals
@@ -401,8 +404,10 @@ def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
     refused(lambda: released(study), "lacks the release of releases/S0.safetensors")
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("lose", [lambda path: path.write_text(""), lambda path: path.unlink()])
+@pytest.mark.parametrize(
+    ("lose", "again"),
+    [(lambda path: path.write_text(""), False), (lambda path: path.unlink(), True)],
+)
 def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose, again):
     make_real(study)
     released(study)
@@ -579,13 +584,13 @@ def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, m
     for k in range(3):
         shutil.copy(study.release_at_home(f"S{k}"), study.root / f"kept{k}")
         study.release_at_home(f"S{k}").unlink()  # exact sums are not needed
-    real, starts = workshop.bring_released, []
+    real, starts = workshop._bring_released, []
 
     def brought(party, site):
         real(party, site)
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
-    monkeypatch.setattr(workshop, "bring_released", brought)
+    monkeypatch.setattr(workshop, "_bring_released", brought)
     summary = train(study, method=method, overrides=START, backend="local")
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
     linear = build("linear_head", n_classes=2, shape=Vectors(D), seed=0)
@@ -620,15 +625,6 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
     run = next(study.runs.glob("*-proxyfl-*")).name
     released(study, "S1", again=True)
     refused(lambda: resume(study, run, backend="local"), "release of S1", "releases/")
-
-
-def test_sites_with_other_files_do_not_begin():
-    here = {"site": "S0", "releases": {"S0": "a"}}
-    refused(
-        lambda: compare([here, here | {"site": "S1"}, {"site": "S2", "releases": {"S0": "b"}}]),
-        "S2 brings",
-        "as the released sums in use",
-    )
 
 
 # ---- the command

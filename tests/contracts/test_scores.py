@@ -1,7 +1,7 @@
 """Hospitals that keep their test parts score each other's models at home, and only counts leave them."""
 
 import json
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -183,33 +183,25 @@ def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(tmp_pat
         assert [documents[0]["counts"][model][site]["n"] for site in SITES] == [12, 12, 12]
 
 
-def test_nothing_happens_where_nothing_travels(tmp_path):
-    study = hospitals(tmp_path / "study")
-    folder = run(study, "regular")
-    assert told(folder) is None and not left(study, "S0")
-    assert evaluate(study, folder.name)["between"] is None
-
-
-def test_nothing_happens_where_nobody_allows_it_or_where_test_parts_are_merged(tmp_path, study):
-    shut = hospitals(tmp_path / "shut", allow=REAL)
-    folder = run(shut, "proxyfl")
-    assert told(folder) is None and not any(line.get("again") for line in lines(shut, "S0"))
-    folder = run(study, "fedavg")
-    assert told(folder) is None and not left(study, "S0")
+def test_nothing_happens_where_nothing_travels_or_nobody_allows_it_or_test_parts_are_merged(tmp_path, study):
+    alone, shut = hospitals(tmp_path / "study"), hospitals(tmp_path / "shut", allow=REAL)
+    for where, method in ((alone, "regular"), (shut, "proxyfl"), (study, "fedavg")):
+        folder = run(where, method)
+        assert told(folder) is None and not left(where, "S0")
+        assert not any(line.get("again") for line in lines(where, "S0"))
+        assert evaluate(where, folder.name)["between"] is None
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
 def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, method):
     rows = []
     for name, allow in (("open", ALLOWED), ("shut", REAL)):
-        monkeypatch.setenv(
-            "XDG_STATE_HOME", str(tmp_path / f"{name}-user")
-        )  # other patients of the same names
+        state = str(tmp_path / f"{name}-user")  # other patients of the same names
+        monkeypatch.setenv("XDG_STATE_HOME", state)
         study = hospitals(tmp_path / name, allow=allow)
         summary = train(study, method=method, overrides=QUIET, backend="local")
-        rows.append(
-            [{k: v for k, v in row.items() if k not in ("messages", "bytes")} for row in summary["sites"]]
-        )
+        sent = ("messages", "bytes")
+        rows.append([{k: v for k, v in row.items() if k not in sent} for row in summary["sites"]])
         again = train(study, method=method, overrides=QUIET, backend="local")
         rows[-1] += [row["lifetime_epsilon"] for row in again["sites"]]
     assert rows[0] == rows[1]
@@ -241,12 +233,10 @@ def test_private_models_are_sent_to_nobody(tmp_path, monkeypatch):
     run(study, "proxyfl")
     ((comm, sites),) = comms
     assert isinstance(comm, LocalComm)
-    assert len(comm.sent) == 12 and {(m.sender, m.receiver) for m in comm.sent} == {
-        (a, b) for a in range(3) for b in range(3) if a != b
-    }
-    known = {
-        line["released"].split()[1] for site in SITES for line in lines(study, site) if line.get("released")
-    }
+    assert len(comm.sent) == 12
+    assert {(m.sender, m.receiver) for m in comm.sent} == set(permutations(range(3), 2))
+    every = [line for site in SITES for line in lines(study, site)]
+    known = {line["released"].split()[1] for line in every if line.get("released")}
     for message in comm.sent:
         assert between.digest(message.vector) in known
         assert message.vector.size != sites[message.sender].learners["private"].vector().size
@@ -259,9 +249,8 @@ def test_scores_are_those_of_evaluate_where_the_same_sites_are_simulated(tmp_pat
     folder, other = run(study, method, *SEEDED), run(simulated, method, *SEEDED)
     found, reference = evaluate(study, folder.name)["between"], evaluate(simulated, other.name)
     assert reference["between"] is None and reference["merged"] is not None
-    role = (
-        "proxy" if method == "proxyfl" else "private"
-    )  # a ring: a proxy that is held is another's last release
+    # a ring: a proxy that is held is another's last release
+    role = "proxy" if method == "proxyfl" else "private"
     held = [row["models"][role] for row in reference["sites"]]
     for model in found["models"].values():
         whole = model["merged"]
@@ -341,10 +330,8 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     assert all(one["n"] == 12 for counts in document["counts"].values() for one in counts.values())
     assert {row["guarantee"] for row in summary["sites"]} == {"guaranteed"}
     transfers = folder.site("S0").transfers()
-    assert [(line["what"], line["to"]) for line in transfers] == [
-        ("model to be scored", "S1"),
-        ("scores", "S1"),
-    ]
+    sent = [(line["what"], line["to"]) for line in transfers]
+    assert sent == [("model to be scored", "S1"), ("scores", "S1")]
     assert summary["communication"]["messages"] == 2 + 4
 
 
@@ -464,17 +451,11 @@ def test_the_matrix_has_every_model_at_every_hospital_and_all_together():
     found = section(document)
     assert (found["hospitals"], found["n"], found["one"]) == (["S0", "S2"], 120, None)
     table = found["tables"][0]
-    assert [row["model"] for row in table["rows"]] == SITES and [row["own"] for row in table["rows"]] == [
-        0,
-        None,
-        1,
-    ]
+    assert [(row["model"], row["own"]) for row in table["rows"]] == [("S0", 0), ("S1", None), ("S2", 1)]
     shown = [[one["value"] for one in (*row["cells"], row["merged"])] for row in table["rows"]]
     model = document["models"]["S1"]
-    assert shown[1] == [
-        *(model["hospitals"][h]["accuracy"] for h in ("S0", "S2")),
-        model["merged"]["accuracy"],
-    ]
+    where = [model["hospitals"]["S0"], model["hospitals"]["S2"], model["merged"]]
+    assert shown[1] == [scores["accuracy"] for scores in where]
     best, score = max(((site, shown[k][-1]) for k, site in enumerate(SITES)), key=lambda pair: pair[1])
     assert found["verdict"] == f"There the model of {best} does best, with an accuracy of {score:.3f}."
     assert section(None) is None

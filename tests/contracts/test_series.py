@@ -6,8 +6,8 @@ import re
 import pytest
 from conftest import interrupted_after, make_study
 
-from wsi_fl.stages.training import series
-from wsi_fl.stages.training.series import resume_series, train_series
+from wsi_fl.stages.training import train as training
+from wsi_fl.stages.training.train import resume_series, train_series
 from wsi_fl.study.folder import load_pipeline
 
 
@@ -47,14 +47,14 @@ def test_what_is_unusual_of_the_stores_is_said_once_for_a_series(study, capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(study, monkeypatch):
-    real = series.begin
+    real = training.begin
 
     def begin(study, pipeline, *args, **kwargs):
         if pipeline.train.seed == 1:  # before its run has a name
             raise KeyboardInterrupt
         return real(study, pipeline, *args, **kwargs)
 
-    monkeypatch.setattr(series, "begin", begin)
+    monkeypatch.setattr(training, "begin", begin)
     with pytest.raises(KeyboardInterrupt) as stopped:
         train_series(study, seeds=2, method="regular", backend="local")
     monkeypatch.undo()

@@ -7,7 +7,7 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Method, Share, supervised
-from wsi_fl.hospitals.dossier.assessment import assessment
+from wsi_fl.hospitals.dossier.page import said_beside
 from wsi_fl.hospitals.plans.making import document_of, make_plan
 from wsi_fl.report import words
 from wsi_fl.runs.run import RunFolder
@@ -50,7 +50,7 @@ def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, tmp_path
     assert model["to"] == "the next site in an order drawn anew in each round"
     assert model["protected_by"].startswith("differential privacy per row, guaranteed")
     assert not any(row["large"] for row in documents)
-    facts = assessment(said, study.site("S0"), None, audited=False)[0]["facts"]
+    facts = said_beside(said, study.site("S0"), None, None, audited=False)["assessment"][0]["facts"]
     assert any(model["what"] in fact and model["protected_by"] in fact for fact in facts)
     bare = ("privacy.enabled=false",)
     refused(

@@ -69,16 +69,16 @@ def _page(study, summary):
 
 def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
     made = {}
-    from wsi_fl.stages.training import learners
+    from wsi_fl.stages.training import workshop
 
-    learner = learners.Learner
+    learner = workshop.Learner
 
     def noted(model, *, dp, **kwargs):
         if dp is not None:
             made[len(made)] = (dp.sigma, dp.batch_size)
         return learner(model, dp=dp, **kwargs)
 
-    monkeypatch.setattr(learners, "Learner", noted)
+    monkeypatch.setattr(workshop, "Learner", noted)
     rows = dry_run(uneven, method="proxyfl", overrides=[TARGET, ROUNDS])["sites"]
     assert list(made.values()) == [(row["sigma"], row["batch_size"]) for row in rows]
 
@@ -144,12 +144,8 @@ def test_a_real_site_spends_the_rest_of_its_life_and_no_more(tmp_path):
 def test_terms_say_what_a_site_file_and_a_pipeline_say(study):
     pipeline = study.pipeline("small", ["privacy.delta=1e-6"])
     terms = terms_of(site_of(study, max_epsilon=2.0), pipeline, "guaranteed")
-    assert (terms.delta, terms.max_epsilon, terms.lifetime, terms.guarantee) == (
-        1e-6,
-        2.0,
-        False,
-        "guaranteed",
-    )
+    found = (terms.delta, terms.max_epsilon, terms.lifetime, terms.guarantee)
+    assert found == (1e-6, 2.0, False, "guaranteed")
     assert terms_of(site_of(study, delta=1e-4, real=True), pipeline, "none").delta == 1e-4
     assert terms_of(site_of(study, real=True), pipeline, "none").lifetime
 

@@ -48,13 +48,14 @@ def test_the_newest_jobs_are_kept_and_nothing_but_jobs_goes(tmp_path):
     assert len(list(tmp_path.iterdir())) == 23
 
 
-@pytest.fixture
-def server(tmp_path):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
-    provision(tmp_path, federation="one", server=f"localhost:{port}")
-    return Kit.open(tmp_path / "server")
+    folder = tmp_path_factory.mktemp("founded")
+    provision(folder, federation="one", server=f"localhost:{port}")
+    return Kit.open(folder / "server")
 
 
 @needs_flare

@@ -31,9 +31,8 @@ from wsi_fl.demo.phantom.tiff import jpeg_tiles, write_levels
 from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.bag_answers import SlidePrediction
-from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.answers.predict_slide import write_patches
+from wsi_fl.stages.answers.predict import predict, write_patches
+from wsi_fl.stages.answers.predictor import SlidePrediction
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store

@@ -26,14 +26,12 @@ from wsi_fl.hospitals.trust.certificates import (
     NotTrusted,
     fingerprint,
     longer_list,
-    serial_number,
     verified,
     withdrawn,
 )
 from wsi_fl.hospitals.trust.kit import LIST, ROOT, Kit, look, refuse_withdrawn
 from wsi_fl.hospitals.trust.making import approve_request, join, provision, renew, request
-from wsi_fl.hospitals.trust.root import Root
-from wsi_fl.hospitals.trust.withdrawing import exchange_list, revoke, take_list
+from wsi_fl.hospitals.trust.root import Root, exchange_list, revoke, take_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work.start import take_part_by_folder
@@ -91,7 +89,8 @@ def test_every_certificate_of_a_key_is_withdrawn_also_one_of_an_earlier_version(
     second = kit(place, "C1").identity().certificate
     issued = place / "one" / "root" / "issued.jsonl"
     lines = [json.loads(line) for line in issued.read_text().splitlines()]
-    kept = [line for line in lines if line.get("serial") != f"{serial_number(second):x}"]
+    number = verified(second, Root.open(place / "one").trusted).number
+    kept = [line for line in lines if line.get("serial") != f"{number:x}"]
     issued.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
     revoke("C1", place / "one")
     for one in (first, second):
@@ -257,7 +256,7 @@ def people(federation):
 
 
 def listed(federation, *identities):
-    more = {serial_number(one.certificate): fingerprint(one.certificate) for one in identities}
+    more = {verified(one.certificate, one.root).number: fingerprint(one.certificate) for one in identities}
     return f"{federation.root}\n{longer_list(federation.root, federation.key, more)}"
 
 
@@ -335,7 +334,7 @@ def test_a_renewed_certificate_holds_longer_and_needs_no_telephone(place, monkey
     assert approve_request(Path(said["file"]), place / "one")["withdrew"] is None
     join(place / "one" / "C1" / "certificate-C1.json", place / "one" / "C1")
     new = kit(place, "C1").identity()
-    assert serial_number(new.certificate) != serial_number(old.certificate)
+    assert new.certificate != old.certificate
     assert fingerprint(new.certificate) == fingerprint(old.certificate)
     assert kit(place, "C1").reminder() == ""
 

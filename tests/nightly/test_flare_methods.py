@@ -32,11 +32,7 @@ def planted(study, site, k):
         ("fedavg", ("train.rounds=2",), {}),
         ("cwt", ("train.rounds=2",), {}),
         ("avgpush", ("train.rounds=2",), {}),
-        (
-            "replay",
-            ("train.rounds=2", *NO_DP),
-            {"furnish": planted, "extra": "[replay]\nbuffer = 10\n"},
-        ),
+        ("replay", ("train.rounds=2", *NO_DP), {"furnish": planted, "extra": "[replay]\nbuffer = 10\n"}),
         ("oneshot", tuple(HEADS), {"furnish": heads}),
         ("mpcpa", (), {}),
     ],

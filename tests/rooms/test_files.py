@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from wsi_fl.runs.site import hold_alone
 from wsi_fl.system.files import (
+    alone,
     append_line,
     atomic,
     read_json,
@@ -26,7 +27,6 @@ from wsi_fl.system.files import (
     write_json,
     write_text,
 )
-from wsi_fl.system.locks import alone
 from wsi_fl.types import WsiFlError
 
 JSON = st.recursive(

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from wsi_fl.study import pipeline as pipelines
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import Pipeline, join
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.reference import keys
 from wsi_fl.study.toml import Section, clash, dump_toml, goes, value_of
 
@@ -18,10 +18,16 @@ class Halo(Section):
     """How wide a halo is."""
 
 
+def joining(monkeypatch, **sections):
+    """As when an installed package adds these sections."""
+    real = pipelines.entries
+    monkeypatch.setattr(pipelines, "entries", lambda group: real(group) | sections)
+    pipelines.pipeline_model.cache_clear()
+
+
 @pytest.fixture
 def study(tmp_path, monkeypatch):
-    monkeypatch.setattr(pipelines, "_JOINED", dict(pipelines._JOINED))
-    join("halo", Halo)
+    joining(monkeypatch, halo=Halo)
     for name in ("pipelines", "sites"):
         (tmp_path / name).mkdir()
     (tmp_path / "pipelines/p.toml").write_text("[halo]\nwidth_px = 5\n")
@@ -42,7 +48,8 @@ def test_a_section_joins_by_its_name(study, tmp_path):
     assert clash(pipeline, ()) == "halo.width_px = 5 needs train.balance: it weighs halos"
 
 
-def test_a_pipeline_made_without_a_section_has_its_defaults_and_no_section_is_replaced(study):
+def test_a_pipeline_made_without_a_section_has_its_defaults_and_no_section_is_replaced(study, monkeypatch):
     assert Pipeline().section(Halo) == Halo() and value_of(Pipeline(), "halo.width_px") is None
+    joining(monkeypatch, train=Halo)
     with pytest.raises(ValueError, match="section of every pipeline"):
-        join("train", Halo)
+        pipeline_model()

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from wsi_fl.federation.methods import METHODS, Weights
-from wsi_fl.learning import transforms
 from wsi_fl.learning.examples import (
     Examples,
     batches,
@@ -270,18 +269,39 @@ def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
     assert any(not torch.equal(a, b) for a, b in zip(out, images, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in AUGMENTATIONS if name != "none"])
-def test_an_augmentation_draws_on_its_stream_alone(name, monkeypatch):
-    """Every number that one of MONAI's transforms can ask for is the stream's; numpy's generator below never moves."""
-    made, real = [], transforms._Drawn
-    monkeypatch.setattr(transforms, "_Drawn", lambda stream: made.append(real(stream)) or made[-1])
-    augment = augmentation(name, CipherStream.seeded(0))
-    before = [drawn.get_state() for drawn in made]
-    for image in normalised(pixels_of(30, 8)):
-        augment(image)
-    assert len(made) == len(AUGMENTATIONS[name]())
-    for drawn, (_, words, at, *_rest) in zip(made, before, strict=True):
-        assert np.array_equal(drawn.get_state()[1], words) and drawn.get_state()[2] == at
+class _Drawn(np.random.RandomState):
+    """What MONAI's transforms draw on, with the numbers of a stream."""
+
+    def __init__(self, stream):
+        super().__init__()
+        self.stream = stream
+
+    def rand(self):
+        return self.stream.below(2**53) * 2.0**-53
+
+    def uniform(self, low, high):
+        return low + (high - low) * self.rand()
+
+    def randint(self, n):
+        return self.stream.below(n)
+
+
+@pytest.mark.slow
+def test_augmentations_are_those_of_monai_bit_for_bit():
+    known = pytest.importorskip("monai.transforms")
+    flips = [known.RandFlip(0.5, 0), known.RandFlip(0.5, 1), known.RandRotate90(0.5, max_k=3)]
+    gain = known.RandScaleIntensity(factors=0.4, prob=0.8, channel_wise=True)
+    offset = known.RandShiftIntensity(offsets=0.5, prob=0.8, channel_wise=True)
+    images = normalised(pixels_of(60, 8))
+    for name, theirs in (("flips", flips), ("stain", [*flips, gain, offset])):
+        stream, augment = CipherStream.seeded(3), augmentation(name, CipherStream.seeded(3))
+        for one in theirs:
+            one.set_random_state(state=_Drawn(stream))
+        for image in images:
+            wanted = image
+            for one in theirs:
+                wanted = one(wanted)
+            assert torch.equal(augment(image), torch.as_tensor(wanted))
 
 
 def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():

@@ -14,11 +14,12 @@ from wsi_fl.hospitals.trust.making import provision
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 
 
-@pytest.fixture
-def called(tmp_path):
-    """The port of a server with its kit on 127.0.0.1, and who got through to it."""
-    provision(tmp_path, federation="one", server="localhost:1", sites=["C1"])
-    startup, through = tmp_path / "server" / "startup", []
+@pytest.fixture(scope="module")
+def called(tmp_path_factory):
+    """The port of a server with its kit on 127.0.0.1, who got through to it, and the kit of a hospital."""
+    folder = tmp_path_factory.mktemp("called")
+    provision(folder, federation="one", server="localhost:1", sites=["C1"])
+    startup, through = folder / "server" / "startup", []
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=startup / "rootCA.pem")
     context.load_cert_chain(startup / "server.crt", startup / "server.key")
     listener = socket.create_server(("127.0.0.1", 0))
@@ -32,7 +33,7 @@ def called(tmp_path):
                         through.append(True)
 
     threading.Thread(target=serve, daemon=True).start()
-    yield listener.getsockname()[1], through
+    yield listener.getsockname()[1], through, folder / "C1"
     listener.close()
 
 
@@ -48,7 +49,7 @@ def by_flare(kit, host, port):
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_a_server_by_another_name_is_left(called, tmp_path, monkeypatch, checked):
+def test_a_server_by_another_name_is_left(called, monkeypatch, checked):
     from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
     from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
@@ -59,11 +60,11 @@ def test_a_server_by_another_name_is_left(called, tmp_path, monkeypatch, checked
     monkeypatch.setattr(aio_http_driver, "aiohttp", aio_http_driver.aiohttp)
     if checked:  # what is tested here is that FLARE itself looks at no name, and that it does then
         find_the_way()
-    port, through = called
+    port, through, kit = called
     for host, welcome in (("localhost", True), ("127.0.0.1", not checked)):
         through.clear()
         with pytest.raises(Exception) as ended:
-            by_flare(tmp_path / "C1", host, port)
+            by_flare(kit, host, port)
         assert bool(through) == welcome
         assert ("certificate is not valid for" in str(ended.value)) != welcome
 

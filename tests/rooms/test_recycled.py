@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from wsi_fl.system.bulk import ALIGNMENT
-from wsi_fl.system.memory import BufferPool
+from wsi_fl.system.bulk import ALIGNMENT, BufferPool
 
 MB = 1 << 20
 

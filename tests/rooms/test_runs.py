@@ -121,16 +121,7 @@ def test_round_cut_short_by_a_crash_is_forgotten_and_the_next_is_whole(site):
 
 def lines_of(run, site, rounds):
     for k in range(1, rounds + 1):
-        run.site(site).log_round(
-            {
-                "round": k,
-                "seconds": 1.0,
-                "takes_part": True,
-                "messages": 1,
-                "bytes": 1,
-                "communication_seconds": 0.0,
-            }
-        )
+        run.site(site).log_round(_line(k))
 
 
 def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):

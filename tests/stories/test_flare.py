@@ -12,7 +12,7 @@ from opened import opening
 from wsi_fl.hospitals.demo import free_port
 from wsi_fl.hospitals.trust.kit import LIST, Kit, look
 from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.trust.withdrawing import revoke, take_list
+from wsi_fl.hospitals.trust.root import revoke, take_list
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")

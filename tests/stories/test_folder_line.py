@@ -24,8 +24,7 @@ from test_relayed import NAMES, Federation, rounds_of, together
 from wsi_fl.federation.comm import PeerLate
 from wsi_fl.hospitals.lines.folder_line import FolderLine
 from wsi_fl.hospitals.lines.relayed import KnownToAll, RelayedComm
-from wsi_fl.hospitals.plans.code import code_digest
-from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
+from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, approve, code_digest
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.work import start as starting
@@ -35,7 +34,7 @@ from wsi_fl.stages.training.going_on import Asked, choose_run, which_run
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone
 from wsi_fl.types import WsiFlError
 
 TOPIC = "ab" * 32

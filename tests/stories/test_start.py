@@ -87,13 +87,14 @@ with Kit.open(Path(sys.argv[1])).alone():
 """
 
 
-@pytest.fixture
-def held(tmp_path):
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
     """A kit that another process has."""
-    provision(tmp_path, federation="one", server="localhost:1", sites=["C1"])
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "C1")], stdout=subprocess.PIPE)
+    folder = tmp_path_factory.mktemp("held")
+    provision(folder, federation="one", server="localhost:1", sites=["C1"])
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder / "C1")], stdout=subprocess.PIPE)
     assert holder.stdout.readline()
-    yield Kit.open(tmp_path / "C1")
+    yield Kit.open(folder / "C1")
     holder.kill()
     holder.wait()
     holder.stdout.close()

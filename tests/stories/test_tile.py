@@ -30,7 +30,7 @@ from wsi_fl.stages.work.job import share_of_cores
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import content_of
 from wsi_fl.study.folder import Study
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]

@@ -25,7 +25,7 @@ from wsi_fl.stages.site.account import guarantee_of
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.system.machine import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 study = larger
@@ -310,16 +310,6 @@ def test_two_jobs_on_one_run_are_refused(study):
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(WsiFlError, match="another job still works on this run; wait for it, or end it"):
             resume(study, path.name, backend="local")
-
-
-def test_a_resumed_run_keeps_its_configuration(study, wsi_fl):
-    done = wsi_fl("train", "--resume", "1", "--set", "train.rounds=9", cwd=study.root)
-    assert done.returncode == 2
-    assert (
-        done.stderr == "wsi-fl train: starting …\n"
-        "wsi-fl: error: a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and "
-        "--leave-site-out\n"
-    )
 
 
 def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):

@@ -7,10 +7,11 @@ from types import FunctionType
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from wsi_fl import __version__
-from wsi_fl.cli import answers, prepare, training
+from wsi_fl.cli import prepare, training
 from wsi_fl.cli.options import Json, announced, show
 from wsi_fl.plugins import Table
 
@@ -64,7 +65,7 @@ def _version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -72,8 +73,7 @@ def _root(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the study.")] = Path("wsi-fl-demo"),
-    as_json: Json = False,
+    out: Annotated[Path, Option(help="Folder for the study.")] = Path("wsi-fl-demo"), as_json: Json = False
 ) -> None:
     """Paint four hospitals' slides, tile, let them learn alone and together, and say who should join."""
     from wsi_fl.demo.run import demo, demo_lines
@@ -93,8 +93,7 @@ def doctor(as_json: Json = False) -> None:
 
 def config(
     key: Annotated[
-        str,
-        typer.Argument(metavar="[KEY]", help="A key, a section, or site for site files. Default: all keys."),
+        str, Argument(metavar="[KEY]", help="A key, a section, or site for site files. Default: all keys.")
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -104,54 +103,17 @@ def config(
     show({"keys": keys(key)}, as_json, keys_lines)
 
 
-_LONG = {
-    *(
-        demo,
-        prepare.tile,
-        prepare.mosaic,
-        prepare.features,
-        prepare.directions,
-        prepare.partition,
-        prepare.pack,
-    ),
-    *(
-        training.release,
-        training.train,
-        training.bench,
-        answers.export,
-        answers.evaluate,
-        answers.predict,
-        answers.compare,
-    ),
-    *(answers.clinical, answers.audit, answers.report, prepare.check, prepare.encoders, doctor),
-}
-"""Commands that read, train or import for longer than a second."""
+_QUICK = (prepare.init, training.plan_size, training.privacy, config)
+"""Commands that begin at once; all others read, train or import for longer than a second."""
 
-for command in (
-    *(
-        demo,
-        doctor,
-        prepare.init,
-        prepare.tile,
-        prepare.mosaic,
-        prepare.features,
-        prepare.directions,
-        prepare.check,
-        prepare.encoders,
-    ),
-    *(
-        answers.export,
-        prepare.pack,
-        prepare.partition,
-        training.release,
-        training.train,
-        answers.evaluate,
-        answers.predict,
-    ),
-    *(answers.compare, answers.clinical, answers.audit, answers.report),
-    *(answers.plan_size, training.privacy, training.bench, config),
-):
+_COMMANDS: list[Any] = [demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features]
+_COMMANDS += [prepare.directions, prepare.check, prepare.encoders, training.export, prepare.pack]
+_COMMANDS += [prepare.partition, training.release, training.train, training.evaluate, training.predict]
+_COMMANDS += [training.compare, training.clinical, training.audit, training.report, training.plan_size]
+_COMMANDS += [training.privacy, training.bench, config]
+
+for command in _COMMANDS:  # in the order of --help
     described = training.Described if command is training.train else None
-    app.command(cls=described)(announced(command) if command in _LONG else command)  # in the order of --help
+    app.command(cls=described)(command if command in _QUICK else announced(command))
 app.command("import")(announced(prepare.import_features, "import"))
 app.command(hidden=True)(training.rank)

@@ -9,28 +9,26 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-import typer
+from typer import Argument, Option
 
-from wsi_fl.system.ranks import is_first, launched_ranks
+from wsi_fl.system.machine import is_first, launched_ranks
 from wsi_fl.types import UsageError, WsiFlError, printable
 
 if TYPE_CHECKING:
     from wsi_fl.stages.work.console import Lines
     from wsi_fl.study.folder import Study
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Pipeline = Annotated[
-    str | None, typer.Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
+    str | None, Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. train.rounds=5. Repeatable."
-    ),
+    Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. train.rounds=5. Repeatable."),
 ]
 PredictionOverrides = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="KEY=VALUE",
         help="predict.with (auto, private, proxy, mean, alone or stack), or where weights lie now "
@@ -38,14 +36,13 @@ PredictionOverrides = Annotated[
     ),
 ]
 Gpus = Annotated[
-    str | None,
-    typer.Option(metavar="0,1,…", help="GPUs to work on, a process for each. Default: the first one."),
+    str | None, Option(metavar="0,1,…", help="GPUs to work on, a process for each. Default: the first one.")
 ]
 SiteGpus = Annotated[
     str | None,
-    typer.Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all."),
+    Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all."),
 ]
-Run = Annotated[str, typer.Argument(help="A run: its folder, name or number.")]
+Run = Annotated[str, Argument(help="A run: its folder, name or number.")]
 
 
 def find_study() -> Study:
@@ -66,6 +63,18 @@ def show(document: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any
         render(lines(document))
 
 
+def show_work(
+    title: str, work: Callable[..., dict[str, Any]], as_json: bool, lines: Callable[[dict[str, Any]], Lines]
+) -> dict[str, Any]:
+    """Do the work of a command, which is given bars as its `watcher`, print its answer, and return that."""
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars(title) as bars:
+        document = work(watcher=bars)
+    show(document, as_json, lines)
+    return document
+
+
 def _spelled(line: str) -> str:
     """A line of JSON that means the same, and in which what a terminal would not show as it is stands as an escape."""
     if line.isprintable():
@@ -73,10 +82,10 @@ def _spelled(line: str) -> str:
     return "".join(one if printable(one) == one else json.dumps(one)[1:-1] for one in line)
 
 
-C = TypeVar("C", bound=Callable[..., None])
+_C = TypeVar("_C", bound=Callable[..., None])
 
 
-def announced(command: C, name: str = "") -> C:
+def announced(command: _C, name: str = "") -> _C:
     """Return the command, which first says on stderr that it starts, since what it imports takes seconds.
 
     Ctrl-C that knows how the work goes on is told in its own words.
@@ -93,18 +102,13 @@ def announced(command: C, name: str = "") -> C:
                 raise
             raise WsiFlError(str(stopped)) from None
 
-    return cast(C, told)
+    return cast(_C, told)
 
 
 def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
-    """Take these GPUs, and where they are several, begin the command again with a rank on each.
+    """Take these GPUs, "0,1", and where they are several, begin the command again with a rank on each.
 
-    Args:
-        gpus: their numbers, "0,1"; None changes nothing.
-        ranks: whether the command shares its work among ranks. `train` starts its own.
-
-    Raises:
-        UsageError: when these are no numbers of GPUs of this machine.
+    Without `ranks` they are only taken: `train` starts its own.
     """
     if gpus is None:
         return

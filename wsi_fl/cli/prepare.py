@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, find_study, one_or_all, show, take_gpus
+from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, find_study, one_or_all, show, show_work, take_gpus
 from wsi_fl.types import UsageError
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The study to make.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="The study to make.")],
     archive: Annotated[
-        Path | None, typer.Option("--from", help="Archive of slides to write site files for.")
+        Path | None, Option("--from", help="Archive of slides to write site files for.")
     ] = None,
     sites: Annotated[
         list[str] | None,
-        typer.Option(
-            "--site", metavar="NAME", help="A site without an archive, such as of features. Repeatable."
-        ),
+        Option("--site", metavar="NAME", help="A site without an archive, such as of features. Repeatable."),
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="camelyon17, camelyon16, tcga or generic. Default: recognised.")
+        str | None, Option(help="camelyon17, camelyon16, tcga or generic. Default: recognised.")
     ] = None,
     real: Annotated[
-        bool, typer.Option("--real", help="The sites are real hospitals: nobody reads their patches.")
+        bool, Option("--real", help="The sites are real hospitals: nobody reads their patches.")
     ] = False,
     pipeline: Annotated[
         str | None,
-        typer.Option(help="Shipped pipeline of the study. Default: tcga_subtypes for tcga, or camelyon17."),
+        Option(help="Shipped pipeline of the study. Default: tcga_subtypes for tcga, or camelyon17."),
     ] = None,
     group_by: Annotated[
-        str | None, typer.Option(help="TCGA: a site is an institution (default) or a source site, tss.")
+        str | None, Option(help="TCGA: a site is an institution (default) or a source site, tss.")
     ] = None,
     clinical: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TCGA: diagnoses. Default: its clinical*.tsv.")
+        Path | None, Option(metavar="FILE", help="TCGA: diagnoses. Default: its clinical*.tsv.")
     ] = None,
     codes: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="TCGA: all source sites. Default: its tissueSourceSite*.tsv, if any."
-        ),
+        Option(metavar="FILE", help="TCGA: all source sites. Default: its tissueSourceSite*.tsv, if any."),
     ] = None,
     columns: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--column",
             metavar="KEY=NAME",
             help="TCGA: what patient, diagnosis, tumor_type or project is called in --clinical. Repeatable.",
@@ -65,10 +63,10 @@ def init(
 
 
 def tile(
-    site: Annotated[str | None, typer.Option(help="The site to tile.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Tile every site of the pipeline.")] = False,
+    site: Annotated[str | None, Option(help="The site to tile.")] = None,
+    every: Annotated[bool, Option("--all", help="Tile every site of the pipeline.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what it would take, from a few slides of each site.")
+        bool, Option("--dry-run", help="Say what it would take, from a few slides of each site.")
     ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
@@ -82,25 +80,20 @@ def tile(
     start_ahead()
     from wsi_fl.stages.prepare.tables import tile_lines
     from wsi_fl.stages.prepare.tile import tile
-    from wsi_fl.stages.work.console import Bars
 
     if dry_run:
         from wsi_fl.stages.prepare.tile import estimate, estimate_lines
 
-        with Bars("tile") as bars:
-            document = estimate(
-                study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars
-            )
-        show(document, as_json, estimate_lines)
+        work = partial(estimate, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
+        show_work("tile", work, as_json, estimate_lines)
         return
-    with Bars("tile") as bars:
-        document = tile(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    show(document, as_json, tile_lines)
+    work = partial(tile, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
+    show_work("tile", work, as_json, tile_lines)
 
 
 def mosaic(
-    site: Annotated[str | None, typer.Option(help="The site whose slides to take.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    site: Annotated[str | None, Option(help="The site whose slides to take.")] = None,
+    every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     gpus: Gpus = None,
@@ -112,16 +105,14 @@ def mosaic(
     take_gpus(gpus)
     from wsi_fl.stages.prepare.bags import mosaic
     from wsi_fl.stages.prepare.tables import mosaic_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("mosaic") as bars:
-        document = mosaic(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    show(document, as_json, mosaic_lines)
+    work = partial(mosaic, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
+    show_work("mosaic", work, as_json, mosaic_lines)
 
 
 def features(
-    site: Annotated[str | None, typer.Option(help="The site whose patches to take.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    site: Annotated[str | None, Option(help="The site whose patches to take.")] = None,
+    every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     gpus: Gpus = None,
@@ -132,37 +123,35 @@ def features(
     study = find_study()
     take_gpus(gpus)
     from wsi_fl.stages.prepare.bags import features, features_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("features") as bars:
-        document = features(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    show(document, as_json, features_lines)
+    work = partial(features, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
+    show_work("features", work, as_json, features_lines)
 
 
 def directions(
     sources: Annotated[
         list[Path],
-        typer.Option(
+        Option(
             "--from",
             metavar="PATH",
             help="A slide, a picture or a feature store of public tissue, or a folder of such. Repeatable.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("directions.safetensors"),
+    out: Annotated[Path, Option(help="The file to write.")] = Path("directions.safetensors"),
     n: Annotated[
         int | None,
-        typer.Option("--directions", min=2, max=1024, help="How many. Default: 32, or what --rows asks for."),
+        Option("--directions", min=2, max=1024, help="How many. Default: 32, or what --rows asks for."),
     ] = None,
     rows: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows of all hospitals together, about: as many directions as suit these."),
+        Option(min=1, help="Rows of all hospitals together, about: as many directions as suit these."),
     ] = None,
-    hospitals: Annotated[int, typer.Option(min=1, help="With --rows: how many hospitals write.")] = 4,
-    epsilon: Annotated[float, typer.Option(min=1e-3, max=1e3, help="With --rows: ε of a letter.")] = 1.0,
+    hospitals: Annotated[int, Option(min=1, help="With --rows: how many hospitals write.")] = 4,
+    epsilon: Annotated[float, Option(min=1e-3, max=1e3, help="With --rows: ε of a letter.")] = 1.0,
     shared: Annotated[
-        bool, typer.Option("--shared", help="With --rows: hospitals share the noise (privacy.noise).")
+        bool, Option("--shared", help="With --rows: hospitals share the noise (privacy.noise).")
     ] = False,
-    mpp: Annotated[float | None, typer.Option(help="µm per pixel of pictures that do not say.")] = None,
+    mpp: Annotated[float | None, Option(help="µm per pixel of pictures that do not say.")] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
@@ -172,26 +161,24 @@ def directions(
     if n is not None and rows is not None:
         raise UsageError("--directions and --rows exclude each other")
     from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("directions") as bars:
-        document = directions(
-            study,
-            sources,
-            out=out,
-            pipeline_name=pipeline,
-            overrides=overrides or [],
-            n=n,
-            letters=None if rows is None else Letters(rows, hospitals, epsilon, shared),
-            mpp=mpp,
-            watcher=bars,
-        )
-    show(document, as_json, directions_lines)
+    work = partial(
+        directions,
+        study,
+        sources,
+        out=out,
+        pipeline_name=pipeline,
+        overrides=overrides or [],
+        n=n,
+        letters=None if rows is None else Letters(rows, hospitals, epsilon, shared),
+        mpp=mpp,
+    )
+    show_work("directions", work, as_json, directions_lines)
 
 
 def check(
-    site: Annotated[str | None, typer.Option(help="The site whose stores to read.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    site: Annotated[str | None, Option(help="The site whose stores to read.")] = None,
+    every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     as_json: Json = False,
 ) -> None:
@@ -199,11 +186,9 @@ def check(
     one_or_all("check", site, every)
     study = find_study()
     from wsi_fl.stages.prepare.check import check, check_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("check") as bars:
-        document = check(study, site=site, pipeline_name=pipeline, watcher=bars)
-    show(document, as_json, check_lines)
+    work = partial(check, study, site=site, pipeline_name=pipeline)
+    document = show_work("check", work, as_json, check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
 
@@ -222,29 +207,23 @@ def encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
 
 
 def import_features(
-    site: Annotated[str, typer.Option(help="The site whose feature store is written.")],
-    source: Annotated[Path, typer.Option("--from", metavar="DIR", help="Where the features are.")],
+    site: Annotated[str, Option(help="The site whose feature store is written.")],
+    source: Annotated[Path, Option("--from", metavar="DIR", help="Where the features are.")],
     labels: Annotated[
         Path,
-        typer.Option(
-            metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split."
-        ),
+        Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split."),
     ],
-    form: Annotated[str, typer.Option("--format", help="trident, clam, stamp or anndata.")],
-    encoder: Annotated[
-        str | None, typer.Option(help="What made the features, where the files do not say.")
-    ] = None,
+    form: Annotated[str, Option("--format", help="trident, clam, stamp or anndata.")],
+    encoder: Annotated[str | None, Option(help="What made the features, where the files do not say.")] = None,
     patch_px: Annotated[
-        int | None, typer.Option(min=1, help="Side of a patch in pixels, where the files do not say.")
+        int | None, Option(min=1, help="Side of a patch in pixels, where the files do not say.")
     ] = None,
     mpp: Annotated[
-        float | None, typer.Option(min=1e-3, help="µm per pixel of the patches, where the files do not say.")
+        float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files do not say.")
     ] = None,
     called: Annotated[
         str | None,
-        typer.Option(
-            "--as", metavar="NAME", help="The encoder's name from now on, whatever the files call it."
-        ),
+        Option("--as", metavar="NAME", help="The encoder's name from now on, whatever the files call it."),
     ] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
@@ -254,26 +233,24 @@ def import_features(
     study = find_study()
     from wsi_fl.stages.prepare.importing import ImportFacts, import_features
     from wsi_fl.stages.prepare.tables import mosaic_lines
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("import") as bars:
-        document = import_features(
-            study,
-            site=site,
-            form=form,
-            source=source,
-            labels=labels,
-            said=ImportFacts(encoder, patch_px, mpp, called),
-            pipeline_name=pipeline,
-            overrides=overrides or [],
-            watcher=bars,
-        )
-    show(document, as_json, mosaic_lines)
+    work = partial(
+        import_features,
+        study,
+        site=site,
+        form=form,
+        source=source,
+        labels=labels,
+        said=ImportFacts(encoder, patch_px, mpp, called),
+        pipeline_name=pipeline,
+        overrides=overrides or [],
+    )
+    show_work("import", work, as_json, mosaic_lines)
 
 
 def pack(
-    store: Annotated[Path, typer.Argument(help="A linked store, stores/<site>/patches.h5.")],
-    out: Annotated[Path, typer.Argument(help="The self-contained file to write.")],
+    store: Annotated[Path, Argument(help="A linked store, stores/<site>/patches.h5.")],
+    out: Annotated[Path, Argument(help="The self-contained file to write.")],
 ) -> None:
     """Copy a store with all its shards into one self-contained file."""
     if out.exists():
@@ -287,16 +264,14 @@ def pack(
 
 
 def partition(
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="npz, HDF5 or a folder of classes.")],
-    sites: Annotated[int, typer.Option(help="Number of sites.")],
-    per_site: Annotated[
-        int | None, typer.Option(help="Training images per site. Default: all there are.")
-    ] = None,
-    skew: Annotated[str, typer.Option(help="iid, major:0.8 or dirichlet:0.5.")] = "iid",
-    seed: Annotated[int, typer.Option(help="Of the division.")] = 0,
-    test_fraction: Annotated[float, typer.Option(help="Held out where the data bring no test set.")] = 0.2,
-    size_px: Annotated[int | None, typer.Option(help="Scale images to squares of this size.")] = None,
-    prefix: Annotated[str, typer.Option(help="Sites are called PREFIX1, PREFIX2, …")] = "S",
+    data: Annotated[Path, Argument(metavar="DATA", help="npz, HDF5 or a folder of classes.")],
+    sites: Annotated[int, Option(help="Number of sites.")],
+    per_site: Annotated[int | None, Option(help="Training images per site. Default: all there are.")] = None,
+    skew: Annotated[str, Option(help="iid, major:0.8 or dirichlet:0.5.")] = "iid",
+    seed: Annotated[int, Option(help="Of the division.")] = 0,
+    test_fraction: Annotated[float, Option(help="Held out where the data bring no test set.")] = 0.2,
+    size_px: Annotated[int | None, Option(help="Scale images to squares of this size.")] = None,
+    prefix: Annotated[str, Option(help="Sites are called PREFIX1, PREFIX2, …")] = "S",
     as_json: Json = False,
 ) -> None:
     """Divide an image data set among simulated sites."""

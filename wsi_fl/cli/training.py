@@ -1,24 +1,41 @@
-"""The commands that train, and that plan what training costs in ε."""
+"""The commands that train and plan what training costs in ε, and those that ask a trained run."""
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
-from wsi_fl.cli.options import Json, Pipeline, Set, SiteGpus, find_study, one_or_all, show, take_gpus
+from wsi_fl.cli.options import (
+    Gpus,
+    Json,
+    Pipeline,
+    PredictionOverrides,
+    Run,
+    Set,
+    SiteGpus,
+    find_study,
+    one_or_all,
+    show,
+    show_work,
+    take_gpus,
+)
 from wsi_fl.federation.methods import DEFAULT, METHODS, names_of
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.stages.work.console import Watcher
 
 
 def release(
-    site: Annotated[str | None, typer.Option(help="The site whose sums to release.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    site: Annotated[str | None, Option(help="The site whose sums to release.")] = None,
+    every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Take and release them once more, at the same cost again.")
+        bool, Option("--again", help="Take and release them once more, at the same cost again.")
     ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
@@ -43,46 +60,32 @@ class Described(TyperCommand):
 
 
 def train(
-    method: Annotated[
-        str,
-        typer.Option(
-            help="What is done; --help says it of each.",
-        ),
-    ] = DEFAULT,
+    method: Annotated[str, Option(help="What is done; --help says it of each.")] = DEFAULT,
     pipeline: Pipeline = None,
     overrides: Set = None,
-    backend: Annotated[
-        str, typer.Option(help="mpi: one rank per site. local: all sites in this process.")
-    ] = "mpi",
-    resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Continue a run after its last round.")
-    ] = None,
+    backend: Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")] = "mpi",
+    resume: Annotated[str | None, Option(metavar="RUN", help="Continue a run after its last round.")] = None,
     seeds: Annotated[
-        int | None,
-        typer.Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on."),
+        int | None, Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on.")
     ] = None,
     folds: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="A series of runs, each testing one of N folds of every site's patients."
-        ),
+        Option(metavar="N", help="A series of runs, each testing one of N folds of every site's patients."),
     ] = None,
     leave_site_out: Annotated[
-        bool,
-        typer.Option("--leave-site-out", help="A series of runs, each testing a site that takes no part."),
+        bool, Option("--leave-site-out", help="A series of runs, each testing a site that takes no part.")
     ] = False,
     without: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SITE", help="With --resume: go on without this site. Repeatable."),
+        list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
     ] = None,
     baselines: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--baselines", help="Beside mpcpa also own, all original, all generated and FedAvg, in a table."
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
+        bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
     ] = False,
     gpus: SiteGpus = None,
     as_json: Json = False,
@@ -108,9 +111,7 @@ def train(
         "pipeline_name": pipeline,
         "overrides": [*(overrides or []), *divided],
     }
-    from wsi_fl.stages.training import series
     from wsi_fl.stages.training import train as stage
-    from wsi_fl.stages.work.console import Bars
 
     if dry_run:
         from wsi_fl.stages.training import plan
@@ -123,21 +124,20 @@ def train(
     if row is not None:
         chosen.pop("method")
         measured = import_module(row.baselines)
-        with Bars("train") as bars:
-            table = measured.baselines(study, **chosen, backend=backend, watcher=bars)
-        show(table, as_json, measured.baselines_lines)
+        work = partial(measured.baselines, study, **chosen, backend=backend)
+        show_work("train", work, as_json, measured.baselines_lines)
         return
-    with Bars("train") as bars:
+
+    def trained(watcher: Watcher) -> dict[str, Any]:
+        how: dict[str, Any] = {"backend": backend, "watcher": watcher}
         if resume is not None:
-            summary = stage.resume(study, resume, without=without or (), backend=backend, watcher=bars)
-            summary = series.resume_series(study, resume, backend=backend, watcher=bars) or summary
-        elif several or series.is_series(study.pipeline(study.pipeline_name(pipeline), chosen["overrides"])):
-            summary = series.train_series(
-                study, seeds=seeds, leave_site_out=leave_site_out, **chosen, backend=backend, watcher=bars
-            )
-        else:
-            summary = stage.train(study, **chosen, backend=backend, watcher=bars)
-    show(summary, as_json, series.series_lines if "runs" in summary else stage.summary_lines)
+            summary = stage.resume(study, resume, without=without or (), **how)
+            return stage.resume_series(study, resume, **how) or summary
+        if several or stage.is_series(study.pipeline(study.pipeline_name(pipeline), chosen["overrides"])):
+            return stage.train_series(study, seeds=seeds, leave_site_out=leave_site_out, **chosen, **how)
+        return stage.train(study, **chosen, **how)
+
+    show_work("train", trained, as_json, stage.lines)
 
 
 def rank(run: Path) -> None:
@@ -148,24 +148,22 @@ def rank(run: Path) -> None:
 
 
 def privacy(
-    n: Annotated[int, typer.Option(min=1, max=10**9, help="Training rows (or patients) of the site.")],
+    n: Annotated[int, Option(min=1, max=10**9, help="Training rows (or patients) of the site.")],
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon."),
+        Option(min=1, help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon."),
     ] = None,
     epochs: Annotated[
         float,
-        typer.Option(
-            "--epochs", "--rounds", max=1e6, help="Passes over the data: rounds × epochs per round."
-        ),
+        Option("--epochs", "--rounds", max=1e6, help="Passes over the data: rounds × epochs per round."),
     ] = 30,
-    sigma: Annotated[float | None, typer.Option(min=0, max=1e6, help="Noise multiplier.")] = None,
+    sigma: Annotated[float | None, Option(min=0, max=1e6, help="Noise multiplier.")] = None,
     target_epsilon: Annotated[
-        float | None, typer.Option(min=1e-6, max=1e6, help="Find batch size and σ that spend this ε best.")
+        float | None, Option(min=1e-6, max=1e6, help="Find batch size and σ that spend this ε best.")
     ] = None,
-    delta: Annotated[float, typer.Option(min=1e-300, max=1, help="δ.")] = 1e-5,
+    delta: Annotated[float, Option(min=1e-300, max=1, help="δ.")] = 1e-5,
     group: Annotated[
-        int | None, typer.Option(min=1, help="Rows of one patient: what ε per row is worth to that patient.")
+        int | None, Option(min=1, help="Rows of one patient: what ε per row is worth to that patient.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -187,55 +185,230 @@ def privacy(
 def bench(
     table: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="TABLE",
             help="Features with labels: .npz (x, y, patient), .csv, a store (.h5), or a folder of TRIDENT's.",
         ),
     ],
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="Results, a line for each seed and hospital.")
-    ] = Path("bench.csv"),
+    out: Annotated[Path, Option(metavar="FILE", help="Results, a line for each seed and hospital.")] = Path(
+        "bench.csv"
+    ),
     methods: Annotated[
-        str, typer.Option("--method", help="Names, with commas between.")
+        str, Option("--method", help="Names, with commas between.")
     ] = "oneshot,proxyfl,fedavg",
-    epsilon: Annotated[str, typer.Option(help="Of each hospital, at δ = 1e-5.")] = "1",
+    epsilon: Annotated[str, Option(help="Of each hospital, at δ = 1e-5.")] = "1",
     hospitals: Annotated[
-        str, typer.Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
+        str, Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
     ] = "4x150",
     skew: Annotated[
         str,
-        typer.Option(
-            help="alike, lacks (one has never seen a class), or shares of one class such as 0.9 and 1."
-        ),
+        Option(help="alike, lacks (one has never seen a class), or shares of one class such as 0.9 and 1."),
     ] = "alike,0.9",
-    unit: Annotated[str, typer.Option(help="What ε protects: row or patient.")] = "row",
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="How often hospitals are drawn.")] = 5,
+    unit: Annotated[str, Option(help="What ε protects: row or patient.")] = "row",
+    seeds: Annotated[int, Option(min=1, max=1000, help="How often hospitals are drawn.")] = 5,
     along: Annotated[
         Path | None,
-        typer.Option("--directions", metavar="FILE", help="Of public tissue, or a table of its features."),
+        Option("--directions", metavar="FILE", help="Of public tissue, or a table of its features."),
     ] = None,
     labels: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
+        Path | None, Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
+    jobs: Annotated[int, Option(min=1, max=256, help="Processes.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Measure methods on hospitals drawn from one table of features, beside each alone and all data pooled."""
     from wsi_fl.stages.bench import bench, bench_lines, cells_of, numbers_of
-    from wsi_fl.stages.work.console import Bars
 
-    with Bars("bench") as bars:
-        document = bench(
-            table,
-            out=out,
-            methods=methods.split(","),
-            epsilons=numbers_of(epsilon),
-            cells=cells_of(hospitals, skew),
-            unit=unit,
-            seeds=seeds,
-            along=along,
-            labels=labels,
-            jobs=jobs,
-            watcher=bars,
-        )
-    show(document, as_json, bench_lines)
+    work = partial(
+        bench,
+        table,
+        out=out,
+        methods=methods.split(","),
+        epsilons=numbers_of(epsilon),
+        cells=cells_of(hospitals, skew),
+        unit=unit,
+        seeds=seeds,
+        along=along,
+        labels=labels,
+        jobs=jobs,
+    )
+    show_work("bench", work, as_json, bench_lines)
+
+
+def evaluate(run: Run, overrides: PredictionOverrides = None, as_json: Json = False) -> None:
+    """Measure what answers for every site, on the merged multi-centric test set and on each site's part."""
+    study = find_study()
+    from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
+
+    work = partial(evaluate, study, run, overrides=overrides or [])
+    show_work("evaluate", work, as_json, evaluation_lines)
+
+
+def predict(
+    run: Run,
+    site: Annotated[str, Option(help="The site whose models predict.")],
+    slide: Annotated[list[Path], Option(help="A slide to predict. Repeatable.")],
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="Where to write. Default: RUN/predictions/SITE.")
+    ] = None,
+    tumor_type: Annotated[
+        str | None,
+        Option(help="What is known of the slides, for runs on mosaics. Default: what the store says."),
+    ] = None,
+    mpp: Annotated[
+        float | None, Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: what they say.")
+    ] = None,
+    overrides: PredictionOverrides = None,
+    gpus: Gpus = None,
+    as_json: Json = False,
+) -> None:
+    """Predict a new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""
+    study = find_study()
+    take_gpus(gpus)
+    from wsi_fl.stages.answers.predict import predict, predictions_lines
+
+    work = partial(
+        predict,
+        study,
+        run,
+        site=site,
+        slides=slide,
+        out=out,
+        tumor_type=tumor_type,
+        mpp=mpp,
+        overrides=overrides or [],
+    )
+    document = show_work("predict", work, as_json, predictions_lines)
+    if not document["slides"]:
+        raise WsiFlError("no slide could be predicted; see above")
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        Argument(
+            metavar="RUN...",
+            help="Folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*'); the first is the reference.",
+        ),
+    ],
+    baseline: Annotated[
+        bool, Option(help="Train the runs that are missing of every hospital alone without DP.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Set methods side by side: mean ± sd over sites and seeds, significance, communication."""
+    study = find_study()
+    from wsi_fl.stages.answers.compare import compare, compare_lines
+
+    work = partial(compare, study, runs, baseline=baseline)
+    show_work("compare", work, as_json, compare_lines)
+
+
+def clinical(
+    runs: Annotated[
+        list[str],
+        Argument(metavar="RUN...", help="A run: its folder, name or number; or the folds of one (1-5)."),
+    ],
+    prevalence: Annotated[
+        float | None,
+        Option(help="Share of cases at which predictive values are told too, as in your clinic: 0.05."),
+    ] = None,
+    by: Annotated[
+        str | None,
+        Option(
+            metavar="COLUMN", help="Group patients by part, tumor_type, or a column of the sites' own tables."
+        ),
+    ] = None,
+    least: Annotated[int, Option(min=1, help="Groups of fewer patients, cases or others are not told.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Say what a clinic asks of an evaluated run, by patient: sensitivity, predictive values, calibration, benefit."""
+    study = find_study()
+    from wsi_fl.stages.answers.clinical import clinical, clinical_lines
+
+    show(clinical(study, runs, prevalence=prevalence, by=by, least=least), as_json, clinical_lines)
+
+
+def plan_size(
+    prevalence: Annotated[float, Option(help="Share of cases among the patients: 0.1.")],
+    auroc: Annotated[float, Option(help="The AUROC that you expect.")] = 0.8,
+    width: Annotated[
+        float | None,
+        Option(help="Of the intervals of AUROC, sensitivity and specificity, end to end. Default: 0.1."),
+    ] = None,
+    sensitivity: Annotated[float | None, Option(help="That you expect.")] = None,
+    specificity: Annotated[float | None, Option(help="That you expect.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how many test patients a hospital needs for intervals of a given width (Riley et al., 2021)."""
+    from wsi_fl.stages.answers.clinical import plan_size, size_lines
+
+    document = plan_size(prevalence, auroc, width=width, sensitivity=sensitivity, specificity=specificity)
+    show(document, as_json, size_lines)
+
+
+def audit(run: Run, as_json: Json = False) -> None:
+    """Attack what a run trained: membership inference, and with canaries a lower bound on ε."""
+    study = find_study()
+    from wsi_fl.stages.answers.audit import audit, audit_lines
+
+    work = partial(audit, study, run)
+    show_work("audit", work, as_json, audit_lines)
+
+
+def report(
+    run: Run,
+    pictures: Annotated[
+        bool,
+        Option(
+            "--pictures",
+            help="Show patches, slides and generated images of real sites too; such a page must stay in the hospital.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write one self-contained HTML page with figures; of real sites' patients it shows pictures only when asked to."""
+    study = find_study()
+    from wsi_fl.stages.answers.report import report
+
+    path = report(study, run, pictures=pictures)
+    show({"report": study.relative(path)}, as_json, lambda _: [str(path)])
+
+
+def export(
+    site: Annotated[
+        str | None, Option(help="The site whose mosaics, or whose model. Of shared models any.")
+    ] = None,
+    form: Annotated[
+        str, Option("--format", help="Of mosaics clam, trident or stamp; of a model wsinfer or onnx.")
+    ] = "clam",
+    run: Annotated[str | None, Option(help="The run whose model to export. Without it, mosaics.")] = None,
+    model: Annotated[
+        str | None, Option(help="proxy, shared or private, as the run's method has them.")
+    ] = None,
+    private: Annotated[
+        bool, Option("--private", help="A private model may leave, which may have memorised patients.")
+    ] = False,
+    tensors: Annotated[
+        bool, Option("--pt", help="clam: write the .pt files too that its training reads.")
+    ] = False,
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="Where to write. Default: in the study, or the run.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a site's mosaics, or a trained model with its card, in the format of another tool."""
+    study = find_study()
+    if run is not None:
+        if model is None or tensors:
+            raise UsageError("export --run needs --model (proxy, shared or private), and no --pt")
+        from wsi_fl.stages.answers.export_model import export_model, export_model_lines
+
+        how = {"called": model, "form": form, "site": site, "private": private, "out": out}
+        show(export_model(study, run, **how), as_json, export_model_lines)  # type: ignore[arg-type]
+        return
+    if site is None or model is not None or private:
+        raise UsageError("export needs --site NAME for mosaics, or --run RUN with --model for a model")
+    from wsi_fl.stages.prepare.importing import export, export_lines
+
+    show(export(study, site=site, form=form, out=out, tensors=tensors), as_json, export_lines)

@@ -25,7 +25,7 @@ from wsi_fl.federation.message import (
     received,
     tag_of,
 )
-from wsi_fl.system.memory import BufferPool
+from wsi_fl.system.bulk import BufferPool
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
 T = TypeVar("T")

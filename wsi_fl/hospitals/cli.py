@@ -94,7 +94,7 @@ def join(
 ) -> None:
     """Put the certificate beside the key; the kit is complete then. Or let a kit take a list of withdrawn ones."""
     from wsi_fl.hospitals.trust.making import join, joined_lines
-    from wsi_fl.hospitals.trust.withdrawing import list_lines, take_list
+    from wsi_fl.hospitals.trust.root import list_lines, take_list
 
     if file.suffix == ".pem":
         show(take_list(file, kit), as_json, list_lines)
@@ -385,7 +385,7 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Withdraw the certificates of a hospital; the list of them is signed by the root, and everybody's kit takes it."""
-    from wsi_fl.hospitals.trust.withdrawing import list_lines, revoke
+    from wsi_fl.hospitals.trust.root import list_lines, revoke
 
     show(revoke(site, kit), as_json, list_lines)
 
@@ -401,7 +401,7 @@ def leave(
     as_json: Json = False,
 ) -> None:
     """Write down for your records what you released to whom, what of it stays with others, and what is left to do."""
-    from wsi_fl.hospitals.dossier.leaving import leave, leaving_lines
+    from wsi_fl.hospitals.dossier.page import leave, leaving_lines
     from wsi_fl.hospitals.trust.kit import Kit
 
     show(

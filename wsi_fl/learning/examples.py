@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wsi_fl.learning.tasks import CLASSES, Task
-from wsi_fl.system.memory import BufferPool
+from wsi_fl.system.bulk import BufferPool
 from wsi_fl.system.ordered import made_ahead
 
 if TYPE_CHECKING:

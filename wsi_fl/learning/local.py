@@ -20,7 +20,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import trained
 from wsi_fl.privacy.sums import NoisySums
-from wsi_fl.system.memory import Portion
+from wsi_fl.system.bulk import Portion
 
 Learners = Mapping[str, "Learner"]
 """The models of one site by role: "private", "proxy"."""

@@ -30,7 +30,7 @@ from wsi_fl.privacy.gradients import (
     trained,
 )
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.system.memory import Portion
+from wsi_fl.system.bulk import Portion
 from wsi_fl.types import UsageError, WsiFlError
 
 _CHUNK = 64

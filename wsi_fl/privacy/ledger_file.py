@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.system.files import append_line, ordinary, read_json, write_json
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone, append_line, ordinary, read_json, write_json
 from wsi_fl.types import WsiFlError
 
 Guarantee = Literal["guaranteed", "shared", "nominal", "none"]

@@ -1,18 +1,17 @@
-"""The section on attacks: who could tell what was trained on, and ε between its two bounds."""
+"""The section on attacks: who could tell what was trained on, what letters tell, and ε between its two bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from wsi_fl.privacy.tails import found
-from wsi_fl.report import exposed, words
+from wsi_fl.privacy.tails import found as found_at
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
-from wsi_fl.report.page import Json, Page
+from wsi_fl.report.words import DASH, Finding, Json, known, number
 
-MODELS = {
+_MODELS = {
     "private": "Private model",
     "proxy": "Proxy, as it left the site",
     "released": "Model, as it left the site",
@@ -20,16 +19,36 @@ MODELS = {
 }
 """What the models of an audit are called."""
 _FEWEST = 1e-4
+_FOUND = ("μ at most", "found at 1 %", "noise redrawn", "guarantee", "found at 0.1 %", "others unknown")
+_MOVED = ("site", "moves the sum by at most", "length with noise", "head without it", "answers without it")
 
 
-def section(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
+def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | None:
     """What the section shows; None for a run that was not audited."""
-    if page.audit is None:
+    if audit is None:
         return None
-    rows = [
+    rows = _rows(audit)
+    planted = [row for row in rows if row["canaries"]]
+    return {
+        "rows": rows,
+        "merged": any(row["merged"] for row in rows),
+        "rocs": _rocs(rows, colors),
+        "bounds": _bounds_chart(planted) if planted else None,
+        "confidence": audit["confidence"],
+        "tests": f"{audit['tested']} {audit['adjacency']}" if audit["tests"] else "",
+        "planted": max((row["canaries"]["n"] for row in planted), default=0),
+        "findings": list(findings(audit)),
+        "letters": tables(audit),
+        "tails": [_tail(site) for site in _with_tails(audit)],
+    }
+
+
+def _rows(audit: Json) -> list[dict[str, Any]]:
+    """One for each model that was attacked."""
+    return [
         {
             "site": site["site"],
-            "model": MODELS.get(model["model"], model["model"]),
+            "model": _MODELS.get(model["model"], model["model"]),
             "name": model["model"],
             "dp": model["dp"],
             "own": model["membership"]["own"],
@@ -37,66 +56,91 @@ def section(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
             "canaries": model["canaries"],
             "guarantee": site["guarantee"],
         }
-        for site in page.audit["sites"]
+        for site in audit["sites"]
         for model in site["models"]
     ]
-    planted = [row for row in rows if row["canaries"]]
-    return {
-        "rows": rows,
-        "merged": any(row["merged"] for row in rows),
-        "rocs": _rocs(rows, colors),
-        "bounds": bounds_chart(planted) if planted else None,
-        "confidence": page.audit["confidence"],
-        "tests": _tests(page.audit),
-        "planted": max((row["canaries"]["n"] for row in planted), default=0),
-        "findings": [finding for row in rows for finding in _findings(row)]
-        + [
-            words.Finding("bad" if bad else "unclear", f"{said}.")
-            for said, bad in exposed.findings(page.audit)
-        ],
-        "letters": exposed.tables(page.audit),
-        "tails": [_tail(site) for site in page.audit["sites"] if site.get("tail")],
-    }
 
 
 def _tail(site: Json) -> tuple[str, Chart]:
     """How many are found over the rate of false alarms, on average and of the most exposed, and at most."""
     tail = site["tail"]
-    attacker = "others" if tail["sigma"] else "population"
-    points = tail["attackers"][attacker]["curve"]
-    named = ((1, "all"), (2, "most exposed"))
-    curves = {name: [(point[0], point[k]) for point in points] for k, name in named}
+    points = tail["attackers"]["others" if tail["sigma"] else "population"]["curve"]
+    curves = {
+        name: [(point[0], point[k]) for point in points] for k, name in ((1, "all"), (2, "most exposed"))
+    }
     if tail["sigma"]:
-        limit = {"guarantee": [(point[0], float(found(1 / tail["sigma"], point[0]))) for point in points]}
+        limit = {"guarantee": [(point[0], float(found_at(1 / tail["sigma"], point[0]))) for point in points]}
         curves = limit | curves
     colors = {"all": INK, "most exposed": ACCENT, "guarantee": MUTED}
-    return f"Found in the letter of {site['site']}", roc_chart(curves, colors, f"Letter of {site['site']}")
+    return f"Found in the letter of {site['site']}", _roc_chart(curves, colors, f"Letter of {site['site']}")
 
 
-def _tests(audit: Json) -> str:
-    """How many models are tested at which level, and what ε is about; nothing where no ε was tested."""
-    if not audit["tests"]:
-        return ""
-    return f"{audit['tested']} {audit['adjacency']}"
-
-
-def _findings(row: Json) -> list[words.Finding]:
-    who = f"{row['model']} of {row['site']}"
-    found = []
-    if row["own"]["alarm"]:
-        found.append(
-            words.Finding(
-                "bad" if row["name"] != "private" else "unclear",
-                f"{who}: its losses tell who was in the training data (AUROC {words.number(row['own']['auroc'])}).",
+def findings(audit: Json) -> Iterator[Finding]:
+    """Yield what is alarming, of the models and of the letters; "bad" where a promise is broken or what left tells."""
+    for row in _rows(audit):
+        who, planted = f"{row['model']} of {row['site']}", row["canaries"]
+        if row["own"]["alarm"]:
+            tone = "bad" if row["name"] != "private" else "unclear"
+            auroc = number(row["own"]["auroc"])
+            yield Finding(tone, f"{who}: its losses tell who was in the training data (AUROC {auroc}).")
+        if planted and planted["broken"]:
+            least, most = (number(planted[key], 2) for key in ("epsilon_lower_corrected", "epsilon_upper"))
+            text = f"{who}: ε is at least {least}, though the {row['guarantee']} one is {most}."
+            yield Finding("bad", text)
+    for one in audit.get("influence") or ():
+        if one["refused"]:
+            yield Finding("bad", f"the letter of {one['site']} is refused: {one['refused']}.")
+    for site in _with_tails(audit):
+        name, tail = site["site"], site["tail"]
+        if tail["beyond"]:
+            who = ", ".join(tail["beyond"])
+            yield Finding("bad", f"{name}: more are found in its letter than is guaranteed: {who}.")
+        if not tail["sigma"]:
+            groups = tail["attackers"]["population"]["groups"]
+            everybody, most = (_percent(group["found"]["0.01"]["exact"]) for group in groups[:2])
+            text = (
+                f"{name}: whoever knows all other {tail['unit']}s finds each in its letter, which has no noise; "
+                f"whoever knows none finds {everybody}, of the most exposed {most}."
             )
-        )
-    if row["canaries"] and row["canaries"]["broken"]:
-        planted = row["canaries"]
-        corrected = planted["epsilon_lower_corrected"]
-        at_least, at_most = (words.number(value, 2) for value in (corrected, planted["epsilon_upper"]))
-        text = f"{who}: ε is at least {at_least}, though the {row['guarantee']} one is {at_most}."
-        found.append(words.Finding("bad", text))
-    return found
+            yield Finding("unclear", text)
+
+
+def tables(audit: Json) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
+    """Return title, headings and rows of the tables on letters of an audit's document; none for other methods."""
+    tails = [
+        [site["site"], group["group"], str(group["n"]), *_cells(site["tail"], group, other)]
+        for site in _with_tails(audit)
+        for group, other in zip(*(who["groups"] for who in site["tail"]["attackers"].values()), strict=True)
+    ]
+    moved = [
+        [
+            row["site"],
+            str(row["n"]),
+            number(row["length"], 1),
+            *map(_percent, (row["moved"], row["answers_changed"])),
+        ]
+        for row in audit.get("influence") or ()
+    ]
+    title = "Who is found in a letter, with so many false alarms"
+    found = [(title, ("site", "who", "n", *_FOUND), tails), ("What each letter changes", _MOVED, moved)]
+    return [one for one in found if one[2]]
+
+
+def _cells(tail: Json, group: Json, other: Json) -> list[str]:
+    often, rare = (group["found"][rate] for rate in ("0.01", "0.001"))
+    low, high = often.get("interval", (None, None))
+    shares = ((tail["guaranteed"] or {}).get("0.01"), rare["exact"], other["found"]["0.01"]["exact"])
+    most = number(group["most"], 2) if known(group["most"]) else "∞"
+    drawn = f"{100 * low:.1f}–{_percent(high)}" if known(low) else DASH
+    return [most, _percent(often["exact"]), drawn, *map(_percent, shares)]
+
+
+def _percent(share: Any) -> str:
+    return f"{100 * share:.1f} %" if known(share) else DASH
+
+
+def _with_tails(audit: Json) -> list[Json]:
+    return [site for site in audit["sites"] if site.get("tail")]
 
 
 def _rocs(rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
@@ -105,11 +149,13 @@ def _rocs(rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Ch
     for name in dict.fromkeys(row["name"] for row in rows):
         curves = {row["site"]: row["own"]["roc"] for row in rows if row["name"] == name and row["own"]["roc"]}
         if curves:
-            charts.append((MODELS.get(name, name), roc_chart(curves, colors, f"Membership, {name}")))
+            charts.append((_MODELS.get(name, name), _roc_chart(curves, colors, f"Membership, {name}")))
     return charts
 
 
-def roc_chart(curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[str, str], what: str) -> Chart:
+def _roc_chart(
+    curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[str, str], what: str
+) -> Chart:
     """True against false positive rates, both on log axes; on the dashed line an attack knows nothing."""
     least = max(_FEWEST, min(point[0] for points in curves.values() for point in points))
     with new_figure(width_in=3.3, height_in=3.0, left_in=0.65) as (figure, axes):
@@ -122,16 +168,15 @@ def roc_chart(curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[s
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
             axis.set_minor_locator(NullLocator())
-        svg = to_svg(figure, what)
-    ends = "; ".join(f"{site}: {words.number(_nearest(points, 0.1))}" for site, points in curves.items())
-    return Chart(svg, f"{what}: true positive rate at a false positive rate of about 0.1. {ends}.")
+        nearest = {
+            site: min(points, key=lambda point: abs(point[0] - 0.1)) for site, points in curves.items()
+        }
+        ends = "; ".join(f"{site}: {number(point[1])}" for site, point in nearest.items())
+        alt = f"{what}: true positive rate at a false positive rate of about 0.1. {ends}."
+        return Chart(to_svg(figure, what), alt)
 
 
-def _nearest(points: Sequence[Sequence[float]], rate: float) -> float:
-    return min(points, key=lambda point: abs(point[0] - rate))[1]
-
-
-def bounds_chart(rows: Sequence[Json]) -> Chart:
+def _bounds_chart(rows: Sequence[Json]) -> Chart:
     """ε of every model with canaries: from what the audit shows at least to what the ledger says at most."""
     labels = [f"{row['site']}, {row['name']}" for row in rows]
     left_in = min(1.9, 0.2 + 0.075 * max(len(shortened(label)) for label in labels))
@@ -147,10 +192,9 @@ def bounds_chart(rows: Sequence[Json]) -> Chart:
         axes.set_xlim(left=-0.05 * max(1.0, axes.get_xlim()[1]))
         axes.set_xlabel("ε")
         axes.grid(axis="y", visible=False)
-        svg = to_svg(figure, "Bounds on epsilon")
-    said = "; ".join(
-        f"{label} at least {words.number(row['canaries']['epsilon_lower'], 2)}, at most "
-        f"{words.number(row['canaries']['epsilon_upper'], 2)}"
-        for label, row in zip(labels, rows, strict=True)
-    )
-    return Chart(svg, f"Bounds on ε: {said}.")
+        said = "; ".join(
+            f"{label} at least {number(row['canaries']['epsilon_lower'], 2)}, at most "
+            f"{number(row['canaries']['epsilon_upper'], 2)}"
+            for label, row in zip(labels, rows, strict=True)
+        )
+        return Chart(to_svg(figure, "Bounds on epsilon"), f"Bounds on ε: {said}.")

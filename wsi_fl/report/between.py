@@ -11,10 +11,9 @@ from typing import Any
 from wsi_fl.learning.counts import Scores, confusion_of, results
 from wsi_fl.report import figures, words
 from wsi_fl.report.fill import fill
-from wsi_fl.report.page import Json
-from wsi_fl.report.words import SCORES, known, number
+from wsi_fl.report.words import SCORES, Json, known, number
 
-METRICS = {name: SCORES[name] for name in ("accuracy", "macro_accuracy", "auroc")}
+_METRICS = ("accuracy", "macro_accuracy", "auroc")
 
 
 def section(between: Json | None) -> dict[str, Any] | None:
@@ -30,39 +29,39 @@ def section(between: Json | None) -> dict[str, Any] | None:
     if not between or not between["models"]:
         return None
     hospitals, models = between["hospitals"], between["models"]
-    tables = [table for metric in METRICS if (table := _table(hospitals, models, metric))]
     sizes = {name: max(one["hospitals"][name]["n"] for one in models.values()) for name in hospitals}
-    alone = len(models) == 1
     return {
         "hospitals": hospitals,
         "sizes": sizes,
         "n": sum(sizes.values()),
-        "one": next(iter(models)) if alone else None,
-        "tables": tables,
+        "one": next(iter(models)) if len(models) == 1 else None,
+        "tables": [table for metric in _METRICS if (table := _table(hospitals, models, metric))],
         "verdict": _verdict(models, between.get("constant")),
     }
 
 
 def _table(hospitals: list[str], models: Mapping[str, Json], metric: str) -> dict[str, Any] | None:
+    """Each cell is a score, and how far the exact one may lie from it (`within`), None where it is exact."""
+
+    def cell(scores: Json) -> dict[str, Any]:
+        return {
+            "value": scores[metric],
+            "within": scores.get("auroc_within") if metric == "auroc" else None,
+        }
+
     rows: list[dict[str, Any]] = [
         {
             "model": name,
-            "cells": [_cell(one["hospitals"][hospital], metric) for hospital in hospitals],
+            "cells": [cell(one["hospitals"][hospital]) for hospital in hospitals],
             "own": hospitals.index(name) if name in hospitals else None,
-            "merged": _cell(one["merged"], metric),
+            "merged": cell(one["merged"]),
         }
         for name, one in models.items()
     ]
     values = [c["value"] for row in rows for c in [*row["cells"], row["merged"]] if known(c["value"])]
     if not values:
         return None
-    return {"title": METRICS[metric], "rows": rows, "low": min(values), "high": max(values)}
-
-
-def _cell(scores: Json, metric: str) -> dict[str, Any]:
-    """Return a score, and how far the exact one may lie from it; None where it is exact."""
-    within = scores.get("auroc_within") if metric == "auroc" else None
-    return {"value": scores[metric], "within": within}
+    return {"title": SCORES[metric], "rows": rows, "low": min(values), "high": max(values)}
 
 
 def _verdict(models: Mapping[str, Json], constant: Json | None) -> str:
@@ -94,15 +93,11 @@ def render_coordinator(summary: Json, scores: Scores | None) -> str:
         summary: of the run, as `train --json` prints it.
         scores: the counts that the hospitals let go (`scores.json`); None where there are none.
     """
-    return fill("coordinator", _context(summary, scores))
-
-
-def _context(summary: Json, scores: Scores | None) -> dict[str, Any]:
     sites = list(summary["sites"])
     names = [row["site"] for row in sites]
-    spent = [row for row in sites if words.known(row.get("epsilon"))]
+    spent = [row for row in sites if known(row.get("epsilon"))]
     many = len(names) > figures.N_COLORS
-    return {
+    context = {
         "summary": summary,
         "method": words.method_name(summary["method"]),
         "does": words.method_does(summary["method"]),
@@ -112,12 +107,14 @@ def _context(summary: Json, scores: Scores | None) -> dict[str, Any]:
         "rounds": max((row["rounds"] for row in sites), default=0),
         "epsilon": words.span([row["epsilon"] for row in spent]) if spent else None,
         "without": [row["site"] for row in sites if row not in spent],
-        "between": section(results(scores)) if scores else None,
-        "confusions": _confusions(scores) if scores else [],
-        "classes": scores["classes"] if scores else [],
+        "between": None,
     }
-
-
-def _confusions(scores: Scores) -> list[tuple[str, list[list[int]]]]:
-    """Return the confusion matrix of each model over all hospitals that told counts, [true][predicted]."""
-    return [(model, confusion_of(list(scores["counts"][model].values()))) for model in scores["models"]]
+    if scores:
+        counts = scores["counts"]  # of each model over all hospitals, confusions [true][predicted]
+        confusions = [(model, confusion_of(list(counts[model].values()))) for model in scores["models"]]
+        context |= {
+            "between": section(results(scores)),
+            "classes": scores["classes"],
+            "confusions": confusions,
+        }
+    return fill("coordinator", context)

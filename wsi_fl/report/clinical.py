@@ -7,9 +7,7 @@ from typing import Any
 
 from wsi_fl.report import words
 from wsi_fl.report.figures import INK, MUTED, Chart, new_figure, to_svg
-from wsi_fl.report.words import number
-
-Json = Mapping[str, Any]
+from wsi_fl.report.words import Json, number
 
 
 def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | None:
@@ -22,9 +20,10 @@ def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] 
         "groups": [one for one in groups if one["told"]],
         "not_told": sum(not one["told"] for one in groups),
         "findings": findings(document),
-        "curves": curves(document, colors),
+        "curves": _curves(document, colors),
         "least": document["least"],
         "by": document["by"],
+        "told_by_name": any(one["told"] and one["group"] != "unknown" for one in groups),
         "share": f"{words.percent(document['prevalence'])} of patients"
         if document["prevalence"]
         else "as many as among these patients",
@@ -37,35 +36,29 @@ def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] 
 def cells(document: Json) -> list[dict[str, str]]:
     """A row per site and class, each value with its interval.
 
-    >>> interval({"value": 0.9, "low": 0.72, "high": 0.97, "n": 20}), interval(None)
+    >>> _interval({"value": 0.9, "low": 0.72, "high": 0.97, "n": 20}), _interval(None)
     ('0.90 (0.72–0.97)', '–')
     """
     prevalence = document["prevalence"]
     rows = []
     for site in document["sites"]:
         for name, one in site["classes"].items():
-            row = {"site": site["site"], "class": name, "patients": str(one["n"]), "cases": str(one["cases"])}
-            row |= {
-                "case from": number(site["point"], 2),
-                "sensitivity": interval(one["sensitivity"]),
-                "specificity": interval(one["specificity"]),
-                "PPV": interval(one["ppv"]),
-                "NPV": interval(one["npv"]),
+            at, share = one.get("at_prevalence") or {}, words.percent(prevalence)
+            predictive = {f"{which.upper()} at {share}": _interval(at.get(which)) for which in ("ppv", "npv")}
+            calibration = {
+                part: _interval((one["calibration"] or {}).get(part)) for part in ("slope", "intercept")
             }
-            if prevalence is not None:
-                at, share = one.get("at_prevalence") or {}, words.percent(prevalence)
-                row |= {
-                    f"PPV at {share}": interval(at.get("ppv")),
-                    f"NPV at {share}": interval(at.get("npv")),
-                }
-            holds = one["calibration"] or {}
-            row |= {"AUROC": interval(one["auroc"]), "AUPRC": number(one["auprc"], 2)}
-            row |= {part: interval(holds.get(part)) for part in ("slope", "intercept")}
-            rows.append(row)
+            row = {"site": site["site"], "class": name, "patients": str(one["n"]), "cases": str(one["cases"])}
+            row |= {"case from": number(site["point"], 2)}
+            row |= {which: _interval(one[which]) for which in ("sensitivity", "specificity")}
+            row |= {which.upper(): _interval(one[which]) for which in ("ppv", "npv")}
+            row |= {} if prevalence is None else predictive
+            row |= {"AUROC": _interval(one["auroc"]), "AUPRC": number(one["auprc"], 2)}
+            rows.append(row | calibration)
     return rows
 
 
-def interval(value: Json | None) -> str:
+def _interval(value: Json | None) -> str:
     """A value and its 95 % interval."""
     if not value:
         return words.DASH
@@ -78,7 +71,7 @@ def _groups(document: Json) -> list[dict[str, Any]]:
             "site": site["site"],
             "class": name,
             "group": group or "unknown",
-            "told": told and {k: interval(v) if isinstance(v, Mapping) else v for k, v in told.items()},
+            "told": told and {k: _interval(v) if isinstance(v, Mapping) else v for k, v in told.items()},
         }
         for site in document["sites"]
         for name, one in site["classes"].items()
@@ -88,17 +81,13 @@ def _groups(document: Json) -> list[dict[str, Any]]:
 
 def findings(document: Json) -> list[str]:
     """What the numbers say, in sentences; of one class of each site."""
-    found = []
+    found, few = [], set()
     for site in document["sites"]:
         for name, one in site["classes"].items():
             whose = f"{site['site']}, {name}"
             found += [f"{whose}: {said}." for said in (_calibrated(one), _over_alone(one)) if said]
-    few = {
-        f"{one['cases']} {name}"
-        for site in document["sites"]
-        for name, one in site["classes"].items()
-        if one["cases"] < document["least"]
-    }
+            if one["cases"] < document["least"]:
+                few.add(f"{one['cases']} {name}")
     if few:
         found.append(
             f"So few cases say little ({', '.join(sorted(few))}); `wsi-fl plan-size` says how many patients it takes."
@@ -108,13 +97,10 @@ def findings(document: Json) -> list[str]:
 
 def _calibrated(one: Json) -> str:
     slope = (one["calibration"] or {}).get("slope")
-    if not slope:
+    if not slope or not (slope["high"] < 1 or slope["low"] > 1):
         return ""
-    if slope["high"] < 1:
-        return f"probabilities are too extreme, the slope is {interval(slope)}"
-    if slope["low"] > 1:
-        return f"probabilities are not extreme enough, the slope is {interval(slope)}"
-    return ""
+    much = "too extreme" if slope["high"] < 1 else "not extreme enough"
+    return f"probabilities are {much}, the slope is {_interval(slope)}"
 
 
 def _over_alone(one: Json) -> str:
@@ -126,7 +112,7 @@ def _over_alone(one: Json) -> str:
     return f"AUROC is {abs(more['value']):.2f} {side} that of its lone model ({around})"
 
 
-def curves(document: Json, colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
+def _curves(document: Json, colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
     """A decision curve for every class, with a line per site, as far as acting on everybody does no great harm."""
     found = []
     thresholds = document["thresholds"]

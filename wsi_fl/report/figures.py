@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -24,15 +25,7 @@ INK, MUTED, LINE, PAPER, ACCENT = "#010101", "#010102", "#010103", "#010104", "#
 N_COLORS = 8
 """With more sites than this, single colours cannot be told apart: sites become faint, their mean stands out."""
 _SITES = tuple(f"#0202{i:02x}" for i in range(N_COLORS))
-_VARIABLES = {
-    INK: "var(--ink)",
-    MUTED: "var(--muted)",
-    LINE: "var(--line)",
-    PAPER: "var(--paper)",
-    ACCENT: "var(--accent)",
-    **{color: f"var(--s{i})" for i, color in enumerate(_SITES)},
-}
-STYLE: Any = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "wsi-fl",
     "text.parse_math": False,  # a site may be called $C_1$
@@ -55,6 +48,12 @@ STYLE: Any = {
     "lines.solid_capstyle": "round",
 }
 
+TOKENS = {
+    **{"ink": INK, "muted": MUTED, "line": LINE, "paper": PAPER},
+    **{f"s{k}": color for k, color in enumerate(_SITES)},
+}
+"""What stands for the page's colours, by the name of their variable."""
+
 Points = Sequence[tuple[float, float]]
 """(x, y) of a curve, in order of x."""
 
@@ -76,7 +75,21 @@ class Bar:
     sd: float | None
     dp: bool
     this: bool
-    sites: tuple[tuple[str, float], ...] = ()
+    sites: Sequence[tuple[str, float]] = ()
+
+
+def palette() -> dict[str, str]:
+    """The colours of the page's light theme by the name of their variable (``ink``, ``s0``, …)."""
+    css = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+    light = css[: css.index("@media")]
+    return {name: color for name, color in re.findall(r"--(\w+): (#\w+)", light) if name in TOKENS}
+
+
+def png_style() -> Any:
+    """Matplotlib's settings for a figure that looks like the page's charts, in real colours."""
+    real = {TOKENS[name]: color for name, color in palette().items()}
+    style = {key: real.get(value, value) for key, value in _STYLE.items() if isinstance(value, str)}
+    return {**_STYLE, **style, "figure.dpi": 160, "savefig.facecolor": palette()["paper"]}
 
 
 def site_color(position: int, n_sites: int) -> str:
@@ -84,15 +97,16 @@ def site_color(position: int, n_sites: int) -> str:
     return _SITES[position] if n_sites <= N_COLORS else _SITES[0]
 
 
-def mean_curve(series: Mapping[str, Points]) -> list[tuple[float, float]]:
-    """Mean over sites at every x where each site has a value.
+def band(curves_: Iterable[Points]) -> list[tuple[float, float, float]]:
+    """(x, mean, standard deviation) over curves at every x where each has a value.
 
-    >>> mean_curve({"a": [(1, 0.5), (2, 0.6)], "b": [(1, 0.7)]})
-    [(1, 0.6)]
+    >>> band([[(1, 0.5), (2, 0.6)], [(1, 0.75)]])
+    [(1, 0.625, 0.125)]
     """
-    columns = [dict(points) for points in series.values()]
+    columns = [dict(points) for points in curves_ if points]
     shared = sorted(set.intersection(*(set(c) for c in columns))) if columns else []
-    return [(x, float(np.mean([c[x] for c in columns]))) for x in shared]
+    values = {x: [column[x] for column in columns] for x in shared}
+    return [(x, float(np.mean(v)), float(np.std(v))) for x, v in values.items()]
 
 
 def curves(
@@ -105,9 +119,9 @@ def curves(
 ) -> Chart:
     """One line per site over rounds; their mean on top when there are at least two; a labelled dashed reference."""
     many = len(series) > N_COLORS
-    mean = mean_curve(series) if len(series) > 1 else []
+    mean = [(x, y) for x, y, _ in band(series.values())] if len(series) > 1 else []
     with new_figure() as (figure, axes):
-        lines(axes, series, colors, width=1.5)
+        _lines(axes, series, colors, width=1.5)
         if mean:
             axes.plot(*_columns(mean), color=INK, lw=2.4, **_marker(mean))
         if reference:
@@ -115,10 +129,8 @@ def curves(
         if ylim:
             axes.set_ylim(*ylim)
         round_axis(axes, series)
-        svg = to_svg(figure, what)
-    return Chart(
-        svg, f"{what} by round. " + _ends({**({} if many else series), **({"mean": mean} if mean else {})})
-    )
+        said = _ends({**({} if many else series), **({"mean": mean} if mean else {})})
+        return Chart(to_svg(figure, what), f"{what} by round. {said}")
 
 
 def budget_curves(
@@ -132,21 +144,16 @@ def budget_curves(
     near = {site: b for site, b in budgets.items() if b <= 4 * top}
     shared = len(set(budgets.values())) == 1 and len(budgets) == len(series)
     with new_figure() as (figure, axes):
-        lines(axes, series, colors)
+        _lines(axes, series, colors)
         for budget in sorted(set(near.values())):
             owners = [s for s, b in near.items() if b == budget]
             words = "budget" if shared or len(series) > N_COLORS else f"budget {', '.join(owners)}"
-            _dashed(
-                axes,
-                budget,
-                f"{words} {budget:g}",
-                colors[owners[0]] if len(owners) == 1 < len(series) else INK,
-            )
+            color = colors[owners[0]] if len(owners) == 1 < len(series) else INK
+            _dashed(axes, budget, f"{words} {budget:g}", color)
         axes.set_ylim(0, 1.12 * max([top, *near.values()]))
         round_axis(axes, series)
-        svg = to_svg(figure, what)
-    limits = "; ".join(f"budget of {site} {b:g}" for site, b in budgets.items()) or "no budget set"
-    return Chart(svg, f"{what} by round. {_ends(series)} {limits}.")
+        limits = "; ".join(f"budget of {site} {b:g}" for site, b in budgets.items()) or "no budget set"
+        return Chart(to_svg(figure, what), f"{what} by round. {_ends(series)} {limits}.")
 
 
 def comparison(rows: Sequence[Bar], what: str) -> Chart:
@@ -157,8 +164,7 @@ def comparison(rows: Sequence[Bar], what: str) -> Chart:
             color = ACCENT if row.this else MUTED
             if row.this:
                 axes.axhspan(y - 0.5, y + 0.5, color=ACCENT, alpha=0.09, lw=0)
-            spread = [row.sd or 0] * 2
-            mark(axes, row.mean, y, spread, color, fill=color if row.dp else PAPER)
+            mark(axes, row.mean, y, [row.sd or 0] * 2, color, fill=color if row.dp else PAPER)
             for site_color_, value in row.sites:
                 axes.plot(value, y + 0.3, ".", color=site_color_, ms=4, alpha=0.9)
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -166,9 +172,8 @@ def comparison(rows: Sequence[Bar], what: str) -> Chart:
         name_rows(axes, names, [ACCENT if row.this else INK for row in rows], [row.this for row in rows])
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.margins(x=0.08)
-        svg = to_svg(figure, what)
-    said = "; ".join(f"{r.label} {number(r.mean)}{f' ± {number(r.sd)}' if r.sd else ''}" for r in rows)
-    return Chart(svg, f"{what}, mean ± standard deviation over sites: {said}.")
+        said = "; ".join(f"{r.label} {number(r.mean)}{f' ± {number(r.sd)}' if r.sd else ''}" for r in rows)
+        return Chart(to_svg(figure, what), f"{what}, mean ± standard deviation over sites: {said}.")
 
 
 def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: str) -> Chart:
@@ -178,12 +183,12 @@ def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: s
     start = 0.5 if lowest >= 0.5 else 0.0
     with new_figure(width_in=4.4 if many else 3.3) as (figure, axes):
         axes.plot([start, 1], [start, 1], color=MUTED, lw=1, ls=(0, (4, 3)))
-        lines(axes, series, colors, marker="" if many else "o")
+        _lines(axes, series, colors, marker="" if many else "o")
         axes.set(xlim=(start, 1.01), ylim=(0, 1.03), xlabel="confidence", ylabel="accuracy")
         axes.set_xticks(np.linspace(start, 1, 6))
-        svg = to_svg(figure, what)
-    pairs = "; ".join(f"{number(x, 2)} → {number(y, 2)}" for p in list(series.values())[:1] for x, y in p)
-    return Chart(svg, f"{what}: confidence against accuracy. {'' if many else pairs}".strip())
+        pairs = "; ".join(f"{number(x, 2)} → {number(y, 2)}" for p in list(series.values())[:1] for x, y in p)
+        alt = f"{what}: confidence against accuracy. {'' if many else pairs}".strip()
+        return Chart(to_svg(figure, what), alt)
 
 
 def matrix(values: Sequence[Sequence[float | None]], limits: tuple[float, float], what: str) -> Chart:
@@ -195,13 +200,11 @@ def matrix(values: Sequence[Sequence[float | None]], limits: tuple[float, float]
         axes.grid(visible=False)
         bar = figure.colorbar(drawn, ax=axes, fraction=0.045)
         bar.outline.set_visible(False)
-        svg = to_svg(figure, what)
-    return Chart(
-        svg, f"{what}: {len(grid)} models by {grid.shape[1]} test parts, mean {number(np.nanmean(grid))}."
-    )
+        size, mean = f"{len(grid)} models by {grid.shape[1]} test parts", number(np.nanmean(grid))
+        return Chart(to_svg(figure, what), f"{what}: {size}, mean {mean}.")
 
 
-def lines(
+def _lines(
     axes: Axes, series: Mapping[str, Points], colors: Mapping[str, str], width: float = 1.8, marker: str = ""
 ) -> None:
     """Draw a line per site; faint ones where there are more sites than colours."""
@@ -243,7 +246,7 @@ def new_figure(
     width_in: float = 4.4, height_in: float = 2.5, left_in: float = 0.55, bottom_in: float = 0.45
 ) -> Iterator[tuple[Figure, Axes]]:
     """A figure with margins fixed in inches, so that plots in a row line up (and layout costs nothing)."""
-    with mpl.rc_context(STYLE), warnings.catch_warnings():
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
         # The browser's fonts draw the text; what matplotlib's own font lacks does not matter.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=(width_in, height_in))
@@ -260,9 +263,10 @@ def to_svg(figure: Figure, what: str) -> str:
     svg = re.sub(r"^.*?(?=<svg )", "", out.getvalue(), count=1, flags=re.DOTALL)
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" focusable="false">', svg, count=1)
-    svg = re.sub(r"font: (?:bold |\d+ )?([\d.]+)px [^;\"]*", _font, svg)
-    for color, variable in _VARIABLES.items():
-        svg = svg.replace(color, variable)
+    svg = re.sub(r"font: (?:bold|[6-9]00) ([\d.]+)px [^;\"]*", r"font-weight: 600; font-size: \1px", svg)
+    svg = re.sub(r"font: (?:\d+ )?([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    for name, color in {**TOKENS, "accent": ACCENT}.items():
+        svg = svg.replace(color, f"var(--{name})")
     used = set(re.findall(r"#([\w-]+)[\")]", svg))
     prefix = re.sub(r"\W+", "-", what.lower())
 
@@ -272,11 +276,6 @@ def to_svg(figure: Figure, what: str) -> str:
     svg = re.sub(r' id="([^"]*)"', rename, svg)
     svg = re.sub(r'(xlink:href="|url\()#', rf"\1#{prefix}-", svg)
     return re.sub(r">\s+<", "><", svg).strip()
-
-
-def _font(found: re.Match[str]) -> str:
-    weight = "font-weight: 600; " if re.match(r"font: (bold|[6-9]00) ", found[0]) else ""
-    return f"{weight}font-size: {found[1]}px"
 
 
 def _columns(points: Points) -> tuple[list[float], list[float]]:
@@ -289,22 +288,14 @@ def _marker(points: Points) -> dict[str, Any]:
 
 def _dashed(axes: Axes, y: float, words: str, color: str = MUTED) -> None:
     axes.axhline(y, color=color, lw=1.1, ls=(0, (4, 3)))
-    axes.annotate(
-        words,
-        (0.01, y),  # where curves that learn have not come yet
-        (0, 3),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="left",
-        va="bottom",
-        fontsize=8.5,
-        color=color,
-    )
+    corner = (0.01, y)  # where curves that learn have not come yet
+    how: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    axes.annotate(words, corner, (0, 3), ha="left", va="bottom", fontsize=8.5, color=color, **how)
 
 
 def round_axis(axes: Axes, series: Mapping[str, Points]) -> None:
-    last = max((x for points in series.values() for x, _ in points), default=1)
-    first = min((x for points in series.values() for x, _ in points), default=1)
+    every = [x for points in series.values() for x, _ in points] or [1]
+    first, last = min(every), max(every)
     pad = max(0.02 * (last - first), 0.3 if last == first else 0)
     axes.set_xlim(first - pad, last + pad)
     axes.set_xlabel("round", loc="right", labelpad=1)

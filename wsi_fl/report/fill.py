@@ -15,34 +15,8 @@ from wsi_fl.report import words
 from wsi_fl.types import printable
 
 _HERE = Path(__file__).parent
-
-
-def fill(kind: str, context: Mapping[str, Any], folder: Path = _HERE) -> str:
-    """Return a page that needs nothing beside it, of printable characters alone.
-
-    All pages share `layout.html.j2` and the tables, figures and tags of `parts.html.j2`. Numbers are shown by the
-    functions of `words`.
-
-    Args:
-        kind: name of the template that holds the page's sections: run, comparison, coordinator, or one of `folder`.
-        context: what the template shows.
-        folder: where a page of another room has its template.
-    """
-    template = _environment(folder).get_template(f"{kind}.html.j2")
-    return printable(re.sub(r"\n\s*\n+", "\n", template.render(context)))
-
-
-@cache
-def _environment(folder: Path) -> Environment:
-    """It keeps the templates that it has compiled."""
-    environment = Environment(
-        loader=FileSystemLoader([folder, _HERE]),
-        autoescape=True,
-        undefined=ChainableUndefined,  # a missing part of a document reads like None
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    shown = (
+_SHOWN = (
+    *(
         "number",
         "count",
         "signed",
@@ -53,9 +27,38 @@ def _environment(folder: Path) -> Environment:
         "scientific",
         "known",
         "percent",
-        "detected",
-        "singular",
+    ),
+    *("detected", "singular"),
+)
+"""Functions of `words` that templates know as filters."""
+
+
+def fill(kind: str, context: Mapping[str, Any], folder: Path = _HERE, form: str = "html") -> str:
+    """Return a page that needs nothing beside it, of printable characters alone.
+
+    All pages share `layout.html.j2` and the tables, figures and tags of `parts.html.j2`.
+
+    Args:
+        kind: name of the template that holds the page's sections: run, comparison, coordinator, or one of `folder`.
+        context: what the template shows.
+        folder: where a page of another room has its template.
+        form: "html", or "md" for Markdown.
+    """
+    text = _environment(folder, form).get_template(f"{kind}.{form}.j2").render(context)
+    return printable(re.sub(r"\n\s*\n+", "\n", text) if form == "html" else text)
+
+
+@cache
+def _environment(folder: Path, form: str) -> Environment:
+    """It keeps the templates that it has compiled."""
+    environment = Environment(
+        loader=FileSystemLoader([folder, _HERE]),
+        autoescape=form == "html",
+        undefined=ChainableUndefined,  # a missing part of a document reads like None
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters.update({name: getattr(words, name) for name in shown})
+    environment.filters.update({name: getattr(words, name) for name in _SHOWN})
     environment.filters["svg"] = lambda chart: Markup(chart.svg)
+    environment.tests["known"] = words.known
     return environment

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from wsi_fl.report import worth
-from wsi_fl.report.words import DASH, SCORES, SHORT, detected_of, interval, number, scientific
+from wsi_fl.report.fill import fill
+from wsi_fl.report.words import SCORES, SHORT, detected_of, number
 
 _WORTH = {
     "guaranteed": "a guarantee: it holds whatever others know",
@@ -44,98 +45,21 @@ def warning_of(card: Mapping[str, Any]) -> str:
 
 def rendered(card: Mapping[str, Any]) -> str:
     """Return the card as Markdown."""
-    model, inputs = card["model"], card["inputs"]
-    sections = [
-        f"# {card['name']}\n\n**{warning_of(card)}**",
-        _table(
-            "Model",
-            {
-                "architecture": model["architecture"],
-                "files": ", ".join(
-                    f"`{name}` (sha256 {digest[:16]}…)" for name, digest in card["files"].items()
-                ),
-                "input": model["input"],
-                "answers": model["answers"],
-                "output": _OUTPUT[model["task"]].format(", ".join(model["classes"])),
-                "checked": f"outputs of the file are the model's within {model['difference']:.1e}",
-            },
-        ),
-        _table(
-            "Data",
-            {
-                "sites": ", ".join(card["sites"]),
-                "an example is": f"one of the {card['examples']}",
-                "patch": f"{inputs['size_px']} px at {inputs['mpp']:g} µm per pixel"
-                if inputs["mpp"]
-                else f"{inputs['size_px']} px",
-                "encoder": inputs["encoder"] or "none",
-            },
-        ),
-        _metrics(card["metrics"]),
-        *([_worth(card["worth"])] if card["worth"] else []),
-        _privacy(card["privacy"]),
-        _table(
-            "Origin",
-            {
-                "run": f"{card['run']}, method {card['method']}",
-                "wsi-fl": card["version"],
-                "made": card["made"],
-            },
-        ),
-        "## Licence\n\nNone is chosen yet. Write one here before you share this model.",
-        "## Use\n\nFor research. It is no medical device, and it was tested on no patients but those above.",
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-def _table(title: str, rows: Mapping[str, Any]) -> str:
-    lines = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in rows.items()]
-    return "\n".join([f"## {title}", "", "| | |", "|---|---|", *lines])
-
-
-def _metrics(metrics: Mapping[str, Any] | None) -> str:
-    if metrics is None:
-        return (
-            "## Metrics\n\nNone leave with this model: the run was not evaluated, or the hospital does not allow its "
-            'scores to leave (`allow = ["scores"]`).'
-        )
-    lines = [
-        f"| {part['on']} | {part['n']} | "
-        + " | ".join(_cell(part, name) for name in metrics["scores"])
-        + " |"
-        for part in metrics["parts"]
-    ]
-    names = [SHORT.get(name, SCORES[name].lower()) for name in metrics["scores"]]
-    heading = [f"| tested on | n | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
-    known = any(part["intervals"] for part in metrics["parts"])
-    note = ["", "In brackets 95 % intervals, patients drawn anew."] if known else []
-    return "\n".join(["## Metrics", "", *heading, *lines, *note])
-
-
-def _worth(gain: Mapping[str, Any]) -> str:
-    reached = f"In the run joining reached {number(gain['joined']['mean'], 2)} in {gain['measure']}"
-    said = worth.finding(gain, reached, "a hospital alone without differential privacy")
-    return f"## Whether joining paid\n\n{said.text}"
-
-
-def _cell(part: Mapping[str, Any], name: str) -> str:
-    bounds = interval((part["intervals"] or {}).get(name))
-    return f"{number(part[name])} {bounds}".strip()
-
-
-def _privacy(privacy: Mapping[str, Any]) -> str:
-    rows: Sequence[str] = [
-        f"| {site['site']} | {number(site['epsilon'], 2)} | {scientific(site['delta'])} | {site['unit']} "
-        f"| {_WORTH[site['guarantee']]} | {number(site['epsilon_lower'], 2)} | {(site['ledger'] or DASH)[:16]} |"
-        for site in privacy["sites"]
-    ]
-    heading = [
-        "| site | ε | δ | protects one | worth | ε ≥ (audit) | ledger (sha256) |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    away = "This ε is of what travelled in the run, and does **not** cover this model."
-    said = [] if privacy["covered"] else [away, ""]
-    means = detected_of(privacy["sites"])
-    return "\n".join(
-        ["## Privacy", "", *said, *heading, *rows, *(["", f"What ε means: {means}."] if means else [])]
-    )
+    gain = card["worth"]
+    context = {
+        "card": card,
+        "warning": warning_of(card),
+        "output": _OUTPUT[card["model"]["task"]].format(", ".join(card["model"]["classes"])),
+        "guarantees": _WORTH,
+        "measures": {
+            name: SHORT.get(name, SCORES[name].lower()) for name in (card["metrics"] or {}).get("scores", ())
+        },
+        "detected": detected_of(card["privacy"]["sites"]),
+        "joining": gain
+        and worth.finding(
+            gain,
+            f"In the run joining reached {number(gain['joined']['mean'], 2)} in {gain['measure']}",
+            "a hospital alone without differential privacy",
+        ).text,
+    }
+    return fill("model_card", context, form="md") + "\n"

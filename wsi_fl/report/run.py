@@ -1,4 +1,4 @@
-"""The page of a run: its sections, and those on what there was to learn from, on test sets, and on single answers."""
+"""The page of a run: its sections, and those on data, test sets, single answers, and all sites' predictions as one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.learning.metrics import mean_and_sd
 from wsi_fl.learning.survival import kaplan_meier, logrank, risk
-from wsi_fl.report import aggregation, audit, between, clinical, figures, pictures, sections, tripod, words
-from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, to_svg
+from wsi_fl.report import audit, between, clinical, figures, pictures, sections, words
+from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, Bar, Chart, new_figure, to_svg
 from wsi_fl.report.fill import fill
-from wsi_fl.report.page import Json, Page
-from wsi_fl.report.words import number
+from wsi_fl.report.sections import Page
+from wsi_fl.report.words import Finding, Json, number
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
+_PATCHES_SHOWN = 6
+"""Sample patches per site and label; half as many when there are many sites."""
+_RULES = {
+    "mean": "Mean of the probabilities",
+    "weighted_mean": "Mean, weighted by training rows",
+    "absolute": "Absolute majority of votes",
+    "relative": "Relative majority of votes",
+    "weighted": "Votes weighted by training rows",
+}
+_TEST_SETS = {
+    "internal": "each model on its own site's test part",
+    "external": "each model on the test parts of all other sites of the run",
+    "merged": "each model on the test parts of all sites",
+}
+_DECISIVE = ("aggregated A", "aggregated B")
 
 
 def render(page: Page) -> str:
@@ -23,31 +39,35 @@ def render(page: Page) -> str:
 
     Raises WsiFlError where an overview is no picture.
     """
-    return fill("run", _context(page))
-
-
-def _context(page: Page) -> dict[str, Any]:
-    names = _site_names(page)
-    evaluated = list((page.evaluation or {}).get("sites", ()))
+    evaluation = page.evaluation or {}
+    evaluated = list(evaluation.get("sites", ()))
+    rows = [
+        *page.summary.get("sites", ()),
+        *evaluated,
+        *({"site": name} for name in page.metrics),
+        *page.stores,
+    ]
+    names = list(dict.fromkeys(row["site"] for row in rows))  # in the order of the run
+    many = len(names) > N_COLORS
     colors = {name: figures.site_color(i, len(names)) for i, name in enumerate(names)}
-    rows = sections.rows(page)
-    return {
+    runs = sections.rows(page)
+    context = {
         "page": page,
         "names": names,
-        "many": len(names) > sections.MANY_SITES,
-        "slots": {name: i if len(names) <= sections.MANY_SITES else 0 for i, name in enumerate(names)},
+        "many": many,
+        "slots": {name: 0 if many else i for i, name in enumerate(names)},
         "title": f"{words.method_name(page.method)} on {page.pipeline}",
         "method": words.method_name(page.method),
-        "metric_names": sections.metrics(page),
+        "measures": ", ".join(words.measured_in(name) for name in page.scores),
+        "metric_names": {name: words.SCORES[name] for name in page.scores},
         "evaluated": evaluated,
         "headline": sections.headline(page, len(names)),
         "privacy": sections.privacy(page),
         "clinical": clinical.section(page.clinical, colors),
-        "checklist": tripod.checklist(page),
-        "audit": audit.section(page, colors),
-        "aggregation": aggregation.section(page, colors),
-        "rows": rows,
-        "comparison": sections.comparison(page, rows, colors),
+        "audit": audit.section(page.audit, colors),
+        "aggregation": _aggregation(page, colors),
+        "rows": runs,
+        "comparison": sections.comparison(page, runs, colors),
         "curves": sections.curves(page, colors),
         "has_accuracy": any(
             line.get("own") or line.get("merged") for m in page.metrics.values() for line in m
@@ -60,27 +80,23 @@ def _context(page: Page) -> dict[str, Any]:
         "between": between.section(page.between),
         "data": _data(page),
         "slidewise": page.examples != "patches",
-        "tests": _test_sets(page),
+        "tests": [
+            {"name": key.capitalize(), "what": what, **evaluation[key]} for key, what in _TEST_SETS.items()
+        ]
+        if evaluation.get("external")
+        else [],
         "tumor_types": _tumor_types(evaluated),
         "traffic": sections.traffic(page),
-        "patches": sections.patches(page, names),
+        "patches": _picture_uris(page.patches, page.classes, _PATCHES_SHOWN // (2 if many else 1)),
         "overviews": pictures.overview_uris(page.overviews),
     }
-
-
-def _site_names(page: Page) -> list[str]:
-    """Every site that any part of the page mentions, in the order of the run."""
-    everywhere = [
-        *(s["site"] for s in page.summary.get("sites", ())),
-        *(s["site"] for s in (page.evaluation or {}).get("sites", ())),
-        *page.metrics,
-        *(s["site"] for s in page.stores),
-    ]
-    return list(dict.fromkeys(everywhere))
+    return fill("run", context)
 
 
 def _data(page: Page) -> dict[str, Any]:
-    """Examples per site, split and class, with sums; the splits any store has, in their usual order."""
+    """Examples per site, split and class, with sums; the splits any store has, in their usual order; and which classes
+    only one site of several has (`single`).
+    """
     tables = {s["site"]: s.get("table") or {} for s in page.stores}
     splits = [x for x in ("train", "val", "test") if any(x in t for t in tables.values())]
     sums = {
@@ -94,6 +110,10 @@ def _data(page: Page) -> dict[str, Any]:
         for split in splits
         if split in table
     }
+    holders = {
+        label: [site for site, table in tables.items() if any(counts.get(label) for counts in table.values())]
+        for label in page.classes
+    }
     geometries = {(s.get("size_px"), s.get("mpp")) for s in page.stores}
     return {
         "splits": splits,
@@ -103,45 +123,36 @@ def _data(page: Page) -> dict[str, Any]:
         "slides": sum(s.get("slides") or 0 for s in page.stores),
         "geometry": geometries.pop() if len(geometries) == 1 else None,
         "encoder": next((s["encoder"] for s in page.stores if s.get("encoder")), None),
-        "single": _of_one_site(tables, page.classes),
+        "single": [(label, of[0]) for label, of in holders.items() if len(of) == 1 and len(tables) > 1],
     }
-
-
-def _of_one_site(tables: Mapping[str, Json], classes: Sequence[str]) -> list[tuple[str, str]]:
-    """(class, site) of the classes that only one site of several has."""
-    holders = {
-        label: [site for site, table in tables.items() if any(counts.get(label) for counts in table.values())]
-        for label in classes
-    }
-    return [(label, of[0]) for label, of in holders.items() if len(of) == 1 and len(tables) > 1]
-
-
-def _test_sets(page: Page) -> list[dict[str, Any]]:
-    """Mean ± sd over sites on the internal and the external test sets; empty without others' test sets."""
-    evaluation = page.evaluation or {}
-    if not evaluation.get("external"):
-        return []
-    named = (
-        ("Internal", "internal", "each model on its own site's test part"),
-        ("External", "external", "each model on the test parts of all other sites of the run"),
-        ("Merged", "merged", "each model on the test parts of all sites"),
-    )
-    return [{"name": name, "what": what, **evaluation[key]} for name, key, what in named]
 
 
 def _tumor_types(evaluated: Sequence[Json]) -> list[dict[str, Any]]:
     """Per tumour type: slides, and mean ± sd over sites of both accuracies on the set of the headline."""
-    kinds = sorted({kind for site in evaluated for kind in site.get("tumor_types") or {}})
-    found = []
-    for kind in kinds:
-        rows = [site["tumor_types"][kind] for site in evaluated if kind in (site.get("tumor_types") or {})]
-        means = {key: _spread([row[key] for row in rows]) for key in ("accuracy", "macro_accuracy")}
-        found.append({"name": kind, "n": max(row["n"] for row in rows), **means})
-    return found
+    found: dict[str, list[Json]] = {}
+    for site in evaluated:
+        for kind, row in (site.get("tumor_types") or {}).items():
+            found.setdefault(kind, []).append(row)
+    return [
+        {
+            "name": kind,
+            "n": max(row["n"] for row in rows),
+            **{key: mean_and_sd([row[key] for row in rows]) for key in ("accuracy", "macro_accuracy")},
+        }
+        for kind, rows in sorted(found.items())
+    ]
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"mean": float(np.mean(values)), "sd": float(np.std(values))}
+def _picture_uris(
+    pictures_of: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]], classes: Sequence[str], limit: int
+) -> dict[str, dict[str, list[str]]]:
+    """Data URIs by site and label, at most so many of each; labels in the order of the classes."""
+    shown: dict[str, dict[str, list[str]]] = {}
+    for site, samples in pictures_of.items():
+        for label in dict.fromkeys([*classes, *(label for label, _ in samples)]):
+            if chosen := [pixels for own, pixels in samples if own == label][:limit]:
+                shown.setdefault(site, {})[label] = [pictures.patch_uri(pixels) for pixels in chosen]
+    return shown
 
 
 def _answers(page: Page) -> list[tuple[str, Chart, str]]:
@@ -152,18 +163,18 @@ def _answers(page: Page) -> list[tuple[str, Chart, str]]:
     return [(site, *_by_risk(site, truth, said, ends)) for site, (truth, said) in page.said.items()]
 
 
-def _against_truth(site: str, truth: Floats, said: Floats) -> Chart:
+def _against_truth(site: str, truth: _Floats, said: _Floats) -> Chart:
     """A dot per example, and the line on which the model is right."""
     low, high = (float(f([f(truth), f(said)])) for f in (np.min, np.max))
     with new_figure() as (figure, axes):
         axes.plot([low, high], [low, high], color=MUTED, lw=1, ls=(0, (4, 3)))
         axes.plot(truth[:, 0], said[:, 0], "o", color=ACCENT, ms=4, alpha=0.6)
         axes.set(xlabel="true", ylabel="predicted")
-        svg = to_svg(figure, f"Predicted against true, {site}")
-    return Chart(svg, f"Predicted against true numbers of {len(truth)} test examples of {site}.")
+        alt = f"Predicted against true numbers of {len(truth)} test examples of {site}."
+        return Chart(to_svg(figure, f"Predicted against true, {site}"), alt)
 
 
-def _by_risk(site: str, truth: Floats, said: Floats, ends: list[float]) -> tuple[Chart, str]:
+def _by_risk(site: str, truth: _Floats, said: _Floats, ends: list[float]) -> tuple[Chart, str]:
     """Kaplan–Meier curves of the half of the patients with the higher predicted risk, and of the others."""
     stated = risk(said, ends)
     high = stated > np.median(stated)
@@ -175,8 +186,68 @@ def _by_risk(site: str, truth: Floats, said: Floats, ends: list[float]) -> tuple
                 axes.step(times, share, where="post", color=color, label=f"{name} ({int(mine.sum())})")
         axes.set(ylim=(0, 1.03), xlabel="time", ylabel="without the event")
         axes.legend(frameon=False, loc="lower left")
-        svg = to_svg(figure, f"Survival by predicted risk, {site}")
-    tested = "Too few patients or events for a test." if p is None else f"Log-rank p = {number(p)}."
-    return Chart(
-        svg, f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {tested}"
-    ), tested
+        tested = "Too few patients or events for a test." if p is None else f"Log-rank p = {number(p)}."
+        alt = f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {tested}"
+        return Chart(to_svg(figure, f"Survival by predicted risk, {site}"), alt), tested
+
+
+def _aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
+    """All sites' answers as one, and what MPCPA's models learned from; None where fewer than two sites answered for the
+    same test set.
+    """
+    evaluation = page.evaluation or {}
+    if not (together := evaluation.get("aggregated")):
+        return None
+    mean = evaluation["merged"]["accuracy"]["mean"]
+    one = together["rules"][together["rule"]]["accuracy"]
+    text = (
+        f"All sites' predictions as one reach an accuracy of {number(one)}, one site's {number(mean)} on average. "
+        "One run is one draw: a few points mean nothing."
+    )
+    found: dict[str, Any] = {
+        "used": _RULES[together["rule"]],
+        "rules": [(_RULES[name], scores) for name, scores in together["rules"].items()],
+        "findings": []
+        if mean is None or one is None
+        else [Finding("good" if one > mean else "unclear", text)],
+        "generated": _picture_uris(page.generated, page.classes, _PATCHES_SHOWN),
+    }
+    if table := page.mpcpa:
+        found |= {
+            "table": table,
+            "chart": _models_chart(table["rows"]),
+            "curve": _curve_chart(table["curve"], colors) if len(table["curve"]) > 2 else None,
+            "rule": _RULES[table["aggregate"]],
+            "failed": [row["site"] for row in table["memorization"] if not row["passed"]],
+        }
+    return found
+
+
+def _models_chart(rows: Sequence[Json]) -> Chart:
+    """Accuracy of every model of the comparison, below each other; aggregations stand out."""
+    labels = [", ".join(row[key] for key in ("row", "site") if key in row) for row in rows]
+    bars = [
+        Bar(label, row["accuracy"], None, dp=True, this=row["row"] in _DECISIVE)
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    said = "; ".join(f"{bar.label} {number(bar.mean)}" for bar in bars)
+    drawn = figures.comparison(bars, "Own and generated images")
+    return Chart(drawn.svg, f"Accuracy on the merged test set: {said}.")
+
+
+def _curve_chart(points: Sequence[Json], colors: Mapping[str, str]) -> Chart:
+    """Accuracy over the number of generated images of each class from each denoiser (the paper's Figure 5)."""
+    x = [point["per_class"] for point in points]
+    with new_figure(left_in=0.6) as (figure, axes):
+        for site in points[0]["sites"]:
+            values = [point["sites"][site] for point in points]
+            axes.plot(x, values, color=colors.get(site, MUTED), lw=1.1, alpha=0.8)
+        axes.plot(x, [point["mean"] for point in points], color=INK, ls=(0, (4, 3)))
+        axes.plot(x, [point["aggregated"] for point in points], color=ACCENT, marker="o", ms=4)
+        axes.set(xlabel="generated images of each class", ylabel="accuracy")
+        said = "; ".join(
+            f"{point['per_class']}: {number(point['aggregated'])}, sites {number(point['mean'])} on average"
+            for point in points
+        )
+        alt = f"Accuracy of the aggregated predictions over generated images of each class: {said}."
+        return Chart(to_svg(figure, "Number of generated images"), alt)

@@ -1,28 +1,78 @@
-"""What each section of the page shows, worked out from its plain values."""
+"""The plain values of the page of a run, and what its sections on results, training and privacy make of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.report import figures, pictures, words, worth
+from wsi_fl.report import figures, words, worth
 from wsi_fl.report.figures import Chart, Points
-from wsi_fl.report.page import Json, Page
+from wsi_fl.report.words import Finding, Json, known, number
 
-MANY_SITES = figures.N_COLORS
-PATCHES_SHOWN = 6
-"""Sample patches per site and label; half as many when there are many sites."""
-CELLS_IN_TABLE = 12
+_NUMBER_WORDS = (
+    *("No", "One", "Two", "Three", "Four", "Five", "Six"),
+    *("Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve"),
+)
+_CELLS_IN_TABLE = 12
 """A heatmap of more sites than this is drawn, not written."""
 
 
-def metrics(page: Page) -> dict[str, str]:
-    """Return what the scores of a run are called, by name."""
-    return {name: words.SCORES[name] for name in page.scores}
+@dataclass(frozen=True)
+class Page:
+    """Everything the page shows. Any number may be None; what has not been done yet is None or empty."""
+
+    run: str
+    """Name of the run's folder, ``00001-proxyfl-camelyon17``."""
+    method: str
+    pipeline: str
+    classes: tuple[str, ...]
+    config_toml: str
+    manifest: Json
+    """``created`` (ISO time), ``argv``, ``versions`` by package, ``git``, ``inputs`` (hash by site)."""
+    summary: Json
+    """The document of ``train --json``; each site may carry ``max_epsilon``, its budget."""
+    evaluation: Json | None = None
+    """The document of ``evaluate --json``. ``confusion`` rows are true classes, columns predicted ones."""
+    metrics: Mapping[str, Sequence[Json]] = field(default_factory=dict)
+    """Lines of ``metrics.jsonl`` by site; ``messages``, ``bytes`` and seconds are those of the round."""
+    baselines: Sequence[Json] = ()
+    """Other evaluated runs of the study."""
+    stores: Sequence[Json] = ()
+    patches: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
+    """Sample patches by site: (label, uint8[h, w, 3])."""
+    overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
+    """Overview pictures by site: (slide, PNG bytes)."""
+    groups: Mapping[str, Json] = field(default_factory=dict)
+    """What ε per row is worth to each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
+    clinical: Json | None = None
+    """The document of ``clinical --json``."""
+    audit: Json | None = None
+    """The document of ``audit --json``."""
+    between: Json | None = None
+    """What hospitals that keep their test parts told of what travelled, as ``evaluate --json`` has it."""
+    mpcpa: Json | None = None
+    """The document of ``train --method mpcpa --baselines``."""
+    generated: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
+    """Images that were generated for this run, by the site whose denoiser they come from."""
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Sites of real patients whose ``patches``, ``overviews`` or ``generated`` images are not shown."""
+    patients_of: Sequence[str] = ()
+    """Sites of real patients of whom the page holds pictures."""
+    scores: tuple[str, ...] = ("accuracy", "macro_accuracy", "auroc")
+    """Names of the scores, the most telling first, which is better when it is higher."""
+    task: str = "classes"
+    """What models answer: "classes", a "number", or "survival"."""
+    outputs: tuple[str, ...] = ()
+    """What each output of a model is called; of survival the ends of the intervals."""
+    said: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=dict)
+    """(truth, what the model says) of test examples by site, for numbers and survival."""
+    examples: str = "patches"
+    """What a model is asked about: patches, or whole slides, of which there are no pixels."""
 
 
 def headline(page: Page, n_sites: int) -> dict[str, Any]:
@@ -30,65 +80,101 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     merged = (page.evaluation or {}).get("merged") or {}
     evaluated = (page.evaluation or {}).get("sites", ())
     score = page.scores[0]
-    reached = words.known((merged.get(score) or {}).get("mean"))
-    references = words.references(_others(page), score)
+    reached = known((merged.get(score) or {}).get("mean"))
+    references = _references(page.baselines, score)
     compared = reached and n_sites > 1 and words.is_federated(page.method)
     alone = {k: v for k, v in references.items() if words.is_alone(v["method"])} if compared else {}
+    has_proxy = page.method in METHODS and METHODS[page.method].travels == "proxy"
+    private = has_proxy and all(s.get("with", "private") == "private" for s in evaluated)
+    shared = (page.evaluation or {}).get("shared")
     return {
-        "setting": words.setting(page.method, n_sites),
+        "setting": _setting(page.method, n_sites),
         "n": evaluated[0].get("n") if evaluated else None,
         "slides": ((evaluated[0].get("slides") or {}).get("n")) if evaluated else None,
         "merged": merged,
         "reached": reached,
-        "whose": "shared models"
-        if (page.evaluation or {}).get("shared")
-        else "private models"
-        if _has_proxy(page.method) and all(s.get("with", "private") == "private" for s in evaluated)
-        else "models",
+        "whose": "shared models" if shared else "private models" if private else "models",
         "references": references,
         "verdicts": [_verdict(merged, run, name, score) for name, run in alone.items()],
-        **_gain(merged, alone, score),
+        "gain": _gain(merged, *next(iter(alone.items())), score) if alone else None,
         "score": score,
         "article": "an" if words.SCORES[score][0] in "AR" else "a",
         "measure": words.SCORES[score].lower(),
         "tiles": [name for name in (score, "auroc", "mae", "integrated_brier") if name in page.scores],
-        "majority": words.majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
+        "majority": _majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "rounds": max(
-            (s["rounds"] for s in page.summary.get("sites", ()) if words.known(s.get("rounds"))), default=None
+            (n for s in page.summary.get("sites", ()) if known(n := s.get("rounds"))), default=None
         ),
         "lost": list(page.summary.get("lost", ())),
         "events": list(_events(page)),
     }
 
 
-def _verdict(merged: Json, run: Json, name: str, score: str) -> words.Finding:
+def _setting(method: str, n_sites: int) -> str:
+    """What was done, in one sentence."""
+    word = _NUMBER_WORDS[n_sites] if n_sites < len(_NUMBER_WORDS) else str(n_sites)
+    who, spoken = f"{word} site{'' if n_sites == 1 else 's'}", words.method_name(method)
+    if words.is_pooled(method):
+        return f"The training data of {who.lower()} were pooled: a reference, not a federation."
+    if words.is_alone(method):
+        return f"{who} trained {'alone' if n_sites == 1 else 'each on its own'}; nothing was exchanged."
+    if n_sites == 1:
+        return f"{who} trained with {spoken}; without a second site there is nobody to learn with."
+    return f"{who} trained together with {spoken}; no slide left its site."
+
+
+def _references(baselines: Sequence[Mapping[str, Any]], score: str) -> dict[str, Mapping[str, Any]]:
+    """The runs a federation is measured against: the best of each kind, so that no comparison is easier than the study
+    allows.
+    """
+    kinds = {
+        "a site alone without DP": (words.is_alone, False),
+        "a site alone with DP": (words.is_alone, True),
+        "all data pooled without DP": (words.is_pooled, False),
+        "all data pooled with DP": (words.is_pooled, True),
+    }
+    measured = [b for b in baselines if _mean(b, score) is not None]
+    found = {
+        name: [b for b in measured if is_kind(b["method"]) and bool(b["dp"]) == dp]
+        for name, (is_kind, dp) in kinds.items()
+    }
+    return {name: max(runs, key=lambda b: b[score]["mean"]) for name, runs in found.items() if runs}
+
+
+def _majority(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]) -> tuple[str, float] | None:
+    """The commonest true class and its share: what answering always the same would score.
+
+    >>> _majority([[30, 10], [20, 40]], ("healthy", "tumor"))
+    ('tumor', 0.6)
+    """
+    if not confusion or not (total := sum(map(sum, confusion))):
+        return None
+    sums = [sum(row) for row in confusion]
+    top = sums.index(max(sums))
+    return classes[top], sums[top] / total
+
+
+def _verdict(merged: Json, run: Json, name: str, score: str) -> Finding:
     """Whether joining pays, by the rule of comparisons."""
     more = merged[score]["mean"] - run[score]["mean"]
     if run["dp"]:
         side = "above" if more >= 0 else "below"
-        text = f"{words.SCORES[score]} is {words.number(abs(more), 2)} {side} that of {name}"
-        return words.Finding("unclear", f"{text}, whose model carries the noise itself.")
+        text = f"{words.SCORES[score]} is {number(abs(more), 2)} {side} that of {name}"
+        return Finding("unclear", f"{text}, whose model carries the noise itself.")
     gain = run.get("gain") or {"gain": {"mean": more, "low": None, "high": None}, "verdict": "not shown"}
-    reached = words.number((gain.get("joined") or merged[score])["mean"], 2)
+    reached = number((gain.get("joined") or merged[score])["mean"], 2)
     measure = gain.get("measure", words.measured_in(score))
     return worth.finding(gain, f"In this run joining reaches {reached} in {measure}", name)
 
 
-def _gain(merged: Mapping[str, Any], alone: Mapping[str, Mapping[str, Any]], score: str) -> dict[str, Any]:
+def _gain(merged: Json, over: str, run: Json, score: str) -> dict[str, Any]:
     """What the first of the models alone is exceeded by, over whom, and in which measure."""
-    if not alone:
-        return {"gain_over": None}
-    name, run = next(iter(alone.items()))
     gain = (run.get("gain") or {}).get("gain")
     return {
-        "gain_over": name,
-        "gain_in": run["gain"]["measure"] if gain else words.SCORES[score].lower(),
-        "gain": gain["mean"] if gain else merged[score]["mean"] - run[score]["mean"],
+        "over": over,
+        "in": run["gain"]["measure"] if gain else words.SCORES[score].lower(),
+        "value": gain["mean"] if gain else merged[score]["mean"] - run[score]["mean"],
     }
-
-
-def _has_proxy(method: str) -> bool:
-    return method in METHODS and METHODS[method].travels == "proxy"
 
 
 def _events(page: Page) -> Iterable[str]:
@@ -102,10 +188,8 @@ def _events(page: Page) -> Iterable[str]:
     for row in page.summary.get("sites", ()):
         lines = page.metrics.get(row["site"], ())
         if row.get("max_epsilon") is not None and lines and lines[-1].get("takes_part") is False:
-            yield (
-                f"{row['site']} took part in {row['rounds']} rounds: the next would have crossed its "
-                f"max_epsilon of {row['max_epsilon']:g}."
-            )
+            most = f"the next would have crossed its max_epsilon of {row['max_epsilon']:g}"
+            yield f"{row['site']} took part in {row['rounds']} rounds: {most}."
         if n := row.get("rejected"):
             yield f"{row['site']} rejected {n} model{'' if n == 1 else 's'} of its peers (log.txt says why)."
 
@@ -113,7 +197,7 @@ def _events(page: Page) -> Iterable[str]:
 def privacy(page: Page) -> dict[str, Any]:
     """ε of all sites as one statement; ``guarantee`` is the weakest any site has."""
     sites = page.summary.get("sites", ())
-    spent = [s for s in sites if words.known(s.get("epsilon"))]
+    spent = [s for s in sites if known(s.get("epsilon"))]
     guarantees = {s.get("guarantee") or "none" for s in spent}
     weakest = next((g for g in ("none", "nominal", "shared", "guaranteed") if g in guarantees), "none")
     return {
@@ -123,49 +207,51 @@ def privacy(page: Page) -> dict[str, Any]:
         "deltas": sorted({words.scientific(s.get("delta")) for s in spent}),
         "units": sorted({s["unit"] for s in spent if s.get("unit")}),
         "guarantee": weakest,
-        "without": [s["site"] for s in sites if not words.known(s.get("epsilon"))],
-        "groups": [words.group(s["site"], found) for s in sites if (found := page.groups.get(s["site"]))],
+        "without": [s["site"] for s in sites if not known(s.get("epsilon"))],
+        "groups": [_group(s["site"], found) for s in sites if (found := page.groups.get(s["site"]))],
         "planted": [f"{s['canaries']} at {s['site']}" for s in sites if s.get("canaries")],
     }
+
+
+def _group(site: str, found: Mapping[str, Any]) -> str:
+    """What ε of one row is worth to the patient with the most rows, in a sentence.
+
+    >>> _group("C1", {"rows": 8, "epsilon": 12.05, "delta": 1e-5})
+    'C1: the 8 rows of its largest patient together have ε = 12.1 at δ = 10⁻⁵.'
+    >>> _group("C1", {"rows": 200, "epsilon": None, "delta": 1e-5})
+    'C1: the 200 rows of its largest patient together have no useful ε (it is beyond 1,000).'
+    """
+    who = f"{site}: the {words.count(found['rows'])} rows of its largest patient together have"
+    if not known(found.get("epsilon")):
+        return f"{who} no useful ε (it is beyond 1,000)."
+    return f"{who} ε = {number(found['epsilon'], 1)} at δ = {words.scientific(found.get('delta'))}."
 
 
 def rows(page: Page) -> list[dict[str, Any]]:
     """This run and its baselines, best merged accuracy first; runs without a number last."""
     spent_by_all = privacy(page)
     this = {
-        "run": page.run,
-        "method": page.method,
-        "dp": spent_by_all["on"],
-        "epsilon": spent_by_all["epsilon"],
-        "guarantee": spent_by_all["guarantee"],
-        "this": True,
+        **{"run": page.run, "method": page.method, "dp": spent_by_all["on"], "this": True},
+        **{key: spent_by_all[key] for key in ("epsilon", "guarantee")},
         **{metric: ((page.evaluation or {}).get("merged") or {}).get(metric) for metric in page.scores},
     }
-    others = [{**b, "epsilon": words.number(b.get("epsilon"), 2), "this": False} for b in _others(page)]
+    others = [{**b, "epsilon": number(b.get("epsilon"), 2), "this": False} for b in page.baselines]
     runs = [this, *others] if page.evaluation else others
     for row in runs:
         row["name"], row["does"] = words.method_name(row["method"]), words.method_does(row["method"])
-    return sorted(runs, key=lambda run: -_mean_or(run, page.scores[0], -np.inf))
-
-
-def _others(page: Page) -> list[Json]:
-    return [b for b in page.baselines if b["run"] != page.run]
-
-
-def _mean_or(row: Json, metric: str, otherwise: float) -> float:
-    value = _mean(row, metric)
-    return otherwise if value is None else float(value)
+    means = {run["run"]: _mean(run, page.scores[0]) for run in runs}
+    return sorted(runs, key=lambda run: np.inf if (mean := means[run["run"]]) is None else -mean)
 
 
 def _mean(row: Json, metric: str) -> Any:
     value = (row.get(metric) or {}).get("mean")
-    return value if words.known(value) else None
+    return value if known(value) else None
 
 
 def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
     """A chart per metric over all runs; nothing to draw for a single run."""
-    charts = []
-    for metric, title in metrics(page).items():
+    charts, evaluated = [], (page.evaluation or {}).get("sites", ())
+    for metric in page.scores:
         bars = [
             figures.Bar(
                 label=_label(row, rows),
@@ -173,12 +259,15 @@ def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> l
                 sd=row[metric].get("sd"),
                 dp=bool(row["dp"]),
                 this=row["this"],
-                sites=_dots(page, metric, colors) if row["this"] else (),
+                sites=[(colors[s["site"]], s[metric]) for s in evaluated if known(s.get(metric))]
+                if row["this"]
+                else (),
             )
             for row in rows
             if _mean(row, metric) is not None
         ]
         if len(bars) > 1:
+            title = words.SCORES[metric]
             charts.append((title, figures.comparison(bars, f"{title} on the merged test set")))
     return charts
 
@@ -187,11 +276,6 @@ def _label(row: Json, rows: Sequence[Json]) -> str:
     label = f"{row['name']}{', DP' if row['dp'] else ''}"
     alike = [r for r in rows if r["method"] == row["method"] and bool(r["dp"]) == bool(row["dp"])]
     return label if len(alike) == 1 else f"{label} ({row['run'].split('-')[0]})"
-
-
-def _dots(page: Page, metric: str, colors: Mapping[str, str]) -> tuple[tuple[str, float], ...]:
-    sites = (page.evaluation or {}).get("sites", ())
-    return tuple((colors[s["site"]], s[metric]) for s in sites if words.known(s.get(metric)))
 
 
 def _series(page: Page, *keys: str) -> dict[str, Points]:
@@ -203,7 +287,7 @@ def _series(page: Page, *keys: str) -> dict[str, Points]:
             value: Any = line
             for key in keys:
                 value = value.get(key) if isinstance(value, Mapping) else None
-            if words.known(value):
+            if known(value):
                 points.append((line["round"], value))
         if points:
             series[site] = points
@@ -227,19 +311,15 @@ def curves(page: Page, colors: Mapping[str, str]) -> list[tuple[str, str, Chart]
     shown = _over_rounds(score)
     series = {keys: _series(page, *keys) for keys in shown}
     ylim = _limits(v for keys, s in series.items() if keys[1] == score for p in s.values() for _, v in p)
-    references = words.references(_others(page), score)
+    references = _references(page.baselines, score)
     alone = references.get("a site alone without DP", {}) if words.is_federated(page.method) else {}
     charts = []
     for keys, (title, text) in shown.items():
         if series[keys]:
             level = _mean(alone, keys[1]) if keys[0] == "merged" else None
-            chart = figures.curves(
-                series[keys],
-                colors,
-                title,
-                ylim=ylim if keys[1] == score else None,
-                reference=None if level is None else ("alone, no DP", level),
-            )
+            reference = None if level is None else ("alone, no DP", level)
+            limits = ylim if keys[1] == score else None
+            chart = figures.curves(series[keys], colors, title, ylim=limits, reference=reference)
             charts.append((title, text, chart))
     kinds = dict.fromkeys(
         k for lines in page.metrics.values() for line in lines for k in line.get("loss") or {}
@@ -264,11 +344,8 @@ def spent(page: Page, colors: Mapping[str, str]) -> Chart | None:
     series = _series(page, "epsilon")
     if not series:
         return None
-    budgets = {
-        s["site"]: float(s["max_epsilon"])
-        for s in page.summary.get("sites", ())
-        if words.known(s.get("max_epsilon"))
-    }
+    sites = page.summary.get("sites", ())
+    budgets = {s["site"]: float(s["max_epsilon"]) for s in sites if known(s.get("max_epsilon"))}
     return figures.budget_curves(series, colors, budgets, f"ε spent ({privacy(page)['guarantee']})")
 
 
@@ -277,14 +354,10 @@ def reliability(evaluated: Sequence[Json], colors: Mapping[str, str]) -> list[tu
     series: dict[str, Points] = {}
     for site in evaluated:
         bins = (site.get("calibration") or {}).get("bins", ())
-        points = [
-            (b["confidence"], b["accuracy"])
-            for b in bins
-            if words.known(b.get("confidence")) and words.known(b.get("accuracy"))
-        ]
-        if points:
+        points = [(b.get("confidence"), b.get("accuracy")) for b in bins]
+        if points := [(x, y) for x, y in points if known(x) and known(y)]:
             series[site["site"]] = points
-    if len(series) > MANY_SITES:
+    if len(series) > figures.N_COLORS:
         return [("", figures.reliability(series, colors, "Reliability of all sites"))]
     return [
         (site, figures.reliability({site: points}, colors, f"Reliability {position}"))
@@ -300,13 +373,11 @@ def pooled(evaluated: Sequence[Json]) -> list[list[int]] | None:
 
 def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, Any]]:
     """Who generalises to whom: models × test parts, for the most telling score, and AUROC where there is one."""
-    names = [s["site"] for s in evaluated if s.get("parts")]
-    found = []
+    parts = {s["site"]: s["parts"] for s in evaluated if s.get("parts")}
+    names, found = list(parts), []
     for metric in (score, "auroc"):
-        grid = [
-            [(s["parts"].get(part) or {}).get(metric) for part in names] for s in evaluated if s.get("parts")
-        ]
-        values = [v for row in grid for v in row if words.known(v)]
+        grid = [[(of.get(part) or {}).get(metric) for part in names] for of in parts.values()]
+        values = [v for row in grid for v in row if known(v)]
         if len(names) > 1 and values:
             low, high = min(values), max(values)
             elsewhere = [_average(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)]
@@ -316,61 +387,32 @@ def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, Any]]:
                 "metric": words.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,
                 "elsewhere": elsewhere, "reached": reached,
                 "best": _named(max, names, elsewhere), "hardest": _named(min, names, reached),
-                "chart": figures.matrix(grid, (low, high), title) if len(names) > CELLS_IN_TABLE else None,
+                "chart": figures.matrix(grid, (low, high), title) if len(names) > _CELLS_IN_TABLE else None,
             })  # fmt: skip
     return found
 
 
 def _average(values: Iterable[Any]) -> float | None:
-    found = [v for v in values if words.known(v)]
+    found = [v for v in values if known(v)]
     return sum(found) / len(found) if found else None
 
 
 def _named(
-    choose: Callable[..., tuple[str, float]], names: Sequence[str], values: Sequence[float | None]
+    choose: Callable[..., Any], names: Sequence[str], values: Sequence[float | None]
 ) -> tuple[str, float] | None:
     """The name with the highest or lowest value; None where several have it, as a tie has no winner."""
-    found = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
-    if not found:
-        return None
-    chosen = choose(found, key=lambda pair: pair[1])
-    return chosen if sum(value == chosen[1] for _, value in found) == 1 else None
-
-
-def _total(values: Iterable[Any]) -> float | None:
-    found = [v for v in values if words.known(v)]
-    return sum(found) if found else None
+    end = choose((value for value in values if value is not None), default=None)
+    first = [name for name, value in zip(names, values, strict=True) if value == end]
+    return (first[0], end) if end is not None and len(first) == 1 else None
 
 
 def traffic(page: Page) -> list[dict[str, Any]]:
     """What each site sent over the whole run."""
-    return [
-        {
-            "site": site,
-            **{
-                key: _total(line.get(key) for line in lines)
-                for key in ("messages", "bytes", "communication_seconds", "seconds")
-            },
-            "rounds": len(lines),
-        }
-        for site, lines in page.metrics.items()
-        if lines
-    ]
-
-
-def patches(page: Page, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """Data URIs by site and label; labels in the order of the classes."""
-    limit = PATCHES_SHOWN if len(names) <= MANY_SITES else PATCHES_SHOWN // 2
-    return picture_uris(page.patches, page.classes, limit)
-
-
-def picture_uris(
-    pictures_of: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]], classes: Sequence[str], limit: int
-) -> dict[str, dict[str, list[str]]]:
-    """Data URIs by site and label, at most so many of each; labels in the order of the classes."""
-    shown: dict[str, dict[str, list[str]]] = {}
-    for site, samples in pictures_of.items():
-        labels = dict.fromkeys([*classes, *(label for label, _ in samples)])
-        chosen = {label: [p for own, p in samples if own == label][:limit] for label in labels}
-        shown[site] = {label: [pictures.patch_uri(p) for p in some] for label, some in chosen.items() if some}
-    return {site: by_label for site, by_label in shown.items() if by_label}
+    keys = ("messages", "bytes", "communication_seconds", "seconds")
+    found = []
+    for site, lines in page.metrics.items():
+        told = {key: [line[key] for line in lines if known(line.get(key))] for key in keys}
+        if lines:
+            sums = {key: sum(values) if values else None for key, values in told.items()}
+            found.append({"site": site, **sums, "rounds": len(lines)})
+    return found

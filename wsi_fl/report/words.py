@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from wsi_fl.federation.methods import METHODS
 
+Json = Mapping[str, Any]
+"""A JSON object as the run's files hold it."""
 DASH = "–"
 SCORES = {
     "accuracy": "Accuracy",
@@ -30,7 +31,6 @@ SHORT = {
     "integrated_brier": "int. Brier",
 }
 """What the long ones are called in narrow tables."""
-_NUMBER_WORDS = "No,One,Two,Three,Four,Five,Six,Seven,Eight,Nine,Ten,Eleven,Twelve"
 
 
 def known(value: object) -> TypeGuard[float]:
@@ -40,11 +40,6 @@ def known(value: object) -> TypeGuard[float]:
     (True, False, False)
     """
     return isinstance(value, int | float) and not math.isnan(value)
-
-
-def scores_of(evaluation: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of an evaluation's scores, the most telling first."""
-    return tuple(evaluation["scores"])
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -70,9 +65,8 @@ def count(value: Any) -> str:
 def area_words(scores: Mapping[str, Any]) -> str:
     """Return the AUROC that follows from counts in bins, and how far the exact one may lie from it at most."""
     within = scores.get("auroc_within")
-    return number(scores.get("auroc")) + (
-        f" ± {number(within)}" if known(within) and within >= 0.0005 else ""
-    )
+    around = f" ± {number(within)}" if known(within) and within >= 0.0005 else ""
+    return number(scores.get("auroc")) + around
 
 
 def letters(digests: Mapping[str, str]) -> str:
@@ -89,19 +83,19 @@ def received(evaluation: Mapping[str, Any]) -> list[str]:
     found = evaluation.get("receivers")
     if not found:
         return []
-    score = scores_of(evaluation)[0]
+    score, examples = evaluation["scores"][0], evaluation["examples"]
     said = [
-        f"{one['site']} receives: {one['n']} {evaluation['examples']} are predicted, and nobody knows what is true."
+        f"{one['site']} receives: {one['n']} {examples} are predicted, and nobody knows what is true."
         for one in found["sites"]
     ]
-    if (told := found["expected"].get(score)) is None:
-        return [*said, "What to expect of receivers is what a site with labels tells; none is here."]
-    reached = f"{number(told['mean'])} ({number(told['low'])} to {number(told['high'])})"
-    return [
-        *said,
-        f"To expect of receivers: {SCORES[score].lower()} {reached}, which their head has on the test parts of "
-        f"{', '.join(found['told_by'])}; a hospital unlike these may see less.",
-    ]
+    expect = "What to expect of receivers is what a site with labels tells; none is here."
+    if told := found["expected"].get(score):
+        reached = f"{number(told['mean'])} ({number(told['low'])} to {number(told['high'])})"
+        expect = (
+            f"To expect of receivers: {SCORES[score].lower()} {reached}, which their head has on the test parts of "
+            f"{', '.join(found['told_by'])}; a hospital unlike these may see less."
+        )
+    return [*said, expect]
 
 
 def measured_in(score: str) -> str:
@@ -245,20 +239,6 @@ def scientific(value: Any) -> str:
     return power if mantissa == "1" else f"{mantissa} × {power}"
 
 
-def group(site: str, found: Mapping[str, Any]) -> str:
-    """What ε of one row is worth to the patient with the most rows, in a sentence.
-
-    >>> group("C1", {"rows": 8, "epsilon": 12.05, "delta": 1e-5})
-    'C1: the 8 rows of its largest patient together have ε = 12.1 at δ = 10⁻⁵.'
-    >>> group("C1", {"rows": 200, "epsilon": None, "delta": 1e-5})
-    'C1: the 200 rows of its largest patient together have no useful ε (it is beyond 1,000).'
-    """
-    who = f"{site}: the {count(found['rows'])} rows of its largest patient together have"
-    if not known(found.get("epsilon")):
-        return f"{who} no useful ε (it is beyond 1,000)."
-    return f"{who} ε = {number(found['epsilon'], 1)} at δ = {scientific(found.get('delta'))}."
-
-
 def detected(rate: float, unit: str) -> str:
     """What ε means for those it protects, by the test that finds most of them.
 
@@ -313,74 +293,8 @@ def is_federated(method: str) -> bool:
     return not (is_pooled(method) or is_alone(method))
 
 
-def _sites_word(n_sites: int) -> str:
-    """How many sites, as a sentence begins.
-
-    >>> _sites_word(1), _sites_word(4), _sites_word(60)
-    ('One site', 'Four sites', '60 sites')
-    """
-    word = dict(enumerate(_NUMBER_WORDS.split(","))).get(n_sites, str(n_sites))
-    return f"{word} site{'' if n_sites == 1 else 's'}"
-
-
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A sentence and its tone: ``good``, ``unclear`` or ``bad``."""
 
     tone: str
     text: str
-
-
-def setting(method: str, n_sites: int, spoken: str = "") -> str:
-    """What was done, in one sentence."""
-    spoken = spoken or method_name(method)
-    if is_pooled(method):
-        return (
-            f"The training data of {_sites_word(n_sites).lower()} were pooled: a reference, not a federation."
-        )
-    if is_alone(method):
-        return (
-            f"{_sites_word(n_sites)} trained {'alone' if n_sites == 1 else 'each on its own'}; "
-            "nothing was exchanged."
-        )
-    if n_sites == 1:
-        return f"One site trained with {spoken}; without a second site there is nobody to learn with."
-    return f"{_sites_word(n_sites)} trained together with {spoken}; no slide left its site."
-
-
-def references(
-    baselines: Sequence[Mapping[str, Any]], score: str = "accuracy"
-) -> dict[str, Mapping[str, Any]]:
-    """The runs a federation is measured against, the best run of each kind by a score.
-
-    The best one, so that the comparison is never easier than the study allows.
-    """
-    kinds = {
-        "a site alone without DP": (is_alone, False),
-        "a site alone with DP": (is_alone, True),
-        "all data pooled without DP": (is_pooled, False),
-        "all data pooled with DP": (is_pooled, True),
-    }
-    found = {}
-    for words, (is_kind, dp) in kinds.items():
-        runs = [
-            b
-            for b in baselines
-            if is_kind(b["method"]) and bool(b["dp"]) == dp and known((b.get(score) or {}).get("mean"))
-        ]
-        if runs:
-            found[words] = max(runs, key=lambda b: b[score]["mean"])
-    return found
-
-
-def majority(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]) -> tuple[str, float] | None:
-    """The commonest true class and its share: what answering always the same would score.
-
-    >>> majority([[30, 10], [20, 40]], ("healthy", "tumor"))
-    ('tumor', 0.6)
-    """
-    if not confusion or not (total := sum(map(sum, confusion))):
-        return None
-    sums = [sum(row) for row in confusion]
-    top = sums.index(max(sums))
-    return classes[top], sums[top] / total

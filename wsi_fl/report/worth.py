@@ -11,11 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from wsi_fl.report import figures
-from wsi_fl.report.comparison_figures import TOKENS, palette, png_style
-from wsi_fl.report.figures import Chart
-from wsi_fl.report.words import Finding, known, number, signed
-
-Json = Mapping[str, Any]
+from wsi_fl.report.figures import TOKENS, Chart, palette, png_style
+from wsi_fl.report.words import Finding, Json, known, number, signed
 
 ALL = "all sites"
 _KINDS = {"alone": ("ink", "o", -0.24), "joined": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
@@ -41,17 +38,11 @@ def chart(document: Json) -> Chart:
         f"{name}: " + ", ".join(f"{kind} {number(row[kind]['mean'])}" for kind in _KINDS if row.get(kind))
         for name, row in rows
     )
+    measure = document.get("measure", "accuracy")
     with figures.new_figure(height_in=0.6 + _ROW_IN * len(rows), left_in=_LEFT_IN) as (figure, axes):
-        _draw(axes, rows, TOKENS, measure_words(document))
-        return Chart(
-            figures.to_svg(figure, "What joining brings"),
-            f"{measure_words(document).capitalize()} by site. {said}.",
-        )
-
-
-def measure_words(document: Json) -> str:
-    """What is measured: accuracy, or balanced accuracy where tests are skewed."""
-    return str(document.get("measure", "accuracy"))
+        _draw(axes, rows, TOKENS, measure)
+        alt = f"{measure.capitalize()} by site. {said}."
+        return Chart(figures.to_svg(figure, "What joining brings"), alt)
 
 
 def png(document: Json) -> bytes:
@@ -62,12 +53,13 @@ def png(document: Json) -> bytes:
         figure = Figure(figsize=(_WIDTH_IN, height))
         left, right = _LEFT_IN / _WIDTH_IN, _RIGHT_IN / _WIDTH_IN
         axes = figure.add_axes((left, 0.42 / height, 1 - left - right, 1 - 1.04 / height))
-        _draw(axes, rows, palette(), measure_words(document))
-        _tell(axes, rows, palette())
+        colors = palette()
+        _draw(axes, rows, colors, document.get("measure", "accuracy"))
+        _tell(axes, rows, colors)
         for k, (kind, (color, marker, _)) in enumerate(_KINDS.items()):
             if any(row.get(kind) for _, row in rows):
-                fill = _fill(kind, palette())
-                axes.plot([], [], marker, color=palette()[color], mfc=fill, label=_SAYS[kind], zorder=k)
+                fill = _fill(kind, colors)
+                axes.plot([], [], marker, color=colors[color], mfc=fill, label=_SAYS[kind], zorder=k)
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3}
         axes.legend(**place, frameon=False, fontsize=9, handletextpad=0.2)
         return figures.to_png(figure)
@@ -99,17 +91,15 @@ def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str
 
 def _tell(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str]) -> None:
     """On the right, in words, what joining brings and costs."""
-    place: dict[str, Any] = {
-        "xycoords": ("axes fraction", "data"),
-        "textcoords": "offset points",
-        "va": "center",
-    }
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     for y, (_, row) in enumerate(rows):
         for text, below, size, color in (
             (f"joining: {gain_words(row)}", -0.13, 9.5, "ink"),
             (price(row), 0.2, 8.5, "muted"),
         ):
-            axes.annotate(text, (1.0, y + below), (12, 0), fontsize=size, color=colors[color], **place)
+            axes.annotate(
+                text, (1.0, y + below), (12, 0), fontsize=size, color=colors[color], va="center", **place
+            )
 
 
 def gain_words(row: Json) -> str:
@@ -143,8 +133,7 @@ def finding(row: Json, reached: str, alone: str) -> Finding:
 
     Args:
         row: what `rows_of` says of all sites.
-        reached: what the method reaches, in words.
-        alone: the hospital that it is measured against, in words.
+        reached, alone: what the method reaches, and the hospital that it is measured against, in words.
     """
     text = f"{reached}, {gain_words(row)} over {alone}: {verdict_words(row, ALL)}."
     return Finding({"join": "good", "stay": "bad"}.get(row["verdict"], "unclear"), text)
@@ -189,8 +178,5 @@ def price(row: Json) -> str:
     """What it costs in privacy; empty for all sites together."""
     if "guarantee" not in row:
         return ""
-    return (
-        "no differential privacy"
-        if not known(row["epsilon"])
-        else f"for ε = {number(row['epsilon'], 2)}, {row['guarantee']}"
-    )
+    spent = f"for ε = {number(row['epsilon'], 2)}, {row['guarantee']}"
+    return spent if known(row["epsilon"]) else "no differential privacy"

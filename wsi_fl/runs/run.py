@@ -8,17 +8,10 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from wsi_fl.runs.site import SiteFolder, hold_alone
-from wsi_fl.system.files import (
-    append_line,
-    ordinary,
-    read_lines,
-    read_sealed,
-    write_sealed,
-)
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone, append_line, ordinary, read_lines, read_sealed, write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
 _NAME = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
@@ -56,16 +49,7 @@ class RunFolder:
     ) -> RunFolder | None:
         """Make the folder of a run that several hospitals agreed on, or find it made by another rank of the same job.
 
-        Args:
-            number: agreed by all.
-            name: method and pipeline, "proxyfl-camelyon17".
-            identity: the run's id, which `describe` writes into its manifest.
-
-        Returns:
-            The folder, or None where another run has the number.
-
-        Raises:
-            WsiFlError: for a name that is no single folder's.
+        `describe` writes the manifest, and the identity into it. None where another run has the number.
         """
         if not _NAME.fullmatch(name):
             raise WsiFlError(f"{name!r} is no name of a run; write METHOD-PIPELINE, as in proxyfl-phantom")
@@ -79,11 +63,7 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Return the document that describes the run.
-
-        Raises:
-            WsiFlError: when it is missing or damaged.
-        """
+        """Return the document that describes the run; WsiFlError when it is missing or damaged."""
         return read_sealed(self.path / "manifest.json", _MANIFEST, "put its backup back, or start a new run")
 
     def write_manifest(self, document: Mapping[str, Any]) -> None:
@@ -116,11 +96,7 @@ class RunFolder:
             self.write_manifest({**self.manifest, "approved": approved})
 
     def refuse_changed_settings(self) -> None:
-        """Refuse to go on with settings that were edited since the run began.
-
-        Raises:
-            UsageError: when config.toml is no longer what the manifest remembers.
-        """
+        """Refuse (UsageError) to go on with settings that were edited since the run began."""
         text = ordinary(self.path / "config.toml").read_bytes()
         if hashlib.sha256(text).hexdigest() != self.manifest["config_sha256"]:
             raise UsageError(
@@ -129,20 +105,12 @@ class RunFolder:
             )
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the document of a finished run; None where it has not finished.
-
-        Raises:
-            WsiFlError: when it is damaged.
-        """
+        """Return the document of a finished run; None where it has not finished; WsiFlError when it is damaged."""
         advice = f"delete it and run `wsi-fl train --resume {self.path.name}`, which writes it again"
-        return _sealed(self.path / "summary.json", _SUMMARY, advice)
+        return self._document("summary.json", _SUMMARY, advice)
 
     def finished(self) -> dict[str, Any]:
-        """Return the document of a run that has to be finished.
-
-        Raises:
-            WsiFlError: when it has not finished, or is damaged.
-        """
+        """Return the document of a run that has to be finished; WsiFlError when it has not finished, or is damaged."""
         if (summary := self.summary()) is None:
             again = f"`wsi-fl train --resume {self.name}`"
             raise WsiFlError(f"{self.path}: the run has not finished; continue it with {again}")
@@ -153,35 +121,22 @@ class RunFolder:
         folders = sorted((self.path / "sites").glob("*"))
         return {path.name: digest for path in folders if (digest := self.site(path.name).store_digest())}
 
-    def write_summary(self, document: Mapping[str, Any]) -> None:
-        """Write the document that says that the run has finished."""
-        write_sealed(self.path / "summary.json", document)
+    def write(self, what: Literal["summary", "evaluation", "clinical"], document: Mapping[str, Any]) -> None:
+        """Write what says that the run has finished, or what `evaluate` or `clinical` says of it."""
+        write_sealed(self.path / f"{what}.json", document)
 
     def evaluation(self) -> dict[str, Any] | None:
-        """Return the document of `evaluate`; None where the run was not evaluated.
-
-        Raises:
-            WsiFlError: when it is damaged.
-        """
+        """Return the document of `evaluate`; None where the run was not evaluated; WsiFlError when it is damaged."""
         advice = f"run `wsi-fl evaluate {self.path.name}` again"
-        return _sealed(self.path / "evaluation.json", _EVALUATION, advice)
-
-    def write_evaluation(self, document: Mapping[str, Any]) -> None:
-        """Write the document of `evaluate`."""
-        write_sealed(self.path / "evaluation.json", document)
+        return self._document("evaluation.json", _EVALUATION, advice)
 
     def clinical(self) -> dict[str, Any] | None:
         """Return the document of `clinical`; None where nobody asked for it."""
         advice = f"run `wsi-fl clinical {self.path.name}` again"
-        return _sealed(self.path / "clinical.json", ("run", "sites"), advice)
+        return self._document("clinical.json", ("run", "sites"), advice)
 
-    def write_clinical(self, document: Mapping[str, Any]) -> None:
-        """Write the document of `clinical`."""
-        write_sealed(self.path / "clinical.json", document)
-
-    @property
-    def roster_path(self) -> Path:
-        return self.path / "roster.jsonl"
+    def _document(self, name: str, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
+        return read_sealed(self.path / name, keys, advice) if (self.path / name).exists() else None
 
     def losses(self) -> list[dict[str, Any]]:
         """The sites that were lost and have not come back: {"site", "round", "reason", …}, in order."""
@@ -197,7 +152,7 @@ class RunFolder:
 
     def _roster(self) -> dict[str, dict[str, Any]]:
         """The latest line of each site that was ever lost."""
-        return {line["site"]: line for line in read_lines(self.roster_path, _ROSTER)}
+        return {line["site"]: line for line in read_lines(self.path / "roster.jsonl", _ROSTER)}
 
     def _newest(self, site: str) -> int:
         return max(self.site(site).checkpoints(), default=0)
@@ -215,13 +170,13 @@ class RunFolder:
         done = [line["round"] for one in those for line in one.metrics()]
         round_ = max(done, default=0) + 1
         line = {"site": site, "event": "lost", "round": round_, "reason": reason, "time": _now()}
-        append_line(self.roster_path, line)
+        append_line(self.path / "roster.jsonl", line)
         return line
 
     def note_return(self, site: str) -> None:
         """Writes down that a lost site comes back."""
         line = {"site": site, "event": "returned", "newest": self._newest(site), "time": _now()}
-        append_line(self.roster_path, line)
+        append_line(self.path / "roster.jsonl", line)
 
     def refuse_if_busy(self) -> None:
         """One job at a time: a second one would tell the first one's sites that they were lost or came back."""
@@ -241,10 +196,6 @@ class RunFolder:
 def pipeline_stem(pipeline: str) -> str:
     """Return what a run's folder calls a pipeline that was given by name or path."""
     return Path(pipeline).name.removesuffix(".toml")
-
-
-def _sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
-    return read_sealed(path, keys, advice) if path.exists() else None
 
 
 def _now() -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.system.files import (
+    alone,
     append_line,
     read_lines,
     read_object,
@@ -22,7 +23,6 @@ from wsi_fl.system.files import (
     write_sealed,
     write_text,
 )
-from wsi_fl.system.locks import alone
 from wsi_fl.system.tensors import load_tensors, load_weights, save_tensors
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -49,7 +49,7 @@ _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int |
 """What the lines of a run's files have."""
 
 
-Kept = Literal["plan", "canaries", "package", "choice", "tuned", "counts", "scores"]
+_Kept = Literal["plan", "canaries", "package", "choice", "tuned", "counts", "scores"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds, the canaries
 planted among its rows, the images that it learns from, what answers best: {"with": "private", "proxy", "mean",
 "alone" or "stack", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets
@@ -67,13 +67,9 @@ class SiteFolder:
         return self.path / "metrics.jsonl"
 
     def remember_store(self, digest: str, facts: Mapping[str, Any]) -> None:
-        """Notes which examples the site works on, for itself alone; a run never changes them half-way.
+        """Note which examples the site works on, and the facts that must be known once the store is gone.
 
-        Args:
-            facts: what else must be known of them once the store is gone.
-
-        Raises:
-            UsageError: when they are others than those the run began with.
+        UsageError where they are others than those the run began with.
         """
         kept = self._store()
         if kept is None:
@@ -97,11 +93,7 @@ class SiteFolder:
         return _optional(self.path / "store.json", "sha256")
 
     def remember_released(self, digests: Mapping[str, str]) -> None:
-        """Note whose released sums the site begins with: {site: digest}.
-
-        Raises:
-            UsageError: when they are others than those the run began with.
-        """
+        """Note whose released sums the site begins with; UsageError for others than the run began with."""
         path = self.path / "releases.json"
         began = read_object(path, _ADVICE) if path.exists() else None
         if began is None:
@@ -122,11 +114,11 @@ class SiteFolder:
         if not (self.path / SITE_FILE).exists():
             write_text(self.path / SITE_FILE, text)
 
-    def keep(self, what: Kept, document: Mapping[str, Any]) -> None:
-        """Write one of the site's own documents of the run; see `Kept`."""
+    def keep(self, what: _Kept, document: Mapping[str, Any]) -> None:
+        """Write one of the site's own documents of the run; see `_Kept`."""
         write_sealed(self.path / f"{what}.json", document)
 
-    def kept(self, what: Kept) -> dict[str, Any] | None:
+    def kept(self, what: _Kept) -> dict[str, Any] | None:
         """Return what `keep` wrote; None where nothing was."""
         return _optional(self.path / f"{what}.json")
 
@@ -242,11 +234,7 @@ def note(path: Path, text: str) -> None:
 
 @contextmanager
 def hold_alone(folder: Path) -> Iterator[None]:
-    """Hold a site's part of a run for this process, and remove what a killed one left in it.
-
-    Raises:
-        WsiFlError: when another process has it.
-    """
+    """Hold a site's part of a run, and remove what a killed process left in it; WsiFlError when another has it."""
     busy = f"{folder}: another job still works on this run; wait for it, or end it"
     with alone(folder / ".lock", busy, patience_s=2):
         remove_leftovers(folder)

@@ -40,8 +40,8 @@ from wsi_fl.stores.fields import (
 )
 from wsi_fl.stores.hdf5 import StoreFile, opened
 from wsi_fl.system import jpeg
+from wsi_fl.system.bulk import BufferPool
 from wsi_fl.system.machine import most_open_files, n_cores
-from wsi_fl.system.memory import BufferPool
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
 _QUALITIES = range(1, 101)

@@ -181,11 +181,7 @@ class Study:
         return name or (own[0] if len(own) == 1 else "camelyon17")
 
     def pipeline(self, name: str, overrides: Sequence[str] = ()) -> Pipeline:
-        """The pipeline with its `extends` resolved and `--set key=value` applied.
-
-        Raises:
-            UsageError: one line with file, key and allowed values.
-        """
+        """The pipeline with its `extends` resolved and `--set key=value` applied."""
         path = self._pipeline_path(name)
         values = self._resolved(path, seen=())
         for override in overrides:

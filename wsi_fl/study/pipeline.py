@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from datetime import date
 from functools import cache
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, create_model, field_validator, model_validator
 
 from wsi_fl.plugins import entries
-from wsi_fl.study.preparing import Features, Mosaic, Slides, Store, Tile, Tissue
 from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, goes, refuse_twice
 
-S = TypeVar("S", bound=Section)
+_S = TypeVar("_S", bound=Section)
+_Fault = Literal["pen", "black", "fold", "bubble", "blur"]
+_USUAL_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
+"""How much of a patch may be at fault where only the fault is named; docs/quality.md says what that finds."""
+_TissueMethod = Literal["auto", "saturation", "density", "texture"]
 _FOLDS = goes(
     needs={"train.fold": "a run tests one fold; `wsi-fl train --folds N` trains a run for each"},
     excludes=dict.fromkeys(
@@ -30,15 +33,134 @@ _FEWER = goes(
 _GRAPH = goes(excludes={"a method that orders sites anew": "its graph is another in every round"})
 _NO_CLASSES = goes(
     excludes=dict.fromkeys(
-        (
-            "train.balance",
-            "audit.canaries",
-            "predict.with = stack",
-            "train.start = oneshot",
-        ),
+        ("train.balance", "audit.canaries", "predict.with = stack", "train.start = oneshot"),
         "it works with classes alone",
     )
 )
+
+
+class _Slides(Section):
+    """How slides are read."""
+
+    without_effect = ("",)
+    reader: Literal["auto", "native", "openslide"] = "auto"
+    """What decodes the pixels. `native` decodes a slide's own JPEG tiles, `openslide` leaves everything to OpenSlide,
+    and `auto` decodes natively where that gives the same pixels as OpenSlide."""
+    test_fraction: float = Field(0.2, ge=0, lt=1)
+    """Share of patients that are held out for testing by `tile`, `mosaic` and `import`, where the site prescribes no
+    split."""
+
+
+class _Tile(Section):
+    """How `tile` cuts slides into labelled patches."""
+
+    without_effect = ("",)
+    size_px: int = Field(512, ge=8, le=16_384)
+    """Width and height of a patch, in pixels."""
+    mpp: float = Field(0.5, ge=0.01, le=1000)
+    """Resolution of a patch, in µm per pixel."""
+    stride_px: int | None = Field(None, ge=1, le=1_000_000)
+    """Distance from one patch to the next, in pixels of the patch. By default it equals `size_px`, so patches do not
+    overlap."""
+    min_tissue: float = Field(0.2, ge=0, le=1)
+    """Smallest share of a patch that must be tissue; patches with less are left out."""
+    groups: dict[str, Literal["tumor", "hole", "unsure", "ignored"]] = Field({})
+    """What annotation groups outline, such as {DCIS = "tumor", stroma = "ignored"}: tumour, holes in it, what is not
+    sure, or nothing that counts. The names that Camelyon, ASAP and QuPath use are known."""
+    balance: bool = True
+    """Whether a site keeps equally many patches of each label. The choice looks at all of the site's slides, so a
+    guarantee that must also cover tiling needs `false`."""
+    max_per_slide: int | None = Field(None, ge=1, le=1_000_000_000)
+    """Largest number of patches that are kept of one slide, drawn at random. By default there is no limit."""
+    qc: dict[_Fault, Annotated[float, Field(ge=0, le=1)]] = Field({})
+    """Faults for which patches are set aside, and the largest share of a patch that may be at fault: ink of a marker,
+    places that were not scanned, folds, air bubbles, and what is out of focus. A list, ["pen", "blur"], takes the usual
+    shares: 0.05 of pen and black, 0.25 of folds and bubbles, 0.4 of blur. By default nothing is looked for."""
+    segmenter: str | None = None
+    """Path of a safetensors file with a torchvision segmentation model of your own, which tells those faults of
+    `tile.qc` that it knows. Its header says what it is (docs/quality.md). By default all faults are told by classical
+    measures."""
+
+    @field_validator("qc", mode="before")
+    @classmethod
+    def _with_usual_shares(cls, asked: object) -> object:
+        """Return what a list of faults stands for."""
+        if not isinstance(asked, list):
+            return asked
+        return {str(fault): _USUAL_SHARES.get(fault, 1.0) for fault in asked}
+
+
+class _Tissue(Section):
+    """How tissue is told from background, by `tile`, `mosaic` and `predict`."""
+
+    without_effect = ("",)
+    method: str = "auto"
+    """What tells tissue: `saturation` suits ordinary stains, `density` (of light that is absorbed) pale ones and
+    immunohistochemistry, and `texture` tissue that hardly absorbs light. `auto` takes density where saturation would
+    miss more than a twentieth of it; `tile` says on how many slides. Or the path of a folder with masks that others
+    made, such as masks/C1: SLIDE.geojson with outlines in level-0 pixels (QuPath, TRIDENT's `contours_geojson`), or
+    SLIDE.png over the whole slide, white on tissue. A slide without one is set aside."""
+
+    @field_validator("method")
+    @classmethod
+    def _known_or_folder(cls, method: str) -> str:
+        if method not in get_args(_TissueMethod) and "/" not in method:
+            raise ValueError(
+                f"use {', '.join(map(repr, get_args(_TissueMethod)))}, or a folder of masks, 'masks/C1'"
+            )
+        return method
+
+    @property
+    def masks(self) -> str | None:
+        """The folder of masks that others made; None to find tissue here."""
+        return self.method if self.method not in get_args(_TissueMethod) else None
+
+
+class _Store(Section):
+    """How a patch store keeps pixels."""
+
+    without_effect = ("",)
+    pixels: str = Field("native", pattern=r"^(raw|native|none|jpeg:([1-9][0-9]?|100))$")
+    """How pixels are stored. `native` keeps the slide's own JPEG streams where all patches of a slide are whole tiles
+    of it, and raw pixels elsewhere; `raw` keeps them as read everywhere; `jpeg:90` encodes them anew and loses detail;
+    `none` keeps positions alone and reads pixels from the slide whenever they are needed."""
+
+
+class Mosaic(Section):
+    """How `mosaic` turns a slide into a bag of features of a few representative patches (Yottixel, 2020)."""
+
+    without_effect = ("",)
+    size_px: int = Field(1000, ge=8, le=16_384)
+    """Width and height of a patch, in pixels."""
+    mpp: float = Field(0.5, ge=0.01, le=1000)
+    """Resolution of a patch, in µm per pixel."""
+    min_tissue: float = Field(0.7, ge=0, le=1)
+    """Smallest share of a patch that must be tissue."""
+    clusters: int = Field(9, ge=1, le=10_000)
+    """Number of groups into which the patches of a slide are sorted by colour."""
+    fraction: float = Field(0.05, gt=0, le=1)
+    """Share of each colour group that is kept, spread over the slide."""
+    encoder: str = "densenet121"
+    """Name of the encoder: a preset of `wsi-fl encoders`, or any timm model, whose pooled output is the feature."""
+    weights: str | None = None
+    """Path of a file with the encoder's weights: safetensors, or a .bin, .pt or .pth that holds tensors alone. By
+    default the published weights, fetched by name."""
+    input_px: int | None = Field(None, ge=32, le=4096)
+    """Size to which patches are resized for the encoder, in pixels. By default they stay as read, unless the encoder
+    takes one size alone."""
+
+
+class _Features(Section):
+    """How `features` encodes every patch of a patch store. A key that is not set is taken from [mosaic]."""
+
+    without_effect = ("",)
+    encoder: str | None = None
+    """Name of the encoder: a preset of `wsi-fl encoders`, or any timm model. By default `mosaic.encoder`."""
+    weights: str | None = None
+    """Path of a file with the encoder's weights. By default `mosaic.weights`, for the same encoder."""
+    input_px: int | None = Field(None, ge=32, le=4096)
+    """Size to which patches are resized for the encoder, in pixels. By default `mosaic.input_px`, if the encoder is
+    the same."""
 
 
 class Train(Section):
@@ -196,7 +318,7 @@ class Target(Section):
         return any((self.column, self.classes, self.range, self.time, self.event, self.intervals))
 
 
-class Model(Section):
+class _Model(Section):
     """Which architectures are trained."""
 
     private: str = "resnet18"
@@ -226,7 +348,7 @@ class Model(Section):
     path in the study, or a number of random ones, which lose more. All sites need the same ones."""
 
 
-class Topology(Section):
+class _Topology(Section):
     """Who sends to whom."""
 
     graph: str | None = Field(None, json_schema_extra=_GRAPH)
@@ -251,7 +373,7 @@ class Gpu(Section):
     a minute; it takes a C compiler."""
 
 
-class Communication(Section):
+class _Communication(Section):
     """How sites wait for each other."""
 
     without_effect = ("",)
@@ -334,7 +456,7 @@ class Audit(Section):
     whether it is in or out; from how well `audit` tells them apart follows a lower bound on ε."""
 
 
-class Evaluate(Section):
+class _Evaluate(Section):
     """How `evaluate` measures models."""
 
     without_effect = ("",)
@@ -346,7 +468,7 @@ class Evaluate(Section):
     _external_once = field_validator("external")(refuse_twice)
 
 
-class Predict(Section):
+class _Predict(Section):
     """Which model answers."""
 
     with_: Literal["auto", "private", "proxy", "mean", "alone", "stack"] = Field("auto", alias="with")
@@ -361,25 +483,25 @@ class Pipeline(Section):
 
     sites: list[SiteName] | None = Field(None, min_length=1, max_length=10_000)
     """Names of the sites that take part, in order. By default every site of the study."""
-    slides: Slides = Slides()
-    tile: Tile = Tile()
-    tissue: Tissue = Tissue()
-    store: Store = Store()
+    slides: _Slides = _Slides()
+    tile: _Tile = _Tile()
+    tissue: _Tissue = _Tissue()
+    store: _Store = _Store()
     subtypes: dict[str, list[str]] = Field({})
     """The diagnoses that each tumour type may have, for studies of whole slides. With it the classes are diagnoses,
     without it healthy and tumour."""
     mosaic: Mosaic = Mosaic()
-    features: Features = Features()
+    features: _Features = _Features()
     train: Train = Train()
     target: Target = Target()
-    model: Model = Model()
+    model: _Model = _Model()
     gpu: Gpu = Gpu()
-    topology: Topology = Topology()
-    comm: Communication = Communication()
+    topology: _Topology = _Topology()
+    comm: _Communication = _Communication()
     privacy: Privacy = Privacy()
     audit: Audit = Audit()
-    evaluate: Evaluate = Evaluate()
-    predict: Predict = Predict()
+    evaluate: _Evaluate = _Evaluate()
+    predict: _Predict = _Predict()
 
     _sites_once = field_validator("sites")(refuse_twice)
 
@@ -408,29 +530,21 @@ class Pipeline(Section):
             own = {"weights": None, "input_px": None} | own
         return self.mosaic.model_copy(update=own)
 
-    def section(self, kind: type[S]) -> S:
+    def changed(self, **sections: dict[str, Any]) -> Self:
+        """Return the pipeline with other values of keys of some sections, which nobody validates again."""
+        found = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=found)
+
+    def section(self, kind: type[_S]) -> _S:
         """Return the section of a kind that has joined; its defaults where this pipeline was made without it."""
         return next((value for _, value in self if isinstance(value, kind)), kind())
-
-
-_JOINED: dict[str, type[Section]] = {}
-
-
-def join(name: str, section: type[Section]) -> None:
-    """Add a section to pipelines, as an entry point of the group `wsi_fl.settings` does: name → its model.
-
-    Raises:
-        ValueError: when pipelines have a key of this name.
-    """
-    if name in Pipeline.model_fields:
-        raise ValueError(f"[{name}] is a section of every pipeline")
-    _JOINED[name] = section
-    pipeline_model.cache_clear()
 
 
 @cache
 def pipeline_model() -> type[Pipeline]:
     """Return the model of a whole pipeline: the core's sections, then those that have joined, by name."""
-    joined = sorted((entries("wsi_fl.settings") | _JOINED).items())
+    joined = sorted(entries("wsi_fl.settings").items())
+    if twice := [name for name, _ in joined if name in Pipeline.model_fields]:
+        raise ValueError(f"[{twice[0]}] is a section of every pipeline")
     fields: Any = {name: (section, section()) for name, section in joined}
     return create_model("Pipeline", __base__=Pipeline, __doc__=Pipeline.__doc__, **fields)

@@ -28,21 +28,10 @@ a hospital's slides are and what the hospital allows. Unknown keys are errors.
 
 
 def keys(prefix: str = "") -> list[dict[str, Any]]:
-    """Return the configuration keys at or under a prefix, those of a site file under `site.`.
+    """Return the configuration keys at or under a prefix, those of a site file under `site.`; UsageError for none.
 
-    Args:
-        prefix: a key, a section, or "" for all keys.
-
-    Returns:
-        Per key a JSON-ready mapping with `key`, `type` in words, `default` (None where there is none), `meaning`, and
-        what it `needs` and `excludes`: condition → why.
-
-    Raises:
-        UsageError: when no key has this name.
-
-    Example:
-        >>> keys("train.rounds")[0]["type"], len(keys("topology"))
-        ('integer ≥ 1, ≤ 1000000', 2)
+    Each is ready for JSON, with `key`, `type` in words, `default` (None where there is none), `meaning`, and what it
+    `needs` and `excludes`: condition → why.
     """
     every = [row for _, _, rows in _sections() for row in rows]
     found = [row for row in every if not prefix or f"{row['key']}.".startswith(f"{prefix}.")]

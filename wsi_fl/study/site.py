@@ -9,9 +9,9 @@ from pydantic import Field
 from wsi_fl.study.toml import Section, SiteName
 from wsi_fl.types import MPP_BOUNDS
 
-Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
+_Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
 
-Allowed = Literal["model", "buffer", "generator", "patches", "shared", "scores", "private_model"]
+_Allowed = Literal["model", "buffer", "generator", "patches", "shared", "scores", "private_model"]
 """What a site may let go without differential privacy; "patches" lets other sites' evaluation and joint training
 read its store, "shared" lets go sums whose noise rests on the other sites, "scores" counts of its test part, and
 "private_model" the model that was to stay at home, by `export`."""
@@ -29,7 +29,7 @@ class SiteFile(Section):
     """Path or pattern of the site's slides, or a list of them. It is left out where `partition` made the store."""
     annotations: str | None = None
     """Folder with the outlines of tumours, as ASAP XML or QuPath GeoJSON."""
-    layout: Layout = "generic"
+    layout: _Layout = "generic"
     """How the archive is laid out, which decides how slides, labels and annotations are matched."""
     labels: str | None = None
     """Path of the table that says what is on each slide: `stages.csv`, `slides.csv` or a clinical table."""
@@ -61,7 +61,7 @@ class SiteFile(Section):
     ledger: str | None = None
     """Path of the site's privacy account. By default `ledgers/<site>.jsonl`; a hospital with several studies
     on the same patients names one file in all of them, so that they share one budget."""
-    allow: list[Allowed] = Field([])
+    allow: list[_Allowed] = Field([])
     """What may leave without differential privacy: models, buffers of synthetic samples, generators. "patches" lets
     the other sites' evaluation and joint training read the store. "shared" is for `privacy.noise = "shared"`, where the
     site's ε rests on noise that other sites add. "scores" lets go how many test examples each model that was released
@@ -73,14 +73,14 @@ class SiteFile(Section):
         """Return whether the site lends no label to anything; none of its labels is ever read."""
         return self.role == "receiver"
 
-    def allows(self, what: Allowed) -> bool:
+    def allows(self, what: _Allowed) -> bool:
         """Return whether `what` may leave without differential privacy; a simulated site allows everything."""
         return not self.real or what in self.allow
 
     @property
     def allowed(self) -> tuple[str, ...]:
         """All that may leave without differential privacy."""
-        return tuple(self.allow) if self.real else get_args(Allowed)
+        return tuple(self.allow) if self.real else get_args(_Allowed)
 
 
 def as_agreed(began: SiteFile, today: SiteFile) -> SiteFile:
@@ -92,7 +92,7 @@ def as_agreed(began: SiteFile, today: SiteFile) -> SiteFile:
     return today.model_copy(
         update={
             "real": began.real or today.real,
-            "allow": [what for what in get_args(Allowed) if began.allows(what) and today.allows(what)],
+            "allow": [what for what in get_args(_Allowed) if began.allows(what) and today.allows(what)],
             "max_epsilon": min(limits, default=None),
             "delta": began.delta,
             "private_model": began.private_model,

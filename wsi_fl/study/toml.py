@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from wsi_fl.types import UsageError, strange_character
 
-S = TypeVar("S", bound=BaseModel)
+_S = TypeVar("_S", bound=BaseModel)
 
 
 MOST_SEED = 2**63 - 1
@@ -66,9 +66,7 @@ def goes(*, needs: Mapping[str, str] | None = None, excludes: Mapping[str, str] 
 def clash(settings: Section, traits: Collection[str]) -> str:
     """Return in one line what the first key that is set lacks, or does not go with; "" where all go together.
 
-    Args:
-        settings: whose sections hold the keys.
-        traits: what the method is, among the conditions that keys name.
+    Among the conditions that keys name are `traits` of the method.
     """
     for name, section in settings:
         for key, field in type(section).model_fields.items() if isinstance(section, Section) else ():
@@ -94,11 +92,7 @@ def _holds(settings: Section, traits: Collection[str], condition: str) -> bool:
 
 
 def value_of(settings: Section, key: str) -> Any:
-    """Return the value of a key, "train.rounds"; None where its section has not joined.
-
-    Raises:
-        KeyError: for an unknown key of a section that is there.
-    """
+    """Return the value of a key, "train.rounds"; None where its section has not joined, KeyError for an unknown key."""
     name, _, last = key.partition(".")
     section = getattr(settings, name, None)
     return section.model_dump(by_alias=True)[last] if isinstance(section, Section) else None
@@ -125,14 +119,11 @@ def dump_toml(model: BaseModel, first_line: str = "") -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return one TOML value on one line.
-
-    Raises:
-        TypeError: for what is no value of a key, such as a table or None.
+    """Return one TOML value on one line; TypeError for what is none, such as a table or None.
 
     Example:
-        >>> toml_value('C:\\\\x "y"'), toml_value([1, True]), toml_value(1e-05)
-        ('"C:\\\\\\\\x \\\\"y\\\\""', '[1, true]', '1e-05')
+        >>> toml_value([1, True, 1e-05, "a"])
+        '[1, true, 1e-05, "a"]'
     """
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
@@ -141,12 +132,8 @@ def toml_value(value: Any) -> str:
     return tomli_w.dumps({"x": value})[len("x = ") : -1]
 
 
-def validated(model: type[S], values: Mapping[str, Any], label: str) -> S:
-    """Return the model of these values.
-
-    Raises:
-        UsageError: in one line that begins with `label` and names the key and what is allowed.
-    """
+def validated(model: type[_S], values: Mapping[str, Any], label: str) -> _S:
+    """Return the model of these values; UsageError in one line names `label`, the key and what is allowed."""
     try:
         return model.model_validate(values)
     except ValidationError as error:

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from wsi_fl.report import figures
-from wsi_fl.report.comparison_figures import palette, png_style
-from wsi_fl.report.figures import Chart
+from wsi_fl.report.figures import Chart, palette, png_style
 from wsi_fl.report.fill import fill
 from wsi_fl.report.pictures import enlarged, patch_uri
 from wsi_fl.report.words import number

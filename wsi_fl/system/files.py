@@ -1,12 +1,14 @@
-"""Files that are whole or absent: everything the toolkit writes goes through here."""
+"""Files that are whole or absent, and locks on them: everything the toolkit writes goes through here."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -14,22 +16,19 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO
 
-from wsi_fl.system.machine import allocate, is_being_written, sync_folder
+from wsi_fl.system.machine import allocate
 from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
 _OF_SAFETENSORS = ".tmp??????"
 """What that library writes to before it renames."""
 _DIGEST = "digest"
+_RETRY_S = 0.05
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def ordinary(path: Path) -> Path:
-    """Return a path as it is given, for whoever opens it to read; what is missing is left to that reader.
-
-    Raises:
-        WsiFlError: when a pipe, a socket or a device is there: reading one may wait, or go on, for ever.
-    """
+    """Return a path for whoever opens it to read; WsiFlError for a pipe or device: reading one may go on for ever."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -42,10 +41,9 @@ def ordinary(path: Path) -> Path:
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` that becomes `path` when the block ends well, and vanishes when not.
+    """A temporary name beside `path`, with its suffix, that becomes `path` when the block ends well, and else vanishes.
 
-    The content is on disk before the rename, so a reader sees the old file or the whole new one. The suffix
-    is kept. Raises WsiFlError in one line when the disk is full.
+    The content is on disk before the rename, so a reader sees the old file or the whole new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{_TEMPORARY}{path.suffix}")
@@ -54,11 +52,21 @@ def atomic(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as handle:
             os.fsync(handle.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the names in a folder on disk: a rename is there only then."""
+    with suppress(PermissionError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def reserve(path: Path, n_bytes: int) -> None:
@@ -91,8 +99,8 @@ def remove_abandoned(path: Path) -> None:
     """Delete what killed writers of a file left beside it; HDF5 locks what it still writes, and that stays."""
     for left in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
         with suppress(OSError), left.open("rb") as handle:
-            if not is_being_written(handle):
-                left.unlink()
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
@@ -126,15 +134,7 @@ def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
-    """Return what `write_sealed` wrote, without the digest.
-
-    Args:
-        keys: what it has at least.
-        advice: what to do where it is damaged.
-
-    Raises:
-        WsiFlError: when it is missing or damaged.
-    """
+    """Return what `write_sealed` wrote, without the digest; WsiFlError, with advice, where it is damaged."""
     document = read_object(path, advice)
     whole = all(key in document for key in keys)
     if not whole or document.pop(_DIGEST, None) != _digest(document):
@@ -206,35 +206,57 @@ def _mend_tail(handle: BinaryIO) -> None:
 def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) -> list[dict[str, Any]]:
     """Return the JSON lines of `path`; a last line that a crash cut short is dropped.
 
-    Args:
-        needs: what every line has, and of which types.
-
-    Raises:
-        WsiFlError: when another line is damaged, or lacks what it needs.
+    WsiFlError where another line is damaged, or lacks what it `needs`, key → type.
     """
-    lines, wanted = _read_lines_from(path, 0)[0], (needs or {}).items()
-    for number, line in enumerate(lines, 1):
-        if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in wanted):
-            raise WsiFlError(f"{path}: line {number} is damaged")
-    return lines
-
-
-def _read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:
-    """The JSON lines from byte `start` on, and where to go on reading when there are more."""
     if not path.exists():
-        return [], start
-    with ordinary(path).open("rb") as handle:
-        handle.seek(start)
-        lines = handle.read().split(b"\n")  # a cut may lie within a character
-    documents = []
-    end = start
+        return []
+    lines = ordinary(path).read_bytes().split(b"\n")  # a cut may lie within a character
+    documents: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
-        last = number == len(lines)  # no newline after it
+        if not line:
+            continue
         try:
-            documents += [json.loads(line)] if line else []
+            document = json.loads(line)
         except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested beyond all reason
-            if last:  # never finished
+            if number == len(lines):  # no newline after it: never finished
                 break
-            raise WsiFlError(f"{path}: line {number} is damaged") from None
-        end += len(line) + (not last)
-    return documents, end
+            document = None
+        wanted = (needs or {}).items()
+        if not isinstance(document, dict) or not all(isinstance(document.get(k), kind) for k, kind in wanted):
+            raise WsiFlError(f"{path}: line {number} is damaged")
+        documents.append(document)
+    return documents
+
+
+@contextmanager
+def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock on a file, which is made where there is none; what is in it stays.
+
+    Args:
+        busy: what to say (WsiFlError) when another process holds the lock; None to wait for it.
+        patience_s: how long to try before saying so: a process that was killed lets go a moment later.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience_s
+    with path.open("ab") as handle:  # its lock goes when its holder ends, however it ends
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise WsiFlError(busy or "") from None
+                time.sleep(_RETRY_S)
+        yield
+
+
+@contextmanager
+def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold a site's folder for one command at a time, and remove what a killed one left in it.
+
+    Another command that has it is waited for with `wait`, and else a WsiFlError.
+    """
+    busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
+    with alone(folder / ".lock", None if wait else busy):
+        remove_leftovers(folder)
+        yield

@@ -21,11 +21,7 @@ Stream = bytes | memoryview
 
 
 def decode(stream: Stream, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """The picture uint8[h, w, 3] in RGB; written into `out`, contiguous and of that very shape, where it is given.
-
-    Raises:
-        WsiFlError: when the stream is cut short or garbled anywhere, or of another size than `out`.
-    """
+    """The picture uint8[h, w, 3] in RGB, in `out` where given; WsiFlError for a stream that is cut short or garbled."""
     try:
         picture: NDArray[np.uint8] = simplejpeg.decode_jpeg(stream, "RGB", buffer=out, strict=True)
     except ValueError as error:
@@ -36,11 +32,7 @@ def decode(stream: Stream, out: NDArray[np.uint8] | None = None) -> NDArray[np.u
 
 
 def check(stream: Stream) -> None:
-    """Reads the stream to its end without making its pixels, for about half of what decoding costs.
-
-    Raises:
-        WsiFlError: where `decode` would.
-    """
+    """Read the stream to its end without making its pixels, for half the cost; fails where `decode` would."""
     try:
         simplejpeg.decode_jpeg(stream, "GRAY", min_height=1, min_width=1, strict=True)
     except ValueError as error:
@@ -48,11 +40,7 @@ def check(stream: Stream) -> None:
 
 
 def size(stream: Stream) -> tuple[int, int]:
-    """(height, width) in pixels, from the header alone.
-
-    Raises:
-        WsiFlError: when there is no such header.
-    """
+    """(height, width) in pixels, from the header alone; WsiFlError when there is no such header."""
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(stream, strict=True)
     except ValueError as error:

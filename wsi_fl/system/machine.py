@@ -1,32 +1,24 @@
-"""What Linux offers and other systems may not, with a substitute for each. Nothing else asks which system it is on."""
+"""What Linux offers and macOS may not, with a substitute for each, and what mpiexec or srun says.
+
+Nothing else asks which system it is on.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-import sqlite3
+import resource
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
-
-
-def _module(name: str) -> Any:
-    """Return a module, or None where the system does not have it (Windows)."""
-    try:
-        return import_module(name)
-    except ImportError:
-        return None
-
-
-fcntl, resource = _module("fcntl"), _module("resource")
 
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """What `posix_fallocate` says of a file system, or C library, without it."""
-_OPEN_FILES = 512
-"""How many files a process may have open, where the system does not say."""
+_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Variables in the environment of a rank: how many there are, which it is, how many are on its machine."""
 
 
 def cores() -> list[int]:
@@ -53,26 +45,21 @@ def free_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return how much memory this process has held at most; 0 where the system does not say."""
-    if resource is None:
-        return 0
-    unit: int = 1 if sys.platform == "darwin" else 1024
+    """Return how much memory this process has held at most."""
+    unit = 1 if sys.platform == "darwin" else 1024
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
 def most_open_files() -> int:
     """Return how many files this process may have open at once."""
-    if resource is None:
-        return _OPEN_FILES
-    allowed: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if allowed < 0 else allowed
 
 
 def allocate(descriptor: int, n_bytes: int) -> None:
     """Make a file at least that long and give it its place on disk, where the file system can do that.
 
-    Args:
-        descriptor: open for reading too: glibc looks at what is there where the file system (NFS) leaves it the work.
+    It is open for reading too: glibc looks at what is there where the file system (NFS) leaves it the work.
     """
     if not hasattr(os, "posix_fallocate"):
         return
@@ -83,79 +70,25 @@ def allocate(descriptor: int, n_bytes: int) -> None:
             raise
 
 
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of the data at an offset; several threads may where the system has `pwrite`."""
-    done = 0
-    while done < len(data):
-        if hasattr(os, "pwrite"):
-            done += os.pwrite(descriptor, data[done:], offset + done)
-        else:
-            os.lseek(descriptor, offset + done, os.SEEK_SET)
-            done += os.write(descriptor, data[done:])
+def launched_ranks() -> int | None:
+    """Return how many ranks mpiexec or srun started with this one; None when nobody did.
 
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk: a rename is there only then. Windows cannot, and does it by itself."""
-    with suppress(PermissionError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def is_being_written(handle: BinaryIO) -> bool:
-    """Return whether another process holds the lock on an open file, as HDF5 does while it writes."""
-    if fcntl is None:  # Windows deletes no file that somebody has open
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
-
-
-class Lock:
-    """The lock of a file, which goes when its holder ends, however it ends.
-
-    Where there is no `flock`, it is the lock of a database of SQLite beside the file.
-
-    Args:
-        path: made where there is none; what is in it stays.
+    A batch script of Slurm is no rank, though Slurm numbers it as one.
     """
+    size = _said(_SIZE)
+    return size if size is not None and (size > 1 or "OMPI_COMM_WORLD_SIZE" in os.environ) else None
 
-    def __init__(self, path: Path) -> None:
-        self._handle = path.open("ab")
-        self._database: sqlite3.Connection | None = None
-        if fcntl is None:
-            beside = path.with_name(f".{path.name.lstrip('.')}.sqlite")
-            self._database = sqlite3.connect(beside, timeout=0, isolation_level=None, check_same_thread=False)
 
-    def taken(self, *, wait: bool = False) -> bool:
-        """Take the lock, and return whether nobody else has it.
+def is_first() -> bool:
+    """Return whether this process tells people what all ranks do: the first rank, or a process alone."""
+    return launched_ranks() is None or not _said(_RANK)
 
-        Args:
-            wait: until nobody has.
-        """
-        if self._database is None:
-            try:
-                fcntl.flock(self._handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                return False
-            return True
-        self._database.execute(f"PRAGMA busy_timeout = {2**31 - 1 if wait else 0}")
-        try:
-            self._database.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError:
-            return False
-        return True
 
-    def __enter__(self) -> Lock:
-        return self
+def share_of_threads() -> int:
+    """Return how many threads this rank may take, so that all ranks on this machine take no more than its cores."""
+    return max(1, min(n_cores(), (os.cpu_count() or 1) // (_said(_HERE) or 1)))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._database is not None:
-            self._database.close()
-        self._handle.close()
+
+def _said(names: Iterable[str]) -> int | None:
+    """Return the number that the first of these variables holds which holds one."""
+    return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)

@@ -9,39 +9,32 @@ from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from typing import Any, TypeVar
 
-T = TypeVar("T")
-R = TypeVar("R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 def in_order(
-    task: Callable[[T], R], items: Iterable[T], *, threads: int, ahead: int
-) -> Generator[R, None, None]:
+    task: Callable[[_T], _R], items: Iterable[_T], *, threads: int, ahead: int
+) -> Generator[_R, None, None]:
     """Call a task for each item in threads and yield what the calls return, in the order of the items.
 
     Items are drawn by the consumer's thread, each when its call may begin. Queues instead of futures: what a future
-    costs, decoding threads wait for, as it holds the interpreter's lock.
+    costs, decoding threads wait for, as it holds the interpreter's lock. What a call, or drawing an item, raised is
+    raised here.
 
     Args:
-        task: what is called for each item.
         items: any number of them, even without end.
         threads: how many call it. They are gone when the iterator is closed or used up.
         ahead: calls that may begin before the consumer is done with what was yielded last.
-
-    Raises:
-        Exception: what a call, or drawing an item, raised.
-
-    Example:
-        >>> list(in_order(lambda k: k * k, range(5), threads=2, ahead=2))
-        [0, 1, 4, 9, 16]
     """
-    to_do: SimpleQueue[tuple[int, T] | None] = SimpleQueue()
+    to_do: SimpleQueue[tuple[int, _T] | None] = SimpleQueue()
     done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
     stopped = Event()
     numbered = enumerate(items)
     workers: list[Thread] = []
-    early: dict[int, R] = {}
+    early: dict[int, _R] = {}
 
-    def call(job: tuple[int, T] | None) -> bool:
+    def call(job: tuple[int, _T] | None) -> bool:
         if job is None or stopped.is_set():
             return False
         try:
@@ -91,16 +84,8 @@ def in_order(
             done.get()
 
 
-def made_ahead(items: Iterable[T], n: int) -> Generator[T, None, None]:
-    """Yield the items, which a thread makes up to n ahead of the consumer, and close their generator at the end.
-
-    Raises:
-        Exception: what making an item raised.
-
-    Example:
-        >>> list(made_ahead((k * k for k in range(4)), 2))
-        [0, 1, 4, 9]
-    """
+def made_ahead(items: Iterable[_T], n: int) -> Generator[_T, None, None]:
+    """Yield the items, which a thread makes up to n ahead of the consumer, and close their generator at the end."""
     iterator, end = iter(items), object()
     with closing(in_order(lambda _: next(iterator, end), count(), threads=1, ahead=n)) as made:
         try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,38 +35,40 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[st
 
 
 def load_tensors(path: Path, what: str, advice: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the document that `save_tensors` wrote.
-
-    Args:
-        what: the file is.
-        advice: what to do where it is damaged.
-
-    Raises:
-        WsiFlError: when the file is damaged, or holds other bytes than were written.
-    """
-    with _opened(path, "pt", what, advice) as (file, document):
-        return _checked(file, document, document.pop(_DIGEST))
+    """Return the tensors and the document that `save_tensors` wrote; WsiFlError, with advice, where it is damaged."""
+    return _read(path, f" {what}", advice)
 
 
 def load_document(path: Path, what: str) -> dict[str, Any]:
-    """Return the document that `save_tensors` wrote, without PyTorch and without the tensors.
-
-    Raises:
-        WsiFlError: as `load_tensors`.
-    """
-    with _opened(path, "np", what) as (_, document):
-        document.pop(_DIGEST, None)
-        return document
+    """Return the document that `save_tensors` wrote, without PyTorch and without the tensors."""
+    return _read(path, f" {what}", "", framework="np")[1]
 
 
-def _checked(
-    file: Any, document: dict[str, Any], known: str | None
+def load_weights(path: Path, advice: str) -> dict[str, Tensor]:
+    """Return the tensors of a file, whoever wrote it; WsiFlError, with advice, where it is damaged."""
+    return _read(path, "", advice, ours=False)[0]
+
+
+def _read(
+    path: Path, what: str, advice: str, *, framework: str = "pt", ours: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the document; ValueError where the known digest is of others."""
-    tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    if known is not None and known != _digest(tensors, document):
-        raise ValueError("not the bytes that were written")
-    return tensors, document
+    """Return the tensors, which numpy leaves out, and the document; whatever `save_tensors` wrote has a digest."""
+    then = f"; {advice}" if advice else ""
+    try:
+        with safe_open(ordinary(path), framework) as file:
+            about = file.metadata() or {}
+            document = dict(json.loads(about["document"] if ours else about.get("document", "{}")))
+            known = document.pop(_DIGEST, None)
+            if framework == "np":
+                return {}, document
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            if (ours or known is not None) and known != _digest(tensors, document):
+                raise ValueError("not the bytes that were written")
+            return tensors, document
+    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
+        raise WsiFlError(f"{path}: damaged{what} ({error}){then}") from None
+    except RecursionError:
+        raise WsiFlError(f"{path}: damaged{what} (its document is nested too deeply){then}") from None
 
 
 def _digest(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> str:
@@ -80,33 +81,3 @@ def _digest(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> str:
         digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@contextmanager
-def _opened(path: Path, framework: str, what: str, advice: str = "") -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Open a file of `save_tensors` and read its document."""
-    then = f"; {advice}" if advice else ""
-    try:
-        with safe_open(ordinary(path), framework) as file:
-            yield file, dict(json.loads((file.metadata() or {})["document"]))
-    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
-        raise WsiFlError(f"{path}: damaged {what} ({error}){then}") from None
-    except RecursionError:
-        raise WsiFlError(f"{path}: damaged {what} (its document is nested too deeply){then}") from None
-
-
-def load_weights(path: Path, advice: str) -> dict[str, Tensor]:
-    """Return the tensors of a file, whoever wrote it.
-
-    Args:
-        advice: what to do where it is damaged.
-
-    Raises:
-        WsiFlError: when the file is damaged, or one of `save_tensors` that holds other bytes than were written.
-    """
-    try:
-        with safe_open(ordinary(path), "pt") as file:
-            document = dict(json.loads((file.metadata() or {}).get("document", "{}")))
-            return _checked(file, document, document.pop(_DIGEST, None))[0]
-    except (SafetensorError, ValueError, TypeError, OSError, RecursionError) as error:
-        raise WsiFlError(f"{path}: damaged ({error}); {advice}") from None

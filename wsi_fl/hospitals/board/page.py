@@ -1,26 +1,45 @@
-"""The board: who takes part, how far they are, what came of it, and what is to be done next, by whom."""
+"""The board: who takes part, how far they are, what came of it, and what is to be done next, by whom.
+
+What is known at one place of a federation is gathered from the files that lie there, its folder and its server; of no
+store.
+"""
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from wsi_fl import __version__
-from wsi_fl.hospitals.board.facts import gather
-from wsi_fl.hospitals.board.steps import Facts, next_steps
-from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.learning.counts import results
+from wsi_fl.federation.documents import NotAgreed
+from wsi_fl.hospitals.board.steps import Facts, Member, next_steps
+from wsi_fl.hospitals.dossier.page import dossier_of
+from wsi_fl.hospitals.lines.folder_line import lying
+from wsi_fl.hospitals.plans.signed import Plan, approvals, check_code, check_promises, plan_path
+from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
+from wsi_fl.hospitals.trust.kit import Kit, look
+from wsi_fl.hospitals.trust.letters import HELLO, Letter
+from wsi_fl.hospitals.trust.root import Root
+from wsi_fl.hospitals.work.submit import asked_for, status
+from wsi_fl.learning.counts import Scores, results
 from wsi_fl.report.between import section
 from wsi_fl.report.figures import N_COLORS
 from wsi_fl.report.fill import fill
 from wsi_fl.report.words import number
-from wsi_fl.stages.answers.between import between_lines
+from wsi_fl.stages.answers.evaluate import between_lines
+from wsi_fl.stages.training.going_on import runs_of_plan
 from wsi_fl.stages.work.console import Line, Lines, Table
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import write_text
+from wsi_fl.system.files import read_json, write_text
+from wsi_fl.types import UsageError, WsiFlError, one_line
 
+_SILENT_S, _SKEW_S = 60.0, 900.0
+_ROUND = re.compile(r"x(\d+)\.\d")
 _COORDINATOR, _BOTH, _HOSPITAL = "the coordinator", "the coordinator and the hospital", "the hospital"
 _COLUMNS = {
     "until": ("certificate", _BOTH),
@@ -34,6 +53,7 @@ _COLUMNS = {
     "labels": ("labels", _HOSPITAL),
 }
 """What is shown of each member: its heading, and who could know it where nothing here says it."""
+_HEADINGS = ["who", *(heading for heading, _ in _COLUMNS.values())]
 
 
 def make_board(
@@ -41,26 +61,23 @@ def make_board(
 ) -> dict[str, Any]:
     """Return what is known here of a federation and what is to be done next, and write the page where one is asked for.
 
-    Nothing is sent to any hospital. A server is asked who is connected, and a folder is listed.
+    Nothing is sent to any hospital. A server is asked who is connected, and a folder is listed. None stands for what is
+    not known here, and "unknown" says who could know it.
 
     Args:
         kit: of whoever looks, a coordinator or a hospital; without it only files of the study are looked at.
         out: the page.
         named: the study, as the commands of the steps name it.
-
-    Raises:
-        UsageError: when the kit is none.
     """
-    facts = gather(study, Kit.open(kit) if kit else None)
+    facts = _gather(study, Kit.open(kit) if kit else None)
     facts.kit, facts.study = str(kit or facts.kit), named
-    board = document_of(facts)
+    board = _document_of(facts)
     if out is not None:
-        write_text(out, render(board))
+        write_text(out, _render(board))
     return board
 
 
-def document_of(facts: Facts) -> dict[str, Any]:
-    """Return the board as JSON; None stands for what is not known here, and "unknown" says who could know it."""
+def _document_of(facts: Facts) -> dict[str, Any]:
     members = [_plain(asdict(one)) for one in facts.members.values()]
     unknown: dict[str, list[str]] = {}
     for key, (heading, who) in _COLUMNS.items():
@@ -80,27 +97,19 @@ def _plain(said: dict[str, Any]) -> dict[str, Any]:
     return said | times | {k: list(v) for k, v in said.items() if isinstance(v, tuple)}
 
 
-def render(board: dict[str, Any]) -> str:
-    """Return one HTML document that needs nothing beside it.
-
-    Args:
-        board: as `wsi-fl federation board --json` prints it.
-    """
+def _render(board: dict[str, Any]) -> str:
+    """One HTML document that needs nothing beside it, of a board as `--json` prints it."""
     names = [one["name"] for one in board["members"] if one["role"] == "hospital"]
     many = len(names) > N_COLORS
     context = {
         "b": board,
-        "headings": _headings(),
+        "headings": _HEADINGS,
         "rows": [_cells(one, board["rounds"]) for one in board["members"]],
         "slots": {name: 0 if many else k for k, name in enumerate(names)},
         "between": section(board["scores"]),
         "many": many,
     }
     return fill("board", context, Path(__file__).parent)
-
-
-def _headings() -> list[str]:
-    return ["who", *(heading for heading, _ in _COLUMNS.values())]
 
 
 def _cells(one: dict[str, Any], rounds: int) -> list[str]:
@@ -121,7 +130,7 @@ def board_lines(board: dict[str, Any]) -> Lines:
     """Show everybody, what came of the plan, and what is to be done next."""
     about = f"plan {board['sha256'][:8]}, {board['method']}, {board['rounds']} rounds"
     rows = [_cells(one, board["rounds"]) for one in board["members"]]
-    yield Table(about if board["plan"] else "no plan yet", _headings()[:-1], [row[:-1] for row in rows])
+    yield Table(about if board["plan"] else "no plan yet", _HEADINGS[:-1], [row[:-1] for row in rows])
     for row in rows:
         if row[-1] not in ("", "–"):
             yield Line(f"  {row[0]} has {row[-1]}")
@@ -136,3 +145,167 @@ def board_lines(board: dict[str, Any]) -> Lines:
         yield Line(
             f"  {step['who'] or 'you'}: {step['what']}{': ' if step['command'] else ''}{step['command']}"
         )
+
+
+def _gather(study: Study, kit: Kit | None) -> Facts:
+    """What is known here of a federation; nothing is written but the lock that tells whether a kit is in use.
+
+    Without a kit nothing is known of signatures, folder and server.
+    """
+    path, plan = _newest_plan(study) or (None, None)
+    facts = Facts({one.name: one for one in _members(kit, plan)})
+    if path is not None and plan is not None:
+        facts.plan, facts.sha256, facts.method = study.relative(path), plan.digest, plan.method
+        facts.rounds, facts.patience_s = int(plan.document["rounds"]), plan.pipeline().comm.timeout_s
+    if kit is not None:
+        facts.me, facts.over = kit.name, "folder" if kit.folder else "server"
+        _look_at_kit(facts, kit)
+    if plan is not None and kit is not None:
+        for look_at in (_at_signatures, _at_work, _at_folder, _at_own_part):
+            try:
+                look_at(facts, study, plan, kit)
+            except WsiFlError as error:  # the rest is looked at all the same
+                facts.trouble.append(str(error))
+    facts.trouble = list(dict.fromkeys(facts.trouble))
+    return facts
+
+
+def _newest_plan(study: Study) -> tuple[Path, Plan] | None:
+    """The newest plan of a study: the one that came, or the one that was signed."""
+    found = []
+    for path in (study.root / "plan.json", plan_path(study)):
+        with suppress(UsageError):
+            found.append((path, Plan.load(path)))
+    return max(found, key=lambda one: str(one[1].document.get("created")), default=None)
+
+
+def _members(kit: Kit | None, plan: Plan | None) -> Iterator[Member]:
+    """Everybody who has a certificate, where the list of them lies here, else who is in the plan, and oneself."""
+    told: dict[str, Any] = {}
+    with suppress(UsageError):  # the founded folder is the coordinator's
+        told = {str(line["name"]): line for line in Root.open(kit.path.parent).issued()} if kit else {}
+    roles = dict.fromkeys(plan.sites if plan else (), "hospital") | ({kit.name: kit.role} if kit else {})
+    for name, role in {**{name: line["role"] for name, line in told.items()}, **roles}.items():
+        until = told.get(name, {}).get("until")
+        yield Member(name, role, until=datetime.fromisoformat(until) if until else None)
+
+
+def _look_at_kit(facts: Facts, kit: Kit) -> None:
+    """One's own certificate, whether it gets through, and whether a hospital's process has the kit."""
+    facts.trouble += [step.said for step in look(kit) if not step.ok]
+    with suppress(WsiFlError):  # `look` has said it
+        identity = kit.identity()
+        facts.note(kit.name, until=verified(identity.certificate, identity.root).until, version=__version__)
+    if kit.role == "hospital":
+        running, started = True, kit.path / "startup" / "fed_client.json"  # which `start` writes anew
+        with suppress(WsiFlError), kit.alone():
+            running = False
+        facts.note(kit.name, connected=running, since=_written(started) if running else None)
+
+
+def _at_signatures(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
+    """Who has signed the plan; nobody sends approvals to other hospitals, so there a missing one says nothing."""
+    root = kit.identity().root
+    heard, said = approvals(study, plan, root), plan.document
+    for name in heard.signed:
+        certificate = read_json(plan_path(study).parent / f"approval-{name}.json")["certificate"]
+        classes, until = said["learns"]["classes"], verified(str(certificate), root).until
+        facts.note(
+            name, signed=True, until=until, version=said["wsi_fl"], labels=tuple(classes or ()) or None
+        )
+    for name in heard.missing if kit.role == "coordinator" else {kit.name} & set(heard.missing):
+        facts.note(name, signed=False)
+
+
+def _at_work(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
+    """How far the plan's run is, by the coordinator's jobs or a hospital's own files."""
+    if kit.role == "coordinator":
+        _look_at_jobs(facts, study, plan, kit)
+        return
+    for run in runs_of_plan(study, plan.digest)[-1:]:
+        folder, summary = run.site(kit.name), run.summary()
+        heard = _written(folder.log_path)
+        facts.job, done = run.name, max((line["round"] for line in folder.metrics()), default=None)
+        facts.note(kit.name, round=done, heard=heard)
+        if summary is None:
+            late = heard is None or time.time() - heard.timestamp() > facts.patience_s
+            facts.running = bool(facts.members[kit.name].connected) and not late
+            facts.reason = "" if facts.running else f"{run.name} has not finished"
+        else:
+            report = run.path / "report" / "index.html"
+            _finish(facts, summary, study.relative(report) if report.is_file() else "", folder.kept("scores"))
+
+
+def _look_at_jobs(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
+    """What the coordinator asked for, what came back, and, where there is a server, who is connected to it."""
+    asked = [(key, one) for key, one in asked_for(kit).items() if one["plan"] == plan.digest]
+    for key, job in [one for one in asked if one[1]["what"] == "work"]:  # the newest counts
+        facts.job, facts.reason = key, job["reason"] or ""
+        for file in sorted(study.root.glob("*/summary.json"), key=lambda path: path.stat().st_mtime):
+            summary, scores = read_json(file), file.with_name("scores.json")
+            if isinstance(summary, dict) and job["run"] and summary.get("run") == job["run"]:
+                told = read_json(scores) if scores.is_file() else None
+                _finish(facts, summary, study.relative(file.with_name("report.html")), told)
+    now = status(kit) if kit.folder is None else {"connected": [], "jobs": []}
+    for name in plan.sites if kit.folder is None else ():
+        facts.note(name, connected=name in now["connected"])
+    for row in [row for row in now["jobs"] if row["id"] == facts.job]:
+        facts.reason = row["reason"] or ""
+        facts.running = not facts.reason and not str(row["status"]).startswith(("FINISHED", "DEAD"))
+
+
+def _finish(facts: Facts, summary: dict[str, Any], report: str, scores: Any) -> None:
+    """Note a run that has finished, and what its summary, which all hold alike, says of each site."""
+    facts.run, facts.report, facts.scores = str(summary["run"]), report, cast("Scores | None", scores)
+    for name in scores["hospitals"] if scores else ():
+        facts.note(name, labels=tuple(scores["classes"]))
+    for row in summary["sites"]:
+        facts.note(row["site"], round=row["rounds"], spent=row["lifetime_epsilon"], budget=row["max_epsilon"])
+
+
+def _at_folder(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
+    """Who said hello in the folder and has not left, and the newest round that letters are of."""
+    try:
+        letters = lying(kit.folder, plan.digest) if kit.folder else []
+    except WsiFlError:
+        raise
+    except Exception as error:  # each backend of fsspec has others
+        raise WsiFlError(f"the folder cannot be used: {type(error).__name__}: {one_line(error)}") from None
+    for name in plan.sites if kit.folder else ():
+        facts.note(name, connected=None if name == kit.name else False)
+    for one in sorted(letters, key=lambda one: one.time or 0.0):
+        round_ = _ROUND.fullmatch(one.place)
+        facts.note(one.sender, heard=_time(one.time), round=int(round_[1]) if round_ else None)
+        with suppress(NotAgreed, NotTrusted):
+            if one.place == HELLO:
+                letter = Letter.read(one.content)
+                said, holder = letter.hello(kit.identity().root)
+                if letter.head["session"] == plan.digest:  # so it has signed
+                    told = {"version": said["version"], "since": _time(said["time"]), "until": holder.until}
+                    facts.note(holder.name, connected=True, signed=True, **told)
+    # by the clock of the share, which tells when files were written; a process that lives writes several times a minute
+    latest = max([one.time or 0.0 for one in letters] + [facts.now.timestamp() - _SKEW_S])
+    for name, member in list(facts.members.items()):
+        if member.connected and member.heard and latest - member.heard.timestamp() > _SILENT_S:
+            facts.note(name, connected=False)
+
+
+def _at_own_part(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
+    """What a hospital's own ledger says, and before a run what its own process would refuse."""
+    if kit.name not in plan.sites:
+        return
+    site = study.site(kit.name)
+    own = dossier_of(study, plan, site, kit)
+    facts.note(kit.name, spent=own["spent"] or 0.0, budget=site.max_epsilon, version=__version__)
+    facts.trouble += [own["warning"]] if own["warning"] else []
+    if not facts.run:
+        check_code(plan, kit.name)
+        check_promises(next(one for one in plan.document["sites"] if one["name"] == kit.name), site)
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+
+
+def _written(file: Path) -> datetime | None:
+    return _time(file.stat().st_mtime) if file.is_file() else None

@@ -25,7 +25,6 @@ class Member:
 
     Attributes:
         until: when the certificate ends.
-        version: of wsi-fl, by a hello or an approval where it is another's.
         signed: whether the plan.
         connected, since: whether a process of its own takes part, and since when.
         round, heard: the last that it began or finished, and when it last wrote a letter or a line of its log.
@@ -101,16 +100,12 @@ def _table() -> tuple[dict[str, str], list[tuple[str, list[Step]]]]:
     return said["command"], [(problem, [Step(*step) for step in steps]) for problem, steps in named]
 
 
-COMMANDS, REMEDIES = _table()
+_COMMANDS, _REMEDIES = _table()
 """Commands with places for what is known, and (problem, steps) of each known problem."""
 
 
 def next_steps(facts: Facts) -> list[Step]:
-    """Return what is to be done next, the most pressing first, each step once.
-
-    Args:
-        facts: what is known; what is unknown asks nothing of anybody.
-    """
+    """Return what is to be done next, the most pressing first, each once; what is unknown asks nothing of anybody."""
     return list(dict.fromkeys(_steps(facts)))
 
 
@@ -168,7 +163,7 @@ def _renewal(facts: Facts, one: Member) -> Iterator[Step]:
 
 def _remedied(facts: Facts, line: str) -> Iterator[Step]:
     """What is to be done about a problem; one that nobody knows is shown as it is."""
-    for problem, steps in REMEDIES:
+    for problem, steps in _REMEDIES:
         if found := re.search(problem, line):
             site = found.groupdict().get("site") or facts.me
             for who, what, command in steps:
@@ -192,4 +187,4 @@ def _step(facts: Facts, who: str, what: str, command: str, site: str = "") -> St
         "site": site or who,
     }
     quoted = {name: shlex.quote(value) for name, value in places.items()}
-    return Step(who, what.format(**places), COMMANDS[command].format(**quoted) if command else "")
+    return Step(who, what.format(**places), _COMMANDS[command].format(**quoted) if command else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.util import find_spec
@@ -14,8 +14,8 @@ from string import Formatter
 from typing import Any
 
 from wsi_fl import __version__
-from wsi_fl.hospitals.dossier.page import Dossier, make_dossier
-from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
+from wsi_fl.hospitals.dossier.page import make_dossier
+from wsi_fl.hospitals.trust.certificates import signer_of
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import ACCOUNTANT
 from wsi_fl.privacy.audit import ADJACENCY
@@ -33,11 +33,7 @@ _GUARANTEED = (
 
 
 def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
-    """Write the folder: the dossier, the sheets, the list of software, and a signature of all; return the document.
-
-    Raises:
-        UsageError: when the folder holds something, no plan lies in the study, or the kit cannot sign.
-    """
+    """Write the folder: the dossier, the sheets, the list of software, and a signature of all; return the document."""
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out}: it holds something already; give a new folder")
     identity = kit.identity()
@@ -48,7 +44,7 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
             "pip_audit", "pip-audit", ["--format", "json"], out / "vulnerabilities.json"
         ),
     }
-    known = _facts(dossier) | tools
+    known = dossier | _facts(dossier) | tools
     document = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "wsi_fl": __version__,
@@ -60,18 +56,15 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
     write_json(out / "evidence.json", document)
     write_text(out / "index.html", fill("evidence", {"e": document}, Path(__file__).parent))
     said = {"site": identity.name, "time": document["created"], "files": _digests(out)}
-    write_json(out / _SIGNATURE, sign_document(said, identity, _PURPOSE))
+    write_json(out / _SIGNATURE, identity.signed(said, _PURPOSE))
     return document
 
 
 def verify_evidence(folder: Path, root: str) -> dict[str, Any]:
-    """Return {"site", "organization", "time", "files"} of a folder that is as its hospital signed it.
+    """Return {"site", "organization", "time", "files"} of a folder that is as its hospital signed it, else UsageError.
 
     Args:
-        root: the federation's root certificate, PEM.
-
-    Raises:
-        UsageError: when a file was changed, added or taken away, or the signature is not that hospital's.
+        root: what is trusted, PEM.
     """
     signed = read_object(folder / _SIGNATURE, "ask for the folder again")
     holder = signer_of(signed, root, _PURPOSE, str(folder / _SIGNATURE))
@@ -86,41 +79,26 @@ def verify_evidence(folder: Path, root: str) -> dict[str, Any]:
     return said | {"organization": holder.organization}
 
 
-def _facts(dossier: Dossier) -> dict[str, str | None]:
-    """What the sheets may name; None where it is not known."""
+def _facts(dossier: Mapping[str, Any]) -> dict[str, Any]:
+    """What the sheets may name beside the dossier's own keys; None where it is not known."""
     plan, accounts, audits = dossier["plan"], dossier["accounts"], dossier["audits"]
-    privacy, first, group = plan["privacy"], dossier["network"][0], dossier["group"]
+    group, limit = dossier["group"], dossier["budget"]["max_epsilon"]
     releases = [one for account in accounts for one in account["releases"]]
     kept = {account["guarantee"] for account in accounts if account["epsilon"] is not None}
     return {
-        "to": first["to"],
-        "port": first["port"],
-        "protocol": first["protocol"],
-        "sigma": _number(privacy["sigma"]),
-        "clip": _number(privacy["clip"]),
-        "auroc": _most([one["auroc"] for one in audits]),
-        "lower": _most([one["epsilon_lower"] for one in audits]),
-        "upper": _most([one["epsilon_upper"] for one in audits]),
-        "guarantee": ", ".join(sorted(kept)) or privacy["guarantee"],
+        "auroc": _most(audits, "auroc"),
+        "lower": _most(audits, "epsilon_lower"),
+        "upper": _most(audits, "epsilon_upper"),
+        "guarantee": ", ".join(sorted(kept)) or plan["privacy"]["guarantee"],
         "worth": _GUARANTEED if kept == {"guaranteed"} else "It is no guarantee by itself: see the dossier.",
-        "patient": _number(group["epsilon"] if group else None),
-        "site": dossier["site"],
-        "wsi_fl": dossier["wsi_fl"],
-        "plan": dossier["plan_sha256"][:16],
-        "code": plan["code"][:16],
+        "patient": group["epsilon"] if group else None,
         "packages": ", ".join(f"{name} {version}" for name, version in plan["packages"].items()),
         "does": plan["does"].rstrip("."),
-        "data": plan["learns"]["data"],
         "leaves": "; ".join(row["what"].partition(":")[0] for row in plan["leaves"]),
         "stays": "; ".join(plan["stays"]),
-        "says": privacy["says"],
-        "unit": privacy["unit"],
-        "sampling": privacy["sampling"],
-        "spent": _number(dossier["spent"]),
-        "limit": _number(dossier["budget"]["max_epsilon"]) or "no limit",
-        "delta": f"{dossier['budget']['delta']:g}",
-        "releases": str(len(releases)),
-        "runs": str(len(accounts)),
+        "limit": "no limit" if limit is None else f"{limit:.4g}",
+        "releases": len(releases),
+        "runs": len(accounts),
         "kinds": ", ".join(sorted({one["what"] for one in releases})) or None,
         "accountant": f"{ACCOUNTANT.upper()}; exact for Gaussian sums without sampling",
         "neighbours": ADJACENCY,
@@ -128,20 +106,31 @@ def _facts(dossier: Dossier) -> dict[str, str | None]:
     }
 
 
-def _number(value: Any) -> str | None:
-    return None if value is None else f"{value:.4g}"
+def _most(audits: Sequence[Mapping[str, float | None]], what: str) -> float | None:
+    return max((found for one in audits if (found := one[what]) is not None), default=None)
 
 
-def _most(values: list[float | None]) -> str | None:
-    return _number(max((one for one in values if one is not None), default=None))
+class _NotKnown(Exception):
+    pass
 
 
-def _answered(row: Mapping[str, str], known: Mapping[str, str | None]) -> dict[str, Any]:
+class _Known(Formatter):
+    """Fills places of a text with what is known."""
+
+    def get_field(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        found = super().get_field(name, args, given)
+        if found[0] is None:
+            raise _NotKnown
+        return found
+
+
+def _answered(row: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of a row, where all that it names is known."""
-    places = {name for _, name, _, _ in Formatter().parse(row["says"]) if name}
-    if any(known[name] is None for name in places):
-        return {"asks": row["asks"], "shown": False, "says": row.get("otherwise", "")}
-    return {"asks": row["asks"], "shown": True, "says": row["says"].format_map(known)}
+    try:
+        said = {"shown": True, "says": _Known().vformat(row["says"], (), known)}
+    except _NotKnown:
+        said = {"shown": False, "says": row.get("otherwise", "")}
+    return {"asks": row["asks"], **said}
 
 
 def _tool(module: str, package: str, arguments: list[str], file: Path) -> str:

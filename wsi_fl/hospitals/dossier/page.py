@@ -1,46 +1,35 @@
 """The dossier of a hospital: what its data protection officer and its network people ask, from the files that are here.
 
-It reads the plan, the approvals, the kit, the site's own ledger, its runs and their audits, and opens no store.
+It reads the plan, the approvals, the kit, the site's own ledger, its runs and their audits, and opens no store. What it
+says beside them is in `dossier.toml`. A hospital that leaves keeps a part of it: what it let go, and what of it stays
+with others.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from typing_extensions import TypedDict
+from jinja2 import Environment, StrictUndefined
 
 from wsi_fl import __version__
-from wsi_fl.hospitals.dossier.assessment import (
-    Connection,
-    Part,
-    assessment,
-    connections,
-    not_protected,
-)
 from wsi_fl.hospitals.plans.making import PlanDocument, document_of
-from wsi_fl.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
+from wsi_fl.hospitals.plans.signed import Plan, approval_path, approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.groups import group_epsilon
-from wsi_fl.privacy.guarantee import (
-    Round,
-    applied,
-    epsilon_of,
-    guarantee_of,
-    of_hospital,
-    rounds_of,
-    units_of,
-)
-from wsi_fl.privacy.ledger_file import Entry, LedgerFile
+from wsi_fl.privacy.guarantee import applied, epsilon_of, guarantee_of, of_hospital, rounds_of, units_of
+from wsi_fl.privacy.ledger_file import Entry, LedgerFile, run_id
 from wsi_fl.report.fill import fill
+from wsi_fl.report.words import size
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import Group, terms_of
-from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.account import Group, group_words, open_ledger, terms_of
 from wsi_fl.stages.training.going_on import runs_of_plan
-from wsi_fl.study.folder import Study
+from wsi_fl.stages.work.console import Line, Lines
+from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
@@ -49,33 +38,27 @@ _MOST_LINES = 12
 """Releases of a run that are shown; the JSON beside the page has them all."""
 _WIDEST = 36
 """Characters of a line in the drawing."""
+_SAID = tomllib.loads(Path(__file__).with_name("dossier.toml").read_text("utf-8"))
+_TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
+_TEMPLATES.filters["size"] = size
 
 
-def render(dossier: Mapping[str, Any]) -> str:
-    """Return one HTML document that needs nothing beside it.
-
-    Args:
-        dossier: as `wsi-fl federation dossier --json` prints it.
-    """
-    plan = dossier["plan"]
-    others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
-    return fill(
-        "dossier",
-        {
-            "d": dossier,
-            "plan": plan,
-            "others": others,
-            "flow": _flow(dossier, others),
-            "most_lines": _MOST_LINES,
-            "n_releases": sum(len(account["releases"]) for account in dossier["accounts"]),
-        },
-        Path(__file__).parent,
-    )
+def _render(dossier: Mapping[str, Any]) -> str:
+    """One HTML document that needs nothing beside it, of a dossier as `--json` prints it."""
+    context = {
+        "d": dossier,
+        "plan": dossier["plan"],
+        "flow": _flow(dossier),
+        "most_lines": _MOST_LINES,
+        "n_releases": sum(len(account["releases"]) for account in dossier["accounts"]),
+    }
+    return fill("dossier", context, Path(__file__).parent)
 
 
-def _flow(dossier: Mapping[str, Any], others: list[str]) -> dict[str, Any]:
+def _flow(dossier: Mapping[str, Any]) -> dict[str, Any]:
     """What the drawing of the data flow says: at the hospital, on the way, at the others; and the same in words."""
     plan, way = dossier["plan"], dossier["network"][0]["to"]
+    others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
     leaves = [row["what"].partition(" (")[0].partition(":")[0] for row in plan["leaves"]]
     named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
     private = ["private model"] if any("private model" in one for one in plan["stays"]) else []
@@ -94,91 +77,11 @@ def _flow(dossier: Mapping[str, Any], others: list[str]) -> dict[str, Any]:
     }
 
 
-class _ReleaseEntry(TypedDict):
-    """One thing that left the site, or may have.
-
-    Attributes:
-        what: the kind, as the ledger has it.
-        sha256: of the bytes.
-        bytes: what the round sent in all; None where its run is no longer here.
-        final: whether it may have left; else it is on record and was not sent.
-    """
-
-    round: int
-    what: str
-    sha256: str
-    bytes: int | None
-    final: bool
-
-
-class Account(TypedDict):
-    """What a site released in one run, and what that cost.
-
-    Attributes:
-        plan: SHA-256 of the plan that was signed for it; "" where none was asked for.
-        epsilon: None where ε says nothing.
-        group: what ε per row is worth to the patient with the most rows; None where that is not the question, or the
-            number of rows is not known here.
-    """
-
-    run: str
-    plan: str
-    epsilon: float | None
-    delta: float | None
-    unit: str
-    guarantee: str
-    group: Group | None
-    releases: list[_ReleaseEntry]
-
-
-class _Audited(TypedDict):
-    """What attacks found out about one model of the site; `interval` is that of 95 %."""
-
-    run: str
-    model: str
-    auroc: float | None
-    interval: list[float] | None
-    epsilon_lower: float | None
-    epsilon_upper: float | None
-
-
-class Dossier(TypedDict):
-    """All that the page shows.
-
-    Attributes:
-        signed: the sites that have signed the plan.
-        missing: the others, and why; None where the federation's root is not here to tell.
-        spent: ε of everything released so far, per unit of the plan.
-        group: what that is worth to the patient with the most rows, as in `Account`.
-        cost: what the plan costs, as the hospital saw it when it signed; None where its store was not there.
-        warning: why the ledger is not to be believed, as `approve` says it; "" where it is.
-    """
-
-    created: str
-    wsi_fl: str
-    site: str
-    plan_sha256: str
-    plan: PlanDocument
-    signed: list[str]
-    missing: dict[str, str] | None
-    budget: dict[str, float | None]
-    spent: float | None
-    group: Group | None
-    cost: dict[str, Any] | None
-    warning: str
-    network: list[Connection]
-    accounts: list[Account]
-    audits: list[_Audited]
-    not_protected: list[str]
-    assessment: list[Part]
-
-
-def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path) -> Dossier:
-    """Write the page, and the same as JSON; return what the page says.
+def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path) -> dict[str, Any]:
+    """Write the page, and the same as JSON beside it; return what the page says.
 
     Args:
         site: whose dossier; default: that of the kit.
-        out: the page; `.json` lies beside it.
 
     Raises:
         UsageError: when no plan lies in the study, or nobody says of which site the dossier is.
@@ -195,17 +98,24 @@ def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path)
         raise UsageError(f"site {name} is not in this plan, which has {', '.join(plan.sites)}")
     dossier = dossier_of(study, plan, study.site(name), found)
     write_json(out.with_suffix(".json"), dossier)
-    write_text(out, render(dossier))
+    write_text(out, _render(dossier))
     return dossier
 
 
-def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> Dossier:
-    """Return what the page of a hospital says of a plan, from the files of its study and its kit."""
+def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> dict[str, Any]:
+    """Return what the page of a hospital says of a plan, from the files of its study and its kit.
+
+    Returns:
+        Among others "missing": why sites have not signed, None where the federation's root is not here to tell;
+        "spent": ε of everything released so far, per unit of the plan; "group": what that is worth to the patient with
+        the most rows; "cost": what the plan costs, as the hospital saw it when it signed; "warning": why the ledger is
+        not to be believed, as `approve` says it; "accounts": as `_accounts`; "audits": what attacks found out.
+    """
     said = document_of(plan)
     heard = approvals(study, plan, kit.identity().root) if kit else None
     lines, warning = _ledger(study, plan, site)
     entries = [entry for entry in lines if entry.site == site.name]
-    delta, cost = site.delta or said["privacy"]["delta"], kept_cost(study, site.name, plan)
+    delta, cost = site.delta or said["privacy"]["delta"], _kept_cost(study, site.name, plan)
     rows = _most_rows(study, site.name, cost)
     counted = of_hospital(entries, said["privacy"]["unit"]) if site.real else entries
     group, audits = _group_of(counted, delta, rows), _audits(study, site.name)
@@ -223,12 +133,52 @@ def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> Dos
         "group": group,
         "cost": cost,
         "warning": warning,
-        "network": connections(kit),
-        "accounts": accounts(study, site.name, entries, delta, rows),
+        "accounts": _accounts(study, site.name, entries, delta, rows),
         "audits": audits,
-        "not_protected": not_protected(said, kit, promised),
-        "assessment": assessment(said, site, promised, audited=bool(audits)),
+        **said_beside(said, site, kit, promised, audited=bool(audits)),
     }
+
+
+def said_beside(
+    plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool
+) -> dict[str, Any]:
+    """Return who connects to whom, what is not protected, and the draft of an assessment: {"heading", "facts", "gaps"}.
+
+    Args:
+        group: what ε of all that was released and of the plan is worth to the patient with the most rows.
+        audited: whether a model of the site was attacked by `audit`.
+    """
+    known: dict[str, Any] = {
+        "plan": plan,
+        "privacy": plan["privacy"],
+        "site": site,
+        "folder": None,
+        "worth": group_words(group) if group else "",
+        "audited": audited,
+        "scores": any("scores" in one["allow"] for one in plan["sites"]),
+    }
+
+    def lines(text: str, **more: Any) -> list[str]:
+        rendered = _TEMPLATES.from_string(text).render(known | more)
+        return [line for line in rendered.splitlines() if line]
+
+    known["not_protected"] = "\n".join(lines(_SAID["not_protected"]))
+    known |= _reached(kit)
+    rows = _SAID["network"]["folder" if known["folder"] else "server"]
+    return {
+        "network": [{key: "".join(lines(text)) for key, text in row.items()} for row in rows],
+        "not_protected": lines(_SAID["not_protected"]),
+        "assessment": [part | {"facts": lines(part["facts"])} for part in _SAID["assessment"]],
+    }
+
+
+def _reached(kit: Kit | None) -> dict[str, str | None]:
+    """The folder that joins the hospitals, or host and port of their server, in words where no kit says them."""
+    if kit is None or not (server := kit.document.get("server")):
+        known = {"host": "the coordinator's server", "port": "the server's one TCP port"}
+        return {"folder": kit.folder if kit else None, **known}
+    host, _, port = str(server).rpartition(":")
+    return {"folder": kit.folder, "host": f"server {host}", "port": f"TCP {port}"}
 
 
 def _ledger(study: Study, plan: Plan, site: SiteFile) -> tuple[Sequence[Entry], str]:
@@ -255,41 +205,41 @@ def _missing(study: Study, plan: Plan, missing: Mapping[str, str]) -> dict[str, 
     }
 
 
-def accounts(
+def _accounts(
     study: Study, site: str, entries: Sequence[Entry], delta: float, rows: int | None
-) -> list[Account]:
-    """What the site released in each run, the first run first."""
-    return [
-        _account([entry for entry in entries if entry.run_id == run], delta, _sent(study, site, run), rows)
-        for run in dict.fromkeys(entry.run_id for entry in entries)
-    ]
+) -> list[dict[str, Any]]:
+    """What the site released in each run, the first run first, and what that cost.
 
-
-def _account(lines: Sequence[Entry], delta: float, sent: dict[int, int], rows: int | None) -> Account:
-    spent = epsilon_of(lines, delta)
-    return {
-        "run": lines[0].run,
-        "plan": next((line.agreement for line in lines if line.agreement), ""),
-        "epsilon": spent,
-        "delta": delta,
-        "unit": ", ".join(sorted(units_of(lines))),
-        "guarantee": "none" if spent is None else guarantee_of(lines),
-        "group": _group_of(lines, delta, rows),
-        "releases": [one for round_ in rounds_of(lines) for one in _released(round_, sent)],
-    }
-
-
-def _released(round_: Round, sent: dict[int, int]) -> list[_ReleaseEntry]:
-    return [
-        {
-            "round": round_.number,
-            "what": kind,
-            "sha256": digest,
-            "bytes": sent.get(round_.number),
-            "final": round_.final,
+    "plan" is "" where none was signed, and "epsilon" None where ε says nothing. "releases" have the "bytes" that the
+    round sent in all, None where its run is no longer here, and as "final" whether they may have left.
+    """
+    found = []
+    for run in dict.fromkeys(entry.run_id for entry in entries):
+        lines, sent = [entry for entry in entries if entry.run_id == run], _sent(study, site, run)
+        spent = epsilon_of(lines, delta)
+        releases = [
+            {
+                "round": one.number,
+                "what": kind,
+                "sha256": digest,
+                "bytes": sent.get(one.number),
+                "final": one.final,
+            }
+            for one in rounds_of(lines)
+            for kind, digest in one.releases.items()
+        ]
+        account = {
+            "run": lines[0].run,
+            "plan": next((line.agreement for line in lines if line.agreement), ""),
+            "epsilon": spent,
+            "delta": delta,
+            "unit": ", ".join(sorted(units_of(lines))),
+            "guarantee": "none" if spent is None else guarantee_of(lines),
+            "group": _group_of(lines, delta, rows),
+            "releases": releases,
         }
-        for kind, digest in round_.releases.items()
-    ]
+        found.append(account)
+    return found
 
 
 def _sent(study: Study, site: str, run: str) -> dict[int, int]:
@@ -301,45 +251,105 @@ def _sent(study: Study, site: str, run: str) -> dict[int, int]:
     return {}
 
 
-def _audits(study: Study, site: str) -> list[_Audited]:
-    """What `audit` found about the models of the site, in every run that was audited here."""
-    found: list[_Audited] = []
+def _audits(study: Study, site: str) -> list[dict[str, Any]]:
+    """What `audit` found about the models of the site, in every run that was audited here; intervals are of 95 %."""
+    found = []
     for file in sorted(study.runs.glob("*/audit/audit.json")):
         document: dict[str, Any] = read_json(file)
-        for one in document.get("sites", ()):
-            if one["site"] == site:
-                found += [_audited(document, model) for model in one["models"]]
+        mine = [one for one in document.get("sites", ()) if one["site"] == site]
+        for model in [model for one in mine for model in one["models"]]:
+            own, planted = model["membership"]["own"], model["canaries"] or {}
+            audited = {
+                "run": str(document["run"]),
+                "model": str(model["model"]),
+                "auroc": own["auroc"],
+                "interval": own["interval"],
+                "epsilon_lower": planted.get("epsilon_lower"),
+                "epsilon_upper": planted.get("epsilon_upper"),
+            }
+            found.append(audited)
     return found
 
 
-def _audited(document: dict[str, Any], model: dict[str, Any]) -> _Audited:
-    own, planted = model["membership"]["own"], model["canaries"] or {}
-    return {
-        "run": str(document["run"]),
-        "model": str(model["model"]),
-        "auroc": own["auroc"],
-        "interval": own["interval"],
-        "epsilon_lower": planted.get("epsilon_lower"),
-        "epsilon_upper": planted.get("epsilon_upper"),
-    }
+def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
+    """What a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
+    path = cost_path(study, site)
+    kept = dict(read_json(path)) if path.is_file() else {}
+    return kept["cost"] if kept.get("plan") == plan.digest else None
 
 
 def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
-    """Return the most rows that a patient of a site had, as it signed or in a run; None where nobody looked.
-
-    Args:
-        cost: what the hospital saw of the plan's cost as it signed.
-    """
+    """The most rows that a patient of a site had, as it signed or in a run; None where nobody looked."""
     runs = [path for path in study.runs.glob("*/sites/*/ledger.json") if path.parent.name == site]
     seen = [(cost or {}).get("group"), *(read_json(path).get("group") for path in runs)]
     return max((int(one["rows"]) for one in seen if one), default=None)
 
 
 def _group_of(entries: Sequence[Entry], delta: float, rows: int | None) -> Group | None:
-    """Return what ε per row of lines of a ledger is worth to a patient with so many rows.
-
-    None where ε is not per row or says nothing, or the number of rows is not known.
-    """
+    """What ε per row of lines of a ledger is worth to a patient with so many rows; None where that says nothing."""
     if rows is None or units_of(entries) != {"row"} or epsilon_of(entries, delta) is None:
         return None
     return {"rows": rows, "epsilon": group_epsilon(applied(entries), delta, rows), "delta": delta}
+
+
+def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> dict[str, Any]:
+    """Write down what a hospital has released to whom, and what is left to be done; return the document.
+
+    Args:
+        out: the file to write, JSON.
+        delete_approval: delete the hospital's approval of its plan, so that no further run of it starts.
+
+    Raises:
+        WsiFlError: when the approval is to be deleted and a process of the hospital still runs.
+    """
+    site, approval = study.site(kit.name), approval_path(study, kit.name)
+    entries = [one for one in LedgerFile(study.ledger(site.name)).entries if one.site == site.name]
+    delta = site.delta or next((one.delta for one in reversed(entries) if one.delta), 1e-5)
+    runs = [_released(study, site.name, one) for one in _accounts(study, site.name, entries, delta, None)]
+    if delete_approval:
+        with kit.alone():  # a process that runs would go on
+            approval.unlink(missing_ok=True)
+    there = f"{approval} is there: --delete-approval deletes it"
+    signed = there if approval.exists() else "no plan is signed here"
+    document = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "site": site.name,
+        "federation": kit.document["federation"],
+        "runs": runs,
+        "says": [
+            *(_stays(site.name, run) for run in runs),
+            f"{signed}; without an approval no run starts",
+            f"keep {study.ledger(site.name)}: whoever uses these patients again must know what was spent",
+            f"have the coordinator say `wsi-fl federation revoke {site.name} --kit FOUNDED`, then delete {kit.path}",
+        ],
+    }
+    write_json(out, document)
+    return document
+
+
+def _released(study: Study, site: str, account: dict[str, Any]) -> dict[str, Any]:
+    """What left in one run, and which other sites took part in it; of a run that is no longer here nobody knows."""
+    folders = (RunFolder(file.parent) for file in study.runs.glob("*/config.toml"))
+    run = next((one for one in folders if one.id == run_id(account["run"])), None)
+    names = load_pipeline(run.path / "config.toml").sites or [] if run else []
+    said = {"method": run.manifest["method"] if run else None, "to": [name for name in names if name != site]}
+    return account | said | {"releases": [one for one in account["releases"] if one["final"]]}
+
+
+def _stays(site: str, run: dict[str, Any]) -> str:
+    """What of a run stays with others, in words."""
+    name, gone = run["run"].split()[0], run["releases"]
+    if not gone:
+        return f"{name}: nothing has left"
+    kinds, rounds = ", ".join(sorted({one["what"] for one in gone})), [one["round"] for one in gone]
+    spent = "no ε holds" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
+    return (
+        f"{name}: {', '.join(run['to']) or 'the other sites'} may hold {len(gone)} releases of {site} ({kinds}; rounds "
+        f"{min(rounds)} to {max(rounds)}; {spent}), and models that learned from them; nothing calls them back"
+    )
+
+
+def leaving_lines(document: dict[str, Any]) -> Lines:
+    """Say what stays with others, and what to do."""
+    yield Line(f"{document['site']} leaves {document['federation']}")
+    yield from (Line(f"  {said}") for said in document["says"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.hospitals.trust.certificates import Role
-from wsi_fl.hospitals.trust.way import bracketed
+from wsi_fl.hospitals.trust.kit import bracketed
 from wsi_fl.system.files import write_json
 from wsi_fl.types import UsageError
 

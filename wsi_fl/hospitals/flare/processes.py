@@ -22,8 +22,7 @@ import aiohttp
 from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 
-from wsi_fl.hospitals.trust.kit import refuse_withdrawn
-from wsi_fl.hospitals.trust.way import address_of, bracketed, proxy_to
+from wsi_fl.hospitals.trust.kit import address_of, bracketed, proxy_to, refuse_withdrawn
 
 _LOOK_S = 0.25
 _made, _connect = net_utils.get_ssl_context, aio_http_driver.AioHttpDriver.connect

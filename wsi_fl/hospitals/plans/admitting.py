@@ -13,11 +13,10 @@ from typing import Any, cast, get_args
 from uuid import uuid4
 
 from wsi_fl.hospitals.plans.approving import Looked, above_words, cost_words, look, sign
-from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.contents import Learned, Leaving, leaving, of_store
 from wsi_fl.hospitals.plans.frames import FORMAT, Frame, frame_path, is_over, open_frame
 from wsi_fl.hospitals.plans.making import sites_of
-from wsi_fl.hospitals.plans.signed import Plan, approved_plan, shown
+from wsi_fl.hospitals.plans.signed import Plan, approved_plan, code_digest, shown
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.runs.run import RunFolder
@@ -100,13 +99,7 @@ def _of_method(study: Study, looked: Looked, method: str) -> dict[str, list[Any]
 def _said(
     looked: Looked, method: str, learned: Mapping[str, object], leaves: Sequence[Leaving]
 ) -> dict[str, list[Any]]:
-    """What a plan says of each thing that a frame limits.
-
-    Args:
-        looked: at the plan.
-        learned: what its models see, from the hospital's own store.
-        leaves: what would leave the hospital.
-    """
+    """What a plan says of each thing that a frame limits: what its models see in the own store, what would leave."""
     said, privacy = looked.document, looked.plan.pipeline().privacy
     worth, bare = said["privacy"]["guarantee"], ", without differential privacy"
     kinds = {
@@ -127,13 +120,8 @@ def _said(
     }
 
 
-def outside(frame: Frame, looked: Looked, today: date) -> str:
-    """Return in one line what of a plan lies outside a frame; "" where all of it lies inside.
-
-    Args:
-        looked: at the plan, with this frame.
-        today: in UTC.
-    """
+def _outside(frame: Frame, looked: Looked, today: date) -> str:
+    """Return in one line what of a plan that was looked at lies outside a frame today, in UTC; "" for nothing."""
     cost, learned, allows = looked.cost, looked.learned, frame["allows"]
     if is_over(frame, today):
         return f"its last day was {frame['until']}"
@@ -163,27 +151,27 @@ def admit(study: Study, identity: Identity, plan: Plan) -> None:
         if approved_plan(study, identity).digest == plan.digest:
             return
     called = f"plan {plan.digest[:8]}"
+
+    def tell(text: str) -> None:
+        say(f"  {text}")
+        note(frame_path(study).with_suffix(".log"), text)
+
     try:
         looked = look(study, plan, identity.name, frame)
-        why = outside(frame, looked, datetime.now(UTC).date())
+        why = _outside(frame, looked, datetime.now(UTC).date())
         if not why and (above := above_words(looked.cost)):
             raise UsageError(above)
     except Exception as error:  # may name what is in the store
-        _tell(study, f"{called} was refused: {one_line(error)}")
+        tell(f"{called} was refused: {one_line(error)}")
         own = "its own federation/frame.log says why"
         raise UsageError(f"site {identity.name} cannot approve {called} in its frame; {own}") from None
     if why:
-        _tell(study, f"{called} was refused, for it lies outside the frame: {why}")
+        tell(f"{called} was refused, for it lies outside the frame: {why}")
         raise UsageError(f"{called} lies outside the frame of {identity.name}: {why}")
     assert looked.cost is not None
     write_text(study.root / "federation" / "plans" / f"{plan.digest}.json", plan.text)
     sign(study, looked, identity, frame)
-    _tell(study, f"{called} was approved in the frame: {looked.document['does']} {cost_words(looked.cost)}")
-
-
-def _tell(study: Study, text: str) -> None:
-    say(f"  {text}")
-    note(frame_path(study).with_suffix(".log"), text)
+    tell(f"{called} was approved in the frame: {looked.document['does']} {cost_words(looked.cost)}")
 
 
 def frame_lines(frame: Frame) -> Lines:

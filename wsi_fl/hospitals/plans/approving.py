@@ -15,7 +15,6 @@ from wsi_fl.hospitals.plans.making import (
     PlanDocument,
     described,
     document_of,
-    keys_of,
     sites_of,
     text_of,
 )
@@ -28,7 +27,7 @@ from wsi_fl.hospitals.plans.signed import (
     check_key,
     check_promises,
     check_withdrawn,
-    keep_cost,
+    cost_path,
     shown,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
@@ -42,19 +41,19 @@ from wsi_fl.stages.site.account import (
     above_budget,
     affordable_rounds,
     group_words,
+    open_account,
     planned,
     require_budget,
     spends,
     worth_to_patient,
 )
-from wsi_fl.stages.site.ledgers import open_account
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.work.console import Line, Lines, Table
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value
-from wsi_fl.system.files import write_text
+from wsi_fl.system.files import write_json, write_text
 from wsi_fl.types import UsageError
 
 _OF_STORE = {
@@ -99,25 +98,21 @@ class Cost:
     detection: float | None = None
     group: Group | None = None
     lifetime_group: Group | None = None
+    most_epsilon: float | None = None
+    framed: float | None = None
+    framed_runs: int = 0
 
     @property
     def above(self) -> Group | None:
         """What is above `max_epsilon` though ε per row is not, of everything on the account; None where nothing is."""
         return self.lifetime_group if above_budget(self.lifetime_group, self.max_epsilon) else None
 
-    most_epsilon: float | None = None
-    framed: float | None = None
-    framed_runs: int = 0
-
 
 @dataclass(frozen=True)
 class Looked:
-    """A plan that a hospital may sign.
+    """A plan that a hospital may sign, which site looked, and what it should know that refuses nothing.
 
-    Attributes:
-        site: who looked.
-        cost, learned: from the hospital's own store; None where that is not on this machine.
-        notes: what should be known and refuses nothing.
+    `cost` and `learned` are from the hospital's own store; None where that is not on this machine.
     """
 
     plan: Plan
@@ -140,11 +135,18 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
         UsageError: in one line that says why the plan cannot be signed here.
     """
     document = document_of(plan)
-    own, sites = _own_file(study, document, site), sites_of(document)
+    there = {one["name"]: one for one in document["sites"]}
+    if site not in there:
+        raise UsageError(f"site {site} is not in this plan, which has {', '.join(there)}")
+    if not (study.root / "sites" / f"{site}.toml").is_file():
+        raise UsageError(
+            f"sites/{site}.toml is missing in {study.root}; write your hospital's own file, with max_epsilon and delta"
+        )
+    own, sites = study.site(site), sites_of(document)
+    check_promises(there[site], own)
     check_code(plan, site, frame["allows"]["code"] if frame else ())
     files = tuple(own if one.name == site else one for one in sites)
-    pipeline = plan.pipeline()
-    run = RunFolder(study.runs / "plan")
+    pipeline, run = plan.pipeline(), RunFolder(study.runs / "plan")
     with RunContext(study, pipeline, plan.method, run, files) as party:
         check(party, "mpi", stores=False)
         _refuse_other_words(replace(party, sites=sites), plan, document)
@@ -155,19 +157,16 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
             learned = of_store(party, site)
             _refuse_other_store(learned, document, site)
             cost = _cost(party, plan, own, frame["id"] if frame else "")
-    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, document)), learned)
+    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, plan)), learned)
 
 
 def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None = None) -> Path:
-    """Sign a plan in the name of a hospital; return where the approval lies, which the coordinator needs.
+    """Sign a plan in the name of the hospital that looked; return where the approval is, which the coordinator needs.
 
     The plan's other sites get a file in `sites/` that holds what the plan says of them, where there is none.
 
     Args:
         frame: in whose name a process signs, where no person does.
-
-    Raises:
-        UsageError: when the identity is not that of the site that looked.
     """
     check_withdrawn(looked.plan, identity.root, looked.plan.sites)
     check_key(looked.plan, identity.certificate, looked.site)
@@ -176,33 +175,20 @@ def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None =
     for site in sites_of(looked.document):
         path = study.root / "sites" / f"{site.name}.toml"
         if not path.exists():
-            write_text(path, _stub(site, looked.plan))
+            said = {key: getattr(site, key) for key in ("name", *PROMISES)}
+            lines = [f"{key} = {toml_value(value)}" for key, value in said.items() if value is not None]
+            plan = f"plan {looked.plan.digest[:8]}"
+            head = f"# Another hospital's, as {plan} says; its own file stays there."
+            write_text(path, "\n".join([head, *lines]) + "\n")
     approve(study, looked.plan, identity, frame)
-    keep_cost(study, identity.name, looked.plan, None if looked.cost is None else asdict(looked.cost))
+    cost = {"plan": looked.plan.digest, "cost": looked.cost and asdict(looked.cost)}
+    write_json(cost_path(study, identity.name), cost)
     return approval_path(study, identity.name)
 
 
-def _own_file(study: Study, document: PlanDocument, site: str) -> SiteFile:
-    """The hospital's own site file, once it is known to promise what the plan says."""
-    there = {one["name"]: one for one in document["sites"]}
-    if site not in there:
-        raise UsageError(f"site {site} is not in this plan, which has {', '.join(there)}")
-    if not (study.root / "sites" / f"{site}.toml").is_file():
-        raise UsageError(
-            f"sites/{site}.toml is missing in {study.root}; write your hospital's own file, with max_epsilon and delta"
-        )
-    file = study.site(site)
-    check_promises(there[site], file)
-    return file
-
-
 def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -> None:
-    """Refuse a plan whose readable part is not, letter by letter, what its settings come to.
-
-    Args:
-        party: with the plan's own table of sites.
-    """
-    right = described(party, document["pipeline"], document["learns"], keys_of(document))
+    """Refuse a plan whose readable part is not, letter by letter, what its settings and table of sites come to."""
+    right = described(party, document["pipeline"], document["learns"], plan.keys)
     if document["code"] != right["code"]:  # the site's frame lists both
         right |= {"wsi_fl": document["wsi_fl"], "code": document["code"], "packages": document["packages"]}
     if plan.text != text_of(right, document["created"]):
@@ -214,31 +200,21 @@ def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -
 
 
 def _refuse_other_store(learned: Learned, document: PlanDocument, site: str) -> None:
-    """Refuse a plan for another question, encoder, weights, directions, classes or shape than the hospital has.
-
-    Args:
-        learned: what is learned from its store with the plan's settings.
-    """
+    """Refuse a plan for another question, encoder, weights, directions, classes or shape than its store has."""
     own: dict[str, Any] = dict(learned)
     said: dict[str, Any] = dict(document["learns"])
     for key, what in _OF_STORE.items():
-        planned_key, found = said[key], own[key]
-        if planned_key is None or found is None or planned_key == found:
-            continue
-        if key == "encoder" and str(found).split()[0] == planned_key:
-            continue  # without a store a plan knows the name alone
-        raise UsageError(
-            f"the plan is for {what} {shown(planned_key)}, but {site} has {shown(found)}; make the store as the "
-            "plan says, or ask for another plan"
-        )
+        wanted, found = said[key], own[key]
+        named = key == "encoder" and str(found).split()[0]  # without a store a plan knows the name alone
+        if None not in (wanted, found) and wanted not in (found, named):
+            raise UsageError(
+                f"the plan is for {what} {shown(wanted)}, but {site} has {shown(found)}; make the store as the plan "
+                "says, or ask for another plan"
+            )
 
 
 def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | None:
-    """What the plan costs; refuses it where the budget is not enough for a single round.
-
-    Args:
-        frame: the id of one whose runs are counted; "" for none.
-    """
+    """What the plan costs, beside the runs of a frame with this id; UsageError where no round can be afforded."""
     from wsi_fl.stages.training.workshop import learned_from  # and with it PyTorch
 
     pipeline, rounds = party.pipeline, party.pipeline.train.rounds
@@ -246,7 +222,7 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
     planted = np.zeros(pipeline.audit.canaries, bool)
     index, data = party.names.index(site.name), party.data(site.name)
     account = open_account(party, index, data, train, planted, planned=f"plan {plan.digest[:32]}")
-    ledger, terms, n_units = account.ledger, account.terms, account.units.n
+    ledger, terms, n_units = account.ledger, account.ledger.terms, account.units.n
     past = ledger.mechanisms(lifetime=True)
     framed = of_frame(ledger.entries, site.name, frame) if frame else []
     runs = len({entry.run_id for entry in framed})
@@ -279,9 +255,7 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
     )
 
 
-def _notes(
-    study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, document: PlanDocument
-) -> list[str]:
+def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, plan: Plan) -> list[str]:
     """What the people who sign should know."""
     found = []
     if cost is None:
@@ -292,12 +266,12 @@ def _notes(
         found.append(
             f"ε is per row, and the store of {me} names no patients, so what it is worth to a patient is not known"
         )
-    if cost is not None and cost.rounds < document["rounds"]:
+    rounds = plan.document["rounds"]
+    if cost is not None and cost.rounds < rounds:
         found.append(
-            f"your max_epsilon is enough for {cost.rounds} of {document['rounds']} rounds; then {me} leaves and the "
-            "others go on"
+            f"your max_epsilon is enough for {cost.rounds} of {rounds} rounds; then {me} leaves and the others go on"
         )
-    if len(keys_of(document)) < len(sites):
+    if len(plan.keys) < len(sites):
         found.append(
             "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
             "with `federation plan --kit FOUNDED`"
@@ -314,14 +288,6 @@ def _notes(
     return found
 
 
-def _stub(site: SiteFile, plan: Plan) -> str:
-    """The file of another hospital: what the plan says of it, and no paths."""
-    said = {key: getattr(site, key) for key in ("name", *PROMISES)}
-    lines = [f"{key} = {toml_value(value)}" for key, value in said.items() if value is not None]
-    head = f"# Another hospital's, as plan {plan.digest[:8]} says; its own file stays there."
-    return "\n".join([head, *lines]) + "\n"
-
-
 def look_lines(looked: Looked) -> Lines:
     """Show people what they are about to sign."""
     said, privacy = looked.document, looked.document["privacy"]
@@ -329,7 +295,16 @@ def look_lines(looked: Looked) -> Lines:
         f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
     )
     yield Line(f"  {said['waits']}")
-    yield Table("who takes part", ("site", "real", "allows", "max ε", "δ"), _rows_of_sites(said))
+    rows = [
+        (
+            one["name"],
+            "yes" if one["real"] else "no",
+            _allowed(one["allow"]) if one["real"] else "everything without DP",
+            *("–" if value is None else f"{value:g}" for value in (one["max_epsilon"], one["delta"])),
+        )
+        for one in said["sites"]
+    ]
+    yield Table("who takes part", ("site", "real", "allows", "max ε", "δ"), rows)
     for site in said["sites"]:
         yield fingerprint_line(site["name"], site["key"] or "not pinned")
     learned = said["learns"]
@@ -354,18 +329,6 @@ def look_lines(looked: Looked) -> Lines:
         yield Line(f"  {note}", "yellow")
 
 
-def _rows_of_sites(said: PlanDocument) -> list[tuple[str, ...]]:
-    return [
-        (
-            one["name"],
-            "yes" if one["real"] else "no",
-            _allowed(one["allow"]) if one["real"] else "everything without DP",
-            *("–" if value is None else f"{value:g}" for value in (one["max_epsilon"], one["delta"])),
-        )
-        for one in said["sites"]
-    ]
-
-
 def _allowed(kinds: Sequence[str]) -> str:
     """What a site allows by name; masked sums of shared noise are under differential privacy, all else is not."""
     bare = ", ".join(kind for kind in kinds if kind != "shared")
@@ -379,16 +342,13 @@ def cost_words(cost: Cost) -> str:
     if cost.epsilon is None or cost.lifetime_epsilon is None:
         return f"{of}: no ε is spent, for there is no differential privacy"
     limit = "no limit" if cost.max_epsilon is None else f"{cost.max_epsilon:g}"
-    tried = (
-        ""
-        if cost.most_epsilon is None
-        else f"; a sum that a site spoils is tried again, {MOST_ATTEMPTS} times in all at ε = {cost.most_epsilon:.2f}"
-    )
-    found = "" if cost.detection is None else f"; {detected(cost.detection, cost.unit)}"
-    return (
+    said = (
         f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
-        f"{cost.lifetime_epsilon:.2f} of {limit}{tried}{found}"
+        f"{cost.lifetime_epsilon:.2f} of {limit}"
     )
+    if (most := cost.most_epsilon) is not None:
+        said += f"; a sum that a site spoils is tried again, {MOST_ATTEMPTS} times in all at ε = {most:.2f}"
+    return said if cost.detection is None else f"{said}; {detected(cost.detection, cost.unit)}"
 
 
 def _patient_words(cost: Cost) -> str:

@@ -21,33 +21,30 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Name
-from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
-from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.hospitals.trust.certificates import Identity, signer_of
 from wsi_fl.privacy.accounting import Mechanism, sigma_for
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger_file import digest
-from wsi_fl.stages.site.account import require_budget
-from wsi_fl.stages.site.ledgers import check_own, open_ledger
+from wsi_fl.stages.site.account import check_own, open_ledger, require_budget
 from wsi_fl.stages.site.targets import column_by_patient
 from wsi_fl.stages.work.console import Line, Lines, Table
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value
-from wsi_fl.system.files import read_json, read_object, write_json
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, read_json, read_object, write_json
 from wsi_fl.types import UsageError
 
-ENOUGH = 20
+_ENOUGH = 20
 """Patients of a value that a hospital should have to answer a question about it."""
 _SURE = NormalDist().inv_cdf(0.95)
 _FORMAT, _PURPOSE, _RUN, _OTHER = "wsi-fl census 1", b"wsi-fl census, version 1\n", "census", "other"
 
 
-class Census(TypedDict):
+class _Census(TypedDict):
     """What a hospital tells of its patients.
 
     Attributes:
-        counts: patients by column and value, with noise; of `only_enough` 1 where there are `ENOUGH` for all that the
+        counts: patients by column and value, with noise; of `only_enough` 1 where there are `_ENOUGH` for all that the
             noise leaves open (95 %), else 0.
         deviation: of the noise, in patients.
     """
@@ -61,8 +58,8 @@ class Census(TypedDict):
     delta: Amount
 
 
-def exact_counts(study: Study, site: SiteFile, columns: Mapping[str, Sequence[str]]) -> NDArray[np.int64]:
-    """Return int64[cells], the patients of each declared value and of all others, column by column.
+def _exact_counts(study: Study, site: SiteFile, columns: Mapping[str, Sequence[str]]) -> NDArray[np.int64]:
+    """int64[cells], the patients of each declared value and of all others, column by column.
 
     A patient more or less changes one cell of each of k columns by 1, so these numbers by √k in L2.
     """
@@ -115,17 +112,17 @@ def take_census(
             if not round_.final:
                 ledger.reissue(round_.number, vector, schema=_RUN)
             if document["certificate"] != identity.certificate:
-                said = {key: document[key] for key in Census.__annotations__}
-                document = sign_document(said, identity, _PURPOSE)
+                said = {key: document[key] for key in _Census.__annotations__}
+                document = identity.signed(said, _PURPOSE)
             return document
         sigma = sigma_for(epsilon, 1.0, 1, delta)
-        noisy = _noisy(exact_counts(study, site, columns), sigma, clip)
+        noisy = _noisy(_exact_counts(study, site, columns), sigma, clip)
         if only_enough:
-            noisy = (noisy - _SURE * sigma * clip >= ENOUGH).astype(float)
+            noisy = (noisy - _SURE * sigma * clip >= _ENOUGH).astype(float)
         mechanism = Mechanism(sigma, clip, 1.0, 1)
         made = ledger.release(None, noisy.astype(np.float32), schema=_RUN, mechanism=mechanism, content=_RUN)
         told = iter(noisy.tolist())
-        census: Census = {
+        census: _Census = {
             "format": _FORMAT,
             "site": site.name,
             "counts": {
@@ -136,7 +133,7 @@ def take_census(
             "epsilon": epsilon,
             "delta": delta,
         }
-        document = sign_document(census, identity, _PURPOSE)
+        document = identity.signed(census, _PURPOSE)
         write_json(kept, document)
         ledger.sending(made.round, made.digest)
     return document
@@ -154,20 +151,17 @@ def _noisy(counts: NDArray[np.int64], sigma: float, clip: float) -> NDArray[np.f
     return np.rint(noisy)
 
 
-def read_census(path: Path, root: str) -> Census:
-    """Return what a hospital has answered.
+def read_census(path: Path, root: str) -> _Census:
+    """Return what a hospital has answered; UsageError where it was damaged, or not signed by whom it names.
 
     Args:
-        root: the federation's root certificate, PEM.
-
-    Raises:
-        UsageError: when it was not signed by the hospital that it names, or is damaged.
+        root: what is trusted, PEM.
     """
     document = read_object(path, "ask the hospital for it again")
     holder = signer_of(document, root, _PURPOSE, str(path))
-    said = {key: value for key, value in document.items() if key in Census.__annotations__}
+    said = {key: value for key, value in document.items() if key in _Census.__annotations__}
     try:
-        census = TypeAdapter(Census).validate_python(said, strict=True)
+        census = TypeAdapter(_Census).validate_python(said, strict=True)
     except ValidationError:
         raise UsageError(f"{path}: no census that this version of wsi-fl reads") from None
     if (census["format"], census["site"]) != (_FORMAT, holder.name):
@@ -175,7 +169,7 @@ def read_census(path: Path, root: str) -> Census:
     return census
 
 
-def collect(censuses: Sequence[Census], epsilon: float = 1.0) -> dict[str, Any]:
+def collect(censuses: Sequence[_Census], epsilon: float = 1.0) -> dict[str, Any]:
     """Return what can be asked of all hospitals, who would lend no label to it, and what to expect.
 
     Args:
@@ -183,11 +177,8 @@ def collect(censuses: Sequence[Census], epsilon: float = 1.0) -> dict[str, Any]:
 
     Returns:
         {"sites": {site: the noise's deviation}, "questions": [{"column", "values", "counts", "lacks", "receivers",
-        "all", "expected", "pipeline"}]}; "lacks" are the values by site of which it may have fewer than `ENOUGH`. A
+        "all", "expected", "pipeline"}]}; "lacks" are the values by site of which it may have fewer than `_ENOUGH`. A
         site that lacks all of them is among "receivers".
-
-    Raises:
-        UsageError: when a site is there twice.
     """
     sites = [census["site"] for census in censuses]
     if twice := [site for site in sites if sites.count(site) > 1]:
@@ -200,14 +191,14 @@ def collect(censuses: Sequence[Census], epsilon: float = 1.0) -> dict[str, Any]:
     }
 
 
-def _question(column: str, values: list[str], censuses: Sequence[Census], epsilon: float) -> dict[str, Any]:
+def _question(column: str, values: list[str], censuses: Sequence[_Census], epsilon: float) -> dict[str, Any]:
     """What hospitals can say of one column."""
     from wsi_fl.stages.training.plan import expected  # and with it PyTorch
 
     lacks, gains = {}, {}
     for census in censuses:
         told = [census["counts"][column][value] for value in values]
-        least = 1 if census["only_enough"] else ENOUGH + _SURE * census["deviation"]
+        least = 1 if census["only_enough"] else _ENOUGH + _SURE * census["deviation"]
         lacks[census["site"]] = [value for value, n in zip(values, told, strict=True) if n < least]
         if not census["only_enough"] and lacks[census["site"]] != values:
             known = [max(0.0, n) for n in told]
@@ -235,11 +226,11 @@ def census_lines(document: Mapping[str, Any]) -> Lines:
         ]
         yield Table(one["column"], ["site", *cells, "± noise"], rows)
         for site in one["receivers"]:
-            none = f"{site} cannot be shown to have {ENOUGH} patients of any value"
+            none = f"{site} cannot be shown to have {_ENOUGH} patients of any value"
             yield Line(f'  {none}: role = "receiver" in sites/{site}.toml')
         for site, lacks in one["lacks"].items():
             if lacks and site not in one["receivers"]:
-                yield Line(f"  {site} may have fewer than {ENOUGH} of {', '.join(lacks)}", "yellow")
+                yield Line(f"  {site} may have fewer than {_ENOUGH} of {', '.join(lacks)}", "yellow")
         for site, gain in one["expected"].items():
             yield Line(f"  {site}: in our study joining brought {gain} (studies/ROUNDS.md)")
         able = "all hospitals" if one["all"] else "not all hospitals"

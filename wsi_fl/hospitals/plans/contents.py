@@ -21,8 +21,7 @@ from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 _FLOAT_BYTES = 4
 _SUM_BYTES = 8
 """Of a number in a sum that is masked."""
-_Kind = Literal["central model", "proxy model", "classifier", "sums", "masked sums", "buffer", "generator"]
-_WHAT: dict[_Kind, str] = {
+_WHAT = {
     "central model": "central model ({model})",
     "proxy model": "proxy model ({model})",
     "classifier": "classifier ({model})",
@@ -91,14 +90,31 @@ def leaving(party: RunContext, shape: Shape | None, n_classes: int | None) -> li
     """
     rows: list[Leaving] = []
     for share in party.method.shares:
-        rows.append(_row(party, share, shape, n_classes))
+        rows.append(own := _row(party, share, shape, n_classes))
         if share.what == "generator" and share.by != HUB:
-            rows.append(_package(rows[-1], len(party.names) - 1))
+            others = len(party.names) - 1
+            handed_on: Leaving = {
+                **own,
+                "what": f"package of the {others} other sites' diffusion models, from the first site alone",
+                "to": "each site",
+                "bytes": None if own["bytes"] is None else own["bytes"] * others,
+                "protected_by": "no differential privacy; each model in it has left its own site before",
+            }
+            rows.append(handed_on)
     if any(party.tells_scores(name) for name in party.names):
-        passed = party.method.mixed
-        if passed is not None:
-            size = _bytes(party, passed, shape, n_classes, _FLOAT_BYTES)
-            rows.append(_passed(party, _row(party, passed, shape, n_classes) | {"bytes": size}))
+        if (passed := party.method.mixed) is not None:
+            only = "" if spends(party.pipeline) else '; only a site with allow = ["scores"] passes its own on'
+            last = _row(party, passed, shape, n_classes)
+            once_more: Leaving = {
+                **last,
+                "what": "a site's last release once more, to be scored",
+                "to": "all sites",
+                "often": "once, after the last round, unless all sites hold the same model then",
+                "times": 1,
+                "bytes": _bytes(party, passed, shape, n_classes, _FLOAT_BYTES),
+                "protected_by": last["protected_by"] + only,
+            }
+            rows.append(once_more)
         rows.append(_SCORES)
     return [*rows, *_documents(party.pipeline.train.rounds)]
 
@@ -124,8 +140,10 @@ def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | 
     rounds, masked, generator = pipeline.train.rounds, kind == "masked sums", kind == "generator"
     often = "mixed" if share.times == "rounds" and share == party.method.mixed else share.times
     bare = "generator" if generator else "leave"
+    model, part = _architecture(party, share.of), pipeline.model.train
+    model += "" if part == "all" else f", model.train = {part}"
     return {
-        "what": _WHAT[kind].format(model=_model_of(party, share), n=value_of(pipeline, "replay.buffer")),
+        "what": _WHAT[kind].format(model=model, n=value_of(pipeline, "replay.buffer")),
         "to": "all sites" if masked else _TO[HUB] if generator else _receivers(party, share),
         "often": _OFTEN["tried" if masked else often].format(rounds=rounds),
         "times": MOST_ATTEMPTS if masked else rounds if share.times == "rounds" else 1,
@@ -138,7 +156,7 @@ def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | 
     }
 
 
-def _kind_of(party: RunContext, share: Share) -> _Kind:
+def _kind_of(party: RunContext, share: Share) -> str:
     """What plans call a share."""
     if share.what == "sums":
         return "masked sums" if party.pipeline.privacy.noise == "shared" else "sums"
@@ -147,12 +165,6 @@ def _kind_of(party: RunContext, share: Share) -> _Kind:
     if share.of == "proxy":
         return "proxy model"
     return "classifier" if share.times == "after" else "central model"
-
-
-def _model_of(party: RunContext, share: Share) -> str:
-    """The name of the model that a share is the parameters of, and which part of it where that is not all."""
-    name, part = _architecture(party, share.of), party.pipeline.model.train
-    return name if part == "all" else f"{name}, model.train = {part}"
 
 
 def _architecture(party: RunContext, role: str) -> str:
@@ -169,64 +181,44 @@ def _receivers(party: RunContext, share: Share) -> str:
     return _TO.get(by if isinstance(by, str) else "", "other sites, as the method's graph says")
 
 
-def _package(own: Leaving, others: int) -> Leaving:
-    """The package of others' generators that the first site hands on."""
-    return own | {
-        "what": f"package of the {others} other sites' diffusion models, from the first site alone",
-        "to": "each site",
-        "bytes": None if own["bytes"] is None else own["bytes"] * others,
-        "protected_by": "no differential privacy; each model in it has left its own site before",
+def _small(
+    what: str, to: str, often: str, times: int | None, protected_by: str, *, of_records: bool = True
+) -> Leaving:
+    """What is of a few kB."""
+    return {
+        "what": what,
+        "to": to,
+        "often": often,
+        "times": times,
+        "bytes": None,
+        "large": False,
+        "of_records": of_records,
+        "protected_by": protected_by,
     }
 
 
-def _passed(party: RunContext, travelling: Leaving) -> Leaving:
-    """The last release of a site once more, where some site tells scores."""
-    only = "" if spends(party.pipeline) else '; only a site with allow = ["scores"] passes its own on'
-    return travelling | {
-        "what": "a site's last release once more, to be scored",
-        "to": "all sites",
-        "often": "once, after the last round, unless all sites hold the same model then",
-        "times": 1,
-        "protected_by": travelling["protected_by"] + only,
-    }
-
-
-_SCORES: Leaving = {
-    "what": "counts of test examples by score and class",
-    "to": "all sites and the coordinator",
-    "often": "when a run is evaluated over all sites",
-    "times": None,
-    "bytes": None,
-    "large": False,
-    "of_records": True,
-    "protected_by": 'no differential privacy; only a site that allows it by name sends them (allow = ["scores"])',
-}
+_SCORES = _small(
+    "counts of test examples by score and class",
+    "all sites and the coordinator",
+    "when a run is evaluated over all sites",
+    None,
+    'no differential privacy; only a site that allows it by name sends them (allow = ["scores"])',
+)
 
 
 def _documents(rounds: int) -> list[Leaving]:
     """What all sites tell each other about the run itself."""
+    open_to = "settings and shapes, the ledger's totals, and the number of records, which is public"
     documents = (
         "documents: version, settings, shapes, classes, the run's number, rounds the budget is enough for"
     )
     tallies = "tallies: which round a site has done, and whether it goes on"
     final = "final row: ε, δ, what it is worth, rounds, number of records, messages and bytes"
-    told = [
-        (documents, "all sites", "a few, before the first round", None, False),
-        (tallies, "all sites", f"in each of {rounds} rounds", rounds, False),
-        (final, "all sites and the coordinator", "once, at the end", 1, True),
-    ]
+    each = f"in each of {rounds} rounds"
     return [
-        {
-            "what": what,
-            "to": to,
-            "often": often,
-            "times": times,
-            "bytes": None,
-            "large": False,
-            "of_records": of_records,
-            "protected_by": "settings and shapes, the ledger's totals, and the number of records, which is public",
-        }
-        for what, to, often, times, of_records in told
+        _small(documents, "all sites", "a few, before the first round", None, open_to, of_records=False),
+        _small(tallies, "all sites", each, rounds, open_to, of_records=False),
+        _small(final, "all sites and the coordinator", "once, at the end", 1, open_to),
     ]
 
 
@@ -240,7 +232,7 @@ def _bytes(
         found: int | None = share.stage().n_bytes(party.pipeline, shape, n_classes)
         return found
     from wsi_fl.models import build  # and with it PyTorch
-    from wsi_fl.stages.training.learners import start_of
+    from wsi_fl.stages.training.workshop import start_of
 
     name, start = _architecture(party, share.of), start_of(party.pipeline)
     model = build(name, n_classes=n_classes, shape=shape, seed=0, start=start)
@@ -282,38 +274,30 @@ def learned_by(party: RunContext) -> Learned:
     for name in party.names:
         if party.has_store(name):
             return of_store(party, name)
-    return _of_settings(party)
+    pipeline = party.pipeline
+    if pipeline.train.data == "patches":
+        shape = Images(3, pipeline.train.input_px or pipeline.tile.size_px)
+        says = "As `wsi-fl tile` makes stores with these settings; the hospitals' stores must agree."
+        return _learned(party, list(CLASSES), shape, None, says)
+    diagnoses = sorted({one for names in pipeline.subtypes.values() for one in names})
+    asked = list(outputs_of(pipeline.target)) if pipeline.target.asked else diagnoses
+    says = (
+        "No store was there when this plan was made. The hospitals' stores must agree on the encoder, its weights, "
+        "the number of features and the classes; the sites compare them before anything is trained."
+    )
+    return _learned(party, asked or None, None, pipeline.encoding.encoder, says)
 
 
 def of_store(party: RunContext, site: str) -> Learned:
     """Return what the models of a party see, from the store of one site."""
     data = party.data(site)
-    shape, inputs = data.shape, data.inputs()
-    found = _learned(party, list(data.classes), shape)
-    found["encoder"] = inputs.get("encoder")
-    found["says"] = "As a store has it where this plan was made; the stores of all sites must agree."
-    return found
+    says = "As a store has it where this plan was made; the stores of all sites must agree."
+    return _learned(party, list(data.classes), data.shape, data.inputs().get("encoder"), says)
 
 
-def _of_settings(party: RunContext) -> Learned:
-    pipeline = party.pipeline
-    if pipeline.train.data == "patches":
-        size_px = pipeline.train.input_px or pipeline.tile.size_px
-        found = _learned(party, list(CLASSES), Images(3, size_px))
-        found["says"] = "As `wsi-fl tile` makes stores with these settings; the hospitals' stores must agree."
-        return found
-    diagnoses = sorted({one for names in pipeline.subtypes.values() for one in names})
-    asked = list(outputs_of(pipeline.target)) if pipeline.target.asked else diagnoses
-    found = _learned(party, asked or None, None)
-    found["encoder"] = pipeline.encoding.encoder
-    found["says"] = (
-        "No store was there when this plan was made. The hospitals' stores must agree on the encoder, its weights, "
-        "the number of features and the classes; the sites compare them before anything is trained."
-    )
-    return found
-
-
-def _learned(party: RunContext, classes: list[str] | None, shape: Shape | None) -> Learned:
+def _learned(
+    party: RunContext, classes: list[str] | None, shape: Shape | None, encoder: str | None, says: str
+) -> Learned:
     pipeline = party.pipeline
     return {
         "data": pipeline.train.data,
@@ -323,10 +307,10 @@ def _learned(party: RunContext, classes: list[str] | None, shape: Shape | None) 
         "channels": shape.channels if isinstance(shape, Images) else None,
         "size_px": shape.size_px if isinstance(shape, Images) else None,
         "n_features": shape.n_features if isinstance(shape, Bags | Vectors) else None,
-        "encoder": None,
+        "encoder": encoder,
         "weights": _weights(party, shape),
-        "directions": _directions(party) if party.method.once else None,
-        "says": "",
+        "directions": _directions(party),
+        "says": says,
     }
 
 
@@ -335,14 +319,16 @@ def _weights(party: RunContext, shape: Shape | None) -> str | None:
     if not party.pipeline.model.weights or role is None or shape is None:
         return None
     from wsi_fl.models import build, started_from  # and with it PyTorch
-    from wsi_fl.stages.training.learners import start_of
+    from wsi_fl.stages.training.workshop import start_of
 
     start = start_of(party.pipeline, party.study)
     model = build(_architecture(party, role), n_classes=2, shape=shape, seed=0, start=start)
     return started_from(model)
 
 
-def _directions(party: RunContext) -> str:
+def _directions(party: RunContext) -> str | None:
+    if not party.method.once:
+        return None
     wanted = party.pipeline.model.directions
     return f"{wanted} random ones" if isinstance(wanted, int) else open_directions(party.study, wanted).digest
 

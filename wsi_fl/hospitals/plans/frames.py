@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from typing_extensions import TypedDict
 
-from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
-from wsi_fl.hospitals.trust.certificates import Identity, fingerprint
+from wsi_fl.hospitals.trust.certificates import Identity, fingerprint, signer_of
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import applied
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile
@@ -55,14 +54,13 @@ def frame_path(study: Study) -> Path:
 
 def write_frame(study: Study, frame: Frame, identity: Identity) -> None:
     """Sign a frame in the name of its hospital; it holds from now on."""
-    write_json(frame_path(study), sign_document(frame, identity, _PURPOSE))
+    write_json(frame_path(study), identity.signed(frame, _PURPOSE))
 
 
 def open_frame(study: Study, identity: Identity) -> Frame | None:
     """Return the frame that lies in a study, over or not; None where there is none, or it was withdrawn.
 
-    Raises:
-        UsageError: when it is damaged, of another version, or not signed with this hospital's own key.
+    UsageError where it is damaged, of another version, or not signed with this hospital's own key.
     """
     if not (path := frame_path(study)).exists():
         return None
@@ -79,7 +77,7 @@ def open_frame(study: Study, identity: Identity) -> Frame | None:
 
 
 def _withdrawn(path: Path, number: str) -> Path:
-    """Return what the file of a frame is called once it is withdrawn."""
+    """What the file of a frame is called once it is withdrawn."""
     return path.with_name(f"frame-{number}-withdrawn.json")
 
 
@@ -89,18 +87,15 @@ def is_over(frame: Frame, today: date | None = None) -> bool:
 
 
 def ended(study: Study, identity: Identity, number: str) -> str:
-    """Return in words how a hospital ended the frame with an id; "" while it stands."""
-    frame = open_frame(study, identity)
-    if frame is None or frame["id"] != number:
-        return "withdrew the frame of this plan"
-    return f"allowed this plan until {frame['until']}" if is_over(frame) else _overspent(study, frame)
-
-
-def _overspent(study: Study, frame: Frame) -> str:
-    """Return in words what the ledger holds beyond a frame; "" for nothing.
+    """Return in words how a hospital ended the frame with an id, or what its ledger holds beyond it; "" for neither.
 
     Each plan fitted as it was admitted, but a run may go on beside one that was admitted later.
     """
+    frame = open_frame(study, identity)
+    if frame is None or frame["id"] != number:
+        return "withdrew the frame of this plan"
+    if is_over(frame):
+        return f"allowed this plan until {frame['until']}"
     site, limit = frame["site"], frame["epsilon"]
     lines = of_frame(LedgerFile(study.ledger(site)).entries, site, frame["id"])
     if (runs := len({line.run_id for line in lines})) > frame["runs"]:

@@ -19,9 +19,8 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.methods import names_of
-from wsi_fl.hospitals.plans.code import code_digest, packages
 from wsi_fl.hospitals.plans.contents import Learned, Leaving, learned_by, leaving, shape_of, staying
-from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan
+from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, code_digest, packages
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.report.words import duration
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
@@ -59,7 +58,7 @@ class _PlannedSite(TypedDict):
     key: str | None
 
 
-class Protection(TypedDict):
+class _Protection(TypedDict):
     """What differential privacy promises.
 
     Attributes:
@@ -107,7 +106,7 @@ class PlanDocument(TypedDict):
     rounds: int
     epochs_per_round: int
     waits: str
-    privacy: Protection
+    privacy: _Protection
     leaves: list[Leaving]
     stays: list[str]
     most_bytes: int
@@ -134,11 +133,18 @@ def make_plan(
     """
     name = study.pipeline_name(pipeline_name)
     with RunContext.of(study, study.pipeline(name, overrides), method) as party:
-        _refuse_nothing_to_share(party)
+        if not party.method.shares:
+            others = names_of(lambda row: bool(row.shares))
+            raise UsageError(
+                f"{party.name} shares nothing between hospitals and needs no plan; plans are for {others}"
+            )
+        if party.by_files:
+            raise UsageError(
+                "with train.releases sites exchange files alone and need no plan; leave that key out"
+            )
         check(party, "mpi", stores=False)
         said = described(party, name, learned_by(party), keys or {})
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    plan = Plan(text_of(said, created))
+    plan = Plan(text_of(said, datetime.now(UTC).isoformat(timespec="seconds")))
     write_text(out, plan.text)
     return plan
 
@@ -161,6 +167,8 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
     sizes = [row["bytes"] for row in rows if row["large"]]
     unknown = _UNKNOWN_SUMS if party.method.once else _UNKNOWN
     largest = max((unknown if size is None else size for size in sizes), default=0)
+    # as TOML that is the same once it was read: numbers by default are as those that were written
+    settings = dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -170,16 +178,26 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
         "method": party.name,
         "pipeline": name,
         "does": f"{party.method.name}: {party.method.does}.",
-        "sites": [_planned(site, keys.get(site.name)) for site in party.sites],
+        "sites": [
+            _PlannedSite(
+                name=site.name,
+                real=site.real,
+                allow=list(site.allow),
+                max_epsilon=site.max_epsilon,
+                delta=site.delta,
+                key=keys.get(site.name),
+            )
+            for site in party.sites
+        ],
         "learns": learned,
         "rounds": pipeline.train.rounds,
         "epochs_per_round": pipeline.train.epochs_per_round,
         "waits": _waits(len(party.names), pipeline),
-        "privacy": protection(party),
+        "privacy": _protection(party),
         "leaves": rows,
         "stays": staying(party),
         "most_bytes": 2 * largest + _ROOM,
-        "settings": _settings_of(pipeline),
+        "settings": settings,
     }
 
 
@@ -195,17 +213,8 @@ def _waits(n: int, pipeline: Pipeline) -> str:
     )
 
 
-def _settings_of(pipeline: Pipeline) -> str:
-    """The settings as TOML that is the same once it was read: numbers by default are as those that were written."""
-    return dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
-
-
 def document_of(plan: Plan) -> PlanDocument:
-    """Return what a plan says, once it is known to be whole.
-
-    Raises:
-        UsageError: in one line that names the first thing that is missing or wrong.
-    """
+    """Return what a plan says; UsageError where something is missing, wrong or hidden."""
     if odd := next((text for text in _texts(plan.document) if not text.isprintable()), None):
         raise UsageError(f"this plan hides something: {ascii(odd)[:60]} cannot be shown; do not sign it")
     try:
@@ -233,23 +242,21 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def sites_of(document: PlanDocument) -> tuple[SiteFile, ...]:
-    """Return the site files that a plan's table of sites amounts to: promises alone, and no paths.
-
-    Raises:
-        UsageError: when a name, or what is allowed, is none that a site file can have.
-    """
+    """Return the site files that a plan's table of sites amounts to: promises alone, and no paths."""
     return tuple(
         validated(SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites")
         for site in document["sites"]
     )
 
 
-def keys_of(document: PlanDocument) -> dict[str, str]:
-    """Return the fingerprints that a plan pins, by site."""
-    return {site["name"]: site["key"] for site in document["sites"] if site["key"] is not None}
+_SAMPLED = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
+_PER_ROW = (
+    " A patient with many rows is protected much less: for all k rows together ε is about k times as large, or more; "
+    "each site is told how large as it approves."
+)
 
 
-def protection(party: RunContext) -> Protection:
+def _protection(party: RunContext) -> _Protection:
     """Return what differential privacy promises in a plan, in numbers and in words."""
     privacy, train = party.pipeline.privacy, party.pipeline.train
     on, own = spends(party.pipeline), privacy.target_epsilon is not None
@@ -266,15 +273,6 @@ def protection(party: RunContext) -> Protection:
         "sampling": _SAMPLED if sampled else None,
         "says": _in_words(party, own=own),
     }
-
-
-_SAMPLED = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
-
-
-_PER_ROW = (
-    " A patient with many rows is protected much less: for all k rows together ε is about k times as large, or more; "
-    "each site is told how large as it approves."
-)
 
 
 def _in_words(party: RunContext, *, own: bool) -> str:
@@ -307,29 +305,6 @@ def _in_words(party: RunContext, *, own: bool) -> str:
         f"Differential privacy of {whom}; noise: {noise}. {worth}.{less} Each site's ε follows from its "
         "own number of records, and its own max_epsilon is a limit that nothing crosses."
     )
-
-
-def _planned(site: SiteFile, key: str | None) -> _PlannedSite:
-    return {
-        "name": site.name,
-        "real": site.real,
-        "allow": list(site.allow),
-        "max_epsilon": site.max_epsilon,
-        "delta": site.delta,
-        "key": key,
-    }
-
-
-def _refuse_nothing_to_share(party: RunContext) -> None:
-    if not party.method.shares:
-        others = names_of(lambda row: bool(row.shares))
-        raise UsageError(
-            f"{party.name} shares nothing between hospitals and needs no plan; plans are for {others}"
-        )
-    if party.by_files:
-        raise UsageError(
-            "with train.releases sites exchange files alone and need no plan; leave that key out"
-        )
 
 
 def made_lines(document: dict[str, Any]) -> Lines:

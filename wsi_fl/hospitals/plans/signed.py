@@ -13,14 +13,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from wsi_fl import __version__
-from wsi_fl.hospitals.plans.code import code_digest, packages
+from wsi_fl import __version__, plugins
 from wsi_fl.hospitals.plans.frames import Frame, ended
-from wsi_fl.hospitals.plans.signatures import sign_document, signer_of
-from wsi_fl.hospitals.trust.certificates import Identity, fingerprint, withdrawn
+from wsi_fl.hospitals.trust.certificates import Identity, fingerprint, signer_of, withdrawn
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
@@ -33,25 +32,20 @@ _REQUEST_FORMAT = "wsi-fl federation request"
 PROMISES = ("real", "allow", "max_epsilon", "delta")
 """What of a site's file stands in a plan."""
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
+_RESTS_ON = ("torch", "opacus", "numpy", "cryptography")
+"""What the guarantee rests on."""
+_PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan as it was written.
-
-    Attributes:
-        text: all of the file; its SHA-256 is what hospitals sign.
-    """
+    """A plan as it was written: the text of its file, whose SHA-256 is what hospitals sign."""
 
     text: str
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """Read a plan.
-
-        Raises:
-            UsageError: when the file is none.
-        """
+        """Read a plan; UsageError where the file is none."""
         try:
             text = ordinary(path).read_text(encoding="utf-8")
         except (OSError, ValueError):
@@ -60,14 +54,7 @@ class Plan:
 
     @staticmethod
     def of(text: str, label: str) -> Plan:
-        """Return the plan that a text is.
-
-        Args:
-            label: where it comes from, for messages.
-
-        Raises:
-            UsageError: when the text is none.
-        """
+        """Return the plan that a text is; UsageError, with a label of where it comes from, where it is none."""
         plan = Plan(text)
         try:
             said = (plan.document.get("format"), plan.document.get("version"))
@@ -112,11 +99,7 @@ class Plan:
         return int(self.document["most_bytes"])
 
     def pipeline(self) -> Pipeline:
-        """Return the settings of the plan.
-
-        Raises:
-            UsageError: when they are no settings of this version.
-        """
+        """Return the settings of the plan; UsageError where they are none of this version."""
         return validated(pipeline_model(), tomllib.loads(str(self.document["settings"])), "plan")
 
 
@@ -139,57 +122,31 @@ def approval_path(study: Study, site: str) -> Path:
     return study.root / "federation" / f"approval-{site}.json"
 
 
-def keep_cost(study: Study, site: str, plan: Plan, cost: Mapping[str, Any] | None) -> None:
-    """Keep at home what a hospital saw of a plan's cost as it signed, which nobody else gets to know.
-
-    Args:
-        cost: None where its store was not there.
-    """
-    write_json(_cost_path(study, site), {"plan": plan.digest, "cost": cost})
-
-
-def kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
-    """Return what a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
-    path = _cost_path(study, site)
-    kept = dict(read_json(path)) if path.is_file() else {}
-    return kept["cost"] if kept.get("plan") == plan.digest else None
-
-
-def _cost_path(study: Study, site: str) -> Path:
+def cost_path(study: Study, site: str) -> Path:
+    """Return where a study keeps what its site saw of the plan's cost as it signed, which nobody else gets to know."""
     return study.root / "federation" / f"cost-{site}.json"
 
 
 def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = None) -> dict[str, Any]:
-    """Sign a plan in the name of a hospital, and keep both in its study.
+    """Sign a plan in the name of a hospital of it, and keep both in its study.
 
     Args:
         frame: in whose name a process signs, where no person does.
-
-    Raises:
-        UsageError: when the hospital takes no part in the plan.
     """
     if identity.name not in plan.sites:
         raise UsageError(f"site {identity.name} is not in this plan, which has {', '.join(plan.sites)}")
     plan_path(study).parent.mkdir(exist_ok=True)
     write_text(plan_path(study), plan.text)
-    document = {
-        "site": identity.name,
-        "plan": plan.digest,
-        "time": datetime.now(UTC).isoformat(),
-    }
+    document = {"site": identity.name, "plan": plan.digest, "time": datetime.now(UTC).isoformat()}
     if frame is not None:
         known = json.dumps(frame, sort_keys=True).encode()
         document |= {"frame": frame["id"], "frame_sha256": hashlib.sha256(known).hexdigest()}
-    write_json(approval_path(study, identity.name), sign_document(document, identity, _PURPOSE))
+    write_json(approval_path(study, identity.name), identity.signed(document, _PURPOSE))
     return document
 
 
 def approved_plan(study: Study, identity: Identity) -> Plan:
-    """Return the plan that a hospital has signed.
-
-    Raises:
-        UsageError: when there is none, or the file is another than the one that was signed.
-    """
+    """Return the plan that a hospital has signed; UsageError where there is none, or the file is another one now."""
     path, approval = plan_path(study), approval_path(study, identity.name)
     if not path.exists() or not approval.exists():
         raise UsageError(
@@ -211,14 +168,7 @@ def approved_at(study: Study, site: str) -> str:
 
 
 def _check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str) -> None:
-    """Refuse an approval that is not a site's signature of this very plan.
-
-    Args:
-        root: the federation's root certificate, PEM.
-
-    Raises:
-        UsageError: in one line that says what is wrong.
-    """
+    """Refuse an approval that is not a site's signature of this very plan, by what is trusted (PEM)."""
     holder = signer_of(document, root, _PURPOSE, f"the approval of {site}")
     check_key(plan, str(document["certificate"]), site)
     if (holder.name, document.get("site"), document.get("plan")) != (site, site, plan.digest):
@@ -228,51 +178,31 @@ def _check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: st
         )
 
 
-@dataclass(frozen=True)
-class Approvals:
-    """Who has signed a plan.
-
-    Attributes:
-        signed: the sites whose signature of this very plan is there, in the plan's order.
-        missing: every other site, and why it does not count.
-    """
+class _Approvals(NamedTuple):
+    """The sites whose signature of a plan is there, in its order, and why that of every other site does not count."""
 
     signed: tuple[str, ...]
     missing: dict[str, str]
 
 
-def approvals(place: Study | Path, plan: Plan, root: str) -> Approvals:
-    """Return who has signed a plan and who has not, by the approvals that lie in one folder.
-
-    Args:
-        place: a study, whose `federation/` is looked at, or that folder itself.
-        root: the federation's root certificate, PEM.
-    """
-    folder = place if isinstance(place, Path) else plan_path(place).parent
-    found = {site: _why_not(folder / f"approval-{site}.json", plan, root, site) for site in plan.sites}
-    return Approvals(
-        tuple(site for site, why in found.items() if not why),
-        {site: why for site, why in found.items() if why},
-    )
-
-
-def _why_not(path: Path, plan: Plan, root: str, site: str) -> str:
-    """Why a site's approval does not count; empty where it does."""
-    if not path.is_file():
-        return "has not signed it, or its approval has not arrived"
-    try:
-        _check_approval(dict(read_json(path)), plan, root, site=site)
-    except (WsiFlError, TypeError, ValueError) as error:
-        return str(error) if isinstance(error, WsiFlError) else f"{path.name} is damaged"
-    return ""
+def approvals(study: Study, plan: Plan, root: str) -> _Approvals:
+    """Return who has signed a plan and who has not, by the approvals in a study and by what is trusted (PEM)."""
+    missing: dict[str, str] = {}
+    for site in plan.sites:
+        path = approval_path(study, site)
+        try:
+            if not path.is_file():
+                raise UsageError("has not signed it, or its approval has not arrived")
+            _check_approval(dict(read_json(path)), plan, root, site=site)
+        except WsiFlError as error:
+            missing[site] = str(error)
+        except (TypeError, ValueError):
+            missing[site] = f"{path.name} is damaged"
+    return _Approvals(tuple(site for site in plan.sites if site not in missing), missing)
 
 
 def check_key(plan: Plan, certificate: str, site: str) -> None:
-    """Refuse a certificate (PEM) for another key than the one that a plan pins for a site.
-
-    Raises:
-        UsageError: naming the site.
-    """
+    """Refuse a certificate (PEM) for another key than the one that a plan pins for a site."""
     pinned = plan.keys.get(site)
     if pinned is not None and fingerprint(certificate) != pinned:
         raise UsageError(
@@ -282,15 +212,7 @@ def check_key(plan: Plan, certificate: str, site: str) -> None:
 
 
 def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
-    """Refuse to work with a site whose key, as the plan pins it, was withdrawn.
-
-    Args:
-        root: what is trusted, PEM.
-        sites: that take part.
-
-    Raises:
-        UsageError: naming the site.
-    """
+    """Refuse to work with sites whose key, as the plan pins it, was withdrawn by what is trusted (PEM)."""
     gone = withdrawn(root).keys
     for site in sites:
         if (since := gone.get(plan.keys.get(site, ""))) is not None:
@@ -303,11 +225,7 @@ def check_withdrawn(plan: Plan, root: str, sites: Collection[str]) -> None:
 def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
     """Refuse a plan for other code than a site has installed, or for other versions of what the guarantee rests on.
 
-    Args:
-        listed: digests of code that the site takes for one another, as its frame says.
-
-    Raises:
-        UsageError: naming both versions.
+    Code whose digests its frame lists counts as the same.
     """
     said, here = str(plan.document["code"]), code_digest()
     if said != here and {said, here} <= set(listed):
@@ -329,14 +247,7 @@ def check_code(plan: Plan, site: str, listed: Collection[str] = ()) -> None:
 
 
 def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
-    """Refuse a site file that promises something else than a plan says of the site.
-
-    Args:
-        said: the site's part of the plan.
-
-    Raises:
-        UsageError: naming the first key that differs.
-    """
+    """Refuse a site file that promises something else than its part of a plan says."""
     for key in PROMISES:
         own, agreed = getattr(file, key), said.get(key)
         if key in said and (sorted(own) != sorted(agreed or ()) if key == "allow" else own != agreed):
@@ -349,3 +260,36 @@ def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
 def shown(value: Any) -> str:
     """Return a value as a TOML file has it, and "nothing" for none."""
     return "nothing" if value is None else toml_value(value)
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of the packages that the guarantee rests on, without what a build calls itself (`+cu126`).
+
+    Those that add methods, readers, encoders or commands are among them, since their code runs too. WsiFlError where
+    one is not installed.
+    """
+    try:
+        found = {name: version(name) for name in _RESTS_ON} | plugins.versions()
+    except PackageNotFoundError as error:
+        raise WsiFlError(f"{error.name} is not installed; install wsi-fl again") from None
+    return {name: number.partition("+")[0] for name, number in found.items()}
+
+
+def code_digest(package: Path = _PACKAGE) -> str:
+    """Return the SHA-256 over what runs, which all sites of a plan must have alike.
+
+    That is every file of the package, such as code, templates, scripts of pages, tables and weights, and the versions
+    of `packages`. What Python compiled, hidden files and shipped pipelines are left out, since a plan has its settings
+    in itself. WsiFlError where the folder of the package cannot be read.
+    """
+    digest = hashlib.sha256(json.dumps(packages(), sort_keys=True).encode())
+    try:
+        for path in sorted(package.rglob("*")):
+            name = path.relative_to(package)
+            hidden = any(part == "__pycache__" or part.startswith(".") for part in name.parts)
+            if path.is_file() and name.parts[0] != "shipped" and not hidden:
+                digest.update(f"{name.as_posix()}\n".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    except OSError as error:
+        raise WsiFlError(f"the installed package cannot be read: {error}") from None
+    return digest.hexdigest()

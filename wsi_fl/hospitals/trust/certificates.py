@@ -10,20 +10,18 @@ The root also signs a numbered list of keys whose certificates it has withdrawn,
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
-from typing import Literal
+from typing import Any, Literal
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import padding
-from cryptography.hazmat.primitives.asymmetric.rsa import (
-    RSAPrivateKey,
-    RSAPublicKey,
-    generate_private_key,
-)
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey, generate_private_key
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -59,13 +57,7 @@ class NotTrusted(KnownToAll):
 
 @dataclass(frozen=True)
 class Identity:
-    """A key, its certificate and the root of the federation: what one needs to speak for a site.
-
-    Attributes:
-        name: the site's, as the certificate has it.
-        certificate: PEM.
-        root: what is trusted, PEM.
-    """
+    """A key, its certificate (PEM) and what is trusted (PEM): what one needs to speak for a site of this name."""
 
     name: str
     key: RSAPrivateKey
@@ -73,16 +65,12 @@ class Identity:
     root: str
 
     @staticmethod
-    def load(key: str, certificate: str, root: str, *, now: datetime | None = None) -> Identity:
-        """Return the identity that three PEM texts make up.
-
-        Raises:
-            UsageError: when they do not belong together, or the certificate does not hold now.
-        """
+    def load(key: str, certificate: str, root: str) -> Identity:
+        """Return what three PEM texts make up; UsageError where they do not belong together or do not hold now."""
         try:
             private = _private(key)
-            holder = verified(certificate, root, now=now)
-        except (ValueError, NotTrusted) as error:
+            holder = verified(certificate, root)
+        except (ValueError, UsageError, NotTrusted) as error:
             raise UsageError(f"this kit cannot be used: {error}") from None
         if _certificate(certificate).public_key() != private.public_key():
             raise UsageError("this kit cannot be used: its certificate belongs to another key")
@@ -92,50 +80,67 @@ class Identity:
         """Return the signature of some bytes (RSASSA-PSS with SHA-256, RFC 8017)."""
         return self.key.sign(data, _PADDING, SHA256())
 
+    def signed(self, document: Mapping[str, Any], purpose: bytes) -> dict[str, Any]:
+        """Return a document with its signer's certificate and a signature that is good for one purpose alone."""
+        signature = self.sign(_signed_bytes(document, purpose))
+        return {**document, "certificate": self.certificate, "signature": signature.hex()}
+
 
 @dataclass(frozen=True)
 class Holder:
-    """Whom a certificate names.
-
-    Attributes:
-        until: when the certificate ends.
-    """
+    """Whom a certificate names, the number that the root gave it, and when it ends."""
 
     name: str
     organization: str
+    number: int
     until: datetime
     _key: RSAPublicKey
 
     def check(self, signature: bytes, data: bytes) -> None:
-        """Refuse what this holder did not sign.
-
-        Raises:
-            NotTrusted: when the signature is not that of these bytes by the holder's key.
-        """
+        """Refuse (NotTrusted) what this holder's key did not sign."""
         try:
             self._key.verify(signature, data, _PADDING, SHA256())
         except InvalidSignature:
             raise NotTrusted(f"a message in the name of {self.name} was not signed by it") from None
 
 
-def verified(certificate: str, root: str, *, now: datetime | None = None) -> Holder:
-    """Return whom a certificate names, once it is known to be one of the federation that holds now.
+def signer_of(document: Mapping[str, Any], root: str, purpose: bytes, what: str) -> Holder:
+    """Return who signed a document, once every word of it is known to be what was signed.
 
     Args:
-        certificate: PEM.
         root: what is trusted, PEM.
-        now: the time it must hold at; default: now.
+        what: the document is, for messages.
+
+    Raises:
+        UsageError: in one line that says what is wrong.
+    """
+    try:
+        holder = verified(str(document["certificate"]), root)
+        holder.check(bytes.fromhex(str(document["signature"])), _signed_bytes(document, purpose))
+    except (KeyError, ValueError, NotTrusted) as error:
+        why = str(error) if isinstance(error, NotTrusted) else "it is incomplete"
+        raise UsageError(f"{what} cannot be used: {why}") from None
+    return holder
+
+
+def _signed_bytes(document: Mapping[str, Any], purpose: bytes) -> bytes:
+    said = {key: value for key, value in document.items() if key not in ("certificate", "signature")}
+    return purpose + json.dumps(said, sort_keys=True).encode()
+
+
+def verified(certificate: str, root: str, *, now: datetime | None = None) -> Holder:
+    """Return whom a certificate (PEM) names, once it is known to be one of the federation that holds at a time.
+
+    Args:
+        root: what is trusted, PEM.
 
     Raises:
         NotTrusted: in one line that says what is wrong.
     """
-    if not issued_by(certificate, root):
+    if not _issued_by(certificate, root):
         raise NotTrusted("a certificate does not belong to this federation")
     found, above = _certificate(certificate), _certificate(root)
-    name, organization = (
-        _named(found.subject, NameOID.COMMON_NAME),
-        _named(found.subject, NameOID.ORGANIZATION_NAME),
-    )
+    name, organization = _names(found.subject)
     if (since := withdrawn(root).keys.get(fingerprint(certificate))) is not None:
         raise NotTrusted(
             f"the certificate of {name} was withdrawn on {since:%Y-%m-%d}; {name} needs a new key"
@@ -148,21 +153,17 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
                 f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this clock says {today:%Y-%m-%d %H:%M}; set the "
                 "clock, or request a new certificate"
             )
-    if _is_authority(found):
+    if any(isinstance(one.value, x509.BasicConstraints) and one.value.ca for one in found.extensions):
         raise NotTrusted(f"the certificate of {name} may sign others, so no site may use it")
     _usual(above.public_key(), "the federation's root")
     key = _usual(found.public_key(), f"the certificate of {name}")
-    return Holder(name, organization, found.not_valid_after_utc, key)
+    return Holder(name, organization, found.serial_number, found.not_valid_after_utc, key)
 
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """The list of withdrawn certificates.
-
-    Attributes:
-        number: of the list; of two the higher holds. 0 where there is none.
-        keys: when each key was withdrawn, by its fingerprint.
-        text: the list and nothing else, PEM; "" where there is none.
+    """The list of withdrawn certificates: its number (of two lists the higher holds), when each key was withdrawn by
+    its fingerprint, and the list alone as PEM. Where there is none: 0, nothing and "".
     """
 
     number: int
@@ -171,11 +172,7 @@ class Withdrawn:
 
 
 def withdrawn(trusted: str) -> Withdrawn:
-    """Return what the list says in a PEM text that is trusted.
-
-    Raises:
-        NotTrusted: when what follows the root's certificate is no list that the root signed.
-    """
+    """Return the list in a PEM text that is trusted; NotTrusted where it is none that the root signed."""
     root, end, rest = trusted.partition("-----END CERTIFICATE-----")
     if not rest.strip():
         return Withdrawn(0, {}, "")
@@ -215,31 +212,12 @@ def new_key() -> str:
 
 def new_root(key: str, federation: str) -> str:
     """Return the root certificate (PEM) of a federation, signed by its own key (PEM)."""
-    private, now = _private(key), datetime.now(UTC)
+    private = _private(key)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, federation)])
-    identifier = x509.SubjectKeyIdentifier.from_public_key(private.public_key())
-    usage = x509.KeyUsage(
-        digital_signature=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=True,
-        crl_sign=True,
-        encipher_only=False,
-        decipher_only=False,
-    )
-    made = (
-        _begun(name, name, private.public_key(), now, _ROOT_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(identifier, critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
-        )
-        .sign(private, SHA256())
-    )
-    return _pem(made)
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    never = dict.fromkeys((*unused, "encipher_only", "decipher_only"), False)
+    usage = x509.KeyUsage(digital_signature=True, key_cert_sign=True, crl_sign=True, **never)
+    return _issued(private, name, name, private.public_key(), _ROOT_DAYS, ca=True, extra=usage)
 
 
 def new_request(key: str, name: str, organization: str) -> str:
@@ -263,70 +241,40 @@ def approved(
     hosts: tuple[str, ...] = (),
     days: int = _CERTIFICATE_DAYS,
 ) -> str:
-    """Return the certificate (PEM) for a request.
+    """Return the certificate (PEM) for a request (PEM).
 
     Args:
-        request, root_key: PEM.
         root: what is trusted, PEM.
-        role: what its holder is.
         hosts: names under which a server is reached.
-        days: how long it holds.
 
     Raises:
         UsageError: when the request was not signed by the key that it is for, or the key is withdrawn or unusual.
     """
-    try:
-        asked, above, private = (
-            x509.load_pem_x509_csr(request.encode()),
-            _certificate(root),
-            _private(root_key),
-        )
-    except ValueError:
-        raise UsageError("this is no certificate request") from None
+    asked = _request(request)
     if not asked.is_signature_valid:
         raise UsageError("this request was not signed by its own key")
     try:
         key = _usual(asked.public_key(), "this request")
     except NotTrusted as error:
         raise UsageError(str(error)) from None
-    name = _named(asked.subject, NameOID.COMMON_NAME)
+    name, organization = _names(asked.subject)
     if fingerprint(request) in withdrawn(root).keys:
         raise UsageError(f"the key of this request was withdrawn; {name} needs a new one, in a new kit")
     subject = [  # of the request nothing but these: whatever else it says could give its holder a role
         x509.NameAttribute(NameOID.COMMON_NAME, name),
-        x509.NameAttribute(
-            NameOID.ORGANIZATION_NAME, _named(asked.subject, NameOID.ORGANIZATION_NAME) or name
-        ),
+        x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization or name),
     ]
     if role in _FLARE_ROLE:
         subject.append(x509.NameAttribute(NameOID.UNSTRUCTURED_NAME, _FLARE_ROLE[role]))
-    identifier = x509.SubjectKeyIdentifier.from_public_key(private.public_key())
-    made = (
-        _begun(x509.Name(subject), above.subject, key, datetime.now(UTC), days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(
-            x509.SubjectAlternativeName([_general(host) for host in hosts or (name,)]), critical=False
-        )
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
-        )
-        .sign(private, SHA256())
-    )
-    return _pem(made)
+    reached = x509.SubjectAlternativeName([_general(host) for host in hosts or (name,)])
+    issuer = _certificate(root).subject
+    return _issued(_private(root_key), issuer, x509.Name(subject), key, days, ca=False, extra=reached)
 
 
-def issued_by(certificate: str, root: str) -> bool:
-    """Return whether a root certificate signed another one (PEM)."""
-    try:
-        _certificate(certificate).verify_directly_issued_by(_certificate(root))
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True
-
-
-def names_in(certificate: str) -> tuple[str, str]:
-    """Return (subject, issuer) of any certificate (PEM), each as a short text that steers no terminal."""
+def stranger(certificate: str, root: str) -> tuple[str, str] | None:
+    """Return (subject, issuer) of a certificate (PEM), short texts that steer no terminal; None for one of the root."""
+    if _issued_by(certificate, root):
+        return None
     found = _certificate(certificate)
     texts = (" ".join(one.rfc4514_string().split())[:200] for one in (found.subject, found.issuer))
     subject, issuer = (printable(text) or "nobody" for text in texts)
@@ -334,16 +282,8 @@ def names_in(certificate: str) -> tuple[str, str]:
 
 
 def request_names(request: str) -> tuple[str, str]:
-    """Return (name, organization) of a certificate request (PEM).
-
-    Raises:
-        UsageError: when it is none.
-    """
-    try:
-        subject = x509.load_pem_x509_csr(request.encode()).subject
-    except ValueError:
-        raise UsageError("this is no certificate request") from None
-    return _named(subject, NameOID.COMMON_NAME), _named(subject, NameOID.ORGANIZATION_NAME)
+    """Return (name, organization) of a certificate request (PEM); UsageError where it is none."""
+    return _names(_request(request).subject)
 
 
 def fingerprint(pem: str) -> str:
@@ -362,19 +302,23 @@ def fingerprint(pem: str) -> str:
     )
 
 
-def serial_number(certificate: str) -> int:
-    """Return the number that the root gave a certificate (PEM)."""
-    return _certificate(certificate).serial_number
-
-
 def _spelled(digest: bytes) -> str:
     return digest.hex(":").upper()
 
 
-def _begun(
-    subject: x509.Name, issuer: x509.Name, key: RSAPublicKey, now: datetime, days: int
-) -> x509.CertificateBuilder:
-    return (
+def _issued(
+    private: RSAPrivateKey,
+    issuer: x509.Name,
+    subject: x509.Name,
+    key: RSAPublicKey,
+    days: int,
+    *,
+    ca: bool,
+    extra: x509.ExtensionType,
+) -> str:
+    """A certificate (PEM) for a key, signed by another or the same one."""
+    now, above = datetime.now(UTC), private.public_key()
+    made = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
@@ -382,7 +326,21 @@ def _begun(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _SKEW)
         .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
+        .add_extension(extra, critical=ca)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(above), critical=False)
     )
+    return made.sign(private, SHA256()).public_bytes(Encoding.PEM).decode()
+
+
+def _issued_by(certificate: str, root: str) -> bool:
+    """Whether a root certificate signed another one (PEM)."""
+    try:
+        _certificate(certificate).verify_directly_issued_by(_certificate(root))
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def _general(host: str) -> x509.GeneralName:
@@ -394,10 +352,10 @@ def _general(host: str) -> x509.GeneralName:
 
 
 def _private(pem: str) -> RSAPrivateKey:
-    key = load_pem_private_key(pem.encode(), None)
-    if not isinstance(key, RSAPrivateKey):
-        raise UsageError("this is no RSA key")
-    return key
+    with suppress(ValueError):
+        if isinstance(key := load_pem_private_key(pem.encode(), None), RSAPrivateKey):
+            return key
+    raise UsageError("this is no RSA key")
 
 
 def _usual(key: object, whose: str) -> RSAPublicKey:
@@ -416,18 +374,15 @@ def _certificate(pem: str) -> x509.Certificate:
     return x509.load_pem_x509_certificate(pem.encode())
 
 
-def _pem(certificate: x509.Certificate) -> str:
-    return certificate.public_bytes(Encoding.PEM).decode()
-
-
-def _is_authority(certificate: x509.Certificate) -> bool:
+def _request(pem: str) -> x509.CertificateSigningRequest:
     try:
-        return bool(certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
-    except x509.ExtensionNotFound:
-        return False
+        return x509.load_pem_x509_csr(pem.encode())
+    except ValueError:
+        raise UsageError("this is no certificate request") from None
 
 
-def _named(subject: x509.Name, what: x509.ObjectIdentifier) -> str:
-    """One attribute of a name, empty where it has none or several."""
-    found = subject.get_attributes_for_oid(what)
-    return str(found[0].value) if len(found) == 1 else ""
+def _names(subject: x509.Name) -> tuple[str, str]:
+    """(name, organization), each empty where a certificate has none or several."""
+    found = (subject.get_attributes_for_oid(one) for one in (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME))
+    name, organization = (str(one[0].value) if len(one) == 1 else "" for one in found)
+    return name, organization

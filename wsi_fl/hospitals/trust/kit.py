@@ -1,33 +1,28 @@
 """A kit: what somebody needs to take part in a federation, in one folder; its key was made there and stays there.
 
 `startup/` and `local/` are what NVIDIA FLARE reads. `federation.json` says who the kit is of and how the others are
-reached: by a server, or by a folder that all can reach. Whether it gets through to its server is looked at step by
-step, each with what to do when it fails.
+reached: by a server, or by a folder that all can reach. The way to a server is straight, or through the HTTP proxy that
+the environment names (CONNECT, RFC 9110, 9.3.6); it is looked at step by step, each with what to do when it fails.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
 
-from wsi_fl.hospitals.trust.certificates import (
-    Identity,
-    Role,
-    Withdrawn,
-    issued_by,
-    names_in,
-    verified,
-    withdrawn,
-)
-from wsi_fl.hospitals.trust.way import address_of, connected, proxy_to
-from wsi_fl.system.files import ordinary, read_json, write_text
-from wsi_fl.system.locks import alone
+from wsi_fl.hospitals.trust.certificates import Identity, Role, Withdrawn, stranger, verified, withdrawn
+from wsi_fl.system.files import alone, ordinary, read_json, write_text
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
@@ -35,6 +30,12 @@ STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
 ROOT, LIST = "rootCA.pem", "withdrawn.pem"
 """The root's certificate, and the certificates that it has withdrawn."""
 SOON_DAYS = 30
+DEFAULT_PORT = 443
+"""What nearly every hospital's firewall and proxy let out."""
+_SECONDS = 5.0
+_ANSWER = re.compile(r"Tunnel connection failed: (\d{3})\b")
+"""How the standard library says what a proxy answered."""
+_WRITE = "write it as HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
 
 
 def trusted_in(folder: Path) -> str:
@@ -45,22 +46,14 @@ def trusted_in(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Kit:
-    """A folder with a key, its certificate and the federation's root.
-
-    Attributes:
-        document: what `federation.json` says.
-    """
+    """A folder with a key, its certificate and the federation's root, and what its `federation.json` says."""
 
     path: Path
     document: dict[str, Any]
 
     @staticmethod
     def open(path: Path) -> Kit:
-        """Read a kit.
-
-        Raises:
-            UsageError: when the folder is none.
-        """
+        """Read a kit; UsageError where the folder is none."""
         file = path / "federation.json"
         if not file.is_file():
             raise UsageError(
@@ -86,21 +79,13 @@ class Kit:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the kit for this process: two of one name would take each other's letters.
-
-        Raises:
-            WsiFlError: when another process has it.
-        """
+        """Hold the kit, or fail where another process has it: two of one name would take each other's letters."""
         busy = f"{self.name} runs already: another process has {self.path}; end it first"
         with alone(self.path / ".lock", busy):
             yield
 
     def identity(self) -> Identity:
-        """Return the key and its certificate.
-
-        Raises:
-            UsageError: when files are missing or do not belong together, or the certificate does not hold now.
-        """
+        """Return key and certificate; UsageError where they are incomplete, do not fit or do not hold now."""
         stem, startup = STEM[self.role], self.path / "startup"
         try:
             key, certificate = [ordinary(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")]
@@ -121,10 +106,9 @@ class Kit:
         return withdrawn(trusted_in(self.path / "startup"))
 
     def take(self, text: str) -> bool:
-        """Keep a list (PEM, wherever it comes from, and nothing else of it) if it is newer; return whether it is.
+        """Keep a list (PEM, and nothing else of what is given) if it is newer, and return whether it is.
 
-        Raises:
-            NotTrusted: when it is not the root's.
+        NotTrusted where it is not the root's, wherever it comes from.
         """
         startup = self.path / "startup"
         found = withdrawn(f"{ordinary(startup / ROOT).read_text()}\n{text}")
@@ -151,29 +135,24 @@ def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One thing that was looked at.
-
-    Attributes:
-        what: in a few words.
-        said: what was found, or what to do.
-    """
+class _Step:
+    """One thing that was looked at, in a few words, and what was found or what to do."""
 
     what: str
     ok: bool
     said: str
 
 
-def look(kit: Kit) -> Iterator[Step]:
+def look(kit: Kit) -> Iterator[_Step]:
     """Look at certificate, name or proxy, port and handshake, and stop at the first that fails."""
     try:
         identity = kit.identity()
     except WsiFlError as error:
-        yield Step("certificate", False, str(error))
+        yield _Step("certificate", False, str(error))
         return
     until = verified(identity.certificate, identity.root).until
     note = kit.reminder()
-    yield Step("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}")
+    yield _Step("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}")
     if kit.folder is not None:
         return
     host, port = server_of(kit)
@@ -181,24 +160,21 @@ def look(kit: Kit) -> Iterator[Step]:
     try:
         if (proxy := proxy_to(host)) is None:  # a proxy looks up the name itself
             what = "name"
-            yield Step(what, True, f"{host} is {_looked_up(host, port)}")
+            try:
+                found = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+            except OSError as error:
+                unknown = f"the name {host} is not known here ({one_line(error)}); ask your network's people"
+                raise WsiFlError(unknown) from None
+            yield _Step(what, True, f"{host} is {found}")
             what = "port"
         connection = connected(host, port)
     except WsiFlError as error:
-        yield Step(what, False, str(error))
+        yield _Step(what, False, str(error))
         return
     through = f" of {host} through the proxy {proxy} (HTTPS_PROXY)" if proxy else ""
-    yield Step(what, True, f"TCP to port {port}{through}")
+    yield _Step(what, True, f"TCP to port {port}{through}")
     with connection:
         yield _handshake(kit, connection, host, port)
-
-
-def _looked_up(host: str, port: int) -> str:
-    try:
-        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        unknown = f"the name {host} is not known here ({one_line(error)}); ask your network's people"
-        raise WsiFlError(unknown) from None
 
 
 def likely_reason(kit: Kit) -> str:
@@ -207,21 +183,12 @@ def likely_reason(kit: Kit) -> str:
 
 
 def require_server(kit: Kit) -> None:
-    """Refuse to wait for a server that nothing listens for.
-
-    Raises:
-        UsageError: when the kit knows no server.
-        WsiFlError: when there is no way through to its port.
-    """
+    """Fail where the kit knows no server, or where there is no way through to its port."""
     connected(*server_of(kit)).close()
 
 
 def server_of(kit: Kit) -> tuple[str, int]:
-    """Return (host, port) of the kit's server.
-
-    Raises:
-        UsageError: when the kit knows none.
-    """
+    """Return (host, port) of the kit's server; UsageError where it knows none."""
     if not (server := kit.document.get("server")):
         raise UsageError(
             f"{kit.path}: this federation uses a folder and has no server; each hospital runs `wsi-fl federation start`"
@@ -229,12 +196,11 @@ def server_of(kit: Kit) -> tuple[str, int]:
     return address_of(str(server))
 
 
-def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Step:
+def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> _Step:
     """Mutual TLS with the kit's certificate, and a byte more: in TLS 1.3 a server says no after the handshake."""
-    startup, stem = kit.path / "startup", STEM[kit.role]
+    startup, stem, what = kit.path / "startup", STEM[kit.role], "mutual TLS"
     context = refuse_withdrawn(ssl.create_default_context(cafile=startup / ROOT), startup / ROOT)
     context.load_cert_chain(startup / f"{stem}.crt", startup / f"{stem}.key")
-    what = "mutual TLS"
     try:
         with context.wrap_socket(connection, server_hostname=host) as secured:
             secured.settimeout(1.0)
@@ -242,17 +208,13 @@ def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Ste
             with suppress(TimeoutError):
                 if not secured.recv(1):
                     raise ConnectionResetError("it closed the connection")
-            return Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
+            return _Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
         why = f"the server's certificate was refused ({error.verify_message}): is this the right server, and the "
-        return Step(what, False, _stranger(kit, host, port) or f"{why}right time on this clock?")
+        return _Step(what, False, _stranger(kit, host, port) or f"{why}right time on this clock?")
     except (OSError, ssl.SSLError) as error:
-        return Step(
-            what,
-            False,
-            f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation and not "
-            "withdrawn, and the server's clock right?",
-        )
+        why = f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation and not "
+        return _Step(what, False, f"{why}withdrawn, and the server's clock right?")
 
 
 def _stranger(kit: Kit, host: str, port: int) -> str:
@@ -262,12 +224,90 @@ def _stranger(kit: Kit, host: str, port: int) -> str:
     context.verify_mode = ssl.CERT_NONE  # it is looked at, and nothing is sent
     with suppress(OSError, WsiFlError), connected(host, port) as plain, context.wrap_socket(plain) as secured:
         shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
-        root = (kit.path / "startup" / "rootCA.pem").read_text()
-        if not issued_by(shown, root):
-            subject, issuer = names_in(shown)
+        if names := stranger(shown, (kit.path / "startup" / ROOT).read_text()):
             return (
-                f"{host} port {port} shows a certificate for {subject}, issued by {issuer} and not by this "
+                f"{host} port {port} shows a certificate for {names[0]}, issued by {names[1]} and not by this "
                 "federation's root: a device on the way opens TLS, for which your network's people make an exception, "
                 "or this is another server"
             )
     return ""
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return (host, port) of `host`, `host:port`, `[IPv6]` or `[IPv6]:port`, without brackets; else ValueError.
+
+    Example:
+        >>> address_of("fl.example.org"), address_of("[2001:db8::1]:8443")
+        (('fl.example.org', 443), ('2001:db8::1', 8443))
+    """
+    parts = urlsplit(f"//{text}")
+    if parts.netloc != text or not parts.hostname or "@" in text or parts.port == 0:
+        raise ValueError(text)
+    return parts.hostname, parts.port or DEFAULT_PORT
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+@dataclass(frozen=True)
+class _Proxy:
+    """An HTTP proxy, which is shown without what `headers` tell it: the user and the password."""
+
+    host: str
+    port: int
+    headers: dict[str, str] = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{bracketed(self.host)}:{self.port}"
+
+
+def proxy_to(host: str) -> _Proxy | None:
+    """Return the proxy of `HTTPS_PROXY` to a host; None where there is none, or `NO_PROXY` leaves the host out.
+
+    WsiFlError where it is no HTTP proxy.
+    """
+    url, headers = getproxies_environment().get("https", ""), {}
+    if not url or proxy_bypass(host):
+        return None
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme != "http":
+            raise ValueError
+        if parts.username is not None:
+            user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            headers = {"Proxy-Authorization": f"Basic {b64encode(user.encode()).decode()}"}
+        return _Proxy(*address_of(parts.netloc.rpartition("@")[2]), headers)
+    except ValueError:
+        raise WsiFlError(f"HTTPS_PROXY names no proxy that can be used; {_WRITE}") from None
+
+
+def connected(host: str, port: int) -> socket.socket:
+    """Return a connection to a host, the way that `federation start` takes too; WsiFlError says what is in the way."""
+    if proxy := proxy_to(host):
+        return _connected_by(proxy, host, port)
+    try:
+        return socket.create_connection((host, port), _SECONDS)
+    except OSError as error:
+        raise WsiFlError(
+            f"no way through to {host} port {port} ({one_line(error)}): is the server up, and does the firewall let "
+            "TCP out to this port?"
+        ) from None
+
+
+def _connected_by(proxy: _Proxy, host: str, port: int) -> socket.socket:
+    way = HTTPConnection(proxy.host, proxy.port, timeout=_SECONDS)
+    way.set_tunnel(bracketed(host), port, {"Host": f"{bracketed(host)}:{port}", **proxy.headers})
+    try:
+        way.connect()
+        return way.sock
+    except (OSError, HTTPException) as error:
+        answer = _ANSWER.match(str(error))
+        code = answer[1] if answer else "" if way.sock else "none"
+        why = {
+            "none": f"cannot be reached ({one_line(error)}): is it up, and is this its address?",
+            "403": f"forbids {host} port {port} (403): ask your network's people to allow it",
+            "407": f"asks for a user and a password, or does not take those given (407): {_WRITE}",
+        }.get(code, f"does not get through to {host} port {port} ({one_line(error)}): is the server up?")
+        raise WsiFlError(f"the proxy {proxy} (HTTPS_PROXY) {why}") from None

@@ -83,11 +83,7 @@ class Letter:
 
     @staticmethod
     def read(data: Buffer) -> Letter:
-        """Take a letter apart.
-
-        Raises:
-            NotAgreed: when it is none.
-        """
+        """Take a letter apart; NotAgreed where it is none."""
         view = memoryview(data)
         if len(view) < _PREFIX.size or bytes(view[: len(_MAGIC)]) != _MAGIC:
             raise NotAgreed("something arrived that is no letter")
@@ -100,11 +96,7 @@ class Letter:
         return Letter(head, signed, signature, view[start + n_head + n_signature :])
 
     def check(self, sender: Holder) -> None:
-        """Refuse a letter that its sender did not sign as it is.
-
-        Raises:
-            NotTrusted: when signature, name or body are others.
-        """
+        """Refuse (NotTrusted) a letter whose name, signature or body is not its sender's."""
         if self.head["sender"] != sender.name:
             raise NotTrusted(f"{sender.name} signed a letter in the name of {self.head['sender']}")
         sender.check(self.signature, _MAGIC + self.signed)
@@ -112,11 +104,7 @@ class Letter:
             raise NotTrusted(f"a letter of {sender.name} was altered on its way")
 
     def hello(self, root: str) -> tuple[Hello, Holder]:
-        """Return what a hello says, and who says it.
-
-        Raises:
-            NotAgreed, NotTrusted: when it is no hello of somebody of this federation.
-        """
+        """Return what a hello says, and who says it; NotAgreed or NotTrusted where it is none of this federation."""
         said = decoded(bytes(self.body), Hello, self.head["sender"])
         holder = verified(said["certificate"], root)
         self.check(holder)
@@ -153,22 +141,13 @@ class Writer:
         return self._signed(EVERYBODY, plan, HELLO, encoded(said, Hello, self.identity.name))
 
     def letter(self, to: str, public: str, session: str, place: str, content: Sequence[Buffer]) -> bytes:
-        """Return a sealed letter.
-
-        Args:
-            public: the receiver's key, from its hello.
-            content: its parts in order, put together.
-        """
+        """Return a letter, of parts that are put together in order, that is sealed with the receiver's public key."""
         info = _bound(self.identity.name, to, session, place)
         key = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
         return self._signed(to, session, place, _SUITE.encrypt(b"".join(content), key, info))
 
     def open(self, letter: Letter) -> memoryview:
-        """Return the content of a letter that was checked.
-
-        Raises:
-            NotTrusted: when it was not sealed for this process.
-        """
+        """Return the content of a letter that was checked; NotTrusted where it was not sealed for this process."""
         head = letter.head
         info = _bound(head["sender"], self.identity.name, head["session"], head["place"])
         try:

@@ -26,15 +26,13 @@ from wsi_fl.hospitals.trust.certificates import (
     verified,
     withdrawn,
 )
-from wsi_fl.hospitals.trust.kit import ROOT, STEM, Kit
-from wsi_fl.hospitals.trust.root import Root
-from wsi_fl.hospitals.trust.way import DEFAULT_PORT, address_of, bracketed
-from wsi_fl.hospitals.trust.withdrawing import handed_on, list_lines
+from wsi_fl.hospitals.trust.kit import DEFAULT_PORT, ROOT, STEM, Kit, address_of, bracketed
+from wsi_fl.hospitals.trust.root import Root, handed_on, list_lines
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError
 
-REQUEST, CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certificate"
+_REQUEST, _CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certificate"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _RENEWAL = b"wsi-fl renewal of a certificate, version 1\n"
@@ -51,7 +49,7 @@ def provision(
     """Found a federation: its root, the kit of the server (where there is one) and that of the coordinator.
 
     Args:
-        folder: a new one, which holds the root's key in `root/`; keep that part offline.
+        folder: a new one; keep `root/` in it, which holds the root's key, offline.
         server: "host", "host:port" or "[IPv6]:port" under which hospitals reach the server.
         shared_folder: address of a folder that all can reach, where no server joins them.
         sites: hospitals of a test bed, whose kits are made here too, keys and all.
@@ -74,10 +72,9 @@ def provision(
     write_text(folder / "root" / "rootCA.pem", root)
     reached = {"server": f"{bracketed(host)}:{port}"} if server else {"folder": shared_folder}
     write_json(folder / "root" / "federation.json", {"federation": federation, **reached})
-    members: list[tuple[str, Role]] = [(COORDINATOR, "coordinator"), *[(site, "hospital") for site in sites]]
-    if server:
-        members.insert(0, (SERVER, "server"))
-    for name, role in members:
+    members: dict[str, Role] = {SERVER: "server"} if server else {}
+    members |= {COORDINATOR: "coordinator"} | dict.fromkeys(sites, "hospital")
+    for name, role in members.items():
         request(folder / name, name=name, organization=federation, role=role)
         certificate = approve_request(folder / name / f"request-{name}.json", folder)
         join(Path(certificate["file"]), folder / name)
@@ -85,17 +82,13 @@ def provision(
         "federation": federation,
         "root": str(folder / "root"),
         "fingerprint": fingerprint(root),
-        "kits": {name: str(folder / name) for name, _ in members},
+        "kits": {name: str(folder / name) for name in members},
         **reached,
     }
 
 
 def request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> dict[str, Any]:
-    """Make a key in a new kit, and beside it the request that is sent to the coordinator.
-
-    Raises:
-        UsageError: when the kit has a key already.
-    """
+    """Make a key in a new kit, and the request that is sent to the coordinator; UsageError where a key is there."""
     _check_name(name)
     key_file = _key_file(kit, role)
     if key_file.exists():
@@ -111,9 +104,6 @@ def renew(kit: Path, *, rotate: bool = False) -> dict[str, Any]:
 
     Args:
         rotate: for a new key, which the kit's present one vouches for; it is used as soon as its certificate is here.
-
-    Raises:
-        UsageError: when the kit cannot be used, so that its key vouches for nothing.
     """
     opened, vouched = Kit.open(kit), None
     name, organization, key = opened.name, str(opened.document["organization"]), _key_file(kit, opened.role)
@@ -130,9 +120,8 @@ def renew(kit: Path, *, rotate: bool = False) -> dict[str, Any]:
 def _asked(
     kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Write the file of a request (PEM)."""
     file = kit / f"request-{name}.json"
-    write_json(file, {"format": REQUEST, "version": 1, "role": role, "request": text, "renews": renews})
+    write_json(file, {"format": _REQUEST, "version": 1, "role": role, "request": text, "renews": renews})
     return {"name": name, "file": str(file), "fingerprint": fingerprint(text)}
 
 
@@ -146,57 +135,56 @@ def _fresh(key: Path) -> Path:
 
 
 def approve_request(file: Path, folder: Path, expected: str | None = None) -> dict[str, Any]:
-    """Sign a request with the federation's root, and write the certificate beside it.
+    """Sign a request with the root in a founded folder, and write the certificate beside it.
 
     Where a name gets another key, the one before is withdrawn.
 
     Args:
-        folder: that `provision` made.
         expected: the fingerprint that the hospital read out; "" or None where it was not compared.
 
     Raises:
         UsageError: when it is no request, the fingerprint is another one, the key was withdrawn, or the name is taken
             by another key that has not signed the request.
     """
-    document = _document(file, REQUEST)
-    text, role = str(document["request"]), _role(document)
+    document, role = _document(file, _REQUEST)
+    text = str(document["request"])
     name, organization = request_names(text)
     _check_name(name)
     found = fingerprint(text)
-    if expected and _bare(expected) != _bare(found):
+    if _is_another(expected, found):
         raise UsageError(
             f"{file}: its fingerprint is {found}, not the one that was read out; ask {name} again"
         )
     root = Root.open(folder)
     federation = dict(read_json(root.path / "federation.json"))
-    _refuse_name(name, role)
+    if {SERVER: "server", COORDINATOR: "coordinator"}.get(name, "hospital") != role:
+        raise UsageError(f"{name!r} cannot be the name of a {role} in a federation")
     _refuse_taken(root, document, name, compared=bool(expected))
     hosts = (_address(federation["server"])[0], name) if role == "server" else ()
     certificate = approved(text, root.key, root.trusted, role=role, hosts=hosts)
     line = {"name": name, "role": role, "organization": organization}
     withdrew = root.note(certificate, line)
     target, gone = file.parent / f"certificate-{name}.json", withdrawn(root.trusted).text
-    said = {"format": CERTIFICATE, "version": 1, "certificate": certificate, "root": root.certificate}
+    said = {"format": _CERTIFICATE, "version": 1, "certificate": certificate, "root": root.certificate}
     write_json(target, said | line | {"withdrawn": gone} | federation)
     known = {"fingerprint": found, "file": str(target), "root_fingerprint": fingerprint(root.certificate)}
     return line | known | {"withdrew": handed_on(folder) if withdrew else None}
 
 
 def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
-    """Put a certificate beside the key that it is for; the kit is complete then.
+    """Put the certificate that the coordinator sent back beside the key that it is for; the kit is complete then.
 
     Args:
-        file: what the coordinator sent back.
         expected: the root's fingerprint, as the coordinator read it out.
 
     Raises:
         UsageError: when the certificate is for another key, or the root is another one.
     """
-    document = _document(file, CERTIFICATE)
-    name, role, root = str(document["name"]), _role(document), str(document["root"])
+    document, role = _document(file, _CERTIFICATE)
+    name, root = str(document["name"]), str(document["root"])
     _check_name(name)
     found = fingerprint(root)
-    if expected and _bare(expected) != _bare(found):
+    if _is_another(expected, found):
         raise UsageError(
             f"{file}: the root's fingerprint is {found}, not the one that was read out; do not join"
         )
@@ -210,27 +198,29 @@ def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
     fresh, gone = _fresh(key), str(document.get("withdrawn", ""))
     asked = new_request(fresh.read_text(), name, name) if fresh.exists() else root
     used = fresh if fingerprint(asked) == fingerprint(certificate) else key
-    _refuse_of_another(file, kit, name, used.read_text(), certificate, f"{root}\n{gone}")
+    try:  # before anything of the kit is overwritten
+        holder = Identity.load(used.read_text(), certificate, f"{root}\n{gone}").name
+    except UsageError as error:
+        raise UsageError(f"{file} does not fit {kit}, which was left as it is: {error}") from None
+    if holder != name:
+        raise UsageError(
+            f"{file} says {name}, but its certificate belongs to {holder}; {kit} was left as it is"
+        )
     write_text(startup / f"{STEM[role]}.crt", certificate)
     used.replace(key)
     write_text(own, root)
-    said = {
-        "name": name,
-        "role": role,
-        "organization": document["organization"],
-        "federation": document["federation"],
-    }
-    reached = {key: document[key] for key in ("server", "folder") if key in document}
-    write_json(kit / "federation.json", said | reached)
+    kept = ("name", "role", "organization", "federation", "server", "folder")
+    said = {key: document[key] for key in kept if key in document}
+    write_json(kit / "federation.json", said)
     joined = Kit.open(kit)
     joined.take(gone)
     identity = joined.identity()
-    if "server" in reached:
-        host, port = _address(str(reached["server"]))
-        federation = str(document["federation"])
+    if "server" in said:
+        host, port = _address(str(said["server"]))
+        federation = str(said["federation"])
         write_flare_files(kit.resolve(), name=name, role=role, federation=federation, host=host, port=port)
     until = verified(identity.certificate, identity.root).until
-    return said | reached | {"kit": str(kit), "fingerprint": found, "until": until.date().isoformat()}
+    return said | {"kit": str(kit), "fingerprint": found, "until": until.date().isoformat()}
 
 
 def fingerprint_line(whose: str, found: str) -> Line:
@@ -277,40 +267,23 @@ def joined_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"next: wsi-fl federation check {document['kit']}")
 
 
-def _document(file: Path, wanted: str) -> dict[str, Any]:
+def _document(file: Path, wanted: str) -> tuple[dict[str, Any], Role]:
+    """What a file of this format says, and whose role it is about."""
     try:
         document = dict(read_json(file))
     except (OSError, ValueError, TypeError):
         document = {}
     if document.get("format") != wanted:
         raise UsageError(f"{file}: this is no {wanted.removeprefix('wsi-fl federation ')} of a federation")
-    return document
-
-
-def _refuse_of_another(file: Path, kit: Path, name: str, key: str, certificate: str, root: str) -> None:
-    """Refuse a certificate that is not for the key of a kit, before anything of the kit is overwritten."""
-    try:
-        found = Identity.load(key, certificate, root).name
-    except UsageError as error:
-        raise UsageError(f"{file} does not fit {kit}, which was left as it is: {error}") from None
-    if found != name:
-        raise UsageError(
-            f"{file} says {name}, but its certificate belongs to {found}; {kit} was left as it is"
-        )
-
-
-def _refuse_name(name: str, role: Role) -> None:
-    """Refuse a second server or coordinator, and hospitals that are called so."""
-    reserved = {SERVER: "server", COORDINATOR: "coordinator"}
-    if reserved.get(name, "hospital") != role:
-        raise UsageError(f"{name!r} cannot be the name of a {role} in a federation")
+    if (role := document.get("role")) not in STEM:
+        raise UsageError(f"{role!r} is no role in a federation")
+    return document, role
 
 
 def _refuse_taken(root: Root, document: dict[str, Any], name: str, *, compared: bool) -> None:
     """Refuse a name that is another key's, unless that key signed the request; the same key may ask again.
 
-    Args:
-        compared: whether people have compared fingerprints, as a name needs whose keys were all withdrawn.
+    A name whose keys were all withdrawn needs people who have compared fingerprints.
     """
     current = root.keys().get(name)
     if current in withdrawn(root.trusted).keys:
@@ -336,14 +309,6 @@ def _vouching(root: Root, document: dict[str, Any], name: str) -> str:
     return fingerprint(str(signed["certificate"])) if holder.name == name else ""
 
 
-def _role(document: dict[str, Any]) -> Role:
-    role = document.get("role")
-    if role not in STEM:
-        raise UsageError(f"{role!r} is no role in a federation")
-    found: Role = role
-    return found
-
-
 def _address(text: str) -> tuple[str, int]:
     with suppress(ValueError):
         host, port = address_of(text)
@@ -359,8 +324,10 @@ def _check_name(name: str) -> None:
         raise UsageError(f"{name!r} is no name for a site; letters, digits, '.', '_' and '-' make one")
 
 
-def _bare(text: str) -> str:
-    return re.sub(r"[^0-9A-F]", "", text.upper())
+def _is_another(expected: str | None, found: str) -> bool:
+    """Whether a fingerprint that was read out is another one, however it is written."""
+    bare = [re.sub(r"[^0-9A-F]", "", text.upper()) for text in (expected or found, found)]
+    return bare[0] != bare[1]
 
 
 def _write_secret(path: Path, text: str) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.ledgers import heads_of
+from wsi_fl.stages.site.account import heads_of
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import atomic, ordinary, write_bytes
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone, atomic, ordinary, write_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _DOCUMENT, _LEDGER = PurePosixPath("kit/federation.json"), PurePosixPath("ledger.jsonl")

@@ -24,13 +24,13 @@ from wsi_fl.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
 from wsi_fl.hospitals.trust.letters import Writer
-from wsi_fl.hospitals.trust.withdrawing import exchange_list
+from wsi_fl.hospitals.trust.root import exchange_list
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.hospitals.work.upkeep import forget_jobs, rotate
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
-from wsi_fl.system.locks import alone
+from wsi_fl.system.files import alone
 from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError, one_line
 
 _REGISTER_S = 30.0

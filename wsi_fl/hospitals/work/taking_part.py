@@ -17,7 +17,6 @@ from wsi_fl.federation.documents import Name
 from wsi_fl.hospitals.lines.attendance import Attendance
 from wsi_fl.hospitals.lines.relayed import Line, RelayedComm
 from wsi_fl.hospitals.plans.admitting import admit
-from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.frames import ended, listed_codes
 from wsi_fl.hospitals.plans.signed import (
     Plan,
@@ -26,12 +25,13 @@ from wsi_fl.hospitals.plans.signed import (
     check_code,
     check_promises,
     check_withdrawn,
+    code_digest,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.checks import check, running_sites
+from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.training.going_on import (
     Asked,
     begun_under,
@@ -104,7 +104,7 @@ def take_part(
     least = party.pipeline.train.at_least
     if run is not None:
         note_who_goes_on(party, asked)
-        running = running_sites(party)
+        running = party.running
     else:
         if unknown := sorted(set(without) - set(party.names)):
             raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")

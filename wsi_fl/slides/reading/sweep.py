@@ -14,7 +14,7 @@ from wsi_fl.slides.reading.native import NativeLevel, pieces
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.slides.reading.tiff import TiledImage
 from wsi_fl.system import jpeg
-from wsi_fl.system.memory import BufferPool
+from wsi_fl.system.bulk import BufferPool
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 

@@ -5,17 +5,22 @@ What comes out are rates and bounds; no example, no loss of one, and no coin of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from wsi_fl.federation.methods import Method
 from wsi_fl.learning.canaries import Canaries
-from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.local import losses_of
+from wsi_fl.learning.examples import Examples, batches
+from wsi_fl.learning.local import losses_of, probabilities
+from wsi_fl.learning.units import Units
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.audit import (
     ADJACENCY,
@@ -28,22 +33,28 @@ from wsi_fl.privacy.audit import (
     said_of_tests,
     tpr_at,
 )
-from wsi_fl.report import exposed
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.letters import impossible, without
+from wsi_fl.privacy.sums import NoisySums
+from wsi_fl.privacy.tails import distances, found, tail_of
+from wsi_fl.report.audit import findings, tables
 from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.exposure import EXPOSURE, exposure_of, influence_of
+from wsi_fl.stages.answers.trained import with_dp
+from wsi_fl.stages.site.account import units_of
 from wsi_fl.stages.site.party import RunContext, as_begun
-from wsi_fl.stages.training.learners import build_model
-from wsi_fl.stages.training.workshop import agreed_canaries, learned_from
+from wsi_fl.stages.training.workshop import agreed_canaries, build_model, learned_from
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import read_json, write_json
+from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import WsiFlError
 
-CONFIDENCE = 0.95
+_CONFIDENCE = 0.95
 """Of a bound alone, and of all that is called broken in a run together."""
 _RATES = (0.01, 0.001)
+_EXPOSURE = "exposure.csv"
+"""Of a site: how far each unit moves its letter. It names patients, and stays at home."""
 
 
 def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dict[str, Any]:
@@ -65,70 +76,47 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
 
 
 def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
-    tests, merged = _n_tests(party), party.may_merge and len(party.members) > 1
-    here, level = _sites_here(party, merged), level_of_each(CONFIDENCE, tests)
-    rows = []
-    for done, index in enumerate(here):
-        name = party.names[index]
+    merged, lost = party.may_merge and len(party.members) > 1, party.lost
+    finished = [name for name in party.names if name not in lost and name not in party.receivers]
+    here = [name for name in finished if merged or party.has_store(name)]
+    if not here:
+        raise WsiFlError(f"{party.study.root}/stores: no store of a site of this run; an audit needs one")
+    tests = 0
+    if party.pipeline.audit.canaries:  # of all sites, wherever they are audited
+        summary = party.run.finished()
+        promised = [row["site"] for row in summary["sites"] if row["guarantee"] != "none"]
+        roles = [role for _, role in _models_of(party.method) if with_dp(party, role)]
+        tests = len(set(promised) - lost) * len(roles)
+    level, rows = level_of_each(_CONFIDENCE, tests), []
+    for done, name in enumerate(here):
         watcher.update("audit", done, len(here), name)
-        rows.append(_audit_site(party, index, merged=merged, level=level))
+        rows.append(_audit_site(party, party.names.index(name), merged=merged, level=level))
         watcher.update("audit", done + 1, len(here), name)
     return {
         "run": party.study.relative(party.run.path),
         "method": party.name,
         "examples": party.examples,
-        "confidence": CONFIDENCE,
+        "confidence": _CONFIDENCE,
         "tests": tests,
         "level": level,
-        "tested": said_of_tests(tests, CONFIDENCE) if tests else None,
+        "tested": said_of_tests(tests, _CONFIDENCE) if tests else None,
         "adjacency": ADJACENCY,
         "sites": rows,
-        "influence": influence_of(party, [row["site"] for row in rows]) if party.method.once else [],
+        "influence": _influence_of(party, here) if party.method.once else [],
     }
 
 
-def _sites_here(party: RunContext, merged: bool) -> list[int]:
-    """The places in the run of the sites that finished and whose stores are here."""
-    lost = party.lost
-    here = [
-        index
-        for index, name in enumerate(party.names)
-        if name not in lost and name not in party.receivers and (merged or party.has_store(name))
-    ]
-    if not here:
-        raise WsiFlError(f"{party.study.root}/stores: no store of a site of this run; an audit needs one")
-    return here
-
-
-def _n_tests(party: RunContext) -> int:
-    """How many models of the run have an ε that canaries test: all sites', wherever they are audited."""
-    if not party.pipeline.audit.canaries:
-        return 0
-    sites, lost = (party.run.summary() or {}).get("sites", ()), party.lost
-    tested = [site for site in sites if site["guarantee"] != "none" and site["site"] not in lost]
-    return len(tested) * sum(_with_dp(party, role) for _, role in _models_of(party.method))
-
-
 def _models_of(method: Method) -> list[tuple[str, str]]:
-    """(name, role) of what each site is left with and of what it sent."""
+    """(name, role) of what each site is left with, and of what it sent if it sent something."""
     kept = "central" if method.learns_from == "everybody" or method.travels == "private" else "private"
     if method.travels is None:
         return [(kept, "private")]
     return [(kept, "private"), ("proxy" if method.travels == "proxy" else "released", method.travels)]
 
 
-def _with_dp(party: RunContext, role: str) -> bool:
-    return party.pipeline.privacy.enabled and (role == "proxy" or "proxy" not in party.method.learners)
-
-
-@dataclass(frozen=True)
-class _Attacked:
-    """A trained model of a site.
-
-    Attributes:
-        name: "private"; "proxy" or "released", as it left the site in its last round; "central", all sites'.
-        dp: whether it was trained with differential privacy.
-    """
+class _Attacked(NamedTuple):
+    """A trained model of a site: "private"; "proxy" or "released", as it left the site in its last round; "central",
+    all sites'. And whether it was trained with differential privacy."""
 
     name: str
     dp: bool
@@ -156,10 +144,13 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
         found["canaries"] = _canaries(model, planted, upper, account["delta"], level, device)
         rows.append(found)
-    kept = ("epsilon", "delta", "guarantee", "unit")
     wrote = party.method.once and (not party.by_files or name in party.releases)
-    tail = exposure_of(party, name) if wrote else None
-    return {"site": name, **{key: account[key] for key in kept}, "models": rows, "tail": tail}
+    return {
+        "site": name,
+        **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
+        "models": rows,
+        "tail": _exposure_of(party, name) if wrote else None,
+    }
 
 
 def _attacked(party: RunContext, index: int) -> list[_Attacked]:
@@ -172,21 +163,17 @@ def _attacked(party: RunContext, index: int) -> list[_Attacked]:
             f"{folder.path}/state: no checkpoint, so what {site.name} released cannot be audited"
         )
     state, _ = folder.load_checkpoint(rounds[-1])
-
-    def of_role(name: str, role: str, tensors: Mapping[str, torch.Tensor]) -> _Attacked:
+    found: list[_Attacked] = []
+    for name, role in _models_of(method):
+        prefix, sent = f"{role}/model/", bool(found)
+        last = {key.removeprefix(prefix): one for key, one in state.items() if key.startswith(prefix)}
+        tensors = last if sent else folder.load_model(role)
         common = method.travels == "private"
         network = build_model(site, party.pipeline, data, role, index, common=common, state=tensors)
-        if isinstance(network, SharedHead) and name != kept:
+        if isinstance(network, SharedHead) and sent:
             network.forget()  # what left is the letter alone
-        return _Attacked(name, _with_dp(party, role), network.to(device_of_rank()).eval())
-
-    def sent(role: str) -> dict[str, torch.Tensor]:
-        prefix = f"{role}/model/"
-        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-
-    (kept, role), *released = _models_of(method)
-    found = [of_role(kept, role, folder.load_model(role))]
-    return found + [of_role(name, role, sent(role)) for name, role in released]
+        found.append(_Attacked(name, with_dp(party, role), network.to(device_of_rank()).eval()))
+    return found
 
 
 def _membership(
@@ -220,18 +207,15 @@ def _canaries(
 ) -> dict[str, Any] | None:
     """What the loss of each canary tells, and the least ε that explains it; None without canaries.
 
-    The loss after training alone: minus that before, which varies from one to the next, it tells less.
-
-    Args:
-        upper: ε that is promised; None where nothing is.
-        level: confidence at which the bound must be above it to call it broken.
+    The loss after training alone: minus that before, which varies from one to the next, it tells less. The promised ε,
+    `upper`, is broken when the bound is above it at the confidence `level`.
     """
     if planted is None:
         return None
     scores = -losses_of(model.network, planted.examples, device)
     bound, among_all = (
         canary_bound(scores, planted.included, delta, confidence=confidence)
-        for confidence in (CONFIDENCE, level)
+        for confidence in (_CONFIDENCE, level)
     )
     return {
         "n": bound.n,
@@ -252,43 +236,135 @@ def audit_lines(document: dict[str, Any]) -> Lines:
     for site in document["sites"]:
         for model in site["models"]:
             own, planted = model["membership"]["own"], model["canaries"] or {}
-            interval = own["interval"]
+            interval = "–" if own["interval"] is None else "–".join(f"{end:.3f}" for end in own["interval"])
+            rates = (number(own["tpr_at_fpr"][f"{rate:g}"]) for rate in _RATES)
+            bounds = (number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
             rows.append(
-                [
-                    f"{site['site']}, {model['model']}",
-                    number(own["auroc"]),
-                    "–" if interval is None else f"{interval[0]:.3f}–{interval[1]:.3f}",
-                    *(number(own["tpr_at_fpr"][f"{rate:g}"]) for rate in _RATES),
-                    number(planted.get("epsilon_lower"), 2),
-                    number(planted.get("epsilon_upper"), 2),
-                ]
+                [f"{site['site']}, {model['model']}", number(own["auroc"]), interval, *rates, *bounds]
             )
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     yield Table(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
-    for name, headings, cells in exposed.tables(document):
-        yield Table(name, headings, cells)
-    for sentence, style in _said(document):
-        yield Line(f"  {sentence}", style)
+    letters = tables(document)
+    yield from (Table(*one) for one in letters)
+    for said in findings(document):
+        yield Line(f"  {said.text}", "red" if said.tone == "bad" else "yellow")
+    if letters:
+        yield Line(
+            f"  sites/*/{_EXPOSURE} lists all, the most exposed first; it names patients and stays here"
+        )
+    if document["tests"]:
+        yield from (Line(f"  {document[key]}") for key in ("tested", "adjacency"))
+    if not any(model["canaries"] for site in document["sites"] for model in site["models"]):
+        yield Line("  no canaries: train with --set audit.canaries=400 to bound ε from below")
     yield Line(f"{document['run']} audited; next: wsi-fl report {document['run']}")
 
 
-def _said(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Sentences and their colours."""
-    found = []
-    for site in document["sites"]:
-        for model in site["models"]:
-            who = f"{site['site']}, {model['model']} model"
-            if model["membership"]["own"]["alarm"]:
-                found.append((f"{who}: its losses tell who was in the training data", "yellow"))
-            if (model["canaries"] or {}).get("broken"):
-                found.append((f"{who}: its {site['guarantee']} ε is refuted by its canaries", "red"))
-    found += [(said, "red" if bad else "yellow") for said, bad in exposed.findings(document)]
-    if exposed.tables(document):
-        found.append(
-            (f"sites/*/{EXPOSURE} lists all, the most exposed first; it names patients and stays here", "")
-        )
-    if document["tests"]:
-        found += [(document["tested"], ""), (document["adjacency"], "")]
-    if not any(model["canaries"] for site in document["sites"] for model in site["models"]):
-        found.append(("no canaries: train with --set audit.canaries=400 to bound ε from below", ""))
-    return found
+def _exposure_of(party: RunContext, name: str) -> dict[str, Any]:
+    """Attack every unit of a site's letter, keep what each is exposed to in its folder, and return what groups are.
+
+    Where patients have more rows than a letter takes of each, rows are drawn anew.
+    """
+    train, _ = learned_from(party, name)
+    units, folder, stream = units_of(party.pipeline, train, name), party.run.site(name), CipherStream.fresh()
+    sigma = (folder.kept("plan") or {}).get("sigma", 0.0)
+    if party.by_files:
+        sigma = party.releases[name].facts.sigma
+    mechanism = NoisySums(sigma, 1.0, units.n, units.kind)
+    parts = _parts(_head(party, name), mechanism, train, units, units.rows(np.arange(units.n), stream))
+    empty = torch.zeros(parts.shape[1], dtype=torch.float64)
+    groups = _groups(party.data(name).classes, train, units)
+    told = tail_of(parts, sigma, groups, lambda: mechanism.noisy(empty, stream).numpy())
+    known, unknown = (distances(parts, sigma, others_known=others) for others in (True, False))
+    _keep(folder.path / _EXPOSURE, known, unknown, train, units)
+    return {"unit": units.kind, "n": units.n, **told}
+
+
+def _head(party: RunContext, name: str) -> SharedHead:
+    """Return a site's head as its run left it."""
+    index, folder = party.names.index(name), party.run.site(name)
+    state = folder.load_model("proxy")
+    head = build_model(party.sites[index], party.pipeline, party.data(name), "proxy", index, state=state)
+    assert isinstance(head, SharedHead)
+    return head.to(device_of_rank()).eval()
+
+
+def _parts(
+    head: SharedHead, mechanism: NoisySums, train: Examples, units: Units, rows: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return float64[units, k], the letter of each unit alone: letters add up."""
+    ((x, y),) = batches(train, iter([rows]), augment=None, device=device_of_rank())
+    z, y, of = head.embedded(x).cpu(), train.task.columns(y.cpu()), units.of_row[rows]
+    whose, head = torch.from_numpy(of), head.cpu()
+    order = np.argsort(of, kind="stable")
+    each = np.split(order, np.searchsorted(of[order], np.arange(1, units.n)))
+    return np.stack(
+        [mechanism.clipped(head, z[k], y[k], whose[k]).numpy() for k in map(torch.from_numpy, each)]
+    )
+
+
+def _groups(classes: Sequence[str], train: Examples, units: Units) -> dict[str, NDArray[np.bool_]]:
+    """Return which units are of each class, and have how many slides where some have several."""
+    label = train.label[np.unique(units.of_row, return_index=True)[1]]
+    slide_of = np.unique(train.slide, return_inverse=True)[1]
+    slides = np.bincount(np.unique([units.of_row, slide_of], axis=1)[0], minlength=units.n).clip(max=3)
+    of_classes = enumerate(classes) if train.task.kind == "classes" else ()
+    groups = {f"class {name}": label == k for k, name in of_classes}
+    names = ("1 slide", "2 slides", "3 slides or more") if slides.max() > 1 else ()
+    groups |= {name: slides == k for k, name in enumerate(names, 1)}
+    return {name: of for name, of in groups.items() if of.any()}
+
+
+def _keep(
+    path: Path, known: NDArray[np.float64], unknown: NDArray[np.float64], train: Examples, units: Units
+) -> None:
+    """Write μ of all units, the most exposed first, to one who knows all others and to one who knows none."""
+    _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
+    slide = train.slide[row] if units.kind == "row" else [""] * units.n
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(("patient", "slide", "rows", "mu", "found_at_0.01", "mu_population"))
+    for k in np.lexsort((-unknown, -known)):
+        numbers = (f"{value:.6g}" for value in (known[k], found(known[k], 0.01), unknown[k]))
+        table.writerow((train.patient[row[k]], slide[k], n_rows[k], *numbers))
+    write_text(path, text.getvalue())
+
+
+def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, Any]]:
+    """Return what each letter that is here adds to the head of all, and what the head would be without it.
+
+    A letter is a sum of n units, each at most 1 long, and noise; so n is the most that a site moves the sum by.
+
+    Args:
+        here: sites whose stores are here; on their own test parts answers are compared.
+    """
+    heads = {name: _head(party, name) for name in here}
+    head = heads[here[0]]
+    if int(head.n_sites) < 2:
+        return []
+    letters: Mapping[str, Tensor] = {name: one.released.clone() for name, one in heads.items()}
+    n_units = {row["site"]: row["n_units"] for row in (party.run.summary() or {})["sites"]}
+    if party.by_files:
+        n_units = {name: one.facts.n for name, one in party.releases.items()}
+        letters = {name: torch.from_numpy(one.vector).double() for name, one in party.releases.items()}
+    head.forget()
+    tests = [one for name in here if len(one := party.data(name).held_out)]
+    weights, answers = head.head()[0], _answers(head, tests)
+
+    rows = party.pipeline.privacy.unit == "row" and not party.pipeline.audit.canaries
+
+    def row_of(name: str, letter: Tensor) -> dict[str, Any]:
+        refused = impossible(head, letter, n_units[name], rows=rows)  # as where it arrived
+        left = head if refused else without(head, letter)
+        moved = float((left.head()[0] - weights).norm() / weights.norm())
+        named = len(answers) and head.kind == "classes"
+        changed = float((_answers(left, tests) != answers).mean()) if named else None
+        told = {"site": name, "n": n_units[name], "length": float(letter[: -head.shape[0]].norm())}
+        return told | {"refused": refused, "moved": moved, "answers_changed": changed}
+
+    return [row_of(name, letter) for name, letter in letters.items()]
+
+
+def _answers(head: SharedHead, tests: list[Examples]) -> NDArray[np.int64]:
+    """Return the class that a head names for every example."""
+    said = [probabilities(head.as_released(), one, device_of_rank()).argmax(1) for one in tests]
+    return np.concatenate(said) if said else np.zeros(0, np.int64)

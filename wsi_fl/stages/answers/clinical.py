@@ -36,10 +36,18 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError, WsiFlError
 
-THRESHOLDS = tuple(round(k / 100, 2) for k in (1, 2, *range(5, 100, 5)))
+_THRESHOLDS = tuple(round(k / 100, 2) for k in (1, 2, *range(5, 100, 5)))
 """Of the decision curve."""
 _BESIDE = 4
 """Sites whose columns stand beside each other."""
+_MOST_GROUPS = 30
+_CRITERIA = {
+    "auroc": "AUROC",
+    "expected": "observed over expected cases",
+    "slope": "calibration slope",
+    "sensitivity": "sensitivity",
+    "specificity": "specificity",
+}
 
 
 def clinical(
@@ -68,31 +76,27 @@ def clinical(
     if prevalence is not None and not 0 < prevalence < 1:
         raise UsageError(f"--prevalence {prevalence:g}: it is a share between 0 and 1")
     runs = _folds(study, names)
+    name = runs[0].name
     with ExitStack() as stack:
         parties = [stack.enter_context(RunContext.of_run(as_begun(study, run), run)) for run in runs]
         if parties[0].task.kind != "classes":
-            raise UsageError(
-                f"{runs[0].name}: answers no question of classes; `wsi-fl report` says how good it is"
-            )
+            raise UsageError(f"{name}: answers no question of classes; `wsi-fl report` says how good it is")
         document = described_runs(parties, prevalence=prevalence, by=by, least=least)
     if document is None:
-        raise WsiFlError(
-            f"{runs[0].name} has no predictions of a test set; run `wsi-fl evaluate {runs[0].name}`"
-        )
+        raise WsiFlError(f"{name} has no predictions of a test set; run `wsi-fl evaluate {name}`")
     if len(runs) == 1:
-        runs[0].write_clinical(document)
+        runs[0].write("clinical", document)
     return document
 
 
 def _folds(study: Study, names: Sequence[str]) -> list[RunFolder]:
     """Return one run, or runs that are folds of one; no patient is asked twice."""
-    runs = named(study, names)
+    first, *others = runs = named(study, names)
     folds = {run.member.fold for run in runs}
     alike = all(
-        (run.method, run.seed, run.settings) == (runs[0].method, runs[0].seed, runs[0].settings)
-        for run in runs
+        (run.method, run.seed, run.settings) == (first.method, first.seed, first.settings) for run in others
     )
-    if len(runs) > 1 and not (alike and None not in folds and len(folds) == len(runs)):
+    if others and not (alike and None not in folds and len(folds) == len(runs)):
         raise UsageError("clinical takes one run, or the folds of one: a patient is asked once")
     return [run.folder for run in runs]
 
@@ -109,21 +113,21 @@ def described_runs(
     Args:
         parties: a run, or the folds of one.
     """
-    rows = []
-    for site in parties[0].members:
-        told = [one for one in (_asked(party, site, by) for party in parties) if one is not None]
-        if told:
-            rows.append(_site(site.name, told, prevalence, least))
+    first = parties[0]
+    told = {
+        site.name: [one for party in parties if (one := _asked(party, site, by)) is not None]
+        for site in first.members
+    }
+    rows = [_site(name, those, prevalence, least) for name, those in told.items() if those]
     if not rows:
         return None
-    first = parties[0]
     return {
         "run": first.study.relative(first.run.path),
         "folds": len(parties) if len(parties) > 1 else None,
         "least": least,
         "prevalence": prevalence,
         "by": by,
-        "thresholds": list(THRESHOLDS),
+        "thresholds": list(_THRESHOLDS),
         "sites": rows,
     }
 
@@ -136,6 +140,8 @@ class _Asked:
         called: int64[m], the class that each is said to be of.
         groups: str[m]; None where nobody asked.
         alone: of the site's lone model, on the same patients.
+        point: the score from which on a patient is called a case, as the run found it on the site's own slides, or one
+            half; None of more than two classes.
     """
 
     patients: Patients
@@ -151,8 +157,11 @@ def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
     table = read_predictions(folder)
     if table is None or not len(table):
         return None
-    patients = _patients(table)
-    point = _point(folder.kept("choice") or {}, table, patients)
+    patients, choice = _patients(table), folder.kept("choice") or {}
+    point = None  # of more than two classes the most probable one is called
+    if len(table.outputs) == 2:
+        found = choice.get("slide_threshold") if choice.get("with") == table.answer else None
+        point = float(found) if found is not None and patients.any_counts else 0.5
     called = (patients.said[:, 1] >= point).astype(np.int64) if point is not None else patients.said.argmax(1)
     groups = _groups(party.study, site, table, patients, by) if by else None
     alone = read_predictions(folder, model=LONE) if table.answer != LONE else None
@@ -171,7 +180,7 @@ def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: in
         score, positive, case = patients.said[:, k], called == k, patients.truth == k
         more = None if theirs is None else auroc_difference(score, theirs.said[:, k], case)
         found[table.outputs[k]] = described(score, positive, case, prevalence) | {
-            "net_benefit": net_benefit(score, case, THRESHOLDS, prevalence),
+            "net_benefit": net_benefit(score, case, _THRESHOLDS, prevalence),
             "subgroups": subgroups(np.concatenate(groups), positive, case, score, least) if groups else None,
             "over_alone": asdict(more) if more else None,
         }
@@ -188,22 +197,9 @@ def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: in
 
 def _patients(table: Predictions) -> Patients:
     """By patient; examples of no known patient each by themselves."""
-    rows = np.arange(len(table)).astype(str)
-    known = table.whose(table.patient)
-    return by_patient(
-        table.answers, table.truth, np.where(table.patient == "", np.char.add("row ", rows), known)
-    )
-
-
-def _point(choice: Mapping[str, Any], table: Predictions, patients: Patients) -> float | None:
-    """The score from which on a patient is called a case: as the run found it on the site's own slides, or one half.
-
-    None of more than two classes, where the most probable one is called.
-    """
-    if len(table.outputs) > 2:
-        return None
-    found = choice.get("slide_threshold") if choice.get("with") == table.answer else None
-    return float(found) if found is not None and patients.any_counts else 0.5
+    rows = np.char.add("row ", np.arange(len(table)).astype(str))
+    whose = np.where(table.patient == "", rows, table.whose(table.patient))
+    return by_patient(table.answers, table.truth, whose)
 
 
 def _groups(study: Study, site: SiteFile, table: Predictions, patients: Patients, by: str) -> Names:
@@ -231,9 +227,6 @@ def _groups(study: Study, site: SiteFile, table: Predictions, patients: Patients
     known = table.whose(table.patient)
     first = dict(zip(known[::-1].tolist(), column[::-1].tolist(), strict=True))
     return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
-
-
-_MOST_GROUPS = 30
 
 
 def plan_size(
@@ -271,15 +264,6 @@ def plan_size(
         "patients": most,
         "cases": round(most * prevalence),
     }
-
-
-_CRITERIA = {
-    "auroc": "AUROC",
-    "expected": "observed over expected cases",
-    "slope": "calibration slope",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-}
 
 
 def size_lines(document: dict[str, Any]) -> Lines:

@@ -5,34 +5,40 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from math import inf
+from statistics import fmean
 from typing import Any
 
+from wsi_fl.learning.metrics import mean_and_sd, mean_of_known
+from wsi_fl.learning.significance import holm, paired
 from wsi_fl.report import comparison, words
 from wsi_fl.report import worth as worth_figure
-from wsi_fl.report.comparison_figures import png
-from wsi_fl.stages.answers.compare_baseline import with_baseline
-from wsi_fl.stages.answers.compare_rows import (
-    ComparedRow,
-    comparisons,
-    described,
-    grouped,
-    is_alone,
-    measured,
-    series_of,
-    spread_of,
+from wsi_fl.report.comparison import Series, settings_words
+from wsi_fl.stages.answers.compare_runs import (
+    BASELINE,
+    Run,
+    baseline_settings,
+    differing,
+    is_baseline,
+    named,
+    with_baseline,
 )
-from wsi_fl.stages.answers.compare_runs import Run, named
-from wsi_fl.stages.answers.compare_worth import BALANCED, verdicts, worth
+from wsi_fl.stages.answers.compare_worth import BALANCED, compared_by_site, compared_over_all
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.predictions import read_answers
 from wsi_fl.stages.site.slides import kind_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_text
 from wsi_fl.types import WsiFlError
+
+_ENOUGH_SEEDS = 3
+"""With fewer common seeds than this, pairs are sites."""
+_GUARANTEES = ("none", "nominal", "shared", "guaranteed")
+"""From the weakest to the strongest."""
 
 
 def compare(
@@ -53,10 +59,11 @@ def compare(
     """
     watcher = watcher or Silent()
     given = named(study, runs)
+    first = given[0]
     everything, notes = with_baseline(study, given, train_missing=baseline, watcher=watcher)
     evaluations = [_evaluation(study, run, watcher) for run in everything]
     on = "merged" if all(e["merged"] is not None for e in evaluations) else "own"
-    if given[0].member.left_out is not None:
+    if first.member.left_out is not None:
         on = "left_out"
     if on == "own":
         notes.append(
@@ -64,52 +71,23 @@ def compare(
         )
     if lost := sorted({site for run in everything for site in run.summary["lost"]}):
         notes.append(f"Lost during training in some run: {', '.join(lost)}.")
-    rows = grouped(everything, evaluations, on, given[0])
+    rows = _grouped(everything, evaluations, on, first)
     _require_one_store(evaluations)
-    scores = words.scores_of(evaluations[0])
-    of_all = verdicts(rows, given[0], on)
-    gains = worth(rows, given[0], on, of_all)
-    metric = "macro_accuracy" if gains and gains["measure"] == BALANCED else scores[0]
-    document = _document(rows, given[0], on, notes, scores, metric=metric, gains=of_all)
-    document["worth"] = gains
-    document["runs"] = [study.relative(run.folder.path) for run in everything]
-    folder = study.root / "comparisons" / _slug(given)
-    for kind, name in (("page", "index.html"), ("figure", "figure.png"), ("table", "table.csv")):
-        document[kind] = study.relative(folder / name)
-    if document["worth"]:
-        document["worth"]["figure"] = study.relative(folder / "worth.png")
-        write_bytes(folder / "worth.png", worth_figure.png(document["worth"]))
-    series = [series_of(row, on, scores[0], baseline=row.label == document["baseline"]) for row in rows]
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-    sites = list(dict.fromkeys(site["site"] for run in given for site in run.summary["sites"]))
-    write_text(folder / "index.html", comparison.render(document, series, created=made, sites=sites))
-    write_bytes(folder / "figure.png", png(series, words.SCORES[scores[0]]))
-    write_text(folder / "table.csv", _csv(document["rows"], measured(scores)))
-    return document
-
-
-def _document(
-    rows: list[ComparedRow],
-    first: Run,
-    on: str,
-    notes: list[str],
-    scores: Sequence[str],
-    *,
-    metric: str,
-    gains: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:
-    """What is known of all rows, which it puts in order: best first by the metric, rows without a number last."""
+    scores = tuple(evaluations[0]["scores"])
+    worth, gains = _worth(rows, first, on)
+    metric = "macro_accuracy" if worth and worth["measure"] == BALANCED else scores[0]
+    rows.sort(key=lambda row: inf if (mean := row.spread(metric)["mean"]) is None else -mean)
+    alone = next(row.label for row in rows if row.is_alone(first))
     reference = next(row.label for row in rows if first in row.runs)
-    alone = next(row.label for row in rows if is_alone(row, first))
-    means = {row.label: spread_of(row, metric)["mean"] for row in rows}
-    rows.sort(key=lambda row: inf if (mean := means[row.label]) is None else -mean)
-    table = [described(row, scores) for row in rows]
-    tests = comparisons(rows, reference, alone, measured(scores) if on == "merged" else scores, on)
+    table = [row.document(scores) for row in rows]
+    measured = (*scores, f"own_{scores[0]}")
+    tests = _tests(rows, reference, alone, measured if on == "merged" else scores, on)
     word = kind_of(first.pipeline).word
     found = comparison.findings(table, tests, alone, word, metric, gains)
-    return {
-        "runs": [],
-        "worth": None,
+    folder = study.root / "comparisons" / _slug(given)
+    document = {
+        "runs": [study.relative(run.folder.path) for run in everything],
+        "worth": worth and worth | {"figure": study.relative(folder / "worth.png")},
         "on": on,
         "scores": list(scores),
         "examples": word,
@@ -117,9 +95,21 @@ def _document(
         "paired": tests,
         "baseline": alone,
         "reference": reference,
-        "findings": [asdict(one) for one in found],
+        "findings": [one._asdict() for one in found],
         "notes": [*notes, *comparison.cautions(table, tests, classes="accuracy" in scores)],
+        "page": study.relative(folder / "index.html"),
+        "figure": study.relative(folder / "figure.png"),
+        "table": study.relative(folder / "table.csv"),
     }
+    if worth:
+        write_bytes(folder / "worth.png", worth_figure.png(worth))
+    series = [row.series(on, scores[0], baseline=row.label == alone) for row in rows]
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+    sites = list(dict.fromkeys(site["site"] for run in given for site in run.summary["sites"]))
+    write_text(folder / "index.html", comparison.render(document, series, created=made, sites=sites))
+    write_bytes(folder / "figure.png", comparison.png(series, words.SCORES[scores[0]]))
+    write_text(folder / "table.csv", _csv(table, measured))
+    return document
 
 
 def _require_one_store(evaluations: Sequence[Mapping[str, Any]]) -> None:
@@ -153,6 +143,263 @@ def _slug(given: Sequence[Run]) -> str:
     return f"{methods}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
 
 
+@dataclass(frozen=True)
+class _Row:
+    """The runs of one method with the same settings, and their evaluations, in the order of seeds and folds.
+
+    Attributes:
+        settings: what sets it apart from other rows of its method.
+        values: per run, {site: {metric: value or None}}; the site is whose model it is, or the one that was left out.
+        right: by where it is measured, {(site, patient): how often the models were right}; of folds alone, which test
+            each patient once per seed.
+    """
+
+    method: str
+    dp: bool
+    settings: dict[str, Any]
+    runs: list[Run] = field(default_factory=list)
+    values: list[dict[str, dict[str, float | None]]] = field(default_factory=list)
+    right: dict[str, dict[Any, float]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{words.method_name(self.method)} {'with' if self.dp else 'without'} DP"
+
+    @property
+    def label(self) -> str:
+        return ", ".join(filter(None, (self.name, settings_words(self.settings))))
+
+    def is_alone(self, first: Run) -> bool:
+        """Whether it is every hospital alone, with the settings of the first run."""
+        return not self.runs or is_baseline(self.runs[0], first)
+
+    def by(
+        self, key: Callable[[Run, str], Any], metric: str, seeds: Iterable[int] | None = None
+    ) -> dict[Any, list[float]]:
+        """The known values of a metric, grouped by a key of run and site; of runs with these seeds, or of all."""
+        found: dict[Any, list[float]] = {}
+        for run, values in zip(self.runs, self.values, strict=True):
+            for site, scores in values.items():
+                if (value := scores[metric]) is not None and (seeds is None or run.seed in seeds):
+                    found.setdefault(key(run, site), []).append(value)
+        return found
+
+    def spread(self, metric: str) -> dict[str, Any]:
+        """Mean and standard deviation over all sites of all runs, and the number of values."""
+        values = self.by(lambda run, site: None, metric).get(None, [])
+        return {**mean_and_sd([*values]), "n": len(values)}
+
+    def document(self, scores: Sequence[str]) -> dict[str, Any]:
+        """The row as ``--json`` has it."""
+        summaries = [run.summary for run in self.runs]
+        sites = [site for summary in summaries for site in summary["sites"]]
+        guarantees = {site["guarantee"] for site in sites}
+        weakest = next((g for g in _GUARANTEES if g in guarantees), "none")
+        spent = [site["epsilon"] for site in sites]
+        private = self.dp and weakest != "none" and bool(spent) and None not in spent
+        members = [run.member for run in self.runs]
+        seen = {site: None for values in self.values for site in values}
+        known = self.by(lambda run, site: site, scores[0])
+        return {
+            "label": self.label,
+            "method": self.method,
+            "dp": self.dp,
+            "settings": self.settings,
+            "guarantee": weakest,
+            "epsilon": max(spent) if private else None,
+            "seeds": sorted({run.seed for run in self.runs}),
+            "folds": sorted({one.fold for one in members if one.fold is not None}),
+            "left_out": sorted({one.left_out for one in members if one.left_out is not None}),
+            "runs": [run.folder.name for run in self.runs],
+            "n_sites": max((len(summary["sites"]) for summary in summaries), default=None),
+            **{metric: self.spread(metric) for metric in (*scores, f"own_{scores[0]}")},
+            "sites": {site: fmean(known[site]) if site in known else None for site in seen},
+            "communication": self.communication(),
+            "seconds_per_round": mean_of_known(
+                [summary["seconds"] / _rounds(summary) for summary in summaries]
+            ),
+        }
+
+    def communication(self) -> dict[str, float | None]:
+        """Per round: messages and bytes a site sends on average, bytes of the one that sends most, seconds of the
+        slowest. The busiest site is known only where the metrics of all sites lie here.
+        """
+        found: dict[str, list[float | None]] = {
+            "messages": [],
+            "bytes": [],
+            "busiest_bytes": [],
+            "seconds": [],
+        }
+        for run in self.runs:
+            total, rounds, n = run.summary["communication"], _rounds(run.summary), len(run.summary["sites"])
+            found["messages"].append(total["messages"] / rounds / n)
+            found["bytes"].append(total["bytes"] / rounds / n)
+            lines = [run.folder.site(site["site"]).metrics() for site in run.summary["sites"]]
+            sent = [sum(line["bytes"] for line in site) for site in lines]
+            found["busiest_bytes"].append(max(sent) / rounds if all(lines) else None)
+            found["seconds"].append(total["seconds"] / rounds)
+        return {key: mean_of_known(values) for key, values in found.items()}
+
+    def series(self, on: str, score: str, *, baseline: bool) -> Series:
+        """What the charts show of it."""
+        curves = []
+        for run in self.runs:
+            for site in run.summary["sites"]:
+                lines = run.folder.site(site["site"]).metrics()
+                seen = [(line["round"], (line.get(on) or {}).get(score)) for line in lines]
+                curves.append([(round_, value) for round_, value in seen if value is not None])
+        found, sent = self.spread(score), self.communication()
+        return Series(
+            label=self.name,
+            settings=settings_words(self.settings),
+            dp=self.dp,
+            baseline=baseline,
+            mean=found["mean"],
+            sd=found["sd"],
+            values=self.by(lambda run, site: run.seed, score),
+            curves=[points for points in curves if points],
+            sent_bytes=sent["bytes"],
+            busiest_bytes=sent["busiest_bytes"],
+        )
+
+
+def _rounds(summary: Mapping[str, Any]) -> int:
+    return max(1, *(int(site["rounds"]) for site in summary["sites"]))
+
+
+def _grouped(
+    runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]], on: str, first: Run
+) -> list[_Row]:
+    """Runs grouped into rows, and an empty row for a baseline that is missing."""
+    keys = differing(runs)
+    rows: dict[str, _Row] = {}
+    for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].member.place):
+        row = _Row(run.method, run.dp, {key: run.settings[key] for key in keys if key in run.settings})
+        row = rows.setdefault(row.label, row)
+        row.runs.append(run)
+        row.values.append(_values(evaluation, on))
+    if not any(row.is_alone(first) for row in rows.values()):
+        wanted = baseline_settings(first)
+        empty = _Row(BASELINE, False, {key: wanted[key] for key in keys if key in wanted})
+        rows[empty.label] = empty
+    if first.pipeline.train.folds:
+        for row in rows.values():
+            row.right.update({where: _by_patient(row, where) for where in ("merged", "own")})
+    return list(rows.values())
+
+
+def _by_patient(row: _Row, where: str) -> dict[Any, float]:
+    """How often all models of a row were right about each patient, whom each seed tests in one fold."""
+    said: dict[Any, list[float]] = {}
+    for run in row.runs:
+        for site in run.summary["sites"]:
+            for key, (value, _) in (read_answers(run.folder.site(site["site"]), where) or {}).items():
+                said.setdefault(key[:2], []).append(value)
+    return {patient: fmean(values) for patient, values in said.items()}
+
+
+def _values(evaluation: Mapping[str, Any], on: str) -> dict[str, dict[str, float | None]]:
+    """The values of one run: of each site's model, or of the site that was left out the mean over all models."""
+    scores = evaluation["scores"]
+    own = f"own_{scores[0]}"
+    if on == "left_out":
+        found = evaluation["external_set"]["left_out"]
+        means = {name: mean_of_known([row[name] for row in found["rows"]]) for name in scores}
+        return {found["site"]: means | {own: means[scores[0]]}}
+    where = {site["site"]: site if on == "merged" else site["own"] for site in evaluation["sites"]}
+    return {
+        site["site"]: {name: where[site["site"]][name] for name in scores} | {own: site["own"][scores[0]]}
+        for site in evaluation["sites"]
+    }
+
+
+def _tests(
+    rows: Sequence[_Row], reference: str, alone: str, metrics: Sequence[str], on: str
+) -> list[dict[str, Any]]:
+    """Every row against the baseline and against the reference, each metric a family of its own for Holm."""
+    by_label = {row.label: row for row in rows}
+    pairs = [(a, b) for b in dict.fromkeys((alone, reference)) for a in by_label if a != b]
+    pairs = [(a, b) for a, b in pairs if (a, b) != (alone, reference)]  # the other way round is there
+    tests: list[dict[str, Any]] = []
+    for metric in metrics:
+        family = [_test(by_label[a], by_label[b], metric, on) for a, b in pairs]
+        made = [test for test in family if test is not None]
+        for test, corrected in zip(made, holm([test["p"] for test in made]), strict=True):
+            tests.append({**test, "p_holm": corrected})
+    return tests
+
+
+def _test(a: _Row, b: _Row, metric: str, on: str) -> dict[str, Any] | None:
+    """The paired test of two rows; None without any pair.
+
+    Pairs are seeds, or where too few seeds are common patients or folds of a cross-validation, or else sites. A pair
+    takes only what both rows have: one may have lost a site.
+    """
+    common = sorted({run.seed for run in a.runs} & {run.seed for run in b.runs})
+    where = {"accuracy": on, "own_accuracy": "own"}.get(metric, "")
+
+    def means(key: Callable[[Run, str], Any], seeds: Sequence[int] | None = None) -> list[dict[Any, float]]:
+        found = [row.by(key, metric, seeds) for row in (a, b)]
+        return [{one: fmean(values) for one, values in groups.items()} for groups in found]
+
+    if len(common) >= _ENOUGH_SEEDS:
+        unit, sides = "seed", means(lambda run, site: (run.seed, site))
+        both = [[key for key in sides[0] if key[0] == seed and key in sides[1]] for seed in common]
+        pairs = [tuple(fmean(side[key] for key in keys) for side in sides) for keys in both if keys]
+    else:
+        if a.right.get(where) and b.right.get(where):
+            unit, sides = "patient", [a.right[where], b.right[where]]
+        elif a.right and b.right:
+            unit, sides = "fold", means(lambda run, site: str(run.member))
+        else:
+            unit, sides = "site", means(lambda run, site: site, common or None)
+        pairs = [(value, sides[1][key]) for key, value in sides[0].items() if key in sides[1]]
+    if not pairs:
+        return None
+    found = asdict(paired([x for x, _ in pairs], [y for _, y in pairs]))
+    return {"a": a.label, "b": b.label, "metric": metric, **found, "unit": unit}
+
+
+def _worth(
+    rows: Sequence[_Row], first: Run, on: str
+) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
+    """What joining brings: every site's own score with each of three models, and by the label of each federated row
+    what it brings over all sites. None and {} where no federated method is compared, or a whole site is left out.
+
+    *Alone* is the baseline without DP, *joined* the first federated row given, *pooled* a model of all data, without DP
+    where there is one. Values are means over the seeds of each; the gain is over the seeds that both have, its interval
+    that of drawing seeds and patients anew. The headroom is the part of what pooling would bring that joining brings;
+    `verdict` says in a word what follows for the hospital.
+    """
+    made = [row for row in rows if row.runs]
+    alone = [row for row in made if row.is_alone(first)]
+    federated = [row for row in made if words.is_federated(row.method)]
+    pooled = sorted((row for row in made if words.is_pooled(row.method)), key=lambda row: row.dp)
+    if not alone or not federated or on == "left_out":
+        return None, {}
+    joined = min(federated, key=lambda row: first not in row.runs)
+    references = {"alone": alone[0]} | ({"pooled": pooled[0]} if pooled else {})
+    known = {kind: row.runs for kind, row in references.items()}
+    gains = {row.label: compared_over_all(known | {"joined": row.runs}, on) for row in federated}
+    measure, by_site = compared_by_site(known | {"joined": joined.runs}, on)
+    return {
+        "alone": alone[0].label,
+        "joined": joined.label,
+        "pooled": pooled[0].label if pooled else None,
+        "on": on,
+        "measure": measure,
+        "sites": [{"site": name, **found, **_spent(joined, name)} for name, found in by_site.items()],
+        "all": gains[joined.label],
+    }, gains
+
+
+def _spent(row: _Row, name: str) -> dict[str, Any]:
+    """The largest ε of a site over the runs, and what it is worth."""
+    mine = [site for run in row.runs for site in run.summary["sites"] if site["site"] == name]
+    spent = [site["epsilon"] for site in mine if site["epsilon"] is not None]
+    return {"epsilon": max(spent, default=None), "guarantee": mine[0]["guarantee"] if mine else "none"}
+
+
 def _csv(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
     """table.csv: a row per method; what is unknown is empty."""
     text = io.StringIO()
@@ -160,19 +407,12 @@ def _csv(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
     spreads = [(metric, part) for metric in metrics for part in ("mean", "sd", "n")]
     sent = ("messages", "bytes", "busiest_bytes", "seconds")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [
-            *plain,
-            "seeds",
-            *("_".join(s) for s in spreads),
-            *(f"{k}_per_round" for k in sent),
-            "seconds_per_round_in_all",
-        ]
-    )
+    per_round = [*(f"{key}_per_round" for key in sent), "seconds_per_round_in_all"]
+    writer.writerow([*plain, "seeds", *map("_".join, spreads), *per_round])
     for row in rows:
         cells = [row[key] for key in plain] + [" ".join(map(str, row["seeds"]))]
         cells += [row[metric][part] for metric, part in spreads] + [row["communication"][key] for key in sent]
-        writer.writerow(["" if cell is None else cell for cell in [*cells, row["seconds_per_round"]]])
+        writer.writerow([*cells, row["seconds_per_round"]])
     return text.getvalue()
 
 

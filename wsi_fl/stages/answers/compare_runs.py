@@ -1,26 +1,31 @@
-"""The runs that `compare` sets side by side: found by name, and checked."""
+"""The runs that `compare` sets side by side, found by name and checked; and their baseline, every hospital alone, found
+among the runs of the study or trained."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wsi_fl.federation.methods import ALONE, SHARED
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.party import method_for
+from wsi_fl.stages.site.party import RunContext, method_for
 from wsi_fl.stages.site.slides import kind_of
-from wsi_fl.stages.training.series import Member
+from wsi_fl.stages.training.train import Member, train
+from wsi_fl.stages.work.console import OneOf, Watcher
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.toml import Section
+from wsi_fl.study.pipeline import Audit, Pipeline
+from wsi_fl.study.toml import Section, toml_value
 from wsi_fl.types import UsageError, WsiFlError
 
-FITTED = ("linear_head", "mean_head")
+BASELINE = ALONE
+_FITTED = ("linear_head", "mean_head")
 """Models that are fitted at once where they may choose their settings."""
-OF_ROUNDS = (
+_OF_ROUNDS = (
     *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.weight_decay"),
     *("train.balance", "model.proxy"),
 )
@@ -79,22 +84,22 @@ class Run:
 
 
 def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
-    """The keys that can change what this method learns from given stores, with their values."""
+    """Return the keys that can change what this method learns from given stores, with their values."""
     without = ["sites", "subtypes.", *method_for(method, pipeline).ignores]
     for name, section in pipeline:
         if isinstance(section, Section):
             without += [f"{name}.{key}" for key in section.without_effect]
     if not kind_of(pipeline).of_images:
         without += ["train.augment", "train.input_px"]
-    if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in FITTED:
-        without += OF_ROUNDS
+    if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in _FITTED:
+        without += _OF_ROUNDS
     if not pipeline.privacy.enabled:
         without += ["privacy."]
     elif pipeline.privacy.target_epsilon is not None:  # every site has its own
         without += ["privacy.sigma", "train.batch_size"]
     if pipeline.privacy.enabled and pipeline.privacy.mode == "strict":
         without += ["train.beta"]
-    return {key: value for key, value in flat(pipeline).items() if not key.startswith(tuple(without))}
+    return {key: value for key, value in _flat(pipeline).items() if not key.startswith(tuple(without))}
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -104,12 +109,10 @@ def differing(runs: Sequence[Run]) -> list[str]:
     chose its settings is not, where no other row is the same but for that.
     """
     values: dict[str, list[Any]] = {}
-    tuned: dict[tuple[str, bool], set[bool]] = {}
-    for run in runs:
-        tuned.setdefault((run.method, run.dp), set()).add(run.pipeline.train.tune)
+    tuned = {(run.method, run.dp, run.pipeline.train.tune) for run in runs}
     for run in runs:
         for key, value in run.settings.items():
-            if key == "train.tune" and len(tuned[run.method, run.dp]) == 1:
+            if key == "train.tune" and (run.method, run.dp, not value) not in tuned:
                 continue
             seen = values.setdefault(key, [])
             if value not in seen:
@@ -117,14 +120,16 @@ def differing(runs: Sequence[Run]) -> list[str]:
     return [k for k, seen in values.items() if len(seen) > 1 or (k == "privacy.sigma" and seen == [0])]
 
 
-def flat(pipeline: Pipeline) -> dict[str, Any]:
+def _flat(pipeline: Pipeline) -> dict[str, Any]:
     """Every key as it is written after `--set`."""
     found: dict[str, Any] = {}
     for section, content in pipeline.model_dump(by_alias=True).items():
-        if isinstance(content, dict):
-            found |= {f"{section}.{key}": value for key, value in content.items()}
-        else:
-            found[section] = content
+        of_section = isinstance(content, dict)
+        found |= (
+            {f"{section}.{key}": value for key, value in content.items()}
+            if of_section
+            else {section: content}
+        )
     return found
 
 
@@ -152,16 +157,18 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
         raise UsageError(
             f"{study.relative(lone.folder.path)}: here is a receiver alone, with nothing to compare"
         )
+    first = runs[0]
     for run in runs[1:]:
-        if run.division != runs[0].division:
+        here, there = (study.relative(one.folder.path) for one in (run, first))
+        if run.division != first.division:
             raise UsageError(
-                f"{study.relative(run.folder.path)}: tests other patients than {study.relative(runs[0].folder.path)}, "
-                f"by {_division(run)} and not by {_division(runs[0])}; compare runs of one division"
+                f"{here}: tests other patients than {there}, by {_division(run)} and not by {_division(first)}; "
+                "compare runs of one division"
             )
-        if not _agree(run, runs[0].inputs):
+        if not _agree(run, first.inputs):
             raise UsageError(
-                f"{study.relative(run.folder.path)}: learned from other {kind_of(run.pipeline).word} than "
-                f"{study.relative(runs[0].folder.path)} ({_odd_site(runs[0], run)}); compare runs on the same stores"
+                f"{here}: learned from other {kind_of(run.pipeline).word} than {there} ({_odd_site(first, run)}); "
+                "compare runs on the same stores"
             )
     return runs
 
@@ -195,13 +202,12 @@ def _paths(study: Study, word: str) -> list[Path]:
 
 
 def _odd_site(first: Run, other: Run) -> str:
-    names = sorted(first.inputs.keys() | other.inputs.keys())
-    if first.pipeline.train.left_out is not None:
-        names = sorted(first.inputs.keys() & other.inputs.keys())
-    return "site " + next(name for name in names if first.inputs.get(name) != other.inputs.get(name))
+    a, b = first.inputs, other.inputs
+    names = a.keys() | b.keys() if first.pipeline.train.left_out is None else a.keys() & b.keys()
+    return "site " + next(name for name in sorted(names) if a.get(name) != b.get(name))
 
 
-def is_of(run: Run, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> bool:
+def _is_of(run: Run, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> bool:
     """Whether a run is the same in all that matters, whatever its seed or fold."""
     return (
         run.method == method
@@ -215,6 +221,153 @@ def finished(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str,
     """Return the last finished run of a method with these settings, seed and fold on these stores, if there is one."""
     for run in runs_of(study, method):
         same = run.member == Member.of(pipeline) and run.division[0] == pipeline.train.folds
-        if same and is_of(run, method, pipeline, inputs):
+        if same and _is_of(run, method, pipeline, inputs):
             return run
     return None
+
+
+def with_baseline(
+    study: Study, given: Sequence[Run], *, train_missing: bool, watcher: Watcher
+) -> tuple[list[Run], list[str]]:
+    """(given runs and those of their baseline, notes): every hospital alone, for every seed and fold given.
+
+    The baseline has the settings of the first run. Runs of the study that are that are taken; missing ones are
+    trained, or named in a note where they may not or cannot be.
+    """
+    first, runs = given[0], list(given)
+    alone = {run.member for run in given if is_baseline(run, first)}
+    wanted = {
+        run.member: replace(first, pipeline=_like(study, first.pipeline, run), inputs=run.inputs)
+        for run in sorted(given, key=lambda run: run.member.place)
+        if run.member not in alone
+    }
+    found = {
+        member: finished(study, BASELINE, _alone(like.pipeline), like.inputs)
+        for member, like in wanted.items()
+    }
+    runs += [run for run in found.values() if run is not None]
+    missing = [wanted[member] for member, run in found.items() if run is None]
+    if not missing:
+        return runs, []
+    said = _members([like.member for like in missing])
+    problem = (
+        next(filter(None, (_cannot_train(study, like) for like in missing)), "")
+        if train_missing
+        else "not asked for"
+    )
+    if problem:
+        name, overrides = _recipe(study, missing[0])
+        others = f", and likewise of {_members([like.member for like in missing[1:]])}" if missing[1:] else ""
+        return runs, [
+            f"The baseline of {said} was not trained ({problem}): "
+            f"`{_command(name, overrides)}` trains that of {_members([missing[0].member])}{others}."
+        ]
+    trained = [_trained(study, like, OneOf(watcher, k, len(missing))) for k, like in enumerate(missing)]
+    names = ", ".join(study.relative(run.folder.path) for run in trained)
+    return [*runs, *trained], [f"The baseline of {said} was trained for this comparison ({names})."]
+
+
+def _like(study: Study, pipeline: Pipeline, run: Run) -> Pipeline:
+    """The pipeline with the seed, fold and sites of a run; of these the sites alone whose stores are here, if there are
+    some: a hospital measures itself.
+    """
+    own = {key: getattr(run.pipeline.train, key) for key in ("seed", "folds", "fold", "left_out")}
+    train_keys = pipeline.train.model_copy(update=own)
+    pipeline = pipeline.model_copy(update={"train": train_keys, "sites": run.pipeline.sites})
+    with RunContext.of(study, pipeline, BASELINE) as party:
+        names = [site.name for site in party.sites if party.has_store(site.name)]
+        fewer = 0 < len(names) < len(party.sites)
+    return pipeline.model_copy(update={"sites": names}) if fewer else pipeline
+
+
+def _trained(study: Study, like: Run, watcher: Watcher) -> Run:
+    name, overrides = _recipe(study, like)
+    watcher.say(
+        f"  no run yet of a hospital alone without DP, {like.member}; training it: {_command(name, overrides)}"
+    )
+    party = RunContext.of(study, like.pipeline, BASELINE)
+    backend = "local" if party.may_merge or len(party.sites) == 1 else "mpi"
+    summary = train(
+        study,
+        method=BASELINE,
+        pipeline_name=name,
+        overrides=overrides,
+        backend=backend,
+        watcher=watcher,
+        told=True,
+    )
+    return Run.of(study.run(summary["run"]))
+
+
+def _members(members: Sequence[Member]) -> str:
+    """Seeds by their numbers alone; folds and sites in full."""
+    if any(one.fold is not None or one.left_out is not None for one in members):
+        return "; ".join(map(str, members))
+    return f"seed{'' if len(members) == 1 else 's'} {', '.join(str(one.seed) for one in members)}"
+
+
+def is_baseline(run: Run, first: Run) -> bool:
+    """Whether `run` is every hospital alone, with the settings and stores of the first run."""
+    return _is_of(run, BASELINE, _alone(first.pipeline), first.inputs)
+
+
+def baseline_settings(first: Run) -> dict[str, Any]:
+    return settings(BASELINE, _alone(first.pipeline))
+
+
+def _alone(pipeline: Pipeline) -> Pipeline:
+    """A hospital alone at its best: its settings are chosen on its own patients, and it has no DP, which nobody alone
+    needs, and no canaries.
+    """
+    model = pipeline.model
+    if model.proxy.startswith(SHARED):  # which nobody alone can make, and needs
+        model = model.model_copy(update={"proxy": model.private})
+    changed = {
+        "model": model,
+        "privacy": pipeline.privacy.model_copy(update={"enabled": False}),
+        "audit": Audit(),
+        "train": pipeline.train.model_copy(update={"tune": True}),
+    }
+    return pipeline.model_copy(update=changed)
+
+
+def _cannot_train(study: Study, like: Run) -> str:
+    """Why the baseline cannot be trained here; empty when it can."""
+    with RunContext.of(study, like.pipeline, BASELINE) as party:
+        for site in party.sites:
+            if not party.has_store(site.name):
+                return f"the store of {site.name} is not here"
+            if not site.allows("patches"):
+                continue
+            data = party.data(site.name)
+            if data.digest() != like.inputs.get(site.name):
+                return f"the store of {site.name} was made anew since these runs"
+            try:
+                data.require_current()
+            except UsageError:
+                return f"the features of {site.name} are of patches before it was tiled again"
+    return ""
+
+
+def _recipe(study: Study, like: Run) -> tuple[str, list[str]]:
+    """(pipeline, overrides) that give the settings of a run without DP."""
+    wanted = _flat(_alone(like.pipeline))
+    name = str(like.folder.manifest["pipeline"])
+    with suppress(UsageError):  # the pipeline may be gone
+        base = _flat(study.pipeline(name))
+        base["sites"] = base["sites"] or study.site_names()
+        changed = {key: value for key, value in wanted.items() if value != base.get(key)}
+        if None not in changed.values():
+            return name, [f"{key}={toml_value(value)}" for key, value in changed.items()]
+    whole = like.folder.path / "config.toml"
+    fixed = ["privacy.enabled=false", "train.tune=true"]
+    own = {key: wanted[key] for key in ("train.seed", "train.fold", "train.left_out", "sites")}
+    if like.member.left_out is None:
+        own.pop("sites")
+    return str(whole), [*fixed, *(f"{key}={toml_value(v)}" for key, v in own.items() if v is not None)]
+
+
+def _command(name: str, overrides: Sequence[str]) -> str:
+    """What to type in a shell."""
+    sets = [word for one in overrides for word in ("--set", one)]
+    return shlex.join(["wsi-fl", "train", "--method", BASELINE, "--pipeline", name, *sets])

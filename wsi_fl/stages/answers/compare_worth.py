@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import hypot
@@ -12,11 +13,15 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.learning.verdict import Estimate, estimate, ratio, shows_room, verdict
-from wsi_fl.report import words
-from wsi_fl.stages.answers.compare_rows import ComparedRow, is_alone
+from wsi_fl.report.words import measured_in
 from wsi_fl.stages.answers.compare_runs import Run
-from wsi_fl.stages.answers.predictions import Answers, Key, Weighed, measured_by, read_answers, weighed
+from wsi_fl.stages.answers.predictions import Answers, Key, read_answers
 from wsi_fl.stages.site.targets import task_of
+
+BALANCED = "balanced accuracy"
+"""What the measure is called where classes are so unlike in number that all are made to count alike."""
+_SKEWED = 0.5
+"""Part of an equal share below which the rarest class makes accuracy say little."""
 
 
 @dataclass(frozen=True)
@@ -29,83 +34,45 @@ class Said:
         noise: standard deviation of that score by the noise of what was released; None where nobody knows it.
     """
 
-    answers: Weighed = field(default_factory=dict)
+    answers: dict[Key, tuple[float, float]] = field(default_factory=dict)
     score: str = "accuracy"
     noise: float | None = None
 
 
-BySeed = Mapping[int, Said]
-BALANCED = "balanced accuracy"
-"""What the measure is called where classes are so unlike in number that all are made to count alike."""
+_BySeed = Mapping[int, Said]
 
 
-def worth(
-    rows: Sequence[ComparedRow], first: Run, on: str, found: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any] | None:
-    """Every site's own accuracy with each of three models; None where no federated method is compared, or a whole site
-    is left out.
-
-    *Alone* is the baseline without DP, *joined* the first federated row given, *pooled* a model of all data, without DP
-    where there is one. Values are means over the seeds of each; the gain is over the seeds that both have, its interval
-    that of drawing seeds and patients anew. The headroom is the part of what pooling would bring that joining brings;
-    `verdict` says in a word what follows for the hospital.
-
-    Args:
-        found: what `verdicts` returns.
-    """
-    chosen = _chosen(rows, first)
-    if chosen is None or on == "left_out":
-        return None
-    names = [site["site"] for site in chosen["joined"].runs[0].summary["sites"]]
-    answers = {kind: _by_site(row.runs, names, on) for kind, row in chosen.items()}
-    sites = [
-        {
-            "site": name,
-            **_compared({kind: found[name] for kind, found in answers.items()}),
-            **_spent(chosen["joined"], name),
-        }
-        for name in names
-    ]
-    return {
-        **{kind: row.label for kind, row in chosen.items()},
-        "pooled": chosen["pooled"].label if "pooled" in chosen else None,
-        "on": on,
-        "measure": _measure(answers["joined"][names[0]]),
-        "sites": sites,
-        "all": found[chosen["joined"].label],
-    }
-
-
-def verdicts(rows: Sequence[ComparedRow], first: Run, on: str) -> dict[str, dict[str, Any]]:
-    """What joining by each federated row brings over all sites, by its label; {} where `worth` is None."""
-    chosen = _chosen(rows, first)
-    if chosen is None or on == "left_out":
-        return {}
-    known = {kind: row.runs for kind, row in chosen.items() if kind != "joined"}
-    federated = [row for row in rows if row.runs and words.is_federated(row.method)]
-    return {row.label: of_all(known | {"joined": row.runs}, on) for row in federated}
-
-
-def of_all(runs: Mapping[str, Sequence[Run]], on: str) -> dict[str, Any]:
-    """What joining brings over all sites, as `worth` says it of one.
+def compared_by_site(runs: Mapping[str, Sequence[Run]], on: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return what is measured, in words, and by site what joining brings it, as `_compared` says it.
 
     Args:
         runs: "alone", "joined", and perhaps "pooled" → the runs of each.
         on: which test examples are asked, those "merged" or each site's "own".
     """
     names = [site["site"] for site in runs["joined"][0].summary["sites"]]
-    answers = {kind: _over_sites(_by_site(those, names, on).values()) for kind, those in runs.items()}
+    answers = {kind: _by_site(those, names, on) for kind, those in runs.items()}
+    found = {name: _compared({kind: sites[name] for kind, sites in answers.items()}) for name in names}
+    return _measure(answers["joined"][names[0]]), found
+
+
+def compared_over_all(runs: Mapping[str, Sequence[Run]], on: str) -> dict[str, Any]:
+    """Return what joining brings over all sites, with what is measured (`measure`).
+
+    All sites' models are taken as one: the examples of each apart, patients not. Their heads rest on the same noisy
+    letters, so that their noise is taken to move them alike.
+
+    Args:
+        runs, on: as `compared_by_site` takes them.
+    """
+    names = [site["site"] for site in runs["joined"][0].summary["sites"]]
+    answers: dict[str, _BySeed] = {}
+    for kind, those in runs.items():
+        seen: dict[int, list[Said]] = {}
+        for by_seed in _by_site(those, names, on).values():
+            for seed, said in by_seed.items():
+                seen.setdefault(seed, []).append(said)
+        answers[kind] = {seed: _together(sites) for seed, sites in seen.items()}
     return {"measure": _measure(answers["joined"]), **_compared(answers)}
-
-
-def _chosen(rows: Sequence[ComparedRow], first: Run) -> dict[str, ComparedRow] | None:
-    alone = [row for row in rows if row.runs and is_alone(row, first)]
-    federated = [row for row in rows if row.runs and words.is_federated(row.method)]
-    joined = sorted(federated, key=lambda row: first not in row.runs)
-    pooled = sorted((row for row in rows if row.runs and words.is_pooled(row.method)), key=lambda row: row.dp)
-    if not alone or not joined:
-        return None
-    return {"alone": alone[0], "joined": joined[0]} | ({"pooled": pooled[0]} if pooled else {})
 
 
 def _by_site(runs: Iterable[Run], names: Iterable[str], on: str) -> dict[str, dict[int, Said]]:
@@ -129,39 +96,44 @@ def _by_site(runs: Iterable[Run], names: Iterable[str], on: str) -> dict[str, di
 
 
 def _said(answers: Answers, task: Task, noises: Sequence[Mapping[str, float]]) -> Said:
-    """Of the folds of one seed, each of which had its own noise."""
-    found = weighed(answers)
-    score = measured_by(found, task)
+    """What the folds of one seed say, each of which had its own noise.
+
+    Where one class is much rarer than others, examples are weighed so that all classes count alike, and the weighted
+    mean is balanced accuracy.
+    """
+    n, counts = len(answers), Counter(label for _, label in answers.values())
+    skewed = _is_skewed(counts)
+    weights = {label: n / len(counts) / count if skewed else 1.0 for label, count in counts.items()}
+    score = "macro_accuracy" if len(set(weights.values())) > 1 else task.scores[0]
     known = [noise[score] for noise in noises if score in noise]
     whole = len(known) == len(noises) > 0
-    return Said(found, score, hypot(*known) / len(known) if whole else None)
+    weighed = {key: (value, weights[label]) for key, (value, label) in answers.items()}
+    return Said(weighed, score, hypot(*known) / len(known) if whole else None)
 
 
-def _over_sites(parts: Iterable[BySeed]) -> dict[int, Said]:
-    """All sites' models as one: the examples of each apart, patients not.
+def _is_skewed(counts: Mapping[str, int]) -> bool:
+    """Whether the rarest of several classes has less than half of an equal share.
 
-    Their heads rest on the same noisy letters, so that their noise is taken to move them alike.
+    >>> _is_skewed({"healthy": 90, "tumor": 30}), _is_skewed({"healthy": 90, "tumor": 20})
+    (False, True)
     """
-    seen: dict[int, list[Said]] = {}
-    for runs in parts:
-        for seed, said in runs.items():
-            seen.setdefault(seed, []).append(said)
-    return {seed: _together(those) for seed, those in seen.items()}
+    return len(counts) > 1 and min(counts.values()) < _SKEWED * sum(counts.values()) / len(counts)
 
 
 def _together(those: Sequence[Said]) -> Said:
+    """All sites' models as one."""
     answers = {(*key, str(k)): value for k, said in enumerate(those) for key, value in said.answers.items()}
     known = [said.noise for said in those if said.noise is not None]
     return Said(answers, those[0].score, sum(known) / len(those) if known else None)
 
 
-def _measure(said: BySeed) -> str:
+def _measure(said: _BySeed) -> str:
     """What is compared, in words."""
     score = next((one.score for one in said.values()), "accuracy")
-    return BALANCED if score == "macro_accuracy" else words.measured_in(score)
+    return BALANCED if score == "macro_accuracy" else measured_in(score)
 
 
-def _compared(answers: Mapping[str, BySeed]) -> dict[str, Any]:
+def _compared(answers: Mapping[str, _BySeed]) -> dict[str, Any]:
     """{"alone": value, "joined": value, "pooled": value or None, "gain": value, "headroom": value or None, "verdict"},
     each value as `Estimate.document` has it.
     """
@@ -176,14 +148,31 @@ def _compared(answers: Mapping[str, BySeed]) -> dict[str, Any]:
     return told | {"verdict": verdict(gain, room)}
 
 
-def _share(gains: BySeed, rooms: BySeed, room: Estimate) -> Estimate:
+def _differences(ours: _BySeed, theirs: _BySeed) -> dict[int, Said]:
+    """Ours less theirs on the examples of both, by seed."""
+    found = {}
+    for seed in sorted(ours.keys() & theirs.keys()):
+        a, b = ours[seed].answers, theirs[seed].answers
+        known = [one.noise for one in (ours[seed], theirs[seed]) if one.noise is not None]
+        answers = {key: (a[key][0] - b[key][0], a[key][1]) for key in a if key in b}
+        found[seed] = Said(answers, ours[seed].score, hypot(*known) if known else None)
+    return found
+
+
+def _value(runs: _BySeed) -> Estimate | None:
+    """Mean and interval over runs on the same examples; None without any."""
+    keys = _shared(runs.values())
+    return estimate(*_arrays(runs, keys)) if keys else None
+
+
+def _share(gains: _BySeed, rooms: _BySeed, room: Estimate) -> Estimate:
     """The part of the room that the gains fill, over the seeds that have both."""
     gains = {seed: gains[seed] for seed in rooms}
     keys = _shared([*gains.values(), *rooms.values()])
-    part, whole = (np.prod(_pairs(runs, keys), axis=2) for runs in (gains, rooms))
-    noise = _noise(gains)
-    weights = _pairs(gains, keys)[0, :, 1]
-    return ratio(part, whole, _patients(keys), None if noise is None else noise / room.mean, weights)
+    part, weights, patients, noise = _arrays(gains, keys)
+    whole, weights_of_whole, *_ = _arrays(rooms, keys)
+    relative = None if noise is None else noise / room.mean
+    return ratio(part * weights, whole * weights_of_whole, patients, relative, weights[0])
 
 
 def _shared(those: Iterable[Said]) -> list[Key]:
@@ -192,44 +181,14 @@ def _shared(those: Iterable[Said]) -> list[Key]:
     return sorted(set.intersection(*map(set, known))) if known else []
 
 
-def _pairs(runs: BySeed, keys: Sequence[Key]) -> NDArray[np.float64]:
-    """Values and weights, float64[seeds, examples, 2]."""
-    return np.array([[runs[seed].answers[key] for key in keys] for seed in sorted(runs)])
-
-
-def _noise(runs: BySeed) -> NDArray[np.float64] | None:
-    """Of each run, 0 where none is known; None where it is known of none."""
-    known = [runs[seed].noise for seed in sorted(runs)]
-    return None if all(one is None for one in known) else np.array([one or 0.0 for one in known])
-
-
-def _patients(keys: Sequence[Key]) -> NDArray[np.str_]:
-    """Whose each example is."""
-    return np.array(["\n".join(key[:2]) for key in keys])
-
-
-def _differences(ours: BySeed, theirs: BySeed) -> dict[int, Said]:
-    """Ours less theirs on the examples of both, by seed."""
-    return {seed: _difference(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())}
-
-
-def _difference(ours: Said, theirs: Said) -> Said:
-    a, b = ours.answers, theirs.answers
-    known = [one.noise for one in (ours, theirs) if one.noise is not None]
-    answers = {key: (a[key][0] - b[key][0], a[key][1]) for key in a if key in b}
-    return Said(answers, ours.score, hypot(*known) if known else None)
-
-
-def _value(runs: BySeed) -> Estimate | None:
-    """Mean and interval over runs on the same examples; None without any."""
-    if not (keys := _shared(runs.values())):
-        return None
-    values, weights = np.moveaxis(_pairs(runs, keys), 2, 0)
-    return estimate(values, weights, _patients(keys), _noise(runs))
-
-
-def _spent(row: ComparedRow, name: str) -> dict[str, Any]:
-    """The largest ε of a site over the runs, and what it is worth."""
-    mine = [site for run in row.runs for site in run.summary["sites"] if site["site"] == name]
-    spent = [site["epsilon"] for site in mine if site["epsilon"] is not None]
-    return {"epsilon": max(spent, default=None), "guarantee": mine[0]["guarantee"] if mine else "none"}
+def _arrays(
+    runs: _BySeed, keys: Sequence[Key]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.str_], NDArray[np.float64] | None]:
+    """Values and weights, float64[seeds, examples]; whose each example is; and the noise of each seed, 0 where none is
+    known, or None where it is known of none.
+    """
+    seeds = sorted(runs)
+    pairs = np.array([[runs[seed].answers[key] for key in keys] for seed in seeds])
+    known = [runs[seed].noise for seed in seeds]
+    noise = None if all(one is None for one in known) else np.array([one or 0.0 for one in known])
+    return pairs[:, :, 0], pairs[:, :, 1], np.array(["\n".join(key[:2]) for key in keys]), noise

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from wsi_fl.learning.aggregation import aggregated_scores
+from wsi_fl.learning.counts import Scores, results
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.local import probabilities, probabilities_of_each, undecided_where_broken
 from wsi_fl.learning.metrics import mean_and_sd
@@ -22,23 +23,20 @@ from wsi_fl.learning.predictions import Level, Predictions, of_tumor_types
 from wsi_fl.learning.tasks import Task, scored
 from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.words import SCORES, SHORT, known, measured_in, number, received, spread
+from wsi_fl.report.words import SCORES, SHORT, area_words, known, measured_in, number, received, spread
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.between import between_lines, between_of
-from wsi_fl.stages.answers.leaving import offered
 from wsi_fl.stages.answers.predictions import write_predictions
-from wsi_fl.stages.answers.trained import TrainedModels, answering, settings_of
+from wsi_fl.stages.answers.trained import TrainedModels, answering, offered, settings_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext, as_begun
-from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
+from wsi_fl.stages.work.console import MOST_COLUMNS, Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import value_of
 from wsi_fl.types import SPLITS, BagTable, UsageError, WsiFlError
 
-TestPart = tuple[Examples, dict[str, NDArray[Any]]]
+_TestPart = tuple[Examples, dict[str, NDArray[Any]]]
 """A site's test examples, and what else is known of each: where a patch lies, or of a slide before the diagnosis."""
 
 
@@ -58,34 +56,41 @@ def evaluate(
     study = as_begun(study, run)
     with RunContext.of_run(study, run, settings_of(study, run, overrides)) as party:
         document = _document(party, watcher)
-    run.write_evaluation(document)
+    run.write("evaluation", document)
     return document
 
 
 def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
     pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
     sites = [
-        site for site in party.members if merged or party.has_store(site.name)
+        one for one in party.members if merged or party.has_store(one.name)
     ]  # a hospital has its own alone
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
     receivers = _received(party, parts) if party.receivers else None
-    if not any(len(part) for part, _ in parts.values()) and not (receivers and receivers["sites"]):
+    predicts = receivers and receivers["sites"]
+    if not any(len(part) for part, _ in parts.values()) and not predicts:
         command = party.kind.cut_by
         raise WsiFlError(f"no site has test {party.examples}; {command} with slides.test_fraction above 0")
     rows, answers = [], []
     taking_part = [site for site in sites if site.name not in lost]
     for index, site in enumerate(taking_part):
         watcher.update("evaluate", index, len(taking_part), site.name)
-        seen = parts if merged else {site.name: parts[site.name]}
-        row, answer = _evaluate_site(party, site, seen)
+        row, answer = _evaluate_site(party, site, parts if merged else {site.name: parts[site.name]})
         rows.append(row)
         answers.append(answer)
         watcher.update("evaluate", index + 1, len(taking_part), site.name)
-    if not rows and not (receivers and receivers["sites"]):
+    if not rows and not predicts:
         raise WsiFlError(f"{party.run.name}: every site whose store is here was lost and has no model")
     weights = [float((party.data(one.name).table.split == "train").sum()) for one in taking_part]
     several, task = merged and len(rows) > 1, party.task
-    shared = list(rows[0]["parts"]) if merged else []
+    together = None
+    if several and task.kind == "classes":  # a site weighs its training rows
+        rules = aggregated_scores([table.answers for table in answers], answers[0].truth, weights)
+        together = {"rule": value_of(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
+    over_parts = {
+        name: _over_sites([row["parts"][name] for row in rows], task)
+        for name in (rows[0]["parts"] if merged else ())
+    }
     return {
         "run": party.study.relative(party.run.path),
         "method": party.name,
@@ -98,11 +103,9 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         "internal": _over_sites([row["own"] for row in rows], task),
         "external": _over_sites([row["external"] for row in rows], task) if several else None,
         "models": _over_models(rows, task, merged=merged),
-        "aggregated": _aggregated(pipeline, weights, answers) if several and task.kind == "classes" else None,
+        "aggregated": together,
         "external_set": _outside(party, taking_part, weights),
-        "parts": {name: _over_sites([row["parts"][name] for row in rows], task) for name in shared}
-        if merged
-        else None,
+        "parts": over_parts if merged else None,
         "sites": rows,
         "receivers": receivers,
         "between": between_of(party),
@@ -126,7 +129,7 @@ def _over_models(rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool)
     return found
 
 
-def _test_part(data: Data) -> TestPart:
+def _test_part(data: Data) -> _TestPart:
     table, rows = data.table, np.flatnonzero(data.table.split == "test")
     if isinstance(table, BagTable):
         return data.held_out, {"tumor_type": table.tumor_type[rows]}
@@ -134,23 +137,16 @@ def _test_part(data: Data) -> TestPart:
 
 
 def _evaluate_site(
-    party: RunContext, site: SiteFile, seen: Mapping[str, TestPart]
+    party: RunContext, site: SiteFile, seen: Mapping[str, _TestPart]
 ) -> tuple[dict[str, Any], Predictions]:
     """What answers for one site, on the parts that it may see, its own or everybody's; and what it said of each."""
-    run, pipeline, data = party.run, party.pipeline, party.data(site.name)
-    meta = data.store.meta
-    folder = run.site(site.name)
-    folder.remember_store(data.digest(), data.facts())
-    found = answering(run, pipeline, site, data.classes, data.shape, device_of_rank(), every=True)
-    table = _predicted(party, site, seen, found)
-    write_predictions(folder, table)
+    folder = party.run.site(site.name)
+    found, table = _predicted(party, site, seen)
     moved = _moved_by_noise(found, seen, table)
     # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
-    choice = folder.kept("choice") or {}
-    point = (
-        choice.get("slide_threshold") if meta.spec.mpp > 0 and choice.get("with") == table.answer else None
-    )
-    level = Level(pipeline.evaluate.bootstrap, slides=meta.spec.mpp > 0, point=point)
+    slides, choice = party.data(site.name).store.meta.spec.mpp > 0, folder.kept("choice") or {}
+    point = choice.get("slide_threshold") if slides and choice.get("with") == table.answer else None
+    level = Level(party.pipeline.evaluate.bootstrap, slides=slides, point=point)
     mine, others = table.own, table.others
     own, merged = level.of(mine) | {"noise": moved and moved[1]}, len(seen) > 1
     row = {
@@ -165,7 +161,7 @@ def _evaluate_site(
     return row, table
 
 
-def _received(party: RunContext, parts: Mapping[str, TestPart]) -> dict[str, Any]:
+def _received(party: RunContext, parts: Mapping[str, _TestPart]) -> dict[str, Any]:
     """Write what the head that receivers have says of all their examples; return what is to be known of that.
 
     Nobody knows what is true of them. What to expect is what the same head, made of letters alone, reaches on the test
@@ -173,22 +169,15 @@ def _received(party: RunContext, parts: Mapping[str, TestPart]) -> dict[str, Any
     """
     rows, told = [], {}
     for name in filter(party.has_store, party.receivers):
-        data, folder = party.data(name), party.run.site(name)
-        folder.remember_store(data.digest(), data.facts())
-        site = party.site(name)
-        found = answering(
-            party.run, party.pipeline, site, data.classes, data.shape, device_of_rank(), every=True
-        )
-        table = _predicted(party, site, {name: _test_part(data)}, found)
-        write_predictions(folder, table, known=False)
+        _, table = _predicted(party, party.site(name), {name: _test_part(party.data(name))}, known=False)
         rows.append({"site": name, "n": len(table), "with": table.answer})
-    for name in (name for name, (part, _) in parts.items() if len(part)):
-        data, part, device = party.data(name), parts[name][0], device_of_rank()
-        site, run = party.site(name), party.run
-        found = answering(run, party.pipeline, site, data.classes, data.shape, device, every=True)
-        head = found.models["proxy"]
-        assert isinstance(head, SharedHead)
-        told[name] = scored(probabilities(head.as_released(), part, device), part.label, party.task)
+    for name, (part, _) in parts.items():
+        if len(part):
+            found = _models(party, party.site(name))
+            head = found.models["proxy"]
+            assert isinstance(head, SharedHead)
+            said = probabilities(head.as_released(), part, found.device)
+            told[name] = scored(said, part.label, party.task)
     values = {score: [one[score] for one in told.values()] for score in party.task.scores}
     expected = {
         score: {"mean": float(np.mean(found)), "low": min(found), "high": max(found)}
@@ -199,13 +188,7 @@ def _received(party: RunContext, parts: Mapping[str, TestPart]) -> dict[str, Any
 
 
 def _scores(table: Predictions, model: str) -> dict[str, Any]:
-    return table.scores(model) if len(table) else table.scores(model) | {"tumor_types": {}}
-
-
-def _aggregated(pipeline: Pipeline, weights: Sequence[float], said: Sequence[Predictions]) -> dict[str, Any]:
-    """All sites' answers as one, on the merged test set, by every rule; a site weighs its training rows."""
-    rules = aggregated_scores([table.answers for table in said], said[0].truth, weights)
-    return {"rule": value_of(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
+    return table.scores(model) | ({} if len(table) else {"tumor_types": {}})
 
 
 _REDRAWS = 32
@@ -213,7 +196,7 @@ _REDRAWS = 32
 
 
 def _moved_by_noise(
-    found: TrainedModels, seen: Mapping[str, TestPart], table: Predictions
+    found: TrainedModels, seen: Mapping[str, _TestPart], table: Predictions
 ) -> tuple[dict[str, float], dict[str, float]] | None:
     """How much the noise of the letters moves every score, on all parts and on the site's own: standard deviations of
     heads whose noise is drawn anew, mixed as the site mixes its own.
@@ -241,34 +224,47 @@ def _spread(scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: float(np.std([one[name] for one in scores], ddof=1)) for name in known if name != "n"}
 
 
+def _models(party: RunContext, site: SiteFile) -> TrainedModels:
+    """All models of a site."""
+    data = party.data(site.name)
+    return answering(party.run, party.pipeline, site, data.classes, data.shape, device_of_rank(), every=True)
+
+
 def _predicted(
-    party: RunContext, site: SiteFile, seen: Mapping[str, TestPart], found: TrainedModels
-) -> Predictions:
-    """What each of a site's models says of every part, and every mixture of them."""
-    device, classes = found.device, party.data(site.name).classes
+    party: RunContext, site: SiteFile, seen: Mapping[str, _TestPart], *, known: bool = True
+) -> tuple[TrainedModels, Predictions]:
+    """A site's models, and what each of them says of every part, and every mixture of them; which is written down.
+
+    Args:
+        known: whether anybody knows what is true of the examples.
+    """
+    data, folder = party.data(site.name), party.run.site(site.name)
+    folder.remember_store(data.digest(), data.facts())
+    found = _models(party, site)
+
+    def said_of(model: torch.nn.Module, part: Examples) -> NDArray[np.float64]:
+        if not len(part):
+            return np.empty((0, len(data.classes)))
+        return undecided_where_broken(probabilities(model, part, found.device), part)
+
     with torch.no_grad():
         by_role = {
-            role: np.concatenate(
-                [
-                    undecided_where_broken(probabilities(model, one, device), one)
-                    if len(one)
-                    else np.empty((0, len(classes)))
-                    for one, _ in seen.values()
-                ]
-            )
+            role: np.concatenate([said_of(model, part) for part, _ in seen.values()])
             for role, model in found.models.items()
         }
-    first = next(iter(seen.values()))[1]
-    known = (*ANSWERS, LONE, *[STACK] * (found.stack is not None))
-    possible = [answer for answer in known if found.models.keys() >= set(roles(answer, found.stack))]
-    return Predictions.of(
-        {name: one for name, (one, _) in seen.items()},
+    columns = next(iter(seen.values()))[1]
+    answers = (*ANSWERS, LONE, *[STACK] * (found.stack is not None))
+    possible = [answer for answer in answers if found.models.keys() >= set(roles(answer, found.stack))]
+    table = Predictions.of(
+        {name: part for name, (part, _) in seen.items()},
         site=site.name,
         answer=found.answer,
         said={answer: answered(by_role, answer, found.stack) for answer in possible},
-        outputs=classes,
-        about={name: np.concatenate([about[name] for _, about in seen.values()]) for name in first},
+        outputs=data.classes,
+        about={name: np.concatenate([about[name] for _, about in seen.values()]) for name in columns},
     )
+    write_predictions(folder, table, known=known)
+    return found, table
 
 
 def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[float]) -> dict[str, Any] | None:
@@ -277,9 +273,6 @@ def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[flo
 
     Args:
         weights: of the sites, for weighted aggregation.
-
-    Raises:
-        UsageError: when an external site took part, tells other classes apart, or does not let its patches be read.
     """
     left_out = party.pipeline.train.left_out
     names = [name for name in party.pipeline.evaluate.external if name != left_out]
@@ -287,33 +280,29 @@ def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[flo
     if not names:
         return None
     first = party.data(sites[0].name)
-    classes, device = first.classes, device_of_rank()
-    parts = {name: _whole(party, name, classes) for name in names}
+    parts = {name: _whole(party, name, first.classes) for name in names}
     examples, said = joined([*parts.values()]), []
     for site in sites:
-        found = answering(party.run, party.pipeline, site, classes, first.shape, device)
+        found = answering(party.run, party.pipeline, site, first.classes, first.shape, device_of_rank())
         with torch.no_grad():
             answers = {found.answer: found.probabilities(examples)}
-        said.append(Predictions.of(parts, site=site.name, answer=found.answer, said=answers, outputs=classes))
+        said.append(
+            Predictions.of(parts, site=site.name, answer=found.answer, said=answers, outputs=first.classes)
+        )
     several = len(said) > 1 and examples.task.kind == "classes"
     together = aggregated_scores([one.answers for one in said], examples.label, weights) if several else None
-    return {
+    found_outside: dict[str, Any] = {
         "sites": names,
         "n": len(examples),
-        "rows": _rows_of(said),
+        "rows": [{"site": table.site, **table.scores()} for table in said],
         "aggregated": together,
-        "left_out": None
-        if left_out is None
-        else {
-            "site": left_out,
-            "store": party.data(left_out).digest(),
-            "rows": _rows_of([table.where(table.part == left_out) for table in said]),
-        },
+        "left_out": None,
     }
-
-
-def _rows_of(said: Sequence[Predictions]) -> list[dict[str, Any]]:
-    return [{"site": table.site, **table.scores()} for table in said]
+    if left_out is not None:
+        theirs = [{"site": one.site, **one.where(one.part == left_out).scores()} for one in said]
+        store = party.data(left_out).digest()
+        found_outside["left_out"] = {"site": left_out, "store": store, "rows": theirs}
+    return found_outside
 
 
 def _whole(party: RunContext, name: str, classes: tuple[str, ...]) -> Examples:
@@ -337,7 +326,7 @@ def evaluation_lines(document: dict[str, Any]) -> Lines:
     scores = document["scores"]
     first = scores[0]
     if document["sites"]:
-        yield _table_of_one(document) if document["shared"] else _table_of_sites(document)
+        yield _table(document)
     for said in received(document):
         yield Line(f"  {said}")
     if together := document["aggregated"]:
@@ -347,11 +336,9 @@ def evaluation_lines(document: dict[str, Any]) -> Lines:
         )
     if document["parts"] and not document["shared"]:
         reached = {name: part[first] for name, part in document["parts"].items()}
+        nothing = "not known (too few events or classes there)"
         said = ", ".join(
-            f"{name} {spread(m)}"
-            if known(m["mean"])
-            else f"{name} not known (too few events or classes there)"
-            for name, m in reached.items()
+            f"{name} {spread(m) if known(m['mean']) else nothing}" for name, m in reached.items()
         )
         yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {said}")
     if document["sites"] and all(row["with"] == LONE for row in document["sites"]):
@@ -370,45 +357,63 @@ def evaluation_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
 
 
-def _names(document: Mapping[str, Any]) -> list[str]:
-    """What the scores are called above columns."""
-    return [SHORT.get(name, SCORES[name].lower()) for name in document["scores"]]
-
-
-def _table_of_one(document: Mapping[str, Any]) -> Table:
-    """The model that all sites share, on each site's part and on the merged test set."""
-    scores = document["scores"]
-    rows: list[list[str] | None] = [
-        [row["site"], str(row["own"]["n"]), *(number(row["own"][name]) for name in scores)]
-        for row in document["sites"]
-    ]
-    whole = document["sites"][0]
-    rows += [None, ["all", str(whole["n"]), *(number(whole[name]) for name in scores)]]
-    title = f"the shared model on each site's part and the merged test set ({document['examples']})"
-    return Table(title, ["site", "n", *_names(document)], rows)
-
-
-def _table_of_sites(document: Mapping[str, Any]) -> Table:
-    """What answers for each site, then mean ± sd."""
-    where = "merged test set" if document["merged"] is not None else "own test set"
-    several = any(row["with"] != "private" for row in document["sites"])
-    whose = "models" if several else "private models"
-    scores = document["scores"]
+def _table(document: Mapping[str, Any]) -> Table:
+    """What answers for each site, then mean ± sd; of one model that all share its scores on each part and on all."""
+    scores, examples, sites = document["scores"], document["examples"], document["sites"]
     first = scores[0]
-    headings = ["site", "n", *_names(document), "own part", "others'", *["with"] * several]
-    rows: list[list[str] | None] = [
+    headings = ["site", "n", *(SHORT.get(name, SCORES[name].lower()) for name in scores)]
+
+    def cells(name: str, found: Mapping[str, Any]) -> list[str]:
+        return [name, str(found["n"]), *(number(found[score]) for score in scores)]
+
+    if document["shared"]:
+        rows = [*(cells(row["site"], row["own"]) for row in sites), None, cells("all", sites[0])]
+        return Table(
+            f"the shared model on each site's part and the merged test set ({examples})", headings, rows
+        )
+    where = "merged test set" if document["merged"] is not None else "own test set"
+    several = any(row["with"] != "private" for row in sites)
+    rows = [
         [
-            row["site"],
-            str(row["n"]),
-            *(number(row[name]) for name in scores),
+            *cells(row["site"], row),
             number(row["own"][first]),
             number((row["external"] or {}).get(first)),
             *[row["with"]] * several,
         ]
-        for row in document["sites"]
+        for row in sites
     ]
     if document["merged"] is not None:
         spreads = [document["merged"][name] for name in scores]
         spreads += [(document[which] or {}).get(first) or {} for which in ("internal", "external")]
         rows += [None, ["mean ± sd", "", *map(spread, spreads)]]
-    return Table(f"{whose} on the {where} ({document['examples']})", headings, rows)
+    whose = "models" if several else "private models"
+    headings += ["own part", "others'", *["with"] * several]
+    return Table(f"{whose} on the {where} ({examples})", headings, rows)
+
+
+def between_of(party: RunContext) -> dict[str, Any] | None:
+    """Return the scores of what travelled, on each hospital's test part and on all of them; None where there are none.
+
+    Every site of a run keeps the same counts, so those of the first that lies here are taken.
+    """
+    for name in party.here:
+        if (kept := party.run.site(name).kept("scores")) is not None:
+            return results(cast(Scores, kept))
+    return None
+
+
+def between_lines(between: Mapping[str, Any]) -> Lines:
+    """Yield the accuracy of every model on each hospital's test part, and what all parts together come to."""
+    hospitals = between["hospitals"]
+    hospitals = hospitals if len(hospitals) <= MOST_COLUMNS else []  # the report has room for them
+    headings = ["model", *hospitals, "all", "macro-acc.", "AUROC", "n"]
+    rows: list[list[str] | None] = []
+    for name, model in between["models"].items():
+        whole = model["merged"]
+        accuracies = [
+            *(model["hospitals"][hospital]["accuracy"] for hospital in hospitals),
+            whole["accuracy"],
+        ]
+        areas = [number(whole["macro_accuracy"]), area_words(whole), str(whole["n"])]
+        rows.append([name, *map(number, accuracies), *areas])
+    yield Table("between hospitals: accuracy of what travelled", headings, rows)

@@ -2,24 +2,98 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
+from wsi_fl import __version__
+from wsi_fl.models.exporting import Encoded, Reduced, fit_to_leave, input_of, write_onnx, write_torchscript
 from wsi_fl.report.model_card import rendered, warning_of
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.leaving import Leaving, Made, asked_for, card_of, require_allowed
+from wsi_fl.stages.answers.compare_runs import Run
+from wsi_fl.stages.answers.report import baselines
+from wsi_fl.stages.answers.trained import answering, offered, with_dp
+from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.party import RunContext, as_begun
+from wsi_fl.stages.site.targets import question
+from wsi_fl.stages.training.workshop import architecture
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import write_json, write_text
-from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError, encoder_differences
+from wsi_fl.study.site import SiteFile
+from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.types import Bags, GridSpec, Images, Shape, UsageError, Vectors, WsiFlError, encoder_differences
 
-if TYPE_CHECKING:
-    from torch import nn
+_FORMATS = ("wsinfer", "onnx")
+_CARD = ("MODEL_CARD.md", "model_card.json")
 
-FORMATS = ("wsinfer", "onnx")
+
+@dataclass(frozen=True)
+class Leaving:
+    """The model that is asked for.
+
+    Attributes:
+        called: "private", "proxy" or "shared", as people ask for it.
+        role: as the run keeps it.
+        facts: what the run noted of the store it learned from.
+    """
+
+    party: RunContext
+    site: SiteFile
+    called: str
+    role: str
+    facts: Mapping[str, Any]
+
+    @cached_property
+    def made_by(self) -> list[str]:
+        """The sites whose patients it knows."""
+        return [one.name for one in ([self.site] if self.called == "private" else self.party.members)]
+
+    @cached_property
+    def accounts(self) -> dict[str, dict[str, Any]]:
+        """What the run's ledgers said at its end of all whose patients it knows and whose part of the run lies here."""
+        paths = {name: self.party.run.site(name).path / "ledger.json" for name in self.made_by}
+        return {name: read_json(path) for name, path in paths.items() if path.exists()}
+
+    @property
+    def covered(self) -> bool:
+        """Whether the ε of the run's ledgers is this model's."""
+        promised = [account["guarantee"] != "none" for account in self.accounts.values()]
+        return with_dp(self.party, self.role) and bool(promised) and all(promised)
+
+    @property
+    def architecture(self) -> str:
+        common = self.party.method.travels == "private"
+        return architecture(self.site, self.party.pipeline, self.role, common=common)
+
+    @property
+    def spec(self) -> GridSpec:
+        return GridSpec(**self.facts["spec"])
+
+    @property
+    def shape(self) -> Shape:
+        """What it takes of an example."""
+        if self.party.kind.of_images:
+            size = self.party.pipeline.train.input_px or self.spec.size_px
+            return Images(int(self.facts.get("channels", 3)), size)
+        return self.party.kind.shape(int(self.facts["n_features"]))
+
+
+class Made(NamedTuple):
+    """The files that were written, the largest difference of their probabilities from the model's, what the file takes
+    in words, and the whole architecture."""
+
+    files: Sequence[str]
+    difference: float
+    input: str
+    architecture: str
 
 
 def export_model(
@@ -44,21 +118,29 @@ def export_model(
         UsageError: when the run has no such model, it cannot be had in this format, or the site does not let it go.
         WsiFlError: when the run has not finished.
     """
-    if form not in FORMATS:
-        raise UsageError(f"--format {form!r}: for a model use {' or '.join(FORMATS)}")
+    if form not in _FORMATS:
+        raise UsageError(f"--format {form!r}: for a model use {' or '.join(_FORMATS)}")
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
     run.finished()
     with RunContext.of_run(study, run) as party:
         leaving = asked_for(party, called, site)
-        require_allowed(leaving, private=private)
+        _require_allowed(leaving, private=private)
         name = f"{run.name}-{leaving.site.name}-{called}"
         folder = out or run.path / "exports" / form / f"{leaving.site.name}-{called}"
-        network = _network(leaving)
-        write = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}[form]
-        for old in ("MODEL_CARD.md", "model_card.json"):  # never beside a model that is not its own
+        models = answering(
+            run,
+            party.pipeline,
+            leaving.site,
+            leaving.facts["classes"],
+            leaving.shape,
+            torch.device("cpu"),
+            every=True,
+        ).models
+        network = fit_to_leave(models[leaving.role]).eval().requires_grad_(False)
+        for old in _CARD:  # never beside a model that is not its own
             (folder / old).unlink(missing_ok=True)
-        made = write(leaving, network, folder, name)
+        made = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}[form](leaving, network, folder, name)
         card = card_of(leaving, name, made, folder)
     write_json(folder / "model_card.json", card)
     write_text(folder / "MODEL_CARD.md", rendered(card))
@@ -69,32 +151,67 @@ def export_model(
         "model": called,
         "format": form,
         "out": study.relative(folder),
-        "files": sorted((*card["files"], "MODEL_CARD.md", "model_card.json")),
+        "files": sorted((*card["files"], *_CARD)),
         "difference": made.difference,
         "warning": warning_of(card),
     }
 
 
-def _network(leaving: Leaving) -> nn.Module:
-    """The trained model on the CPU, without anything that must not leave."""
-    import torch
+def export_model_lines(document: dict[str, Any]) -> Lines:
+    """Say where the files are, and first of all what they may tell of patients."""
+    private = document["model"] == "private" or "without differential privacy" in document["warning"]
+    yield Line(document["warning"], "bold yellow" if private else "")
+    yield Line(f"{document['out']}: {', '.join(document['files'])}")
+    yield Line("  read MODEL_CARD.md and write a licence into it before you share this")
 
-    from wsi_fl.models.exporting import fit_to_leave
-    from wsi_fl.stages.answers.trained import answering
 
-    party = leaving.party
-    known = leaving.facts["classes"]
-    found = answering(
-        party.run, party.pipeline, leaving.site, known, leaving.shape, torch.device("cpu"), every=True
-    )
-    return fit_to_leave(found.models[leaving.role]).eval().requires_grad_(False)
+def asked_for(party: RunContext, called: str, site_name: str | None) -> Leaving:
+    """Return the model of this name, of a site or of the first that has it here.
+
+    Raises:
+        UsageError: when the run has no such model, or it is not here.
+        WsiFlError: when nobody noted what it learned from.
+    """
+    run, models = party.run, offered(party.method)
+    if called not in models:
+        raise UsageError(f"--model {called!r}: {party.name} has {' and '.join(models)}")
+    role = models[called]
+    if site_name is None and called == "private":
+        raise UsageError("--model private: every site has its own; add --site NAME")
+    there = [name for name in party.names if (run.site(name).path / f"{role}.safetensors").exists()]
+    wanted = [name for name in there if name not in party.lost and site_name in (None, name)]
+    if not wanted:
+        raise UsageError(
+            f"{run.name}: no {called} model of {site_name or 'any site'} here; found: {', '.join(there) or 'none'}"
+        )
+    return Leaving(party, party.site(wanted[0]), called, role, run.site(wanted[0]).store_facts())
+
+
+def _require_allowed(leaving: Leaving, *, private: bool) -> None:
+    """Refuse what the site has not let go by name, and a private model that nobody said may leave."""
+    site = leaving.site
+    if leaving.called == "private":
+        if not private:
+            raise UsageError(
+                "--model private: it may have memorised patients and is meant to stay; add --private if it may leave"
+            )
+        if not site.allows("private_model"):
+            raise UsageError(
+                f"sites/{site.name}.toml: a real hospital's private model may leave only if this file allowed it when "
+                'the run began; add allow = ["private_model"] and train a new run'
+            )
+        return
+    shut = [one.name for one in leaving.party.members if not one.allows("model")]
+    if shut and not leaving.covered:
+        raise UsageError(
+            f"sites/{shut[0]}.toml: this model was trained without differential privacy; "
+            'it leaves only with allow = ["model"]'
+        )
 
 
 def _write_onnx(leaving: Leaving, network: nn.Module, folder: Path, name: str) -> Made:
     """One file; of a head on features the head alone."""
     del name
-    from wsi_fl.models.exporting import input_of, write_onnx
-
     shape, encoder = leaving.shape, leaving.facts.get("encoder") or "its encoder"
     if isinstance(shape, Images):
         network, shape, says = _of_patches(network, shape, leaving.spec.size_px)
@@ -112,8 +229,6 @@ def _write_onnx(leaving: Leaving, network: nn.Module, folder: Path, name: str) -
 
 def _of_patches(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.Module, Images, str]:
     """A model of patches as they are cut, which reduces them itself as training did: its input, and what that is."""
-    from wsi_fl.models.exporting import Reduced
-
     says = f"float32[batch, {shape.channels}, {size_px}, {size_px}], pixels / 127.5 − 1"
     if shape.size_px == size_px:
         return network, shape, says
@@ -123,8 +238,6 @@ def _of_patches(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.Mod
 
 def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path, name: str) -> Made:
     """`torchscript_model.pt` and `config.json`, as WSInfer's zoo has them; it takes the softmax itself."""
-    from wsi_fl.models.exporting import Encoded, write_torchscript
-
     shape, spec = leaving.shape, leaving.spec
     if isinstance(shape, Bags):
         raise UsageError("--format wsinfer: WSInfer runs models of patches, and this one sees bags; use onnx")
@@ -138,11 +251,11 @@ def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path, name: str
         shape = taken
     network, taken, says = _of_patches(network, shape, spec.size_px)
     difference = write_torchscript(folder / "torchscript_model.pt", network.eval(), taken)
-    write_json(folder / "config.json", wsinfer_config(name, architecture, leaving.facts["classes"], spec))
+    write_json(folder / "config.json", _wsinfer_config(name, architecture, leaving.facts["classes"], spec))
     return Made(["torchscript_model.pt", "config.json"], difference, says, architecture)
 
 
-def wsinfer_config(name: str, architecture: str, classes: Sequence[str], spec: GridSpec) -> dict[str, Any]:
+def _wsinfer_config(name: str, architecture: str, classes: Sequence[str], spec: GridSpec) -> dict[str, Any]:
     """Return the configuration of a model of patches as WSInfer reads it (wsinfer-zoo, model-config.schema.json)."""
     half = [0.5, 0.5, 0.5]
     return {
@@ -162,15 +275,7 @@ def wsinfer_config(name: str, architecture: str, classes: Sequence[str], spec: G
 
 
 def _encoder(leaving: Leaving) -> Any:
-    """The encoder of the features that a head learned from.
-
-    Raises:
-        UsageError: when its weights are not at hand, or are others by now.
-    """
-    import torch
-
-    from wsi_fl.stages.site.encoders import encoder_of
-
+    """The encoder of the features that a head learned from, if its weights are here and still the same."""
     party, wanted, cpu = leaving.party, leaving.facts["encoder"], torch.device("cpu")
     alone = "use --format onnx, which needs the head alone"
     try:
@@ -186,9 +291,97 @@ def _encoder(leaving: Leaving) -> Any:
     return encoder
 
 
-def export_model_lines(document: dict[str, Any]) -> Lines:
-    """Say where the files are, and first of all what they may tell of patients."""
-    private = document["model"] == "private" or "without differential privacy" in document["warning"]
-    yield Line(document["warning"], "bold yellow" if private else "")
-    yield Line(f"{document['out']}: {', '.join(document['files'])}")
-    yield Line("  read MODEL_CARD.md and write a licence into it before you share this")
+def card_of(leaving: Leaving, name: str, made: Made, folder: Path) -> dict[str, Any]:
+    """Return the card of a model whose files lie in a folder, as a document."""
+    party = leaving.party
+    return {
+        "name": name,
+        "role": leaving.called,
+        "run": party.run.name,
+        "method": party.name,
+        "version": __version__,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "files": {file: _sha256(folder / file) for file in made.files},
+        "model": {
+            "architecture": made.architecture,
+            "input": made.input,
+            "task": party.task.kind,
+            "answers": question(party.pipeline.target),
+            "classes": list(leaving.facts["classes"]),
+            "difference": made.difference,
+        },
+        "sites": leaving.made_by,
+        "examples": party.examples,
+        "inputs": asdict(leaving.spec) | {"encoder": leaving.facts.get("encoder")},
+        **_told(leaving),
+        "privacy": {"covered": leaving.covered, "sites": _privacy(leaving)},
+        "license": None,
+    }
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _told(leaving: Leaving) -> dict[str, Any]:
+    """Scores of the model on test patients (`metrics`), and what joining brought over all sites as comparisons say it
+    (`worth`); each None where nobody measured it, or sites keep it to themselves.
+
+    A head that is made of sums is evaluated with the site's own exact part, and leaves without it.
+    """
+    party, evaluation = leaving.party, leaving.party.run.evaluation()
+    told: dict[str, Any] = {"metrics": None, "worth": None}
+    if evaluation is None:
+        return told
+    merged = evaluation["merged"] is not None and all(site.allows("scores") for site in party.members)
+    if evaluation["merged"] and merged:
+        rows = baselines(party, Run.of(party.run.path))
+        told["worth"] = next((row["gain"] for row in rows if row.get("gain")), None)
+    row = next((row for row in evaluation["sites"] if row["site"] == leaving.site.name), None)
+    own_sums = leaving.called == "shared" and party.method.once
+    if row and leaving.site.allows("scores") and not own_sums and (model := row["models"].get(leaving.role)):
+        answers, scores = row["with"] == leaving.role, evaluation["scores"]
+        found = {"the test parts of all sites": (model, row)} if merged else {}
+        found["the test part of its own site"] = (model["own"], row["own"])
+        parts = [_part(on, said, whole if answers else {}, scores) for on, (said, whole) in found.items()]
+        told["metrics"] = {"scores": list(scores), "parts": parts}
+    return told
+
+
+def _part(
+    on: str, said: Mapping[str, Any], whole: Mapping[str, Any], scores: Sequence[str]
+) -> dict[str, Any]:
+    n = whole.get("n") if said.get("n") is None else said["n"]
+    found = {name: said.get(name) for name in scores}
+    return {"on": on, "n": n, **found, "intervals": whole.get("intervals")}
+
+
+def _privacy(leaving: Leaving) -> list[dict[str, Any]]:
+    """What every site's account says, of all whose part of the run lies here."""
+    ledgers = {name: leaving.party.study.ledger(name) for name in leaving.accounts}
+    return [
+        {
+            "site": name,
+            **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
+            "detection": account.get("detection"),
+            "epsilon_lower": _audited(leaving, name),
+            "ledger": _sha256(ledgers[name]) if ledgers[name].exists() else None,
+        }
+        for name, account in leaving.accounts.items()
+    ]
+
+
+def _audited(leaving: Leaving, site: str) -> float | None:
+    """The lower bound on ε that an audit found of what this site released, where that may be told."""
+    path = leaving.party.run.path / "audit" / "audit.json"
+    if not path.exists() or not leaving.party.site(site).allows("scores"):
+        return None
+    bounds = [
+        model["canaries"]["epsilon_lower"]
+        for row in read_json(path)["sites"]
+        for model in row["models"]
+        if row["site"] == site
+        and model["canaries"]
+        and (model["model"] == "private") == (leaving.called == "private")
+    ]
+    return max(bounds, default=None)

@@ -1,26 +1,41 @@
-"""`predict`: what a site's models say of new slides: pictures, tables, scores.
+"""`predict`: what a site's models say of new slides: heatmaps, tables of patches, scores, outlines for QuPath.
 
 Only the run, the slides given and, where it is there, the site's own store are opened.
 """
 
 from __future__ import annotations
 
+import csv
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.predict_slide import percent, predict_slide
-from wsi_fl.stages.answers.predictor import Predictor, load_predictor
-from wsi_fl.stages.answers.trained import answers_with, trained_site
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.slides.patching.grid import size_in_l0
+from wsi_fl.slides.pictures.geojson import Color, write_geojson
+from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Heat, draw_heatmap, leading, patch_boxes, score
+from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
+from wsi_fl.stages.answers.trained import trained_site
 from wsi_fl.stages.work.console import Lines, Table, Watcher, reason_of
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.site import SiteFile
+from wsi_fl.system.files import atomic, write_bytes, write_json
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
+
+_OTHERWISE, _ATTENTION = (150, 150, 150), (200, 0, 0)
+_COLORS: tuple[Color, ...] = ((150, 200, 150), (200, 0, 0))
+"""Healthy, and QuPath's own red for Tumor."""
+_MORE_COLORS: tuple[Color, ...] = (
+    *((0, 114, 178), (213, 94, 0), (0, 158, 115)),
+    *((204, 121, 167), (230, 159, 0), (86, 180, 233)),
+)
+"""Okabe and Ito's, for more than two classes."""
+_HEATMAP, _TABLE, _SCORE, _OUTLINES = "heatmap.png", "patches.csv", "score.json", "tumor.geojson"
+_WHOSE = {"mean": "mean of both models", "alone": "lone model", "stack": "mixture"}
 
 
 def predict(
@@ -45,28 +60,27 @@ def predict(
         mpp: µm per level-0 pixel of these slides, whatever they say; default: the site file's, else theirs.
         overrides: `predict.KEY=VALUE` over the run's configuration.
     """
-    began = time.perf_counter()
-    job = Job()
+    began, job = time.perf_counter(), Job()
     told = job.watched(watcher)
-    names = _names(slides)
-
-    def prepare() -> tuple[RunFolder, Pipeline, SiteFile, Predictor]:
-        run, pipeline, where = trained_site(study, run_name, site, overrides)
-        return run, pipeline, where, load_predictor(study, run, pipeline, where, tumor_type)
-
-    run, pipeline, where, predictor = job.each(prepare)
-    folder = out.resolve() if out is not None else run.path / "predictions" / site
+    names = [path.name if path.is_dir() else path.stem for path in slides]  # as in a store
+    if twice := [name for name, n in Counter(names).items() if n > 1]:
+        raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")
+    predictor = job.each(
+        lambda: load_predictor(study, *trained_site(study, run_name, site, overrides), tumor_type)
+    )
+    folder = out.resolve() if out is not None else predictor.run.path / "predictions" / site
+    scale = mpp or predictor.site.mpp_override
     records = [
-        SlideRecord(path, name, "", site, "negative", False, mpp_override=mpp or where.mpp_override)
+        SlideRecord(path, name, "", site, "negative", False, mpp_override=scale)
         for path, name in zip(slides, names, strict=True)
     ]
     outcomes = job.share(records, lambda mine: (_outcome(predictor, record, folder, told) for record in mine))
     if not job.first:
         return {}
     return {
-        "run": study.relative(run.path),
+        "run": study.relative(predictor.run.path),
         "site": site,
-        "with": answers_with(run, pipeline, site),
+        "with": predictor.models.answer,
         "slides": [one["row"] for one in outcomes if "row" in one],
         "failed": [one["failed"] for one in outcomes if "failed" in one],
         "seconds": time.perf_counter() - began,
@@ -76,7 +90,7 @@ def predict(
 def _outcome(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
     """Predict a slide; return its row, or why there is none."""
     try:
-        return {"row": predict_slide(predictor, record, folder / record.slide, watcher)}
+        return {"row": _predict_slide(predictor, record, folder / record.slide, watcher)}
     except (DiskFull, UsageError):
         raise
     except Exception as error:  # one slide that a library chokes on must not end the others
@@ -85,38 +99,135 @@ def _outcome(predictor: Predictor, record: SlideRecord, folder: Path, watcher: W
     return {"failed": {"slide": record.slide, "reason": reason}}
 
 
-def _names(slides: Sequence[Path]) -> list[str]:
-    """The slides' names: file names without suffix, as in a store."""
-    names = [path.name if path.is_dir() else path.stem for path in slides]
-    if twice := [name for name, n in Counter(names).items() if n > 1]:
-        raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")
-    return names
+def _predict_slide(
+    predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher
+) -> dict[str, Any]:
+    """Write all files of one slide; return its row of the document. There is no heatmap without slide or places."""
+    watcher.update(record.slide, 0, 1)
+    study, seen = predictor.study, predictor.seen(record, watcher)
+    origin = {
+        "run": study.relative(predictor.run.path),
+        "site": record.site,
+        "path": study.relative(seen.base.path.resolve()) if seen.base else None,
+        "with": predictor.models.answer,
+    }
+    spec, files = predictor.meta.spec, {"heatmap": _HEATMAP, "csv": _TABLE, "json": _SCORE}
+    if seen.said is not None:
+        row, more = _of_patches(predictor, record, folder, seen)
+        files["geojson"] = _OUTLINES
+    else:
+        row, more = _of_slide(predictor, record, folder, seen)
+    write_json(folder / _SCORE, origin | row | more | {"size_px": spec.size_px, "mpp": spec.mpp})
+    watcher.update(record.slide, 1, 1)
+    made = {key: study.relative(folder / file) for key, file in files.items()}
+    return row | made | ({} if seen.base else {"heatmap": None})
+
+
+def _of_patches(
+    predictor: Predictor, record: SlideRecord, folder: Path, seen: Seen
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Draw and write what is said of each patch; return (the row, what else the score file says)."""
+    heat, base = predictor.heat(record.slide, seen), seen.base
+    assert base is not None
+    kind, colors = leading(heat), colors_of(heat.classes)
+    found = score(heat, kind)
+    said = (
+        f"{heat.classes[kind]} {found['top_k_mean']:.2f}",
+        f"mean of the {min(TOP_K, len(seen.xy_l0))} highest; highest {found['max']:.2f}; "
+        f"{_percent(found['fraction'])} of patches at {heat.threshold:g} or more",
+    )
+    write_bytes(folder / _HEATMAP, _drawn(predictor, record, base, heat, colors, *said))
+    write_geojson(folder / _OUTLINES, heat, colors, f"{predictor.run.name}/{record.site}/{record.slide}")
+    columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
+    write_patches(folder / _TABLE, seen.xy_l0, size_in_l0(predictor.meta.spec, base.mpp), columns)
+    row = {"slide": record.slide, "patches": len(seen.xy_l0), "set_aside": seen.n_aside, "score": found}
+    return row, {
+        "class": heat.classes[kind],
+        "classes": {heat.classes[k]: score(heat, k) for k in heat.shown},
+        "regions": len(heat.regions),
+        "threshold": heat.threshold,
+        "top_k": TOP_K,
+        "stride_px": predictor.meta.spec.stride_px,
+        "slide_mpp": base.mpp,
+        "quickhash": base.quickhash,
+    }
+
+
+def _of_slide(
+    predictor: Predictor, record: SlideRecord, folder: Path, seen: Seen
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Draw and write what is said of the whole slide; return (the row, what else the score file says)."""
+    assert seen.bag is not None
+    meta, base, kind = predictor.meta, seen.base, predictor.tumor_type_of(record)
+    answer = predictor.answer(seen.bag, kind)
+    side = None
+    if base is not None:
+        side = size_in_l0(meta.spec, base.mpp)
+        boxes = patch_boxes(seen.xy_l0, meta.spec, base.mpp, base.size_l0)
+        shown, legend = answer.legend
+        heat = Heat(boxes, ("other", shown), np.stack([1 - answer.heat, answer.heat], axis=1))
+        picture = _drawn(predictor, record, base, heat, [_OTHERWISE, _ATTENTION], *answer.words, legend)
+        write_bytes(folder / _HEATMAP, picture)
+    write_patches(folder / _TABLE, seen.xy_l0, side, answer.columns)
+    row = {"slide": record.slide, "patches": len(seen.xy_l0), "tumor_type": kind, **answer.facts}
+    return row, {"encoder": meta.encoder}
+
+
+def _drawn(
+    predictor: Predictor, record: SlideRecord, base: Base, heat: Heat, colors: list[Color], *said: str
+) -> bytes:
+    """The heatmap over the slide's thumbnail."""
+    spec, of = predictor.meta.spec, "mosaic of " if predictor.kind.data == "mosaics" else ""
+    where = f"{predictor.run.name} · {predictor.site.name} · {of}{len(heat.boxes_l0)} patches"
+    caption = Caption(record.slide, f"{where} of {spec.size_px} px at {spec.mpp:g} µm", *said)
+    return draw_heatmap(base.thumbnail, base.downsample, base.mpp, heat, colors, caption)
+
+
+def colors_of(classes: Sequence[str]) -> list[Color]:
+    """Return a colour for each class."""
+    if len(classes) == 2:
+        return list(_COLORS)
+    return [_MORE_COLORS[k % len(_MORE_COLORS)] for k in range(len(classes))]
+
+
+def _percent(share: float) -> str:
+    """Whole per cent, but never 0 % of something."""
+    return "under 1 %" if 0 < share < 0.01 else f"{share:.0%}".replace("%", " %")
+
+
+def write_patches(
+    path: Path, xy_l0: NDArray[np.int64], size_l0: float | None, columns: Mapping[str, NDArray[np.float64]]
+) -> None:
+    """Write patches.csv: a row per patch, its corner and side in level-0 pixels, and what is said of it alone.
+
+    Args:
+        size_l0: None where nobody knows where the patches lie.
+        columns: heading → float64[m].
+    """
+    side = "" if size_l0 is None else f"{size_l0:.3f}".rstrip("0").rstrip(".")
+    said = np.stack(list(columns.values()), axis=1).tolist()
+    with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["x_l0", "y_l0", "size_l0", *columns])
+        for (x, y), values in zip(xy_l0.tolist(), said, strict=True):
+            writer.writerow([x, y, side, *(f"{value:.6f}" for value in values)])
 
 
 def predictions_lines(document: dict[str, Any]) -> Lines:
     """Yield a row per slide, then the pictures' paths on stdout."""
     if document["slides"]:
         of_bags = "score" not in document["slides"][0]
-        headings = (
-            ("patches", "answer", "value") if of_bags else ("patches", "max", "top k", "over threshold")
-        )
+        headings = ("answer", "value") if of_bags else ("max", "top k", "over threshold")
         whose = _WHOSE.get(document["with"], f"{document['with']} model")
-        cells = _of_slide if of_bags else _of_patches
-        rows = [[row["slide"], str(row["patches"]), *cells(row)] for row in document["slides"]]
-        yield Table(f"{whose} of {document['site']}", ["slide", *headings], rows)
+        rows = [[row["slide"], str(row["patches"]), *_cells(row)] for row in document["slides"]]
+        yield Table(f"{whose} of {document['site']}", ["slide", "patches", *headings], rows)
     for row in document["slides"]:
         yield row["heatmap"] or row["csv"]
 
 
-_WHOSE = {"mean": "mean of both models", "alone": "lone model", "stack": "mixture"}
-
-
-def _of_patches(row: dict[str, Any]) -> tuple[str, ...]:
-    found = row["score"]
-    return f"{found['max']:.3f}", f"{found['top_k_mean']:.3f}", percent(found["fraction"])
-
-
-def _of_slide(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if found := row.get("score"):
+        return f"{found['max']:.3f}", f"{found['top_k_mean']:.3f}", _percent(found["fraction"])
     if "value" in row:
         return row["target"], f"{row['value']:.3g}"
     if "risk" in row:

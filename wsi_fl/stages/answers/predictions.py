@@ -7,8 +7,6 @@ whose example (part), slide, patient, what else is known of it, what is true, an
 from __future__ import annotations
 
 import csv
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,8 +20,6 @@ from wsi_fl.types import WsiFlError
 
 Key = tuple[str, ...]
 """A test example: its site, its patient, and what else names it."""
-Weighed = dict[Key, tuple[float, float]]
-"""Test example → what it adds to the mean that is compared, such as 1 where the answer is right, and its weight."""
 Answers = dict[Key, tuple[float, str]]
 """Test example → what it adds to the mean that is compared, and its true class; "" where classes are not asked."""
 COLUMNS = {
@@ -35,8 +31,6 @@ COLUMNS = {
 to the end of each interval; the risk by which patients are ranked follows from all of them (`survival.risk`)."""
 _WHO = ("site", "model", "answers", "part", "slide", "patient")
 _MODEL, _ANSWERS = 1, 2
-_SKEWED = 0.5
-"""Part of an equal share below which the rarest class makes accuracy say little."""
 
 
 def write_predictions(folder: SiteFolder, table: Predictions, *, known: bool = True) -> None:
@@ -131,37 +125,6 @@ def read_answers(folder: SiteFolder, on: str, task: Task = CLASSES) -> Answers |
     classes = task.kind == "classes"
     labels = [table.outputs[label] if classes else "" for label in table.truth]
     return dict(zip(keys, zip(values.tolist(), labels, strict=True), strict=True))
-
-
-def weighed(answers: Answers) -> Weighed:
-    """Return answers with the weight of each.
-
-    Where one class is much rarer than others, examples are weighed so that all classes count alike, and the weighted
-    mean is balanced accuracy; see `is_skewed`.
-    """
-    counts = Counter(label for _, label in answers.values())
-    n, skewed = len(answers), is_skewed(counts)
-    return {
-        key: (value, n / len(counts) / counts[label] if skewed else 1.0)
-        for key, (value, label) in answers.items()
-    }
-
-
-def is_skewed(counts: Mapping[str, int]) -> bool:
-    """Return whether the rarest of several classes has less than half of an equal share.
-
-    Example:
-        >>> is_skewed({"healthy": 90, "tumor": 30}), is_skewed({"healthy": 90, "tumor": 20})
-        (False, True)
-    """
-    if len(counts) < 2:
-        return False
-    return min(counts.values()) < _SKEWED * sum(counts.values()) / len(counts)
-
-
-def measured_by(answers: Weighed, task: Task) -> str:
-    """Return which score the weighted mean is: the first of the task, or macro-accuracy where weights differ."""
-    return "macro_accuracy" if len({weight for _, weight in answers.values()}) > 1 else task.scores[0]
 
 
 def _path(folder: SiteFolder) -> Path:

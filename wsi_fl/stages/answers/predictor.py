@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.bags import allowed_classes, unlabelled_bags
 from wsi_fl.learning.examples import Examples, packed, resized, unlabelled
+from wsi_fl.learning.survival import risk
+from wsi_fl.learning.tasks import Number, Survival, Task
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.models.mil import BagModel
 from wsi_fl.runs.run import RunFolder
@@ -23,7 +26,7 @@ from wsi_fl.slides.pictures.heatmap import Heat, patch_boxes
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.answers.bag_answers import SlidePrediction
+from wsi_fl.stages.answers.predictions import COLUMNS
 from wsi_fl.stages.answers.trained import TrainedModels, answering
 from wsi_fl.stages.prepare.bags import OfSlides
 from wsi_fl.stages.prepare.tile_plans import params_of, segmenter_of
@@ -45,17 +48,12 @@ _BATCH, _BATCH_PIXELS = 256, 1 << 22
 """Images a model sees at once: as many as `evaluate` shows it, fewer where they are large."""
 _THUMBNAIL_PX = 1200
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Base:
-    """A slide as pictures of it show it.
-
-    Attributes:
-        path: of its file.
-        thumbnail: uint8[h, w, 3], and `downsample` level-0 pixels per pixel of it.
-        mpp: µm per level-0 pixel.
+class Base(NamedTuple):
+    """A slide as pictures of it show it: with a thumbnail uint8[h, w, 3], one pixel of which is `downsample` level-0
+    pixels of `mpp` µm each.
     """
 
     path: Path
@@ -66,8 +64,7 @@ class Base:
     quickhash: str
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """The m patches of a slide that a model was asked about.
 
     Attributes:
@@ -79,10 +76,89 @@ class Seen:
     """
 
     xy_l0: NDArray[np.int64]
-    said: Floats | None
+    said: _Floats | None
     bag: Bag | None
     base: Base | None
     n_aside: int = 0
+
+
+@dataclass(frozen=True)
+class SlidePrediction:
+    """What a model says of one slide with m patches.
+
+    Attributes:
+        task: what was asked.
+        names: what each of the k outputs is called.
+        whole: float64[k], what is said of the slide; of classes probabilities, 0 for what its tumour type cannot be.
+        alone: float64[m, k], the same of each patch by itself.
+        attention: float64[m], adding up to 1; None for models that do not weigh their patches.
+    """
+
+    task: Task
+    names: tuple[str, ...]
+    whole: _Floats
+    alone: _Floats
+    attention: _Floats | None
+
+    @property
+    def _best(self) -> int:
+        """The position of the most probable class."""
+        return int(self.whole.argmax())
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the document says of it."""
+        if self.task.kind == "number":
+            return {"target": self.names[0], "value": float(self.whole[0])}
+        if isinstance(self.task, Survival):
+            said = dict(zip(self.names, self.whole.tolist(), strict=True))
+            return {"without_event": said, "risk": float(risk(self.whole[None], self.task.ends)[0])}
+        return {
+            "class": self.names[self._best],
+            "probability": float(self.whole[self._best]),
+            "probabilities": dict(zip(self.names, self.whole.tolist(), strict=True)),
+        }
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """(the answer, what else is to be said), each in a few words."""
+        if self.task.kind == "number":
+            return f"{self.names[0]} {self.whole[0]:.3g}", ""
+        if self.task.kind == "survival":
+            *before, (end, last) = zip(self.names, self.whole.tolist(), strict=True)
+            return f"{last:.2f} without the event at {end}", "; ".join(
+                f"{p:.2f} at {name}" for name, p in before
+            )
+        ranked = sorted(zip(self.whole.tolist(), self.names, strict=True), reverse=True)[1:3]
+        others = "; ".join(f"{other} {p:.2f}" for p, other in ranked if p > 0)
+        return f"{self.names[self._best]} {self.whole[self._best]:.2f}", others
+
+    @property
+    def legend(self) -> tuple[str, str]:
+        """(short, long) name of what the heatmap shows."""
+        if self.attention is not None:
+            return "attention", "attention, share of the highest"
+        if self.task.kind == "number":
+            return self.names[0], f"{self.names[0]}, patch alone, share of its range"
+        if self.task.kind == "survival":
+            return "event", f"event by {self.names[-1]}, patch alone"
+        return self.names[self._best], f"{self.names[self._best]} probability, patch alone"
+
+    @property
+    def heat(self) -> _Floats:
+        """float64[m] in [0, 1]: attention as a share of the highest, else what is said of the patch alone."""
+        if self.attention is not None:
+            return self.attention / max(float(self.attention.max()), np.finfo(np.float64).tiny)
+        if isinstance(self.task, Number):
+            return (self.alone[:, 0] - self.task.low) / (self.task.high - self.task.low)
+        return 1 - self.alone[:, -1] if self.task.kind == "survival" else self.alone[:, self._best]
+
+    @property
+    def columns(self) -> dict[str, _Floats]:
+        """What a table of patches says of each: heading → float64[m]."""
+        attention = {} if self.attention is None else {"attention": self.attention}
+        heading = COLUMNS[self.task.kind][1]
+        return attention | {heading.format(name): self.alone[:, k] for k, name in enumerate(self.names)}
 
 
 @dataclass(frozen=True)
@@ -111,15 +187,10 @@ class Predictor:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder of a run on features.
-
-        Raises:
-            WsiFlError: when it has other weights by now.
-        """
-        mosaics = self.kind.data == "mosaics"
-        settings, section = (
-            (self.pipeline.mosaic, "mosaic") if mosaics else (self.pipeline.encoding, "features")
-        )
+        """The encoder of a run on features, if it has the same weights still."""
+        settings, section = self.pipeline.encoding, "features"
+        if self.kind.data == "mosaics":
+            settings, section = self.pipeline.mosaic, "mosaic"
         encoder = encoder_of(self.study, settings, n_cores(), section, gpu=self.pipeline.gpu)
         if any(encoder_differences([encoder.label, self.meta.encoder])):
             raise WsiFlError(
@@ -129,16 +200,12 @@ class Predictor:
         return encoder
 
     def seen(self, record: SlideRecord, watcher: Watcher) -> Seen:
-        """Return the patches of a slide: of its mosaic, or all of them.
-
-        Raises:
-            WsiFlError: when there is no such slide, it has no patches, or the encoder is another one.
-        """
+        """Return the patches of a slide: of its mosaic, or all of them."""
         return self._mosaic(record) if self.kind.data == "mosaics" else self._all_patches(record, watcher)
 
     def _mosaic(self, record: SlideRecord) -> Seen:
         """From the site's store, else made now with the run's parameters and encoder."""
-        row, path = self._row_of(record), slide_file(self.study, self.site, record)
+        row, path = self._row_of(record), _slide_file(self.study, self.site, record)
         if self.store is not None and row is not None:
             bag = self.store.bag(row)
         elif path is None:
@@ -204,11 +271,7 @@ class Predictor:
             yield np.concatenate(waiting)
 
     def heat(self, slide: str, seen: Seen) -> Heat:
-        """Return what models of patches say of each of them.
-
-        Raises:
-            WsiFlError: when they give no numbers, or nobody knows where the patches lie.
-        """
+        """Return what models of patches say of each of them."""
         assert seen.said is not None
         if not np.isfinite(seen.said).all():
             raise WsiFlError(f"{slide}: the model gives no numbers; it did not train well")
@@ -218,32 +281,27 @@ class Predictor:
         return Heat(boxes, self.meta.classes, seen.said)
 
     def answer(self, bag: Bag, tumor_type: str | None) -> SlidePrediction:
-        """Return what models of slides or patients say of a bag, of the classes that a tumour type may have.
-
-        Raises:
-            WsiFlError: when the features are not the model's, or it gives no numbers.
-        """
+        """Return what models of slides or patients say of a bag, of the classes that a tumour type may have."""
         task, features = task_of(self.pipeline.target), bag.features
         allowed = allowed_classes(np.array([tumor_type or ""]), self.meta.classes, self.meta.tumor_types)[0]
-        whole = (
-            [features] if self.kind.example == "slide" else [features.mean(axis=0, dtype=np.float64)[None]]
-        )
+        slide = self.kind.example == "slide"
+        whole = features if slide else features.mean(axis=0, dtype=np.float64)[None]
 
-        def asked(bags: Sequence[NDArray[np.float32]]) -> Floats:
+        def asked(bags: Sequence[NDArray[np.float32]]) -> _Floats:
             examples: Examples = unlabelled_bags(bags, allowed, task)
-            if self.kind.example != "slide":
+            if not slide:
                 rows = np.concatenate(bags).astype(np.float32)
                 examples = replace(examples, read=lambda chosen: rows[chosen])
             return self.models.probabilities(examples)
 
         with torch.inference_mode():
-            of_all, alone = asked(whole)[0], asked([patch[None] for patch in features])
-            attention = self._attention(bag) if self.kind.example == "slide" else None
+            of_all, alone = asked([whole])[0], asked([patch[None] for patch in features])
+            attention = self._attention(bag) if slide else None
         if not np.isfinite(of_all).all() or not np.isfinite(alone).all():
             raise WsiFlError("the model gives no numbers; it did not train well")
         return SlidePrediction(task, self.meta.classes, of_all, alone, attention)
 
-    def _attention(self, bag: Bag) -> Floats | None:
+    def _attention(self, bag: Bag) -> _Floats | None:
         """float64[m], of two models the mean; None unless every model that is asked weighs its patches."""
         x = torch.from_numpy(packed([bag.features])).to(self.models.device)
         weights = [model.attention(x) if isinstance(model, BagModel) else None for model in self.models.asked]
@@ -271,10 +329,7 @@ def load_predictor(
 ) -> Predictor:
     """Load the trained models of a site, and open its mosaics where it learned from such.
 
-    Raises:
-        UsageError: when the run knows no such tumour type, its mosaics have another encoder by now, or it learned from
-            images that are no slides.
-        WsiFlError: when the encoder has other weights by now.
+    Refused are an unknown tumour type, images that are no slides, and an encoder that has other weights by now.
     """
     kind, folder = kind_of(pipeline), run.site(site.name)
     meta, facts = remembered_bags(folder), folder.store_facts()
@@ -311,7 +366,7 @@ def _mosaics(study: Study, run: RunFolder, site: str, meta: BagMeta) -> BagStore
     return store
 
 
-def slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path | None:
+def _slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path | None:
     """Return the slide's file: as given, else among the site's slides; None where it is in neither place."""
     if record.path.exists():
         return record.path

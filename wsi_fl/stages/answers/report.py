@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.report import words
-from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
+from wsi_fl.report.sections import Page
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.between import between_of
 from wsi_fl.stages.answers.clinical import described_runs
 from wsi_fl.stages.answers.compare_runs import Run, runs_of
-from wsi_fl.stages.answers.compare_worth import of_all
+from wsi_fl.stages.answers.compare_worth import compared_over_all
+from wsi_fl.stages.answers.evaluate import between_of
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext, as_begun
@@ -25,15 +25,13 @@ from wsi_fl.stages.work.console import say
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Train
 from wsi_fl.study.toml import value_of
 from wsi_fl.system.files import read_json, write_text
 from wsi_fl.types import UNLABELLED, WsiFlError
 
 _SAMPLES_PER_CLASS = 6
-
-Patches = list[tuple[str, NDArray[np.uint8]]]
-"""(class, pixels) each."""
+_Patch = tuple[str, NDArray[np.uint8]]
+"""Class and pixels."""
 
 
 def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
@@ -53,7 +51,7 @@ def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
         page = _page(party, pictures=pictures)
     write_text(path, render(page))
     if page.left_out:
-        names = ", ".join(_without_repeats(page.left_out))
+        names = ", ".join(_once(page.left_out))
         say(
             f"  pictures of patients of {names} were left out; `wsi-fl report {run.name} --pictures` shows them, on a "
             "page that must not leave the hospital",
@@ -72,6 +70,10 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
     opened = {site.name: party.data(site.name) for site in (shown or here[:1])}
     with_pixels = {site.name: s for site in shown if isinstance(s := opened[site.name].store, PatchStore)}
     this = Run.of(run.path)
+    ledgers = {path.parent.name: read_json(path) for path in sorted(run.path.glob("sites/*/ledger.json"))}
+    asked = {  # as `clinical` was asked last
+        name: value for name, value in (run.clinical() or {}).items() if name in ("prevalence", "by", "least")
+    }
     return Page(
         run=run.name,
         method=party.name,
@@ -84,8 +86,8 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
         metrics={one.name: run.site(one.name).metrics() for one in party.members},
         baselines=list(baselines(party, this)),
         stores=[_store_row(data) for data in opened.values()],
-        groups=_groups(run),
-        clinical=_clinical(party),
+        groups={site: found["group"] for site, found in ledgers.items() if found.get("group")},
+        clinical=described_runs([party], **asked) if party.task.kind == "classes" else None,
         audit=_optional(run.path / "audit" / "audit.json"),
         between=between_of(party),
         mpcpa=_optional(run.path / "mpcpa.json"),
@@ -97,59 +99,41 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
     )
 
 
-def _clinical(party: RunContext) -> dict[str, Any] | None:
-    """What clinics ask, as `clinical` was asked last; None where there are no predictions of classes."""
-    if party.task.kind != "classes":
-        return None
-    asked = party.run.clinical() or {}
-    return described_runs(
-        [party], **{name: asked[name] for name in ("prevalence", "by", "least") if name in asked}
-    )
-
-
 def _pictures(party: RunContext, stores: dict[str, PatchStore], *, of_patients: bool) -> dict[str, Any]:
-    """What the page shows of pixels; images of a denoiser that learned from patients count as pictures of them."""
+    """What the page shows of pixels and single patients, what it leaves out, and whose patients it shows.
+
+    Images of a denoiser that learned from patients count as pictures of them.
+    """
     study, simulated = party.study, {site.name for site in party.sites if not site.real}
-    generated, said = _generated(party), _said(party)
-    overviews = {name: png for name, store in stores.items() if (png := _overviews(study, name, store))}
+    keys: dict[str, str] = {}  # of each denoiser that a site of this run learned from
+    for site in party.names:
+        keys = (party.run.site(site).kept("package") or {"images": {}})["images"] | keys
+    generated = {name: path for name in sorted(keys) if (path := study.generated(keys[name])).exists()}
+    overviews = {name: _overviews(study, name, store) for name, store in stores.items()}
+    said = _said(party)
+    made: dict[str, Callable[[str], Any]] = {
+        "patches": lambda name: _samples(stores[name]),
+        "overviews": lambda name: [(slide, path.read_bytes()) for slide, path in overviews[name]],
+        "generated": lambda name: _generated_samples(generated[name]),
+        "said": said.__getitem__,
+    }
     found = {
         "patches": list(stores),
-        "overviews": list(overviews),
+        "overviews": [name for name, pictures in overviews.items() if pictures],
         "generated": list(generated),
         "said": list(said),
     }
     real = {kind: [name for name in names if name not in simulated] for kind, names in found.items()}
     hidden = {} if of_patients else {kind: names for kind, names in real.items() if names}
-    shown = {kind: [n for n in names if n not in hidden.get(kind, ())] for kind, names in found.items()}
-    return {
-        "patches": {name: _samples(stores[name]) for name in shown["patches"]},
-        "overviews": {
-            name: [(slide, path.read_bytes()) for slide, path in overviews[name]]
-            for name in shown["overviews"]
-        },
-        "generated": {name: _generated_samples(generated[name]) for name in shown["generated"]},
-        "said": {name: said[name] for name in shown["said"]},
-        "left_out": hidden,
-        "patients_of": _without_repeats(real) if of_patients else [],
+    shown = {
+        kind: {name: make(name) for name in found[kind] if name not in hidden.get(kind, ())}
+        for kind, make in made.items()
     }
+    return shown | {"left_out": hidden, "patients_of": _once(real) if of_patients else []}
 
 
-def _without_repeats(sites: Mapping[str, Sequence[str]]) -> list[str]:
+def _once(sites: Mapping[str, Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in sites.values() for name in names))
-
-
-def _generated(party: RunContext) -> dict[str, Path]:
-    """The images of each denoiser that a site of this run learned from; of each denoiser once."""
-    keys: dict[str, str] = {}
-    for site in party.names:
-        keys = (party.run.site(site).kept("package") or {"images": {}})["images"] | keys
-    paths = {name: party.study.generated(keys[name]) for name in sorted(keys)}
-    return {name: path for name, path in paths.items() if path.exists()}
-
-
-def _generated_samples(path: Path) -> Patches:
-    with PatchStore(path) as store:
-        return _samples(store)
 
 
 def _said(party: RunContext) -> dict[str, Any]:
@@ -159,16 +143,9 @@ def _said(party: RunContext) -> dict[str, Any]:
     """
     if party.task.kind == "classes":
         return {}
-    members = [site.name for site in party.members]
-    found = {name: read_predictions(party.run.site(name), party.task) for name in members}
+    found = {site.name: read_predictions(party.run.site(site.name), party.task) for site in party.members}
     own = {name: one.own for name, one in found.items() if one is not None}
     return {name: (one.truth.reshape(len(one), -1), one.answers) for name, one in own.items() if len(one)}
-
-
-def _groups(run: RunFolder) -> dict[str, Any]:
-    """Of the sites whose part of the run lies here."""
-    ledgers = {path.parent.name: read_json(path) for path in sorted(run.path.glob("sites/*/ledger.json"))}
-    return {site: found["group"] for site, found in ledgers.items() if found.get("group")}
 
 
 def _optional(path: Path) -> Any:
@@ -182,18 +159,13 @@ def baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
     runs: dict[tuple[str, bool], Run] = {}
     oldest_first = [*runs_of(party.study)][::-1]
     for other in sorted(oldest_first, key=lambda other: other.seed == this.seed):
-        evaluation, settings = other.folder.evaluation(), other.pipeline
+        evaluation = other.folder.evaluation()
         if other.folder.name == party.run.name or not evaluation or evaluation["merged"] is None:
             continue
-        if words.scores_of(evaluation) != party.task.scores or other.inputs != this.inputs:
+        if tuple(evaluation["scores"]) != party.task.scores or _asked(other) != _asked(this):
             continue
-        if other.folder.manifest["pipeline"] != party.run.manifest["pipeline"]:
-            continue
-        if _tested(settings.train) != _tested(party.pipeline.train):
-            continue
-        if other.method == "mpcpa" and value_of(settings, "mpcpa.per_class") != value_of(
-            party.pipeline, "mpcpa.per_class"
-        ):
+        key = "mpcpa.per_class"
+        if other.method == "mpcpa" and value_of(other.pipeline, key) != value_of(party.pipeline, key):
             continue  # a point of the curve over generated images
         sites = other.summary["sites"]
         epsilons, guarantee = [row["epsilon"] for row in sites], sites[0]["guarantee"]
@@ -212,14 +184,16 @@ def baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
         for (method, dp), row in latest.items():
             if words.is_alone(method) and not dp:
                 known = {"alone": runs[method, dp], "joined": this, "pooled": pooled}
-                found = of_all({kind: [run] for kind, run in known.items() if run}, "merged")
+                found = compared_over_all({kind: [run] for kind, run in known.items() if run}, "merged")
                 row["gain"] = found if found["gain"] else None
     return latest.values()
 
 
-def _tested(train: Train) -> tuple[object, ...]:
-    """What says which patients of the same stores a run tests: of folds, the seed draws them."""
-    return train.folds, train.fold, train.left_out, train.seed if train.folds else None
+def _asked(run: Run) -> tuple[object, ...]:
+    """What says which patients of which stores a run tests, by which pipeline: of folds, the seed draws them."""
+    train = run.pipeline.train
+    divided = (train.folds, train.fold, train.left_out, train.seed if train.folds else None)
+    return run.inputs, run.folder.manifest["pipeline"], *divided
 
 
 def _store_row(data: Data) -> dict[str, Any]:
@@ -235,7 +209,7 @@ def _store_row(data: Data) -> dict[str, Any]:
         "test": sum(counts["test"].values()),
         "patients": len(np.unique(table.patient)),
         "slides": len(np.unique(table.slide)),
-        **(_mosaics(store) if isinstance(store, BagStore) and data.pipeline.example == "slide" else {}),
+        **_mosaics(data),
         "size_px": store.meta.spec.size_px,
         "mpp": store.meta.spec.mpp,
         "table": {split: values for split, values in counts.items() if sum(values.values())},
@@ -252,17 +226,22 @@ def _counted(data: Data) -> tuple[tuple[str, ...], NDArray[Any]]:
     return (data.classes, label) if data.task.kind == "classes" else (data.classes, np.zeros(len(label), int))
 
 
-def _mosaics(store: BagStore) -> dict[str, Any]:
-    """What the bags of a site are like."""
+def _mosaics(data: Data) -> dict[str, Any]:
+    """What the bags of a site are like; nothing where models are asked about patches."""
+    store = data.store
+    if not isinstance(store, BagStore) or data.pipeline.example != "slide":
+        return {}
     sizes = store.sizes
-    return {
-        "n_features": store.n_features,
-        "encoder": store.meta.encoder,
-        "bag": {"least": int(sizes.min()), "median": float(np.median(sizes)), "most": int(sizes.max())},
-    }
+    bag = {"least": int(sizes.min()), "median": float(np.median(sizes)), "most": int(sizes.max())}
+    return {"n_features": store.n_features, "encoder": store.meta.encoder, "bag": bag}
 
 
-def _samples(store: PatchStore) -> Patches:
+def _generated_samples(path: Path) -> list[_Patch]:
+    with PatchStore(path) as store:
+        return _samples(store)
+
+
+def _samples(store: PatchStore) -> list[_Patch]:
     """A few patches of each class, the same ones at every call."""
     rng = np.random.default_rng(0)
     out = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from wsi_fl.federation.methods import METHODS
+from wsi_fl.federation.methods import METHODS, Method
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities
@@ -15,8 +15,8 @@ from wsi_fl.learning.stacking import Stack
 from wsi_fl.learning.validation import LONE, STACK, answered, roles
 from wsi_fl.models import build
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.party import as_begun, method_for
-from wsi_fl.stages.training.learners import architecture, start_of
+from wsi_fl.stages.site.party import RunContext, as_begun, method_for
+from wsi_fl.stages.training.workshop import architecture, start_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -24,11 +24,6 @@ from wsi_fl.types import Shape, UsageError, WsiFlError
 
 _MAY_CHANGE = ("predict.", "features.weights=", "mosaic.weights=")
 """Settings that change nothing of what was learned: features of other weights are refused."""
-
-
-def method_of(run: RunFolder) -> str:
-    """The name of the method a run was trained with."""
-    return str(run.manifest["method"])
 
 
 def settings_of(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipeline:
@@ -44,15 +39,10 @@ def settings_of(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipel
 def trained_site(
     study: Study, run_name: str, site_name: str, overrides: Sequence[str]
 ) -> tuple[RunFolder, Pipeline, SiteFile]:
-    """A run, its configuration under `predict.KEY=VALUE`, and one of its sites.
-
-    Raises:
-        UsageError, WsiFlError: when the run or the site is not there, or the site was lost.
-    """
+    """A run, its configuration under `predict.KEY=VALUE`, and one of its sites that was not lost."""
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
-    pipeline = settings_of(study, run, overrides)
-    site = study.site(site_name)
+    pipeline, site = settings_of(study, run, overrides), study.site(site_name)
     if not run.site(site_name).path.is_dir():
         took_part = ", ".join(sorted(p.name for p in run.path.glob("sites/*"))) or "none"
         raise UsageError(f"{run.name}: site {site_name} took no part in this run; these did: {took_part}")
@@ -94,12 +84,28 @@ class TrainedModels:
         return answered(said, self.answer, self.stack)
 
 
-def roles_of(run: RunFolder, site: str) -> Set[str]:
-    """The roles of the models that a site has of a run: those of the method, and the one that it would have alone.
+def offered(method: Method) -> dict[str, str]:
+    """Return the models that sites of a method have by the name they are asked for: name → role in the run.
 
-    A site that only receives has none of its own.
+    A model is `private` where it stays at home. One that travels, or that all sites have alike, is `proxy` or `shared`.
     """
-    method = METHODS[method_of(run)]
+    if method.once:
+        return {"private": "private", "shared": "proxy"}
+    if "proxy" in method.learners:
+        return {"private": "private", "proxy": "proxy"}
+    return {
+        "shared" if method.learns_from == "everybody" or method.travels == "private" else "private": "private"
+    }
+
+
+def with_dp(party: RunContext, role: str) -> bool:
+    """Return whether the models of a role are trained with differential privacy."""
+    return party.pipeline.privacy.enabled and (role == "proxy" or "proxy" not in party.method.learners)
+
+
+def _roles_of(run: RunFolder, site: str) -> Set[str]:
+    """The roles of the models that a site has of a run; one that only receives has none of its own."""
+    method = METHODS[run.manifest["method"]]
     if method.once and not run.site(site).has_model("private"):
         return {"proxy"}
     there = method.learners.keys()
@@ -107,19 +113,15 @@ def roles_of(run: RunFolder, site: str) -> Set[str]:
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
-    """What answers for a site: as `predict.with` says, `auto` being what the run itself found.
-
-    Raises:
-        UsageError: when it did not look for what is asked.
-    """
-    wanted, there = pipeline.predict.with_, roles_of(run, site)
+    """What answers for a site: as `predict.with` says, `auto` being what the run itself found."""
+    wanted, there = pipeline.predict.with_, _roles_of(run, site)
     if len(there) == 1:
         return next(iter(there))
     if wanted == "auto":
         return run.site(site).choice() or "private"
-    if wanted == LONE not in there and not METHODS[method_of(run)].once:
+    if wanted == LONE not in there and not METHODS[run.manifest["method"]].once:
         raise UsageError(f"{run.name}: trained with train.alone = false, so it has no model of {site} alone")
-    if wanted == STACK and stack_of(run, site) is None:
+    if wanted == STACK and _stack_of(run, site) is None:
         raise UsageError(
             f"{run.name}: trained without predict.with = 'stack' and train.alone = true, so it has no weights for "
             "mixing the models; train with one of them, or ask for private, proxy or mean"
@@ -127,8 +129,8 @@ def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
     return wanted if wanted == STACK or set(roles(wanted)) <= there else "private"
 
 
-def stack_of(run: RunFolder, site: str) -> Stack | None:
-    """Return how a site mixes its models; None where its run did not find that out."""
+def _stack_of(run: RunFolder, site: str) -> Stack | None:
+    """How a site mixes its models; None where its run did not find that out."""
     noted = run.site(site).kept("choice")
     return Stack.of(noted["stack"]) if noted and "stack" in noted else None
 
@@ -143,16 +145,9 @@ def answering(
     *,
     every: bool = False,
 ) -> TrainedModels:
-    """The models that answer for a site.
-
-    Args:
-        every: whether the others are loaded too.
-
-    Raises:
-        WsiFlError: when the run has no such model, or it does not fit what the site's file says.
-    """
-    answer, stack = answers_with(run, pipeline, site.name), stack_of(run, site.name)
-    wanted = roles_of(run, site.name) if every else roles(answer, stack)
+    """The models that answer for a site; with `every`, the others too."""
+    answer, stack = answers_with(run, pipeline, site.name), _stack_of(run, site.name)
+    wanted = _roles_of(run, site.name) if every else roles(answer, stack)
     models = {role: _model(run, pipeline, site, role, classes, shape) for role in wanted}
     ready = {role: model.to(device).eval() for role, model in models.items()}
     return TrainedModels(ready, answer, device, stack)
@@ -162,7 +157,7 @@ def _model(
     run: RunFolder, pipeline: Pipeline, site: SiteFile, role: str, classes: Sequence[str], shape: Shape
 ) -> torch.nn.Module:
     """A site's model with its trained weights."""
-    common = role == "private" == method_for(method_of(run), pipeline).travels
+    common = role == "private" == method_for(run.manifest["method"], pipeline).travels
     name = architecture(site, pipeline, role, common=common)
     # its initial weights are all overwritten
     model = build(name, n_classes=len(classes), shape=shape, seed=0, start=start_of(pipeline))

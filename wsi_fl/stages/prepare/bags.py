@@ -43,8 +43,17 @@ from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
 from wsi_fl.stages.prepare.tile_plans import tissue_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
-from wsi_fl.stages.site.rates import speed_lines, speed_of
-from wsi_fl.stages.work.console import Line, Lines, Table, Watcher, partly, reason_of, say
+from wsi_fl.stages.work.console import (
+    Line,
+    Lines,
+    Table,
+    Watcher,
+    partly,
+    reason_of,
+    say,
+    speed_lines,
+    speed_of,
+)
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.bags import (
     Bag,
@@ -60,8 +69,7 @@ from wsi_fl.stores.bags import (
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import write_bytes
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, write_bytes
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import DiskFull, GridSpec, SetAside, SlideRecord, WsiFlError
 

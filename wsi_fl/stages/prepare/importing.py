@@ -26,7 +26,7 @@ from wsi_fl.stores.exchange import LAYOUTS, Facts, Layout, write_clam, write_lab
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked
 from wsi_fl.types import GridSpec, SetAside, SlideRecord, UsageError, WsiFlError, encoder_label
 
 _ROUNDED = 1.5

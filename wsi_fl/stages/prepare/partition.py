@@ -20,8 +20,7 @@ from wsi_fl.stores.shards import Counts, ShardMeta, link_shards, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import MOST_SEED, dump_toml, validated
-from wsi_fl.system.files import read_sealed, remove_abandoned, write_sealed, write_text
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, read_sealed, remove_abandoned, write_sealed, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError
 
 _BATCH = 256

@@ -14,8 +14,7 @@ import numpy as np
 
 from wsi_fl.slides.patching.quality import KINDS
 from wsi_fl.stages.prepare.sources import Quality
-from wsi_fl.stages.site.rates import speed_lines
-from wsi_fl.stages.work.console import Line, Lines, Table, by_site
+from wsi_fl.stages.work.console import Line, Lines, Table, by_site, speed_lines
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_text

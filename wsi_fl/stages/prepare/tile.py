@@ -42,8 +42,7 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import Counts, link_shards, linked
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.preparing import Tile
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, WsiFlError
 
 _TRIED, _READ = 8, 128
@@ -97,7 +96,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     store = listed.study.store(name)
     records = assign_splits(listed.records, test_fraction=pipeline.slides.test_fraction)
     plans = Plans(store.parent / ".plans", records, spec_of(pipeline))
-    shards, settings = Shards(listed, plans, job.threads), pipeline.tile
+    shards = Shards(listed, plans, job.threads)
     failed = list(listed.aside)
     with job.first_holds(locked(store.parent, name)):
         n = len(records)
@@ -109,7 +108,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
         )
 
         def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
-            chosen = _chosen(plans, planned, settings)
+            chosen = _chosen(plans, planned, pipeline)
             if job.first:
                 counts = {number: int(rows.sum()) for number, rows in chosen}
                 needed = shards.check_space(counts) / 1e9
@@ -133,7 +132,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
             if not paths:
                 raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
             classes = stored_classes(listed.site, {})
-            meta = StoreMeta(name, classes, plans.spec, min_tissue=settings.min_tissue)
+            meta = StoreMeta(name, classes, plans.spec, min_tissue=pipeline.tile.min_tissue)
             return linked(store, meta, paths) or link_shards(store, meta, paths)
 
         folders = (*(store.parent / part for part in ("slides", "overview")), plans.folder)
@@ -181,9 +180,10 @@ def _quality_of(seen: Iterable[Quality]) -> dict[str, Any]:
     return {"set_aside": dict(sorted(aside.items())), "tissue": tissue}
 
 
-def _chosen(plans: Plans, planned: Sequence[Done], settings: Tile) -> list[tuple[int, NDArray[np.bool_]]]:
+def _chosen(plans: Plans, planned: Sequence[Done], pipeline: Pipeline) -> list[tuple[int, NDArray[np.bool_]]]:
     """Return the numbers of slides that have a plan, and which of their patches are kept."""
     numbers = [number for number, one in enumerate(planned) if one.reason is None]
+    settings = pipeline.tile
     keep = choose(plans, numbers, balance=settings.balance, max_per_slide=settings.max_per_slide)
     return list(zip(numbers, keep, strict=True))
 
@@ -221,7 +221,7 @@ def _estimate_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]
             planned.append(one)
             watcher.update(name, len(planned) / 2, tried, "finding tissue")
         planning, failed = time.perf_counter() - began, set_aside(planned)
-        chosen = _chosen(plans, planned, pipeline.tile)
+        chosen = _chosen(plans, planned, pipeline)
         if not chosen:
             raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
         counts = {number: int(rows.sum()) for number, rows in chosen}

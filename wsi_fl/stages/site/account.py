@@ -1,11 +1,18 @@
-"""The privacy account of a site: its terms, what a round costs, and how many rounds it can afford."""
+"""The privacy account of a site: its terms, its ledger, what a round costs, and how many rounds it can afford.
+
+Here is the one door to the ledger of a site: of a real hospital it must know all that was ever spent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import glob
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +20,24 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
+from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.units import Units, rows_alone, whole_patients
 from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
 from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
-from wsi_fl.privacy.guarantee import Terms
+from wsi_fl.privacy.guarantee import Round, Terms, rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
 from wsi_fl.privacy.plan import planned as best_plan
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
+from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.sums import RUN
+from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
+from wsi_fl.system.tensors import load_document
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -63,11 +78,7 @@ def spends(pipeline: Pipeline) -> bool:
 
 
 def require_budget(site: SiteFile) -> None:
-    """Refuse to spend anything of a real hospital that has not said how much, and at which δ.
-
-    Raises:
-        UsageError: when its file names no max_epsilon or no delta.
-    """
+    """Refuse to spend anything of a real hospital whose file does not say how much, and at which δ."""
     missing = [key for key in ("max_epsilon", "delta") if getattr(site, key) is None]
     if site.real and missing:
         raise UsageError(
@@ -143,11 +154,7 @@ def _rounds(site: SiteFile, pipeline: Pipeline, n: int) -> partial[PrivacyPlan]:
 def _within(
     limits: Sequence[tuple[float, Sequence[Mechanism]]], n: int, epochs: int, delta: float, clip: float
 ) -> tuple[int, float]:
-    """Return batch size and noise of the tightest of the limits (ε, what counts towards it), which keep them all.
-
-    Args:
-        epochs: of all rounds together; 0 where all units are released at once.
-    """
+    """Return batch size and noise that keep all limits (ε, what counts towards it); `epochs` 0 is one release."""
     rate, steps, batch_size = 1.0, 1, n
     if epochs:
         ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
@@ -156,7 +163,188 @@ def _within(
     return batch_size, max(sigma_for(limit, rate, steps, delta, spent=before) for limit, before in limits)
 
 
-def agreed_plan(
+@dataclass(frozen=True)
+class Account:
+    """The account of a site in a run.
+
+    Attributes:
+        ledger: what was spent, and the door through which things leave, under the site's terms.
+        units: what privacy counts, rows or patients, canaries among them.
+        plan: what one round applies; None without privacy, and where sums were released before.
+    """
+
+    ledger: PrivacyLedger
+    units: Units
+    plan: PrivacyPlan | None
+
+
+def open_account(
+    party: RunContext,
+    index: int,
+    data: Data,
+    train: Examples,
+    canaries: NDArray[np.bool_] | None = None,
+    *,
+    planned: str = "",
+) -> Account:
+    """Open the account of a site in the run of a party, or in one that is only planned.
+
+    Args:
+        canaries: bool[m], which of those that are planted are in; None where none are.
+        planned: what the ledger calls a run that has not begun; "" for the party's.
+
+    Raises:
+        UsageError: without a budget, with a ledger that lacks what was spent, or for another plan than the run's.
+        WsiFlError: when the ledger is damaged, or does not know what the site has released.
+    """
+    site, pipeline, study, run = party.sites[index], party.pipeline, party.study, party.run
+    name = site.name
+    # every synthetic patch rests on all real ones: what protects one of them protects nobody
+    worth = "none" if data.is_synthetic() or site.receives else guarantee_of(party.method, pipeline)
+    terms = terms_of(site, pipeline, worth)
+    if spends(pipeline) and not site.receives:
+        require_budget(site)
+    units = units_of(pipeline, train, name)
+    if canaries is not None:
+        units = units.with_canaries(canaries)
+    released = party.releases.get(name)
+    includes = (RUN,) if released and pipeline.privacy.enabled else ()
+    named = {"promise": study.promise(name), "agreement": run.agreement, "approved": run.approved}
+    called = planned or run.identity
+    ledger = open_ledger(study, site, called, terms, includes, {} if planned else named)
+    if released:
+        check_own(ledger, RUN, released.digest, study.relative(study.release(name)))
+    if party.by_files:
+        return Account(ledger, units, None)
+    folder = None if planned else run.site(name)
+    plan = _agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)
+    return Account(ledger, units, plan)
+
+
+def units_of(pipeline: Pipeline, train: Examples, site: str) -> Units:
+    """What privacy counts at a site; without it batches are of rows."""
+    privacy = pipeline.privacy
+    if not privacy.enabled or privacy.unit == "row":
+        return rows_alone(len(train))
+    return whole_patients(train, privacy.max_rows, site)
+
+
+def open_ledger(
+    study: Study,
+    site: SiteFile,
+    run: str,
+    terms: Terms,
+    includes: Collection[str] = (),
+    named: Mapping[str, str] = MappingProxyType({}),
+) -> PrivacyLedger:
+    """Return a site's privacy account, which for a real hospital must know all that was ever spent here.
+
+    Args:
+        includes: other entries whose cost is part of the run's.
+        named: what each of its lines names; see `PrivacyLedger`.
+
+    Raises:
+        UsageError: when the ledger is missing or lacks rounds of a run, or a release, that lie in the study.
+        WsiFlError: when the file is damaged, changed or older than what its heads remember.
+    """
+    path = study.ledger(site.name)
+    beside_store = _head_beside_store(study, site.name)
+    about: dict[str, Any] = {
+        "site": site.name,
+        "run": run,
+        "terms": terms,
+        "includes": includes,
+        "named": named,
+    }
+    account: partial[PrivacyLedger] = partial(PrivacyLedger, path, **about)
+    if not site.real:
+        if beside_store.exists():
+            raise WsiFlError(
+                f"sites/{site.name}.toml says real = false, but {study.relative(beside_store)} belongs to a real "
+                "hospital's ledger; say real = true, or simulate under another name"
+            )
+        return account()
+    rounds = _rounds_here(study, site.name)  # before the ledger, as is the next line: they may grow
+    sums = (study.release_at_home(site.name), study.release(site.name))
+    released = [(study.relative(file), claimed(file)) for file in sums if file.exists()]
+    if not path.exists() and (rounds or released):
+        raise UsageError(
+            f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
+            "site's budget"
+        )
+    ledger = account(heads=heads_of(study, site.name))
+    for folder, identity, last in rounds:
+        if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
+            raise UsageError(
+                f"{study.relative(path)}: lacks rounds of {folder}, which reached round {last}; put the newest backup "
+                "of the ledger back: it is the site's budget (or take the folder away, if that run is another "
+                "hospital's)"
+            )
+    known = {entry.released.split()[-1] for entry in ledger.entries if entry.released}
+    for file, digest in released:
+        if digest not in known:
+            raise UsageError(
+                f"{study.relative(path)}: lacks the release of {file}; restore both from the same backup: the ledger "
+                "is the site's budget"
+            )
+    return ledger
+
+
+def _head_beside_store(study: Study, site: str) -> Path:
+    return study.store(site).parent / "ledger.head.json"
+
+
+def heads_of(study: Study, site: str) -> list[Path]:
+    """Return the files that remember how far the ledger of a real site was: beside its store, and of this user."""
+    return [_head_beside_store(study, site), head_of_user(site)]
+
+
+def head_of_user(site: str) -> Path:
+    """Where this user remembers how far the ledger of a real site was; UsageError for no place to write."""
+    try:
+        told = Path(os.environ.get("XDG_STATE_HOME", ""))  # a relative one does not count, as XDG has it
+        state = (told if told.is_absolute() else Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        writable = os.access(state, os.W_OK)
+    except (OSError, RuntimeError):  # no such folder, or no home
+        writable = False
+    if not writable:
+        raise UsageError(
+            f"the budget of real site {site} is remembered in ~/.local/state, which cannot be written; set "
+            "XDG_STATE_HOME to a writable folder of yours"
+        )
+    return state / f"{site}.head.json"
+
+
+def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
+    """(folder, run's id, last round that cost ε) of every run of this study that the site took part in."""
+    found = []
+    for metrics in sorted(study.runs.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
+        run = RunFolder(metrics.parents[2])
+        paid = [line["round"] for line in run.site(site).metrics() if line["takes_part"] and line["epsilon"]]
+        if paid:
+            found.append((study.relative(run.path), run.identity, max(paid)))
+    return found
+
+
+def claimed(file: Path) -> str:
+    """Return the digest that a released file names; whether it is that of its numbers is another question."""
+    return str(load_document(file, "release").get("digest"))
+
+
+def check_own(ledger: PrivacyLedger, run: str, known: str, label: str) -> Round:
+    """Return the round of a run in which this site released what has this digest, or raise WsiFlError."""
+    for round_ in rounds_of(ledger.of_run(run)):
+        if known in round_.releases.values():
+            return round_
+    # a real hospital's account has refused before, whatever is asked
+    raise WsiFlError(
+        f"{label}: {ledger.path.parent.name}/{ledger.path.name} does not know its numbers, or knows newer ones; "
+        "restore both from the same backup, or measure anew with --again, which costs as much as a release"
+    )
+
+
+def _agreed_plan(
     folder: SiteFolder | None,
     site: SiteFile,
     pipeline: Pipeline,
@@ -165,14 +353,9 @@ def agreed_plan(
     *,
     once: bool = False,
 ) -> PrivacyPlan | None:
-    """Return the plan that the run keeps, or one for what is on the site's account as it begins.
+    """Return the plan that the run keeps, or the ledger knows, or one for what is on the site's account as it begins.
 
-    Args:
-        folder: of the site in the run; None for a run that is only planned. Where its plan was lost, the ledger knows.
-
-    Raises:
-        UsageError: when settings, canaries or the store would now make another plan than the run keeps, or the
-            ledger knows the run with another one.
+    UsageError where settings, canaries or the store would now make another one. `folder` is None for a planned run.
     """
     train, privacy, recorded = pipeline.train, pipeline.privacy, ledger.recorded_plan()
     if not privacy.enabled:
@@ -203,29 +386,13 @@ def agreed_plan(
     return known
 
 
-def remember_plan(site: Site) -> None:
-    """Keep in the run what `agreed_plan` found: the account changes while the run goes on, the plan does not."""
-    if site.plan is not None and site.folder.kept("plan") is None:
-        site.folder.keep("plan", asdict(site.plan))
-
-
-class Spender(Protocol):
-    """What costs are computed of: an account, and what one round applies; None without privacy."""
-
-    @property
-    def ledger(self) -> PrivacyLedger: ...
-
-    @property
-    def plan(self) -> PrivacyPlan | None: ...
-
-
-def planned(site: Spender, rounds: int) -> list[Mechanism]:
+def planned(site: Site | Account, rounds: int) -> list[Mechanism]:
     """What all rounds cost a site together, and before them what counts for the run; nothing without privacy."""
     rest = [replace(site.plan, steps=site.plan.steps * rounds)] if site.plan else []
     return [*site.ledger.mechanisms(), *rest]
 
 
-def affordable_rounds(site: Spender, rounds: int) -> int:
+def affordable_rounds(site: Site | Account, rounds: int) -> int:
     """How many of `rounds` rounds the site's budget allows, those of this run that are on its account included."""
     limit = site.ledger.terms.max_epsilon
     done = site.ledger.n_rounds()
@@ -251,10 +418,8 @@ class Group(TypedDict):
 def group_of(site: Site, spent: Sequence[Mechanism] | None = None) -> Group | None:
     """Return what ε per row is worth to the patient with the most training rows; None where that is not the question.
 
-    How many rows that patient has depends on one patient alone, so it stays with a real site.
-
-    Args:
-        spent: what is applied; by default what the run has applied so far.
+    How many rows that patient has depends on one patient alone, so it stays with a real site. Without `spent` it is of
+    what the run has applied so far.
     """
     ledger = site.ledger
     if spent is None and ledger.epsilon() is None:
@@ -263,11 +428,7 @@ def group_of(site: Site, spent: Sequence[Mechanism] | None = None) -> Group | No
 
 
 def worth_to_patient(terms: Terms, patient: NDArray[np.str_], spent: Sequence[Mechanism]) -> Group | None:
-    """Return what ε per row of `spent` is worth to the patient with the most rows; None where ε is per patient.
-
-    Args:
-        patient: whose each training row is, "" where nobody knows; None is returned where no row has a patient.
-    """
+    """Return what ε per row of `spent` is worth to the patient with the most rows; None where ε is per patient."""
     names = patient[patient != ""]
     if terms.unit != "row" or not spent or not len(names):
         return None

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -42,14 +42,13 @@ class _SlidePixels:
         self._study, self._site = study, site
         self._open: OrderedDict[str, Slide] = OrderedDict()
         self._lock = Lock()
-        self._pool: ThreadPoolExecutor | None = None
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(_MOST_THREADS, n_cores()))
 
     def __call__(self, source: SlideSource, xy_l0: NDArray[np.int64], spec: GridSpec) -> NDArray[np.uint8]:
-        """The patches uint8[b, size_px, size_px, 3] at these corners.
-
-        Raises:
-            SlideUnreadable: when the slide is missing, was exchanged, or cannot be read there.
-        """
+        """The patches uint8[b, size_px, size_px, 3] at these corners; SlideUnreadable where they cannot be read."""
         out = np.empty((len(xy_l0), spec.size_px, spec.size_px, 3), np.uint8)
         with self._lock:
             try:
@@ -59,7 +58,7 @@ class _SlidePixels:
                     x, y = (int(v) for v in xy_l0[row])
                     slide.read((x, y), spec.size_px, spec.mpp, out[row], overlapping=False)
 
-                for _ in self._threads().map(read, range(len(xy_l0))):
+                for _ in self._threads.map(read, range(len(xy_l0))):
                     pass
             except SlideUnreadable:
                 raise
@@ -99,18 +98,11 @@ class _SlidePixels:
             f"{path}: the slide is gone, and slides in sites/{self._site}.toml matches no {path.name}"
         )
 
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(_MOST_THREADS, n_cores()))
-        return self._pool
 
-
-Store = PatchStore | BagStore
+_Store = PatchStore | BagStore
 Table = PatchTable | BagTable
-Opened = TypeVar("Opened", PatchStore, BagStore)
-
-
-AnyTable = TypeVar("AnyTable", bound=PatchTable | BagTable)
+_Opened = TypeVar("_Opened", PatchStore, BagStore)
+_AnyTable = TypeVar("_AnyTable", bound=PatchTable | BagTable)
 
 
 class Data:
@@ -121,17 +113,10 @@ class Data:
         receives: whether the site lends no labels: all of them are 0 here, whatever the store says.
     """
 
-    store: Store
+    store: _Store
 
     def __init__(self, study: Study, site: str, pipeline: Pipeline | None = None) -> None:
-        """Open the site's store.
-
-        Args:
-            pipeline: what it is opened for; None takes everything as stored.
-
-        Raises:
-            WsiFlError: when there is none; says which command makes it.
-        """
+        """Open the site's store for a pipeline; None takes everything as stored."""
         self.study, self.site, self.pipeline = study, site, pipeline or Pipeline()
         self.receives = study.site(site).receives
         self.store = self._opened()
@@ -151,11 +136,7 @@ class Data:
 
     @cached_property
     def table(self) -> Any:
-        """The columns of all examples, with what is true of each as its label and the splits that the run uses.
-
-        Raises:
-            UsageError: when the site's patients cannot be divided into folds.
-        """
+        """The columns of all examples, with the truth as label and the splits that the run uses."""
         return divided(self.store.table, self.pipeline.train, self.site)
 
     @property
@@ -169,11 +150,7 @@ class Data:
         raise NotImplementedError
 
     def examples(self, split: str) -> Examples:
-        """Return the examples of one split as the models see them, in memory where they fit.
-
-        Raises:
-            WsiFlError: when a slide has a label that its tumour type does not have.
-        """
+        """Return the examples of one split as the models see them, in memory where they fit."""
         raise NotImplementedError
 
     def inputs(self) -> Inputs:
@@ -190,14 +167,10 @@ class Data:
 
     def is_synthetic(self) -> bool:
         """Return whether the examples were drawn by a generator, or computed from patches that were."""
-        return False
+        return self.store.meta.generator is not None
 
     def require_current(self) -> None:
-        """Refuse features of other patches than the site's patch store holds, where that is still there.
-
-        Raises:
-            UsageError: when slides, positions, labels or splits differ.
-        """
+        """Refuse features of other patches than the site's patch store holds, where that is still there."""
 
     @cached_property
     def held_out(self) -> Examples:
@@ -224,7 +197,7 @@ class Patches(Data):
         return Images(self.store.channels, self.pipeline.train.input_px or self.store.meta.spec.size_px)
 
     def examples(self, split: str) -> Examples:
-        found = pictures(rows_of(self.store, self.table, split), self.shape.size_px)
+        found = _pictures(_rows_of(self.store, self.table, split), self.shape.size_px)
         self.store.rest()  # a process may hold the stores of hundreds of sites
         return found
 
@@ -234,47 +207,38 @@ class Patches(Data):
     def digest(self) -> str:
         return store_digest(self.store)
 
-    def is_synthetic(self) -> bool:
-        return self.store.meta.generator is not None
-
     def facts(self) -> dict[str, Any]:
         facts = {"min_tissue": self.store.meta.min_tissue, "channels": self.store.channels}
         return super().facts() | facts | pixels_digest(self.store)
 
 
 def open_store(study: Study, site: str) -> PatchStore:
-    """Open the patch store of a site.
-
-    Raises:
-        WsiFlError: when there is none, or it is another site's; so does `open_bags`.
-    """
-    path = _there(study, site, study.store(site), "tile")
-    return _own(PatchStore(path, _SlidePixels(study, site)), study, site)
+    """Open the patch store of a site; WsiFlError when there is none, or it is another site's; so does `open_bags`."""
+    return _own(
+        study, site, study.store(site), "tile", lambda path: PatchStore(path, _SlidePixels(study, site))
+    )
 
 
 def open_bags(study: Study, site: str, data: str) -> BagStore:
     """Open the bag store of a site's patches (`data` = "features") or mosaics ("mosaics")."""
     path, command = (study.features, "features") if data == "features" else (study.mosaic, "mosaic")
-    return _own(BagStore(_there(study, site, path(site), command)), study, site)
+    return _own(study, site, path(site), command, BagStore)
 
 
-def _own(store: Opened, study: Study, site: str) -> Opened:
+def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Path], _Opened]) -> _Opened:
     """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
-    if (theirs := store.meta.site) == study.owner(site):
-        return store
-    store.close()
-    raise WsiFlError(
-        f"{study.relative(store.path)} is the store of site {theirs}; put that back under its name, and run "
-        f"`wsi-fl {store.command} --site {site}`"
-    )
-
-
-def _there(study: Study, site: str, path: Path, command: str) -> Path:
     if not path.exists():
         raise WsiFlError(
             f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {command} --site {site}`"
         )
-    return path
+    store = opened(path)
+    if (theirs := store.meta.site) != study.owner(site):
+        store.close()
+        raise WsiFlError(
+            f"{study.relative(path)} is the store of site {theirs}; put that back under its name, and run "
+            f"`wsi-fl {store.command} --site {site}`"
+        )
+    return store
 
 
 def store_digest(store: PatchStore) -> str:
@@ -301,15 +265,8 @@ def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
     return digest
 
 
-def divided(table: AnyTable, train: Train, site: str, task: Task = CLASSES) -> AnyTable:
-    """Return a store's table, with the splits of the run's fold in place of its own where the run is one of folds.
-
-    Args:
-        task: what the labels of the table are the truth of.
-
-    Raises:
-        UsageError: when the site's patients cannot be divided.
-    """
+def divided(table: _AnyTable, train: Train, site: str, task: Task = CLASSES) -> _AnyTable:
+    """Return a store's table, with the splits of the run's fold in place of its own where the run is one of folds."""
     if train.folds is None or train.fold is None:
         return table
     try:
@@ -324,15 +281,15 @@ def examples_of(
     store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
 ) -> Examples:
     """Return the patches of one split of the store, reduced to input_px, in memory where they fit."""
-    return pictures(rows_of(store, store.table, split), input_px, in_memory_bytes)
+    return _pictures(_rows_of(store, store.table, split), input_px, in_memory_bytes)
 
 
-def pictures(found: Examples, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES) -> Examples:
+def _pictures(found: Examples, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES) -> Examples:
     """Return the same patches, reduced to input_px, in memory where they fit."""
     return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
 
 
-def rows_of(store: PatchStore, table: PatchTable, split: str) -> Examples:
+def _rows_of(store: PatchStore, table: PatchTable, split: str) -> Examples:
     """Return the rows of one split of the table, which is the store's or that of a fold."""
     rows = np.flatnonzero(table.split == split)
     some = table.take(rows)

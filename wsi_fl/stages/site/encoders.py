@@ -10,8 +10,7 @@ from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Gpu
-from wsi_fl.study.preparing import Mosaic
+from wsi_fl.study.pipeline import Gpu, Mosaic
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
@@ -30,12 +29,7 @@ def encoder_of(
 ) -> Encoder:
     """The encoder of these settings on a device, by default this rank's, and this rank's share of cores.
 
-    Args:
-        section: of the configuration that they are from.
-        tell: is told in a line what people should know, such as what timm says of a model that is no preset.
-
-    Raises:
-        WsiFlError: as `Encoder` does, with the section before it.
+    `section` is where they stand, for errors; `tell` is told what people should know.
     """
     import torch
 

@@ -22,16 +22,12 @@ from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import value_of
-from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.system.machine import launched_ranks
 from wsi_fl.types import GridSpec, UsageError
 
 
 def method_for(name: str, pipeline: Pipeline) -> Method:
-    """Return a row of METHODS, or the variant of it that a pipeline names.
-
-    Raises:
-        UsageError: for an unknown method.
-    """
+    """Return a row of METHODS, or the variant of it that a pipeline names; UsageError for an unknown method."""
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     row = METHODS[name]
@@ -40,11 +36,7 @@ def method_for(name: str, pipeline: Pipeline) -> Method:
 
 
 def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
-    """Return the settings of a method that releases once: one round, and heads that are solved and not trained.
-
-    Raises:
-        UsageError: where sites train on pixels.
-    """
+    """Return the settings of a method that releases once: one round, and heads that are solved and not trained."""
     linear = kind_of(pipeline).linear
     if linear is None:
         raise UsageError(
@@ -56,13 +48,7 @@ def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
     n = wanted if isinstance(wanted, int) else open_directions(study, wanted).n
     kind = pipeline.target.kind
     model = {"private": linear, "proxy": f"{SHARED}:{n}" + (f":{kind}" if kind != "classes" else "")}
-    return pipeline.model_copy(
-        update={
-            "train": pipeline.train.model_copy(update=once),
-            "model": pipeline.model.model_copy(update=model),
-            "privacy": pipeline.privacy.model_copy(update={"clip": 1.0, "mode": "strict"}),
-        }
-    )
+    return pipeline.changed(train=once, model=model, privacy={"clip": 1.0, "mode": "strict"})
 
 
 @dataclass(frozen=True)
@@ -100,11 +86,7 @@ class RunContext:
 
     @staticmethod
     def of_run(study: Study, run: RunFolder, pipeline: Pipeline | None = None) -> RunContext:
-        """Return those who took part in a run, with its own settings where no others are given.
-
-        Args:
-            study: as the run saw it (`as_begun`).
-        """
+        """Return those who took part in a run, with its own settings unless others are given; study `as_begun`."""
         settings = pipeline or load_pipeline(run.path / "config.toml")
         return RunContext.of(study, settings, str(run.manifest["method"]), run)
 
@@ -166,6 +148,17 @@ class RunContext:
         return {loss["site"] for loss in self.run.losses()}
 
     @property
+    def running(self) -> tuple[int, ...]:
+        """The indices of the sites that were not lost."""
+        lost = self.lost
+        return tuple(k for k, name in enumerate(self.names) if name not in lost)
+
+    @property
+    def running_here(self) -> tuple[int, ...]:
+        """Of these, the sites whose models are made on this machine."""
+        return tuple(k for k in self.running if self.names[k] in self.here)
+
+    @property
     def task(self) -> Task:
         """What is asked of an example."""
         return task_of(self.pipeline.target)
@@ -202,13 +195,8 @@ class RunContext:
 def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
     """Return the study with the promises that the run began with, and say which site files promise something else now.
 
-    Of `allow` and `max_epsilon` the stricter holds: what a hospital has withdrawn since is withdrawn.
-
-    Args:
-        goes_on: whether more is about to be spent.
-
-    Raises:
-        UsageError: when the run goes on, and a site has a smaller δ now than the run would spend at.
+    Of `allow` and `max_epsilon` the stricter holds: what a hospital has withdrawn since is withdrawn. A run that goes
+    on is refused where a site has a smaller δ now.
     """
     seen = study.as_of(run.path)
     for kept in sorted(run.path.glob(f"sites/*/{SITE_FILE}")):
@@ -217,16 +205,10 @@ def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
         if changed and launched_ranks() is None:
             words = "; ".join(changed)
             say(f"  sites/{name}.toml has changed since the run began: {words}; the stricter holds", "yellow")
-        now = study.site(name).delta if changed else None
-        if (
-            goes_on
-            and began is not None
-            and now is not None
-            and began.delta is not None
-            and now < began.delta
-        ):
+        was, now = began.delta if began else None, study.site(name).delta if changed else None
+        if goes_on and was is not None and now is not None and now < was:
             raise UsageError(
-                f"sites/{name}.toml: delta = {now:g} is smaller than the {began.delta:g} of this run; start a new run"
+                f"sites/{name}.toml: delta = {now:g} is smaller than the {was:g} of this run; start a new run"
             )
     return seen
 

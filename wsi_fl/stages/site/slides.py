@@ -163,11 +163,8 @@ class _Bagged(Data):
         meta, store = self.store.meta, self.store
         if self.example != "slide" and not meta.tumor_types:
             return None
-        kinds = (
-            table.tumor_type
-            if isinstance(table, BagTable)
-            else store.table.tumor_type[store.bag_of_patch[rows]]
-        )
+        of_bags = isinstance(table, BagTable)
+        kinds = table.tumor_type if of_bags else store.table.tumor_type[store.bag_of_patch[rows]]
         allowed = allowed_classes(kinds, meta.classes, meta.tumor_types)
         strange = ~allowed[np.arange(len(table)), table.label] & (not self.receives)
         for row in np.flatnonzero(strange)[:1]:
@@ -198,10 +195,8 @@ class _Bagged(Data):
         )
 
     def inputs(self) -> Inputs:
-        meta, found = (
-            self.store.meta,
-            Inputs(n_features=self.store.n_features, encoder=self.store.meta.encoder),
-        )
+        meta = self.store.meta
+        found = Inputs(n_features=self.store.n_features, encoder=meta.encoder)
         if meta.made_by != "features":
             types = {} if self.answers else meta.tumor_types
             found["tumor_types"] = {kind: list(classes) for kind, classes in types.items()}
@@ -217,9 +212,6 @@ class _Bagged(Data):
             bag = store.bag(k)
             digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())
         return digest.hexdigest()
-
-    def is_synthetic(self) -> bool:
-        return self.store.meta.generator is not None
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {**self.inputs(), "recipe": dict(self.store.meta.recipe)}
@@ -242,13 +234,7 @@ class _Bagged(Data):
 
 @dataclass(frozen=True)
 class ExampleKind:
-    """What a pipeline learns from.
-
-    Attributes:
-        data: which store, `train.data`.
-        example: what a row is, `train.example`.
-        word: what examples are called, in the plural.
-    """
+    """What a pipeline learns from: which store, what a row of it is, and a word for many of them."""
 
     data: Literal["patches", "features", "mosaics"]
     example: Literal["patch", "slide", "patient"]
@@ -279,11 +265,7 @@ class ExampleKind:
 
 
 def kind_of(pipeline: Pipeline) -> ExampleKind:
-    """Return what a pipeline learns from.
-
-    Raises:
-        UsageError: when there are no such examples, or something is asked that they do not answer.
-    """
+    """Return what a pipeline learns from; UsageError where there are no such examples."""
     data, example, target = pipeline.train.data, pipeline.example, pipeline.target
     if data == "patches" and example != "patch":
         raise UsageError(

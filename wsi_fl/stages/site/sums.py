@@ -62,11 +62,7 @@ class Facts(BaseModel):
 
     @property
     def columns(self) -> int:
-        """Return how many columns features are summed in.
-
-        Raises:
-            ValidationError: when `asks` is no `[target]`.
-        """
+        """Return how many columns features are summed in; ValidationError when `asks` is no `[target]`."""
         from wsi_fl.models.shared_head import n_columns  # and with it PyTorch
 
         asked = Target.model_validate_json(self.asks or "{}")
@@ -75,11 +71,7 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class ReleasedSums:
-    """A letter as its site released it.
-
-    Attributes:
-        vector: float32[k + columns], what left: see `SharedHead.sums`.
-    """
+    """A letter as its site released it; `vector` is float32[k + columns], see `SharedHead.sums`."""
 
     facts: Facts
     vector: NDArray[np.float32]
@@ -98,11 +90,7 @@ def write_sums(path: Path, sums: ReleasedSums) -> None:
 
 
 def read_sums(path: Path, label: str) -> ReleasedSums:
-    """Return what `write_sums` wrote.
-
-    Raises:
-        WsiFlError: when it is damaged or was edited, so that numbers and header do not belong together.
-    """
+    """Return what `write_sums` wrote; WsiFlError where numbers and header do not belong together."""
     from wsi_fl.models.shared_head import n_sums  # and with it PyTorch
 
     tensors, document = load_tensors(path, "release")
@@ -129,11 +117,7 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
 
 
 def releases_of(study: Study, pipeline: Pipeline) -> dict[str, ReleasedSums]:
-    """Return the released sums of those sites of a pipeline that write a letter and have a file here.
-
-    Raises:
-        WsiFlError: when a file is damaged, edited, or of another site.
-    """
+    """Return the released sums of those sites of a pipeline that write a letter and have a file here."""
     found = {}
     for site in study.sites(pipeline):
         path = study.release(site.name)
@@ -173,12 +157,7 @@ def wanted_of(data: Data, pipeline: Pipeline) -> dict[str, Any]:
 
 
 def directions_of(data: Data) -> Directions:
-    """Return the directions along which a site's features are summed: those of public tissue, or random ones.
-
-    Raises:
-        WsiFlError: when the file of directions is missing or damaged.
-        UsageError: when its directions are of another encoder than the site's features.
-    """
+    """Return the directions along which a site's features are summed: those of public tissue, or random ones."""
     from wsi_fl.models.directions import random_directions  # and with it PyTorch
 
     assert isinstance(data.shape, Bags | Vectors)
@@ -201,11 +180,7 @@ def of_patients(pipeline: Pipeline) -> bool:
 
 
 def open_directions(study: Study, path: str) -> Directions:
-    """Return the public directions of a file, by its path in the study.
-
-    Raises:
-        WsiFlError: when it is missing or damaged.
-    """
+    """Return the public directions of a file, by its path in the study; WsiFlError when it is missing or damaged."""
     from wsi_fl.models.directions import read_directions
 
     file = study.resolve(path)
@@ -217,11 +192,7 @@ def open_directions(study: Study, path: str) -> Directions:
 
 
 def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
-    """Refuse sums that cannot be added to those of this plan.
-
-    Raises:
-        UsageError: naming the first thing that differs, in one line.
-    """
+    """Refuse sums that cannot be added to those of this plan, naming the first thing that differs."""
     for key, value in wanted.items():
         theirs = getattr(facts, key)
         if theirs != value:

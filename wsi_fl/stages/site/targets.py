@@ -30,11 +30,7 @@ _PATIENT = ("patient", "patient_id", "case_id", "case_submitter_id", "cases.subm
 
 
 def task_of(target: Target) -> Task:
-    """Return the kind of question that a target is; classes where it asks nothing.
-
-    Raises:
-        UsageError: when it is none, or more than one; says what is missing.
-    """
+    """Return the kind of question that a target is, classes where it asks nothing; UsageError says what is missing."""
     if not target.asked:
         return CLASSES
     if target.time or target.event or target.intervals:
@@ -62,12 +58,7 @@ def task_of(target: Target) -> Task:
 
 
 def classes_of(subtypes: Subtypes) -> tuple[str, ...]:
-    """The classes of a study, the same at every site: its diagnoses, or healthy and tumour.
-
-    Example:
-        >>> classes_of({"kidney": ["KIRP", "KIRC"]}), classes_of({})
-        (('KIRC', 'KIRP'), ('healthy', 'tumor'))
-    """
+    """The classes of a study, the same at every site: its diagnoses, or healthy and tumour."""
     return tuple(sorted({name for names in subtypes.values() for name in names})) or types.CLASSES
 
 
@@ -79,12 +70,7 @@ def outputs_of(target: Target) -> tuple[str, ...]:
 
 
 def question(target: Target) -> str:
-    """Return what is asked, in words.
-
-    Example:
-        >>> question(Target(column="grade", classes=["low", "high"]))
-        "column 'grade' of the hospital's own table, per slide"
-    """
+    """Return what is asked, in words."""
     if not target.asked:
         return "what the stores are labelled with"
     whose = "of the hospital's own table"
@@ -95,7 +81,7 @@ def question(target: Target) -> str:
 
 
 @dataclass(frozen=True)
-class TargetLabels:
+class _TargetLabels:
     """What a table says of the slides of a store.
 
     Attributes:
@@ -111,15 +97,16 @@ class TargetLabels:
     source: str
 
 
-def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> TargetLabels:
+def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _TargetLabels:
     """Look up every slide of a store in the site's table; of a receiver, which needs none, the truth is 0.
 
-    Raises:
-        UsageError: when there is no table, a column is missing, a value is none that was agreed on, slides of a patient
-            contradict each other, or nothing is left. It names the line of the table.
+    UsageError names the line of the table: a value that was not agreed on, or slides of a patient that contradict.
     """
     path = Path(f"sites/{site.name}.toml") if site.receives else _table_path(study, site)
-    said = {} if site.receives else _values(path, site, target)
+    columns = [str(name) for name in ([target.column] if target.column else [target.time, target.event])]
+    said = (
+        {} if site.receives else _by_name(path, site, columns, lambda row, where: _truth(row, target, where))
+    )
     known, aside, nothing = [], [], (0.0, 0.0) if target.intervals else 0
     for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
         value = nothing if site.receives else said.get(("slide", slide), said.get(("patient", patient)))
@@ -135,13 +122,13 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> T
     truth = np.array([value for _, value in known], np.int64 if target.classes else np.float32)
     kept = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
     if target.of == "slide":
-        return TargetLabels(kept, tuple(rows[:, None]), tuple(aside), path.name)
+        return _TargetLabels(kept, tuple(rows[:, None]), tuple(aside), path.name)
     return _by_patient(kept, rows, tuple(aside), path)
 
 
 def _by_patient(
     slides: BagTable, rows: NDArray[np.int64], aside: tuple[str, ...], path: Path
-) -> TargetLabels:
+) -> _TargetLabels:
     """One example of all slides of a patient, in the order of the store."""
     if unnamed := [str(name) for name in slides.slide[slides.patient == ""]]:
         raise UsageError(f"{path}: slide {unnamed[0]} has no patient, and [target] asks per patient")
@@ -156,7 +143,7 @@ def _by_patient(
     order = np.sort(first)
     bags = tuple(rows[slides.patient == slides.patient[k]] for k in order)
     table = slides.take(order)
-    return TargetLabels(replace(table, slide=table.patient), bags, aside, path.name)
+    return _TargetLabels(replace(table, slide=table.patient), bags, aside, path.name)
 
 
 def _table_path(study: Study, site: SiteFile) -> Path:
@@ -170,39 +157,23 @@ def _table_path(study: Study, site: SiteFile) -> Path:
 
 
 def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str], str]:
-    """("slide" or "patient", its name) → what a column of the site's own table says; nothing where that is empty.
-
-    Raises:
-        UsageError: when there is no table, it has no such column, or its lines contradict each other.
-    """
+    """("slide" or "patient", its name) → what a column of the site's own table says; nothing where that is empty."""
     return _by_name(_table_path(study, site), site, [column], lambda row, _: row[column] or None)
 
 
 def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, set[str]]:
-    """Return all that a column of the site's own table says of each patient, without what says nothing.
-
-    Raises:
-        UsageError: when there is no table, it lacks the column or one of patients, or a line names no patient.
-    """
+    """Return all that a column of the site's own table says of each patient, without what says nothing."""
     path, found = _table_path(study, site), dict[str, set[str]]()
     rows = rows_of(path, [column])
     patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
     for row in of_site(rows, site.name):
         if patient is None or not row[patient]:
             raise UsageError(
-                f"{row.where}: names no patient; patients are counted, so say whose each line is"
+                f"{row.where}: names no patient; say whose each line is, for patients are counted"
             )
-        found.setdefault(row[patient], set()).update(
-            {row[column]} if row[column].lower() not in _NOTHING else ()
-        )
+        said = {row[column]} if row[column].lower() not in _NOTHING else set()
+        found.setdefault(row[patient], set()).update(said)
     return found
-
-
-def _values(path: Path, site: SiteFile, target: Target) -> dict[tuple[str, str], Any]:
-    """("slide" or "patient", its name) → the truth, of every line that has one."""
-    columns = [target.column] if target.column else [target.time, target.event]
-    names = [str(name) for name in columns]
-    return _by_name(path, site, names, lambda row, where: _truth(row, target, where))
 
 
 def _by_name(
@@ -236,11 +207,7 @@ def _by_name(
 
 
 def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
-    """What a line says; None where it says nothing.
-
-    Raises:
-        UsageError: for a value that was not agreed on.
-    """
+    """What a line says; None where it says nothing; UsageError for a value that was not agreed on."""
     if target.intervals:
         time, event = row[str(target.time)], row[str(target.event)].lower()
         if time.lower() in _NOTHING or event in _NOTHING:

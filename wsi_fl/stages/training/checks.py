@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from typing import Any
@@ -35,29 +35,16 @@ def graph_of(party: RunContext) -> Topology | None:
     return from_file(party.study.resolve(graph), party.names, pipeline.topology.self_weight)
 
 
-def running_sites(party: RunContext) -> tuple[int, ...]:
-    """Return the indices of the sites that were not lost."""
-    lost = party.lost
-    return tuple(k for k, name in enumerate(party.names) if name not in lost)
-
-
-def sites_here(party: RunContext) -> tuple[int, ...]:
-    """Return the indices of the sites whose models are made on this machine, and which were not lost."""
-    return tuple(k for k in running_sites(party) if party.names[k] in party.here)
-
-
 def versions() -> dict[str, str]:
     """Return the versions of what must be the same everywhere for numbers to agree."""
-    names = ("torch", "torchvision", "opacus", "monai", "numpy")
+    names = ("torch", "torchvision", "opacus", "numpy")
     return {"wsi_fl": __version__} | {name: version(name) for name in names}
 
 
 def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = False) -> None:
-    """Refuse everything that can be known to be wrong before anything is started.
+    """Refuse what can be known to be wrong before anything is started, of `stores` if all are here.
 
-    Args:
-        stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
-        told: whether what is doubtful, and not wrong, will be said by another check.
+    What is doubtful, and not wrong, is said unless it was `told` already.
     """
     row, pipeline, sites = party.method, party.pipeline, party.sites
     graph = graph_of(party) or row.graph(pipeline.train.seed)
@@ -67,20 +54,15 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
         raise UsageError(refusal)
     least = pipeline.train.at_least
     if least is not None and not pipeline.train.releases and not 2 <= least <= len(sites):
-        raise UsageError(
-            f"train.at_least = {least}: sites learn together from 2 on, and there are {len(sites)}"
-        )
+        raise UsageError(f"train.at_least = {least}: sites learn together from 2 on; there are {len(sites)}")
     # a graph of more hops than a round has room for is refused
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_leave(party)
-    _check_left_out(party)
-    _check_heads(party)
-    _check_weights(party)
-    _check_shared_noise(party)
+    for refusal in _wrong(party, backend):
+        raise UsageError(refusal)
     if stores and spends(pipeline) and not party.by_files:  # a rank of a hospital looks at its own file alone
         for site in sites:
             require_budget(site)
-    _check_stores_stay_apart(party, backend)
     _check_releases(party)
     for site in sites if stores else ():
         if site.name in party.here and (site.allows("patches") or not party.has_store(site.name)):
@@ -118,18 +100,55 @@ def _doubtful(party: RunContext, site: SiteFile, table: Any) -> str:
     return ""
 
 
-def _check_left_out(party: RunContext) -> None:
-    """Refuse a site to leave out whose patches are not here for testing."""
-    train = party.pipeline.train
-    if train.left_out is None:
-        return
-    if not party.study.site(train.left_out).allows("patches"):
+def _check_leave(party: RunContext) -> None:
+    """What leaves without differential privacy is known to whoever starts a run, and each site allows it by name."""
+    pipeline, row, name = party.pipeline, party.method, party.name
+    if row.without_dp and pipeline.privacy.enabled:
+        things = " and ".join(f"{share.what}s" for share in row.without_dp)
         raise UsageError(
+            f"{name} lets {things} leave without differential privacy; confirm that by --set privacy.enabled=false"
+        )
+    bare = [share for share in row.shares if share.by != FILES and share.is_bare(spends(pipeline))]
+    for site in party.sites:
+        if shut := [share for share in bare if not site.allows(share.content)]:
+            wanted = ", ".join(f'"{content}"' for content in dict.fromkeys(share.content for share in bare))
+            raise UsageError(
+                f"sites/{site.name}.toml: a {shut[0].content} without differential privacy may not leave this site; "
+                f"add allow = [{wanted}] there{', or switch privacy on' if shut[0].protected == 'dp' else ''}"
+            )
+    if row.share("buffer") is not None and len(party.sites) < 2:
+        raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
+
+
+def _wrong(party: RunContext, backend: str) -> Iterator[str]:
+    """Say what is wrong with the sites that take part, the models that they train and what their files allow."""
+    train, model, privacy = party.pipeline.train, party.pipeline.model, party.pipeline.privacy
+    if train.left_out is not None and not party.study.site(train.left_out).allows("patches"):
+        yield (
             f"sites/{train.left_out}.toml: models are tested on all patients of a site that is left out; add "
             'allow = ["patches"] if they may be, or leave out another site by train.left_out'
         )
-    if not party.members:
-        raise UsageError(f"train.left_out = {train.left_out!r} leaves no site to train")
+    if not party.members and train.left_out is not None:
+        yield f"train.left_out = {train.left_out!r} leaves no site to train"
+    if not party.method.once and any(one.startswith(SHARED) for one in (model.private, model.proxy)):
+        yield f"model {SHARED!r} needs --method {names_of(lambda row: row.once)}"
+    if model.weights not in {"", "hub"} and not party.study.resolve(model.weights).exists():
+        yield f"model.weights = {model.weights!r}: no such file or folder; copy it here, or set model.weights = 'hub'"
+    if privacy.noise == "shared":  # it asks each real site whether it trusts the others
+        require_enough(len(party.sites), privacy.colluding, privacy.dropouts)
+        for site in party.sites:
+            if not site.allows("shared"):
+                yield (
+                    f"sites/{site.name}.toml: with privacy.noise = 'shared' this site's ε rests on noise that other "
+                    'sites add; add allow = ["shared"] there, or set privacy.noise = "own"'
+                )
+    shut = [site.name for site in party.sites if not site.allows("patches")]
+    if shut and party.method.learns_from == "everybody":
+        yield f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; add allow = ["patches"] if it may'
+    if shut and backend == "local" and len(party.here) > 1:
+        yield (
+            f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
+        )
 
 
 def _check_releases(party: RunContext) -> None:
@@ -171,71 +190,10 @@ def _check_letters(party: RunContext) -> None:
         )
 
 
-def _check_heads(party: RunContext) -> None:
-    """Refuse to train the heads that are made of sums."""
-    model = party.pipeline.model
-    if not party.method.once and any(one.startswith(SHARED) for one in (model.private, model.proxy)):
-        raise UsageError(f"model {SHARED!r} needs --method {names_of(lambda row: row.once)}")
-
-
-def _check_weights(party: RunContext) -> None:
-    """Refuse weights that are not there, before anything starts."""
-    weights = party.pipeline.model.weights
-    if weights not in {"", "hub"} and not party.study.resolve(weights).exists():
-        raise UsageError(
-            f"model.weights = {weights!r}: no such file or folder; copy it here, or set model.weights = 'hub'"
-        )
-
-
-def _check_shared_noise(party: RunContext) -> None:
-    """Noise that sites add together protects one method, and asks each real site whether it trusts the others."""
-    privacy = party.pipeline.privacy
-    if privacy.noise == "own":
-        return
-    require_enough(len(party.sites), privacy.colluding, privacy.dropouts)
-    for site in party.sites:
-        if not site.allows("shared"):
-            raise UsageError(
-                f"sites/{site.name}.toml: with privacy.noise = 'shared' this site's ε rests on noise that other sites "
-                'add; add allow = ["shared"] there, or set privacy.noise = "own"'
-            )
-
-
-def _check_stores_stay_apart(party: RunContext, backend: str) -> None:
-    """The store of a real hospital is opened by its own process alone, unless its file allows more."""
-    shut = [site.name for site in party.sites if not site.allows("patches")]
-    if shut and party.method.learns_from == "everybody":
-        raise UsageError(
-            f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; add allow = ["patches"] if it may'
-        )
-    if shut and backend == "local" and len(party.here) > 1:
-        raise UsageError(
-            f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
-        )
-
-
-def _check_leave(party: RunContext) -> None:
-    """What leaves without differential privacy is known to whoever starts a run, and each site allows it by name."""
-    pipeline, row, name = party.pipeline, party.method, party.name
-    if row.without_dp and pipeline.privacy.enabled:
-        things = " and ".join(f"{share.what}s" for share in row.without_dp)
-        raise UsageError(
-            f"{name} lets {things} leave without differential privacy; confirm that by --set privacy.enabled=false"
-        )
-    bare = [share for share in row.shares if share.by != FILES and share.is_bare(spends(pipeline))]
-    for site in party.sites:
-        if shut := [share for share in bare if not site.allows(share.content)]:
-            wanted = ", ".join(f'"{content}"' for content in dict.fromkeys(share.content for share in bare))
-            raise UsageError(
-                f"sites/{site.name}.toml: a {shut[0].content} without differential privacy may not leave this site; "
-                f"add allow = [{wanted}] there{', or switch privacy on' if shut[0].protected == 'dp' else ''}"
-            )
-    if row.share("buffer") is not None and len(party.sites) < 2:
-        raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
-
-
-def tell_what_is_lost(party: RunContext) -> None:
-    """Say where `oneshot` has random directions, and which sites have written no letter where those there are used."""
+def tell_doubts(party: RunContext, *, stores: bool = True) -> None:
+    """Say what is not wrong, and costs something: random directions, letters that miss, unusual `stores`."""
+    if stores:
+        _tell_of_other_patches(party)
     if party.method.once and isinstance(party.pipeline.model.directions, int):
         say(
             "  features are summed along random directions, which costs a good part of the gain; "
@@ -248,7 +206,7 @@ def tell_what_is_lost(party: RunContext) -> None:
         say(f"  receives the head, releases nothing and pays nothing: {', '.join(party.receivers)}")
 
 
-def warn_of_other_patches(party: RunContext) -> None:
+def _tell_of_other_patches(party: RunContext) -> None:
     """Say when stores belong to no site, or were made otherwise than the pipeline would."""
     study, first = party.study, party.here[0]
     file = party.kind.path(study, first).name
@@ -275,14 +233,9 @@ def warn_of_other_patches(party: RunContext) -> None:
 def check_budgets(
     brought: Sequence[Mapping[str, Any]], limits: Mapping[str, float | None], rounds: int
 ) -> str:
-    """What to say of the sites whose budget ends before the plan does; empty when none does.
+    """What to say of the sites whose budget ends before the plan does, of those limits that are known here.
 
-    Args:
-        brought: the preflight documents of all sites, with "site" and "affordable" rounds.
-        limits: max_epsilon of each site, as far as it is known here.
-
-    Raises:
-        NoCommonPlan: when no site can afford a single round. It names no limit that other processes do not know.
+    NoCommonPlan where no site can afford a single round; it names no limit that other processes do not know.
     """
     short = {one["site"]: one["affordable"] for one in brought if one["affordable"] < rounds}
     said = [_enough(name, limits.get(name), n, rounds) for name, n in short.items()]

@@ -6,8 +6,10 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
@@ -57,9 +59,7 @@ class Asked:
 def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
     """Return the run that all sites work on, whatever joins them: the one asked for, the last of a plan, or a new one.
 
-    Raises:
-        KnownToAll: when no run can be chosen without losing or paying something; see `choose_run`.
-        UsageError: when the run's settings were changed.
+    KnownToAll where no run can be chosen without losing or paying something; see `choose_run`.
     """
     if asked.run is not None:
         return asked.run
@@ -83,9 +83,7 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
             run.discard_if_unstarted()
     if chosen:
         own = begun_under(party.study, asked.agreement, asked.approved, me)
-        if (
-            chosen not in mine and own is not None
-        ):  # whoever lies of its runs must not make others spend again
+        if chosen not in mine and own is not None:  # who lies of its runs must not make others spend again
             raise KnownToAll(
                 f"{me} has a run of this plan of its own, and the others go on with another; to come to theirs, which "
                 f"spends its ε once more, let {me} approve the plan again"
@@ -94,7 +92,7 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
         began, _ = taken_up(party.study, replace(asked, run=run))
         require_same(began, party, asked.agreement)
         note_who_goes_on(began, asked)
-        if has_missed(me, told, chosen):
+        if _has_missed(me, told, chosen):
             run.note_return(me)
         return began.run
     if asked.without and not asked.begins_without:
@@ -113,36 +111,25 @@ def _begun(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
 
 
 def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | None]:
-    """Return who took part in a run that is to go on, and its summary where nothing is left to do.
-
-    Raises:
-        UsageError: for an unknown run or site, or settings that were changed.
-    """
+    """Return who took part in a run that is to go on, and its summary where nothing is left to do."""
     run, without = asked.run, asked.without
     assert run is not None
     run.refuse_changed_settings()
-    study = as_begun(study, run, goes_on=True)
-    party = RunContext.of_run(study, run)
+    party = RunContext.of_run(as_begun(study, run, goes_on=True), run)
     names = party.names
     if unknown := sorted(set(without) - set(names)):
         raise UsageError(f"unknown site {unknown[0]!r}; the run has {', '.join(names)}")
     if not set(names) - set(without):
         raise UsageError("--without leaves no site to train")
     finished = run.summary()
-    wanted = set(party.here) - set(without)
-    if finished is not None and wanted - {*finished.get("receivers", ())} <= {
-        row["site"] for row in finished["sites"]
-    }:
-        return party, finished
+    if finished is not None:
+        done = {row["site"] for row in finished["sites"]} | set(finished.get("receivers", ()))
+        return party, finished if set(party.here) - set(without) <= done else None
     return party, None
 
 
 def require_same(began: RunContext, signed: RunContext, agreement: str) -> None:
-    """Refuse a run that is not a signed plan's, or whose settings are no longer those of the plan.
-
-    Raises:
-        UsageError: when method or settings differ from what was signed.
-    """
+    """Refuse a run that is not a signed plan's, or whose method or settings are no longer those of the plan."""
     if (began.run.agreement, began.name) != (agreement, signed.name) or began.pipeline != signed.pipeline:
         raise UsageError(
             f"{began.run.name} belongs to another plan than the one signed here, or has other settings; nothing was "
@@ -164,12 +151,7 @@ def note_who_goes_on(party: RunContext, asked: Asked) -> None:
 
 
 class Begun(TypedDict):
-    """A run of the plan that a site has on its disk.
-
-    Attributes:
-        rounds: the newest that the site has a checkpoint of; 0 before the first.
-        lost: sites that the others of the run went on without.
-    """
+    """A run of the plan that a site has: its newest checkpoint, 0 for none, and whom its others went on without."""
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     rounds: Round
@@ -183,41 +165,23 @@ class Runs(TypedDict):
 
 
 def runs_of_plan(study: Study, digest: str) -> list[RunFolder]:
-    """Return the runs of a plan that lie in a study, oldest first.
-
-    Args:
-        digest: SHA-256 of the plan, which their manifests name.
-    """
+    """Return the runs of a plan, given by its SHA-256, that lie in a study, oldest first."""
     found = [RunFolder(path.parent) for path in sorted(study.runs.glob("*/config.toml"))]
     return [run for run in found if run.agreement == digest]
 
 
 def begun_under(study: Study, digest: str, approved: str, site: str) -> RunFolder | None:
-    """Return the run of a plan in which a site finished rounds under an approval, which is good for one run.
-
-    Args:
-        digest: SHA-256 of the plan.
-        approved: when the site approved it.
-    """
+    """Return the run of a plan (its SHA-256) in which a site finished rounds under an approval, good for one run."""
     runs = runs_of_plan(study, digest)
     return next((run for run in runs if run.approved == approved and run.site(site).checkpoints()), None)
 
 
 def finished_summary(
-    study: Study,
-    agreement: str,
-    sites: Sequence[str],
-    without: Sequence[str] = (),
-    *,
-    goes_on: bool = False,
+    study: Study, agreement: str, sites: Sequence[str], without: Sequence[str] = (), *, goes_on: bool = False
 ) -> dict[str, Any] | None:
-    """Return the summary of a run of a plan that has finished; None where none has.
+    """Return the summary of a run of a plan that has finished, `without` sites whose part nobody waits for.
 
-    Args:
-        agreement: SHA-256 of the plan.
-        sites: of the plan.
-        without: sites whose part nobody waits for.
-        goes_on: whether nobody waits for the part of sites that were lost on the way either.
+    `agreement` is the plan's SHA-256. With `goes_on` nobody waits for sites that were lost on the way either.
     """
     wanted = set(sites) - set(without)
     for run in reversed(runs_of_plan(study, agreement)):
@@ -256,18 +220,14 @@ def choose_run(told: Mapping[str, Runs]) -> str:
         wsi_fl.types.KnownToAll: C1 has a run of this plan with 2 rounds, and C2 has not; put its folder back ...
     """
     identities = {site: [one["identity"] for one in has["runs"]] for site, has in told.items()}
-    longest = max(identities.values(), key=len)
     everywhere = [
         one
-        for one in longest
+        for one in max(identities.values(), key=len)
         if all(one in ids or site in _lost_in(one, told) for site, ids in identities.items())
     ]
-    rounds = {
-        one: max(run["rounds"] for has in told.values() for run in has["runs"] if run["identity"] == one)
-        for one in everywhere
-    }
     if everywhere:
-        return next((one for one in reversed(everywhere) if rounds[one]), everywhere[-1])
+        began = (one for one in reversed(everywhere) if any(_rounds_in(one, has) for has in told.values()))
+        return next(began, everywhere[-1])
     for site, has in told.items():
         for run in has["runs"]:
             if run["rounds"]:
@@ -280,25 +240,16 @@ def choose_run(told: Mapping[str, Runs]) -> str:
     return ""
 
 
-def has_missed(me: str, told: Mapping[str, Runs], run: str) -> bool:
-    """Return whether a site comes back to a run in which the others finished rounds without it.
-
-    Args:
-        me: the site.
-        told: what each site has.
-        run: the id of the run.
-
-    Example:
-        >>> def at(rounds, *lost): return {"runs": [{"identity": "a", "rounds": rounds, "lost": [*lost]}]}
-        >>> [has_missed("C2", {"C1": at(n, "C2"), "C2": at(2)}, "a") for n in (2, 3)]
-        [False, True]
-    """
-    rounds = {
-        site: max((one["rounds"] for one in has["runs"] if one["identity"] == run), default=0)
-        for site, has in told.items()
-    }
+def _has_missed(me: str, told: Mapping[str, Runs], run: str) -> bool:
+    """Return whether a site comes back to a run in which the others finished rounds without it."""
     lost = _lost_in(run, told)
-    return me in lost and rounds[me] < max((n for site, n in rounds.items() if site not in lost), default=0)
+    others = [_rounds_in(run, has) for site, has in told.items() if site not in lost]
+    return me in lost and _rounds_in(run, told[me]) < max(others, default=0)
+
+
+def _rounds_in(run: str, has: Runs) -> int:
+    """How many rounds of a run a site has finished."""
+    return max((one["rounds"] for one in has["runs"] if one["identity"] == run), default=0)
 
 
 def _lost_in(run: str, told: Mapping[str, Runs]) -> set[str]:
@@ -316,14 +267,12 @@ def _lost_in(run: str, told: Mapping[str, Runs]) -> set[str]:
 def _own_folder(party: RunContext, asked: Asked, identity: str) -> RunFolder:
     """Make the folder of a run that others began without this site, with the next number that is free here."""
     runs, name = party.study.runs, f"{party.name}-{pipeline_stem(asked.pipeline)}"
-
-    def describe(run: RunFolder) -> None:
-        describe_run(party, run, asked, identity)
-
-    for number in range(RunFolder.next_number(runs), 10**9):
-        if run := RunFolder.claim(runs, number, name, identity, describe):
-            return run
-    raise AssertionError
+    describe = partial(describe_run, party, asked, identity)
+    tries = (
+        RunFolder.claim(runs, number, name, identity, describe)
+        for number in count(RunFolder.next_number(runs))
+    )
+    return next(run for run in tries if run is not None)
 
 
 class _Proposal(TypedDict):
@@ -357,10 +306,7 @@ def _new_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
         number = max(one["number"] for one in told)
         proposed = "".join(one["identity"] for one in told)
         identity = hashlib.sha256(proposed.encode()).hexdigest()[:32]
-
-        def describe(run: RunFolder, identity: str = identity) -> None:
-            describe_run(party, run, asked, identity)
-
+        describe = partial(describe_run, party, asked, identity)
         run = RunFolder.claim(runs, number, told[0]["name"], identity, describe)
         if all(one["claimed"] for one in comm.gather([_Claimed(claimed=run is not None)], _Claimed)):
             assert run is not None
@@ -370,23 +316,8 @@ def _new_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
     raise WsiFlError("no number for this run is free at all sites; start again")
 
 
-@dataclass(frozen=True)
-class Series:
-    """Runs that differ in their seed, in the fold that they test, or in the site that they leave out.
-
-    Attributes:
-        folds: how many folds each seed has; None for no cross-validation.
-        sites: each is left out by one run of each seed; empty where none is.
-    """
-
-    id: str
-    seeds: tuple[int, ...]
-    folds: int | None = None
-    sites: tuple[str, ...] = ()
-
-
 def describe_run(
-    party: RunContext, run: RunFolder, asked: Asked, identity: str, series: Series | None = None
+    party: RunContext, asked: Asked, identity: str, run: RunFolder, series: Mapping[str, Any] | None = None
 ) -> None:
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = party.pipeline.model_copy(update={"sites": party.names})
@@ -397,7 +328,7 @@ def describe_run(
             "id": identity,
             "method": party.name,
             "pipeline": asked.pipeline,
-            "series": asdict(series) if series else None,
+            "series": series,
             "agreement": asked.agreement or None,
             "approved": asked.approved or None,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -405,7 +336,7 @@ def describe_run(
             "versions": versions() | {"python": sys.version.split()[0]},
             "git": _git_commit(party.study.root),
             "config_sha256": hashlib.sha256(settings.encode()).hexdigest(),
-        },
+        }
     )
     # last: whoever sees it finds the manifest too
     write_text(run.path / "config.toml", settings)

@@ -23,8 +23,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import raise_if_full
-from wsi_fl.system.machine import n_cores
-from wsi_fl.system.ranks import is_first, share_of_threads
+from wsi_fl.system.machine import is_first, n_cores, share_of_threads
 from wsi_fl.types import DiskFull, UsageError, WsiFlError
 
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
@@ -41,13 +40,7 @@ _KILLED = re.compile(
 
 
 def resume_command(study: Study, run: RunFolder) -> str:
-    """Return the command that continues a run.
-
-    Example:
-        >>> from pathlib import Path
-        >>> resume_command(Study(Path("/s")), RunFolder(Path("/s/runs/00001-fml-small")))
-        'wsi-fl train --resume runs/00001-fml-small'
-    """
+    """Return the command that continues a run."""
     return f"wsi-fl train --resume {shlex.quote(study.relative(run.path))}"
 
 
@@ -58,15 +51,7 @@ def naming_resume(study: Study, run: RunFolder) -> AbstractContextManager[None]:
 
 @contextmanager
 def naming(place: Path, way_on: str) -> Iterator[None]:
-    """Say how work goes on that Ctrl-C or a full disk ends.
-
-    Args:
-        place: where it writes.
-        way_on: what to do, in words.
-
-    Raises:
-        DiskFull, KeyboardInterrupt: with the way on, in place of what ended it.
-    """
+    """Say how work goes on that Ctrl-C or a full disk ends while it writes to `place`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -79,10 +64,6 @@ def naming(place: Path, way_on: str) -> Iterator[None]:
         raise
 
 
-class _RankDied(WsiFlError):
-    """A rank ended without giving a reason, and nobody knows which."""
-
-
 class SitesLost(Exception):
     """Some ranks were killed or hang; the job was ended so that the others can start again."""
 
@@ -93,11 +74,7 @@ class SitesLost(Exception):
 
 
 def find_mpiexec() -> str:
-    """mpiexec beside this Python, else on PATH.
-
-    Raises:
-        WsiFlError: when there is none, saying how to get one.
-    """
+    """mpiexec beside this Python, else on PATH; WsiFlError when there is none, saying how to get one."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:
@@ -111,7 +88,7 @@ def rank_environment(n_ranks: int) -> dict[str, str]:
     threads = _threads(n_ranks)
     if not environment.get("OMP_NUM_THREADS") or threads_note(n_ranks):
         environment["OMP_NUM_THREADS"] = str(threads)
-    if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; Open MPI wants to be told twice
+    if os.geteuid() == 0:  # containers; Open MPI wants to be told twice
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return environment
 
@@ -144,7 +121,7 @@ def _threads(n_ranks: int) -> int:
 def run_ranks(
     sites: Sequence[str], arguments: list[str], *, log: Path, timeout_s: float, watcher: Watcher, resume: str
 ) -> None:
-    """Runs `wsi-fl ARGUMENTS` on one rank per site of this machine until all are done.
+    """Run `wsi-fl ARGUMENTS` on one rank per site of this machine until all are done.
 
     Args:
         sites: rank k belongs to the k-th.
@@ -154,8 +131,7 @@ def run_ranks(
 
     Raises:
         SitesLost: when ranks were killed, or hang.
-        WsiFlError: with the failing rank's own reason, or that a rank died without one.
-        UsageError: likewise, for wrong usage.
+        WsiFlError, UsageError: with the failing rank's own reason, or that a rank died without one.
     """
     command = [find_mpiexec(), "-n", str(len(sites)), "--oversubscribe", "--bind-to", "none"]
     command += [sys.executable, "-m", "wsi_fl", *arguments]
@@ -204,7 +180,7 @@ def run_ranks(
         kind = UsageError if ranks.failures[0].get("usage") else WsiFlError
         raise kind(ranks.failures[0]["error"])
     if code:
-        raise _RankDied(
+        raise WsiFlError(
             f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
         )
 

@@ -21,14 +21,8 @@ from wsi_fl.privacy.guarantee import detection_of
 from wsi_fl.report.words import detected_of
 from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.checks import (
-    check,
-    check_budgets,
-    sites_here,
-    tell_what_is_lost,
-    warn_of_other_patches,
-)
-from wsi_fl.stages.training.workshop import brought, build_site, schedule_of, start_models
+from wsi_fl.stages.training.checks import check, check_budgets, tell_doubts
+from wsi_fl.stages.training.workshop import brought, build_site, schedule_of
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.machine import peak_bytes
@@ -53,11 +47,8 @@ def dry_run(
     name = study.pipeline_name(pipeline_name)
     with RunContext.of(study, study.pipeline(name, overrides), method) as party:
         check(party, backend)
-        warn_of_other_patches(party)
-        tell_what_is_lost(party)
-        assembled = [build_site(party, index) for index in sites_here(party)]
-        for site in assembled:
-            start_models(party, site)
+        tell_doubts(party)
+        assembled = [build_site(party, index) for index in party.running_here]
         documents = [brought(site, party) for site in assembled]
         preflight.compare(documents)
         limits, rounds = {site.name: site.max_epsilon for site in party.sites}, party.pipeline.train.rounds
@@ -92,11 +83,7 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
     rows = [site.units.rows(units, stream)] * (_TIMED_STEPS + 1)
     schedule = schedule_of(party)
     drawn = batches(
-        site.learned(),
-        iter(rows),
-        augment=schedule.make_augment(stream),
-        device=site.device,
-        draws=stream,
+        site.learned(), iter(rows), augment=schedule.make_augment(stream), device=site.device, draws=stream
     )
     began = 0.0
     for number, batch in enumerate(site.units.labelled(drawn, rows, site.device)):
@@ -143,9 +130,8 @@ def _expected(site: Site, party: RunContext, cost: list[Mechanism]) -> str | Non
     if not cost or isinstance(data.shape, Images) or train.task.kind != "classes":
         return None
     counts = np.bincount(train.label, minlength=len(data.classes))
-    return expected(
-        site.units.n, epsilon(cost, site.ledger.terms.delta), float(counts.min() * len(counts) / counts.sum())
-    )
+    rarest = float(counts.min() * len(counts) / counts.sum())
+    return expected(site.units.n, epsilon(cost, site.ledger.terms.delta), rarest)
 
 
 def expected(n: int, target_epsilon: float, rarest: float) -> str:
@@ -158,8 +144,6 @@ def expected(n: int, target_epsilon: float, rarest: float) -> str:
     Example:
         >>> expected(250, 3.0, rarest=0.2)
         '0.01 to 0.07 more than alone, by rounds (fedavg, proxyfl) rather than one letter (oneshot)'
-        >>> expected(50, 1.0, rarest=0.0)
-        '0.2 or more above alone, by one letter (oneshot) rather than rounds (fedavg, proxyfl)'
     """
     few = n < _MANY
     if rarest == 0:

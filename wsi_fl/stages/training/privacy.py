@@ -27,12 +27,9 @@ def privacy(
     target_epsilon: float | None,
     group: int | None = None,
 ) -> dict[str, Any]:
-    """ε of `epochs` epochs of DP-SGD over n rows; or, given a target, how to keep to it.
+    """ε of `epochs` epochs of DP-SGD over n rows, and for a patient with `group` of them; or how to keep to a target.
 
     Given a target and a batch size, that is the least σ; without a batch size, the planner proposes one.
-
-    Args:
-        group: rows of one patient, to say what ε per row is worth to that patient.
     """
     if (sigma is None) == (target_epsilon is None):
         raise UsageError(
@@ -67,17 +64,16 @@ def privacy(
         "accountant": ACCOUNTANT,
         "n": n,
         "batch_size": batch_size or _BATCH_SIZE,
-        "ways": [_row(way) for way in ways],
+        "ways": [
+            {
+                "batch_size": way.batch_size,
+                "sigma": way.mechanism.sigma,
+                "steps": way.mechanism.steps,
+                "signal_to_noise": way.signal_to_noise,
+            }
+            for way in ways
+        ],
         "group": {"rows": group, "epsilon": group_epsilon([mechanism], delta, group)} if group else None,
-    }
-
-
-def _row(way: Proposal) -> dict[str, Any]:
-    return {
-        "batch_size": way.batch_size,
-        "sigma": way.mechanism.sigma,
-        "steps": way.mechanism.steps,
-        "signal_to_noise": way.signal_to_noise,
     }
 
 

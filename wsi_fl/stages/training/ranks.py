@@ -21,21 +21,13 @@ from wsi_fl.federation.site import Site
 from wsi_fl.report.words import SCORES
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import hold_alone, note
-from wsi_fl.stages.site.account import group_of, remember_plan
+from wsi_fl.stages.site.account import group_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.checks import check_budgets, sites_here
+from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import SummaryRow, row_of, summary_of
-from wsi_fl.stages.training.workshop import (
-    brought,
-    build_site,
-    leaving_words,
-    remember_buffer,
-    remember_canaries,
-    schedule_of,
-    start_models,
-)
+from wsi_fl.stages.training.workshop import brought, build_site, leaving_words, remember, schedule_of
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -43,7 +35,7 @@ from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
 from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError, one_line
 
-AnyComm = TypeVar("AnyComm", bound=Comm)
+_AnyComm = TypeVar("_AnyComm", bound=Comm)
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
@@ -57,19 +49,16 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
         rows = _train(party, comm, watcher)
     summary = summary_of(party, rows, time.perf_counter() - began)
     if comm.running[0] in comm.sites or not (run.path / "summary.json").exists():
-        run.write_summary(summary)
+        run.write("summary", summary)
     return summary
 
 
 def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     """Preflight and the loop; returns the rows of all sites."""
-    folders = [party.run.site(party.names[index]) for index in comm.sites]
-    for folder in folders:
-        if party.releases:
-            folder.remember_released({name: one.digest for name, one in party.releases.items()})
+    for index in comm.sites if party.releases else ():
+        digests = {name: one.digest for name, one in party.releases.items()}
+        party.run.site(party.names[index]).remember_released(digests)
     sites = [build_site(party, index) for index in comm.sites]
-    for site in sites:
-        start_models(party, site)
     for site in sites:
         data = party.data(site.name)
         site.folder.remember_store(data.digest(), data.facts())
@@ -86,11 +75,7 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, An
         for site in sites:
             told = zip(comm.running, documents, strict=True)
             site.announced = {index: (one["units"], one["sigma"]) for index, one in told}
-            remember_plan(site)
-            remember_canaries(site)
-            if site.tuned is not None:
-                site.folder.keep("tuned", site.tuned)
-            remember_buffer(site)
+            remember(site)
             if said := leaving_words(site, method):
                 watcher.say(f"  {said}")
                 site.folder.log(said)
@@ -111,9 +96,6 @@ def _scoring(party: RunContext, sites: Sequence[Site], comm: Comm, report: loop.
     """What scores the models that travelled, where hospitals keep their test parts to themselves."""
     rounds = party.pipeline.train.rounds
 
-    def alive(site: Site) -> None:
-        report({"site": site.name, "round": rounds, "step": 1, "steps": 1})
-
     return CrossSiteScoring(
         sites,
         party.method,
@@ -124,7 +106,7 @@ def _scoring(party: RunContext, sites: Sequence[Site], comm: Comm, report: loop.
         masked=schedule_of(party).colluding is not None,
         apart=not party.may_merge,
         reporting_sites=[site.index for site in sites if party.tells_scores(site.name)],
-        alive=alive,
+        alive=lambda site: report({"site": site.name, "round": rounds, "step": 1, "steps": 1}),
     )
 
 
@@ -142,7 +124,7 @@ def rank_main(run_path: Path) -> None:
 
     comm = MpiComm(
         pipeline.comm.timeout_s,
-        sites_here(party),
+        party.running_here,
         len(names),
         tuple(names),
         waiting=speak_up,
@@ -230,18 +212,14 @@ def join(
     return summary if comm.running[0] in comm.sites else {}
 
 
-def take_part(party: RunContext, comm: AnyComm, run_of: Callable[[AnyComm], RunFolder]) -> dict[str, Any]:
+def take_part(party: RunContext, comm: _AnyComm, run_of: Callable[[_AnyComm], RunFolder]) -> dict[str, Any]:
     """Be the process of one site among others that somebody started, over whatever joins them; return the summary.
 
-    A failure is told in one line and ends the job everywhere.
-
-    Args:
-        run_of: finds or agrees on the run's folder.
+    `run_of` finds or agrees on the run. A failure is told in one line and ends the job everywhere.
     """
     study, me = party.study, party.names[comm.sites[0]]
 
-    def tell(text: str, usage: bool) -> None:
-        del usage
+    def tell(text: str, _: bool) -> None:
         print(f"wsi-fl: error: {text}", file=sys.stderr)
 
     def work(run: RunFolder) -> dict[str, Any]:

@@ -20,25 +20,31 @@ from wsi_fl.learning.local import DPSettings, Learner, sum_up
 from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.guarantee import rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.privacy.plan import PrivacyPlan, require_planned
 from wsi_fl.stages.prepare.sources import asked_for
-from wsi_fl.stages.site.account import guarantee_of, planned_round, require_budget, terms_of
-from wsi_fl.stages.site.ledgers import check_own, claimed, open_ledger, units_of
+from wsi_fl.stages.site.account import (
+    check_own,
+    claimed,
+    guarantee_of,
+    open_ledger,
+    planned_round,
+    require_budget,
+    terms_of,
+    units_of,
+)
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN, Facts, ReleasedSums, read_sums, refuse_others, wanted_of, write_sums
-from wsi_fl.stages.training.learners import build_model
-from wsi_fl.stages.training.workshop import learned_from
+from wsi_fl.stages.training.workshop import build_model, learned_from
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.stages.work.job import Job, device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -52,11 +58,8 @@ def release(
 ) -> dict[str, Any]:
     """Release the sums of one site, or with `site` None of every site of the pipeline; return the `--json` document.
 
-    A site that has released some keeps them and spends nothing more. Started under mpiexec or srun, the ranks share
-    the sites, and all but the first return {}.
-
-    Args:
-        again: take and release them once more, which costs as much as the first time.
+    A site that has released some keeps them, and only `again` spends as much once more. Started under mpiexec or srun,
+    the ranks share the sites, and all but the first return {}.
     """
     job = Job()
 
@@ -76,20 +79,15 @@ def release(
 
 def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
     """Return one site alone as `oneshot` sees it; its noise has no fixed seed."""
-    changed: dict[str, dict[str, Any]] = {
-        "train": {"releases": False, "folds": None, "fold": None},
-        "privacy": {"insecure_seed": None, "noise": "own"},
-    }
-    sections = {name: getattr(pipeline, name).model_copy(update=keys) for name, keys in changed.items()}
-    return RunContext.of(study, pipeline.model_copy(update={"sites": [site.name], **sections}), RUN)
+    own = pipeline.changed(
+        train={"releases": False, "folds": None, "fold": None},
+        privacy={"insecure_seed": None, "noise": "own"},
+    )
+    return RunContext.of(study, own.model_copy(update={"sites": [site.name]}), RUN)
 
 
 def _release_of(party: RunContext, again: bool) -> dict[str, Any]:
-    """Release a site's sums, unless it has released some; return its part of the document.
-
-    Raises:
-        WsiFlError: when a file is damaged, or its numbers are not on the ledger.
-    """
+    """Release a site's sums, unless it has released some that are whole; return its part of the document."""
     study, (site,) = party.study, party.sites
     home, file = study.release_at_home(site.name), study.release(site.name)
     require_budget(site)
@@ -128,8 +126,14 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
     (site,) = party.sites
     data = party.data(site.name)
     data.require_current()
-    train, units = _rows_of(party)
-    plan = planned_round(site, party.pipeline, units.n, past=_past(ledger), once=True)
+    train, _ = learned_from(party, site.name)
+    if not len(train):
+        raise WsiFlError(f"site {site.name}: its store has no training {party.examples}")
+    units = units_of(party.pipeline, train, site.name)
+    mine = (ledger.site, RUN)  # the next release takes the place of one that never left
+    counted = [one for one in rounds_of(ledger.entries) if one.final or (one.site, one.run) != mine]
+    past = [one.mechanism for one in counted if one.mechanism]
+    plan = planned_round(site, party.pipeline, units.n, past=past, once=True)
     head = _summed(party, train, units, plan, ledger.terms.delta)
     vector = head.sums.detach().cpu().numpy()
     made = ledger.release(None, vector, schema=schema(head), mechanism=plan, content="model")
@@ -144,26 +148,6 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
         **wanted_of(data, party.pipeline),
     )
     return made, ReleasedSums(facts, vector)
-
-
-def _past(ledger: PrivacyLedger) -> list[Mechanism]:
-    """Return all that is on the account but a release that never left, whose place the next one takes."""
-    rounds = rounds_of(ledger.entries)
-    mine = (ledger.site, RUN)
-    return [one.mechanism for one in rounds if one.mechanism and (one.final or (one.site, one.run) != mine)]
-
-
-def _rows_of(party: RunContext) -> tuple[Examples, Units]:
-    """Return a site's training rows and the units that privacy counts among them.
-
-    Raises:
-        WsiFlError: when there are none.
-    """
-    name = party.names[0]
-    train, _ = learned_from(party, name)
-    if not len(train):
-        raise WsiFlError(f"site {name}: its store has no training {party.examples}")
-    return train, units_of(party.pipeline, train, name)
 
 
 def _summed(

@@ -15,7 +15,7 @@ from wsi_fl.stages.site.account import Group, group_of
 from wsi_fl.stages.site.party import RunContext
 
 
-class SiteRow(TypedDict):
+class _SiteRow(TypedDict):
     """A site's row of a summary; None also for what a real site keeps to itself.
 
     Attributes:
@@ -44,7 +44,7 @@ class SiteRow(TypedDict):
     group: Group | None
 
 
-class SummaryRow(SiteRow):
+class SummaryRow(_SiteRow):
     """What all sites tell each other at the end: a row, and what of it is added up over all of them."""
 
     receives: bool
@@ -54,7 +54,7 @@ class SummaryRow(SiteRow):
     communication_seconds: Amount | None
 
 
-class Loss(TypedDict):
+class _Loss(TypedDict):
     """A site that was lost and has not come back."""
 
     site: Name
@@ -63,7 +63,7 @@ class Loss(TypedDict):
     time: Words
 
 
-class Communication(TypedDict):
+class _Communication(TypedDict):
     """What all sites sent together."""
 
     messages: Count
@@ -83,12 +83,12 @@ class Summary(TypedDict):
     run: Words
     method: Words
     seconds: Amount
-    sites: list[SiteRow]
+    sites: list[_SiteRow]
     receivers: list[Name]
     letters: dict[Name, Words]
     lost: list[Name]
-    losses: list[Loss]
-    communication: Communication
+    losses: list[_Loss]
+    communication: _Communication
 
 
 def row_of(site: Site) -> SummaryRow:
@@ -97,6 +97,7 @@ def row_of(site: Site) -> SummaryRow:
     took_part = [line["round"] for line in lines if line["takes_part"]]
     terms = site.ledger.terms
     sent = site.folder.transfers()
+    waited = sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent)
     return {
         "site": site.name,
         "epsilon": site.ledger.epsilon(),
@@ -110,7 +111,7 @@ def row_of(site: Site) -> SummaryRow:
         "batch_size": site.plan.batch_size if site.plan else None,
         "sigma": site.plan.sigma if site.plan else None,
         "rounds": len(took_part),
-        "attended": stretches(took_part),
+        "attended": _stretches(took_part),
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
         # where patients are protected, how many rows they have is theirs
         "n_train": None if terms.lifetime and terms.unit == "patient" else len(site.train),
@@ -123,17 +124,12 @@ def row_of(site: Site) -> SummaryRow:
         "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
         "messages": sum(line["messages"] for line in lines) + len(sent),
         "bytes": sum(line["bytes"] for line in [*lines, *sent]),
-        "communication_seconds": None if terms.lifetime else _waited(lines, sent),
+        "communication_seconds": None if terms.lifetime else float(waited),
     }
 
 
-def stretches(rounds: Sequence[int]) -> list[list[int]]:
-    """Return the first and the last of each stretch of rising rounds without a gap.
-
-    Example:
-        >>> stretches([1, 2, 5, 6, 7, 9])
-        [[1, 2], [5, 7], [9, 9]]
-    """
+def _stretches(rounds: Sequence[int]) -> list[list[int]]:
+    """Return the first and the last of each stretch of rising rounds without a gap."""
     found: list[list[int]] = []
     for round_ in rounds:
         if found and round_ == found[-1][1] + 1:
@@ -141,11 +137,6 @@ def stretches(rounds: Sequence[int]) -> list[list[int]]:
         else:
             found.append([round_, round_])
     return found
-
-
-def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> float:
-    """Seconds of communication in all rounds, and of transfers beside them."""
-    return float(sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent))
 
 
 def summary_of(party: RunContext, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

@@ -1,39 +1,94 @@
-"""`train`: plan, preflight, one rank per site, and the document at the end."""
+"""`train`: one run, or a series of them that are told together, from the plan to the document at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from wsi_fl.federation.comm import LocalComm
+from wsi_fl.learning.folds import rare_classes
 from wsi_fl.report.words import absences, detected_of, letters
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import spent_words
+from wsi_fl.stages.site.account import spends, spent_words
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.checks import (
-    check,
-    running_sites,
-    sites_here,
-    tell_what_is_lost,
-    warn_of_other_patches,
-)
-from wsi_fl.stages.training.going_on import (
-    Asked,
-    Series,
-    describe_run,
-    note_who_goes_on,
-    taken_up,
-    which_run,
-)
-from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher, say
-from wsi_fl.study.folder import Study
+from wsi_fl.stages.training.checks import check, tell_doubts
+from wsi_fl.stages.training.going_on import Asked, describe_run, note_who_goes_on, taken_up, which_run
+from wsi_fl.stages.work.console import Line, Lines, OneOf, Silent, Watcher, say
+from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.system.machine import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
+
+
+@dataclass(frozen=True)
+class _Series:
+    """Runs that differ in their seed, in the fold that they test, or in the site that they leave out.
+
+    Attributes:
+        folds: how many folds each seed has; None for no cross-validation.
+        sites: each is left out by one run of each seed; empty where none is.
+    """
+
+    id: str
+    seeds: tuple[int, ...]
+    folds: int | None = None
+    sites: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> list[Member]:
+        """All of its runs, in order."""
+        folds = range(1, self.folds + 1) if self.folds else (None,)
+        return [
+            Member(seed, fold, site)
+            for seed in self.seeds
+            for fold in folds
+            for site in self.sites or (None,)
+        ]
+
+    def pipeline_of(self, pipeline: Pipeline, member: Member) -> Pipeline:
+        """Return the pipeline of one run: that of the series, or of another run, under what sets this one apart."""
+        folds = {"fold": member.fold} if self.folds else {}
+        left_out = {"left_out": member.left_out} if self.sites else {}
+        own = pipeline.changed(train={"seed": member.seed, **folds, **left_out})
+        return own.model_copy(update={"sites": list(self.sites)}) if self.sites else own
+
+    def begun(self, study: Study) -> dict[Member, RunFolder]:
+        """Return its runs that there are; what all of them share, such as a fold of the pipeline, sets none apart."""
+        found = {}
+        for path in sorted(study.runs.glob("[0-9]*-*/manifest.json")):
+            run = RunFolder(path.parent)
+            if (run.manifest.get("series") or {}).get("id") == self.id:
+                seed, fold, left_out = Member.of(load_pipeline(run.path / "config.toml"))
+                found[Member(seed, fold if self.folds else None, left_out if self.sites else None)] = run
+        return found
+
+
+class Member(NamedTuple):
+    """What sets one run of a series apart."""
+
+    seed: int
+    fold: int | None
+    left_out: str | None
+
+    @staticmethod
+    def of(pipeline: Pipeline) -> Member:
+        """Return which run of a series has this configuration."""
+        train = pipeline.train
+        return Member(train.seed, train.fold, train.left_out)
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """What members are ordered by."""
+        return self.seed, self.fold or 0, self.left_out or ""
+
+    def __str__(self) -> str:
+        fold = "" if self.fold is None else f", fold {self.fold}"
+        return f"seed {self.seed}{fold}" + ("" if self.left_out is None else f" without {self.left_out}")
 
 
 def train(
@@ -46,28 +101,23 @@ def train(
     watcher: Watcher | None = None,
     told: bool = False,
 ) -> dict[str, Any]:
-    """Trains one run and returns its summary.
+    """Train one run and return its summary; `told` where what is unusual of its stores was said already.
 
-    Started by mpiexec or srun it joins as one rank; otherwise it starts one rank per site itself, or runs all
-    sites in this process with backend "local".
-
-    Args:
-        told: whether what is unusual of the stores was said already, of another run with them.
+    Started by mpiexec or srun it joins as one rank; otherwise it starts one rank per site itself, or runs all sites in
+    this process with backend "local".
     """
-    watcher = watcher or Silent()
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
-    ranks = launched_ranks()
-    if ranks is not None:
+    if (ranks := launched_ranks()) is not None:
         from wsi_fl.stages.training.ranks import (
-            join,  # and with it PyTorch, which launchers need not wait for
-        )
+            join,
+        )  # and with it PyTorch, which launchers need not wait for
 
         party = RunContext.of(study, pipeline, method)
         check(party, backend, stores=False)
         everyone = tuple(range(len(party.sites)))
         return join(party, ranks, partial(which_run, party, Asked(name)), everyone)
-    return begin(study, pipeline, method, name, backend=backend, watcher=watcher, told=told)
+    return begin(study, pipeline, method, name, backend=backend, watcher=watcher or Silent(), told=told)
 
 
 def begin(
@@ -78,19 +128,17 @@ def begin(
     *,
     backend: str,
     watcher: Watcher,
-    series: Series | None = None,
+    series: _Series | None = None,
     told: bool = False,
 ) -> dict[str, Any]:
-    """Starts the ranks of a new run, or runs it in this process."""
+    """Start the ranks of a new run, or run it in this process."""
     party = RunContext.of(study, pipeline, method)
     check(party, backend)
-    if not told:
-        warn_of_other_patches(party)
-    tell_what_is_lost(party)
+    tell_doubts(party, stores=not told)
     if backend == "mpi":
         launch.find_mpiexec()
     run = RunFolder.create(study.runs, method, name)
-    describe_run(party, run, Asked(name), uuid4().hex, series)
+    describe_run(party, Asked(name), uuid4().hex, run, asdict(series) if series else None)
     try:
         return _start(replace(party, run=run), backend, watcher)
     except UsageError:  # refused before the first step
@@ -106,12 +154,9 @@ def resume(
     backend: str = "mpi",
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Continues a run from the last round that all its sites had finished.
+    """Continue a run from the last round that all its sites had finished, `without` sites that are left out now.
 
     A site that was lost on the way comes back in the round where the others stand, even when they have finished.
-
-    Args:
-        without: sites to go on without, as if they had been lost.
     """
     ranks = launched_ranks()
     run = RunFolder(study.run(run_name))
@@ -125,22 +170,22 @@ def resume(
     if ranks is not None:
         from wsi_fl.stages.training.ranks import join
 
-        return join(party, ranks, partial(which_run, party, asked), running_sites(party))
+        return join(party, ranks, partial(which_run, party, asked), party.running)
     return _start(party, backend, watcher or Silent())
 
 
 def _start(party: RunContext, backend: str, watcher: Watcher) -> dict[str, Any]:
-    """Starts the ranks, and those of the other sites once more whenever one is lost."""
+    """Start the ranks, and those of the other sites once more whenever one is lost."""
     study, run, names = party.study, party.run, party.names
     if backend == "local":
         from wsi_fl.stages.training.ranks import work_as_rank
 
-        comm = LocalComm(len(names), running=sites_here(party))
+        comm = LocalComm(len(names), running=party.running_here)
         with launch.naming_resume(study, run):
             return work_as_rank(study, run, comm, watcher)
     again = launch.resume_command(study, run)
     while True:
-        running = [names[k] for k in sites_here(party)]
+        running = [names[k] for k in party.running_here]
         try:
             launch.run_ranks(
                 running,
@@ -152,9 +197,9 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> dict[str, Any]:
             )
             break
         except launch.SitesLost as lost:
-            if not set(running) - set(lost.reasons):
-                raise WsiFlError(f"all sites were lost; continue with `{again}`") from None
             left, least = len(set(running) - set(lost.reasons)), party.pipeline.train.at_least or 1
+            if not left:
+                raise WsiFlError(f"all sites were lost; continue with `{again}`") from None
             if left < least:
                 gone = ", ".join(lost.reasons)
                 raise WsiFlError(
@@ -171,11 +216,7 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> dict[str, Any]:
 
 
 def summary_lines(summary: dict[str, Any], again: str = "") -> Lines:
-    """The summary for people.
-
-    Args:
-        again: the command by which a site that was lost comes back; default: `train --resume`.
-    """
+    """The summary for people; `again` is the command by which a lost site comes back, by default `train --resume`."""
     for row in summary["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     if found := detected_of(summary["sites"]):
@@ -193,3 +234,154 @@ def summary_lines(summary: dict[str, Any], again: str = "") -> Lines:
         yield Line(f"  it can come back: {again or 'wsi-fl train --resume ' + summary['run']}")
     yield from (Line(f"  {said}", "yellow") for said in absences(summary["sites"]))
     yield Line(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")
+
+
+def train_series(
+    study: Study,
+    *,
+    seeds: int | None = None,
+    leave_site_out: bool = False,
+    method: str,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    backend: str = "mpi",
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Train all runs of a series and return {"method", "seeds", "folds", "left_out", "runs"}.
+
+    There is one for each of train.seed, train.seed + 1, …; of each seed one per fold where `train.folds` is set and no
+    fold is named, or one per site that takes no part in it with `leave_site_out`.
+    """
+    if seeds is not None and seeds < 1:
+        raise UsageError("--seeds must be at least 1")
+    name = study.pipeline_name(pipeline_name)
+    pipeline = study.pipeline(name, overrides)
+    if launched_ranks() is not None:
+        raise UsageError(
+            "--seeds, --folds and --leave-site-out start ranks of their own; leave out mpiexec or srun, or train one "
+            "run after another"
+        )
+    series = _series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
+    for member in series.members:  # what is wrong with the last one is said before the first is trained
+        check(RunContext.of(study, series.pipeline_of(pipeline, member), method), backend, told=True)
+    with RunContext.of(study, pipeline, method) as party:
+        _tell(party, series)
+    return _complete(study, series, method, name, pipeline, backend=backend, watcher=watcher or Silent())
+
+
+def is_series(pipeline: Pipeline) -> bool:
+    """Return whether a pipeline asks for a run per fold."""
+    return pipeline.train.folds is not None and pipeline.train.fold is None
+
+
+def _series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> _Series:
+    train = pipeline.train
+    sites = tuple(site.name for site in study.sites(pipeline)) if leave_site_out else ()
+    if leave_site_out and (train.folds or train.left_out):
+        raise UsageError(
+            "--leave-site-out tests whole sites; leave out --folds, train.folds and train.left_out"
+        )
+    if leave_site_out and len(sites) < 2:
+        raise UsageError("--leave-site-out needs two sites or more")
+    folds = train.folds if train.fold is None else None
+    return _Series(uuid4().hex, tuple(range(train.seed, train.seed + seeds)), folds, sites)
+
+
+def _tell(party: RunContext, series: _Series) -> None:
+    """Say what the runs cost together, and which classes are too rare for as many folds."""
+    n, target = len(series.members), party.pipeline.privacy.target_epsilon
+    if n > 1 and (series.folds or series.sites) and spends(party.pipeline):
+        say(
+            f"  every run is charged on the ledgers by itself: {n} runs cost a site about {n} times as much",
+            "yellow",
+        )
+        for site in party.sites:
+            if site.real and site.max_epsilon is not None and target and n * target > site.max_epsilon:
+                say(
+                    f"  sites/{site.name}.toml: max_epsilon = {site.max_epsilon:g} may not be enough for {n} runs of "
+                    f"ε = {target:g}; what is not affordable is not trained",
+                    "yellow",
+                )
+    for name in party.names if series.folds and party.task.kind == "classes" else ():
+        if not (party.site(name).allows("patches") and party.has_store(name)):
+            continue
+        table, classes, n_folds = party.data(name).table, party.data(name).classes, series.folds or 1
+        for kind, patients in rare_classes(table.patient, table.label, n_folds=n_folds).items():
+            say(
+                f"  site {name}: {patients} patients of class {classes[kind]} for {n_folds} folds, so some folds test "
+                "none of them here",
+                "yellow",
+            )
+
+
+def resume_series(
+    study: Study, run_name: str, *, backend: str = "mpi", watcher: Watcher | None = None
+) -> dict[str, Any] | None:
+    """Complete the series that a run belongs to; None where it belongs to none, or under mpiexec of one's own."""
+    if launched_ranks() is not None:
+        return None
+    run = RunFolder(study.run(run_name))
+    manifest = run.manifest
+    if not (known := manifest.get("series")):
+        return None
+    series = _Series(known["id"], tuple(known["seeds"]), known.get("folds"), tuple(known.get("sites") or ()))
+    pipeline = load_pipeline(run.path / "config.toml")
+    how: dict[str, Any] = {"backend": backend, "watcher": watcher or Silent()}
+    return _complete(study, series, manifest["method"], manifest["pipeline"], pipeline, **how)
+
+
+def _complete(
+    study: Study,
+    series: _Series,
+    method: str,
+    name: str,
+    pipeline: Pipeline,
+    *,
+    backend: str,
+    watcher: Watcher,
+) -> dict[str, Any]:
+    """The runs of all members: those there are finished, the others begun."""
+    begun, members = series.begun(study), series.members
+    to_do = [one for one in members if one not in begun or begun[one].summary() is None]
+    summaries: list[dict[str, Any]] = []
+    for number, member in enumerate(members, 1):
+        say(f"{member} ({number} of {len(members)})")
+        run = begun.get(member)
+        if run is not None and (summary := run.summary()) is not None:
+            summaries.append(summary)
+            continue
+        part = OneOf(watcher, to_do.index(member), len(to_do))
+        first = next(iter(series.begun(study).values()), None)
+        with launch.naming_resume(study, first) if first is not None else nullcontext():
+            if run is not None:
+                summaries.append(resume(study, run.name, backend=backend, watcher=part))
+                continue
+            own = series.pipeline_of(pipeline, member)
+            told = bool(to_do.index(member))
+            summaries.append(
+                begin(study, own, method, name, backend=backend, watcher=part, series=series, told=told)
+            )
+    return {
+        "method": method,
+        "seeds": list(series.seeds),
+        "folds": series.folds,
+        "left_out": list(series.sites),
+        "runs": summaries,
+    }
+
+
+def lines(document: dict[str, Any]) -> Lines:
+    """The summary of a run, or of the runs of a series, for people."""
+    if "runs" not in document:
+        yield from summary_lines(document)
+        return
+    runs = " ".join(summary["run"] for summary in document["runs"])
+    seconds = sum(summary["seconds"] for summary in document["runs"])
+    n = len(document["runs"])
+    parts = "folds" if document["folds"] else "sites left out" if document["left_out"] else "seeds"
+    seeded = (
+        f" from {len(document['seeds'])} seeds" if parts != "seeds" and len(document["seeds"]) > 1 else ""
+    )
+    yield Line(
+        f"{n} {parts}{seeded} of {document['method']} done, {seconds:.0f} s of training; next: wsi-fl compare {runs}"
+    )

@@ -1,38 +1,57 @@
-"""From configuration and stores to what the rooms need: a site with its examples, canaries, account and models."""
+"""From configuration and stores to what the rooms need: a site with its examples, canaries, account and models.
+
+Models are fresh, or start from settings of their own or from what was released before.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, replace
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from sys import maxsize
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
 
-from wsi_fl.federation.methods import Method
+from wsi_fl.federation.methods import MakeLearner, Method
 from wsi_fl.federation.preflight import Brought, Setting
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.bags import with_drawn_patches
 from wsi_fl.learning.canaries import Canaries, canaries, tossed
-from wsi_fl.learning.examples import Augment, Examples, joined
+from wsi_fl.learning.examples import Examples, batches, epoch_rows, joined, subset
+from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step, undecided_where_broken
+from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.transforms import augmentation
+from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
 from wsi_fl.learning.validation import LONE, require_names, with_validation
-from wsi_fl.models import schema, started_from
+from wsi_fl.models import HUB, Start, build, schema, started_from
+from wsi_fl.models.heads import MeanOfBag
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
+from wsi_fl.privacy.letters import impossible
+from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.site.account import affordable_rounds, weights_of
+from wsi_fl.stages.site.account import affordable_rounds, open_account, weights_of
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.ledgers import open_account
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.sums import directions_of
+from wsi_fl.stages.site.sums import directions_of, of_patients, refuse_others, wanted_of
 from wsi_fl.stages.training.checks import graph_of, versions
-from wsi_fl.stages.training.learners import bring_released, learners_of, tune
 from wsi_fl.stages.work.job import device_of_rank
+from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import Section, value_of
 from wsi_fl.system.files import ordinary
-from wsi_fl.types import UNLABELLED, Bags, UsageError, WsiFlError
+from wsi_fl.types import UNLABELLED, Bags, Images, UsageError, Vectors, WsiFlError
+
+_PRIVATE_SEED_STEP = 1000
+"""Keeps the private models' initialisation apart from the proxies', which all sites share."""
 
 
 def schedule_of(party: RunContext) -> Schedule:
@@ -46,7 +65,7 @@ def schedule_of(party: RunContext) -> Schedule:
         seed=train.seed,
         weights=weights_of(pipeline),
         self_weight=pipeline.topology.self_weight,
-        make_augment=partial(augmentation, train.augment) if party.kind.of_images else _not_augmented,
+        make_augment=partial(augmentation, train.augment) if party.kind.of_images else lambda _: None,
         graph=graph_of(party),
         answer=pipeline.predict.with_,
         reset_optimizer=train.optimizer_after_exchange == "reset",
@@ -60,16 +79,11 @@ def schedule_of(party: RunContext) -> Schedule:
     )
 
 
-def _not_augmented(views: CipherStream) -> Augment | None:
-    """Features have no symmetries of their own."""
-    del views
-    return None
-
-
 def build_site(party: RunContext, index: int) -> Site:
-    """Return a site with its examples, its account and fresh models; see `start_models` for what comes next.
+    """Return a site with its examples, its account and its models.
 
-    It opens its own store, and others' test patches only where all allow it. A receiver has what travels alone.
+    It opens its own store, and others' test patches only where all allow it. A receiver has what travels alone. Models
+    start from settings of the site's own, sums that were released, or synthetic samples.
     """
     name, pipeline = party.names[index], party.pipeline
     data, folder, device = party.data(name), party.run.site(name), device_of_rank()
@@ -85,12 +99,12 @@ def build_site(party: RunContext, index: int) -> Site:
         tests["merged"] = party.merged()
     canaries = agreed_canaries(folder, pipeline, data)
     account = open_account(party, index, data, train, canaries.included if canaries else None)
-    make = learners_of(party, index, data, device, account.plan, train)
+    make = _learners_of(party, index, data, device, account.plan, train)
     roles = {role: one for role, one in party.method.learners.items() if role == "proxy" or not data.receives}
     learners = {role: make(role, dp=one.dp, common=one.common) for role, one in roles.items()}
     if party.method.keeps_lone and pipeline.train.alone:
         learners[LONE] = make(LONE, dp=False)
-    return Site(
+    site = Site(
         index=index,
         name=name,
         learners=learners,
@@ -106,19 +120,16 @@ def build_site(party: RunContext, index: int) -> Site:
         canaries=canaries,
         returning=name in party.run.returning(),
     )
-
-
-def start_models(party: RunContext, site: Site) -> None:
-    """Give a site what its models start from: settings of its own, sums that were released, synthetic samples."""
-    tune(party, site)
+    _tune(party, site)
     if party.method.once:
         from wsi_fl.learning.local import know_rows  # and with it Opacus
 
         know_rows(site.learners["proxy"], site.train)
     if party.releases:
-        bring_released(party, site)
+        _bring_released(party, site)
     if buffer := party.method.share("buffer"):
-        site.buffer = buffer.stage().agreed_buffer(party, site.index)
+        site.buffer = buffer.stage().agreed_buffer(party, index)
+    return site
 
 
 def brought(site: Site, party: RunContext) -> Brought:
@@ -201,19 +212,22 @@ def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data) -> Canar
     return canaries(seed, included, data.shape, len(data.classes))
 
 
-def remember_canaries(site: Site) -> None:
-    """Notes in the run what `agreed_canaries` tossed, before anything is trained."""
-    found = site.canaries
-    if found is None or site.folder.kept("canaries"):
-        return
-    coins = "".join("1" if coin else "0" for coin in found.included)
-    site.folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
+def remember(site: Site) -> None:
+    """Note in the run, before anything is trained, what a site decided for it: a restart finds the same again.
 
-
-def remember_buffer(site: Site) -> None:
-    """Note in the run what buffer was drawn, before anything is trained: every round sends the same bytes."""
-    if site.buffer is not None and site.folder.buffer() is None:
-        site.folder.remember_buffer(site.buffer.values, site.buffer.provenance)
+    These are the plan (the account changes while the run goes on), the canaries that were tossed, the settings that
+    were tuned, and the buffer that was drawn: every round sends the same bytes.
+    """
+    folder, found = site.folder, site.canaries
+    if site.plan is not None and folder.kept("plan") is None:
+        folder.keep("plan", asdict(site.plan))
+    if found is not None and not folder.kept("canaries"):
+        coins = "".join("1" if coin else "0" for coin in found.included)
+        folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
+    if site.tuned is not None:
+        folder.keep("tuned", site.tuned)
+    if site.buffer is not None and folder.buffer() is None:
+        folder.remember_buffer(site.buffer.values, site.buffer.provenance)
 
 
 _THINGS = {"model": "its model", "buffer": "a buffer of synthetic samples", "generator": "its generator"}
@@ -247,10 +261,6 @@ def _validated(party: RunContext, data: Data, train: Examples) -> tuple[Examples
     """(for training, for validation): the store's own split, else a share of the training patients.
 
     Where nothing is sent there is nothing to choose, and every row that is for training is learned from.
-
-    Raises:
-        UsageError: for a share that would leave nothing to learn from, for rows without a patient where a share is
-            drawn and noise is added, and for rows that are missing where they are asked for.
     """
     pipeline = party.pipeline
     if "proxy" not in party.method.learners and not party.method.keeps_lone:
@@ -273,3 +283,224 @@ def _validated(party: RunContext, data: Data, train: Examples) -> tuple[Examples
             "train.alone=true, or train.val_fraction=0.15, or tile with a validation split"
         )
     return train, validation if len(validation) else None
+
+
+def build_model(
+    site: SiteFile,
+    pipeline: Pipeline,
+    data: Data,
+    role: str,
+    index: int,
+    *,
+    common: bool = False,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> torch.nn.Module:
+    """Return a model: everybody's kind and seed for "proxy" or if `common`, else the site's own."""
+    private = role != "proxy" and not common
+    try:
+        model = build(
+            architecture(site, pipeline, role, common=common),
+            n_classes=len(data.classes),
+            shape=data.shape,
+            seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
+            start=start_of(pipeline, data.study if state is None else None),
+        )
+    except NoWeightsError as error:
+        raise NoWeightsError(f"{error}: model.weights = 'FILE.safetensors'") from None
+    if state is not None:
+        model.load_state_dict(state)
+    if isinstance(model, SharedHead):
+        model.look_along(directions_of(data), patients=of_patients(pipeline))
+    return model
+
+
+def start_of(pipeline: Pipeline, study: Study | None = None) -> Start | None:
+    """Return what networks start from; None for chance. Without a study their weights are loaded afterwards."""
+    said = pipeline.model
+    if not said.weights:
+        return None
+    if study is None or said.weights == HUB:
+        return Start(said.train, HUB if study else None)
+    return Start(said.train, study.resolve(said.weights), study.root / "weights")
+
+
+def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
+    """The name of the model that a role has at a site."""
+    if role == "proxy":
+        return pipeline.model.proxy
+    return pipeline.model.private if common else (site.private_model or pipeline.model.private)
+
+
+def _learners_of(
+    party: RunContext, index: int, data: Data, device: torch.device, plan: PrivacyPlan | None, train: Examples
+) -> MakeLearner:
+    """Return what builds the learners a method asks for, with the noise of the plan where they are under DP."""
+    site, pipeline, keys = party.sites[index], party.pipeline, party.pipeline.train
+    n_classes, seen = len(data.classes), data.shape
+
+    def make(role: str, *, dp: bool, common: bool = False) -> Learner:
+        model, settings = build_model(site, pipeline, data, role, index, common=common), None
+        if dp and plan is not None:
+            settings = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit)
+            somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
+            if somebodys and isinstance(seen, Images):
+                shape = (seen.channels, seen.size_px, seen.size_px)
+                settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
+        usual = HyperParameters(keys.lr, keys.weight_decay, keys.balance)
+        return _learner(model, usual, train, n_classes, device, pipeline, dp=settings)
+
+    return make
+
+
+def _learner(
+    model: nn.Module,
+    way: HyperParameters,
+    train: Examples,
+    n_classes: int,
+    device: torch.device,
+    pipeline: Pipeline,
+    *,
+    dp: DPSettings | None = None,
+) -> Learner:
+    """Return a learner with these settings for some training examples; under privacy all classes count as they come."""
+    return Learner(
+        model,
+        lr=way.lr,
+        weight_decay=way.weight_decay,
+        device=device,
+        dp=dp,
+        class_weights=_class_weights(train.label, n_classes) if way.balance and dp is None else None,
+        task=train.task,
+        bfloat16=pipeline.gpu.train == "bfloat16",
+    )
+
+
+def _class_weights(labels: NDArray[np.int64], n_classes: int) -> list[float]:
+    """Return how much a row of each class counts so that all classes count alike; 1 where all are as frequent."""
+    counts = np.bincount(labels, minlength=n_classes)
+    present = counts > 0
+    weights = np.where(present, len(labels) / present.sum() / np.maximum(counts, 1), 1.0)
+    return [float(one) for one in weights]
+
+
+def _tune(party: RunContext, site: Site) -> None:
+    """Let a site choose by cross-validation how its own models learn, where `train.tune` asks for it.
+
+    A model that travels, or is under differential privacy, is not tuned. A linear head that it would have alone is
+    fitted in any case. Both models of its own are fresh and alike, so what suits one suits the other.
+    """
+    pipeline, train = party.pipeline, site.train
+    own = {
+        role: learner
+        for role in (LONE, "private")
+        if (learner := site.learners.get(role)) and not (learner.with_dp or role == party.method.travels)
+    }
+    if not pipeline.train.tune:
+        own = {role: one for role, one in own.items() if role == LONE and _is_linear(one.model)}
+    if not own:
+        return
+    model = next(iter(own.values())).model
+    if _is_linear(model):
+        head = _fitted(model, train, site.n_classes, site.device)
+        for learner in own.values():
+            _set_layer(learner.model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
+            learner.fitted = True
+        site.held_out, site.tuned = head.held_out, head.facts
+        return
+    folds = 1 if isinstance(party.data(site.name).shape, Images) else 5
+    way, site.held_out = _tuned(pipeline, model, site, folds)
+    anew = {
+        role: _learner(one.model, way, train, site.n_classes, site.device, pipeline)
+        for role, one in own.items()
+    }
+    site.learners = {**site.learners, **anew}
+    site.tuned = {"by": "cross-validation", **way.facts}
+
+
+def _is_linear(model: nn.Module) -> bool:
+    """Return whether a model is one linear layer on what is fixed."""
+    *below, last = model.children() if isinstance(model, nn.Sequential) else [model]
+    return isinstance(last, nn.Linear) and all(isinstance(one, nn.LayerNorm | MeanOfBag) for one in below)
+
+
+@torch.no_grad()
+def _set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    """Overwrite the last layer of a linear head, with weight [classes, d] and bias [classes]."""
+    assert isinstance(model, nn.Sequential)
+    linear = model[-1]
+    assert isinstance(linear, nn.Linear)
+    linear.weight.copy_(weight)
+    linear.bias.copy_(bias)
+
+
+def _fitted(model: nn.Module, train: Examples, n_classes: int, device: torch.device) -> FittedHead:
+    """Return the linear layer that serves held-out patients best on what the fixed layers below it see."""
+    assert isinstance(model, nn.Sequential)
+    below = model[:-1].to(device)
+    size = train.at_once or 256
+    every = [np.arange(len(train))[k : k + size] for k in range(0, len(train), size)]
+    with torch.no_grad():
+        x = torch.cat([below(x) for x, _ in batches(train, iter(every), augment=None, device=device)])
+    return fitted_head(x.cpu().numpy(), train.label, train.patient, n_classes, train.task)
+
+
+def _tuned(
+    pipeline: Pipeline, model: nn.Module, site: Site, folds: int
+) -> tuple[HyperParameters, Probabilities | None]:
+    """Return the settings that serve held-out patients best, and what models trained with them say of these."""
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    keys, train = pipeline.train, site.train
+
+    def trained(way: HyperParameters, seen: NDArray[np.bool_]) -> Probabilities:
+        model.load_state_dict(start)
+        some, others = (subset(train, np.flatnonzero(rows)) for rows in (seen, ~seen))
+        learner = _learner(model, way, some, site.n_classes, site.device, pipeline)
+        stream = CipherStream.seeded(keys.seed, "tuning")
+        drawn = stream if keys.max_patches else None  # which patches are seen
+        rows = epoch_rows(len(some), keys.batch_size, keys.rounds * keys.epochs_per_round, sampler=stream)
+        for batch in batches(some, rows, augment=None, device=site.device, draws=drawn):
+            supervised_step(learner, batch, stream)
+        return undecided_where_broken(probabilities(learner.logits, others, site.device), others)
+
+    usual = HyperParameters(keys.lr, keys.weight_decay, keys.balance)
+    way, held_out = tuned(train.label, train.patient, usual, trained, folds=folds, task=train.task)
+    model.load_state_dict(start)
+    return way, held_out
+
+
+def _bring_released(party: RunContext, site: Site) -> None:
+    """Give a site's learners what all released files tell: a shared head its sums, or what travels its start.
+
+    WsiFlError where a file holds what no honest site would have released.
+    """
+    study, data, name, learners = party.study, party.data(site.name), site.name, site.learners
+    wanted = wanted_of(data, party.pipeline)
+    if party.by_files:
+        head = learners["proxy"].model
+    else:
+        assert isinstance(data.shape, Bags | Vectors)
+        patients, directions = of_patients(party.pipeline), directions_of(data)
+        head = SharedHead(len(data.classes), data.shape.n_features, directions=directions, patients=patients)
+    assert isinstance(head, SharedHead)
+    for other, sums in party.releases.items():
+        refuse_others(sums.facts, wanted, label := study.relative(study.release(other)))
+        letter, facts = torch.from_numpy(sums.vector), sums.facts
+        if problem := impossible(head, letter, facts.n, facts.sigma, rows=facts.unit == "row"):
+            raise WsiFlError(
+                f"{label}: no sums of {facts.n} {facts.unit}s: {problem}; ask its site for the file"
+            )
+    exact = np.mean([sums.vector.astype(np.float64) for sums in party.releases.values()], axis=0)
+    mean, n = np.asarray(exact, np.float32), len(party.releases)
+    if party.by_files:
+        if own := party.releases.get(name):
+            letter = torch.from_numpy(own.vector).double()
+            k = len(letter) - own.facts.columns
+            head.hold(letter[:k], letter[:k], letter[k:])
+        learners["proxy"].load_vector(mean, n_sites=n)
+        return
+    assert party.method.travels is not None
+    learner = learners[party.method.travels]
+    with torch.no_grad():
+        head.sums.copy_(torch.from_numpy(mean))
+    head.n_sites.fill_(n)
+    _set_layer(learner.model, *head.linear())

@@ -8,17 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import rich.table
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.system.machine import launched_ranks
 from wsi_fl.types import WsiFlError, printable
 
-LINE_EVERY_S = 5.0
+if TYPE_CHECKING:
+    from wsi_fl.models.encoder import Spent
+
+_LINE_EVERY_S = 5.0
 _MOST_PARTS = 12
 """Sites that a line of progress tells of."""
 _EVENT_EVERY_S = 0.3
@@ -32,11 +35,7 @@ class Watcher(Protocol):
     def update(self, part: str, done: float, total: float, note: str = "") -> None: ...
 
     def say(self, text: str, *, public: bool = False) -> None:
-        """Tell people something while the job goes on.
-
-        Args:
-            public: whether everybody may know it, since it is made of what all sites have told each other.
-        """
+        """Tell people something; `public` where it is made of what all sites told each other."""
         ...
 
 
@@ -51,13 +50,7 @@ class Silent:
 
 
 class OneOf(Silent):
-    """Tells of one of several equal works as a part of them all, so that what is shown never goes back.
-
-    Args:
-        watcher: told of all works together.
-        before: how many are done.
-        n: how many there are.
-    """
+    """Tells of one of n equal works as a part of them all, so that what is shown never goes back."""
 
     def __init__(self, watcher: Watcher, before: int, n: int) -> None:
         self._watcher, self._before, self._n = watcher, before, n
@@ -70,11 +63,7 @@ class OneOf(Silent):
 
 
 class Quiet(Silent):
-    """Keeps at home what a real hospital has to say, in a log of its own, unless everybody may know it.
-
-    Args:
-        log: writes a line into that log.
-    """
+    """Keeps at home what a real hospital has to say, in a log of its own, unless everybody may know it."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
@@ -118,8 +107,8 @@ class Bars(Silent):
 
     def _tell(self) -> None:
         """Say every few seconds how far it is, whether or not the work says anything."""
-        while not self._over.wait(LINE_EVERY_S):
-            if time.monotonic() - self._said >= LINE_EVERY_S / 2:
+        while not self._over.wait(_LINE_EVERY_S):
+            if time.monotonic() - self._said >= _LINE_EVERY_S / 2:
                 self._say()
 
     def _say(self) -> None:
@@ -135,7 +124,7 @@ class Bars(Silent):
             if part not in self._tasks:
                 self._tasks[part] = self._bars.add_task(part, total=total, note=note)
             self._bars.update(self._tasks[part], completed=done, total=total, note=note)
-        elif time.monotonic() - self._said >= LINE_EVERY_S:
+        elif time.monotonic() - self._said >= _LINE_EVERY_S:
             self._say()
 
     def _line(self) -> str:
@@ -148,7 +137,7 @@ class Bars(Silent):
         gained = done - sum(d for d, _ in self._from.values())
         since = time.monotonic() - min(t for _, t in self._from.values())
         seconds = (total - done) / gained * since if gained > 0 else 0.0
-        left = f", about {seconds:.0f} s left" if share > 0.02 and seconds and since >= LINE_EVERY_S else ""
+        left = f", about {seconds:.0f} s left" if share > 0.02 and seconds and since >= _LINE_EVERY_S else ""
         left = ", finishing" if share >= 1 else left
         notes = ", ".join(f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MOST_PARTS] if note)
         more = f", and {len(state) - _MOST_PARTS} more" if len(state) > _MOST_PARTS else ""
@@ -156,11 +145,7 @@ class Bars(Silent):
 
 
 class Events:
-    """JSON lines on stdout, for the process that started this one and draws the bars.
-
-    Args:
-        owner: that process; WsiFlError once it is gone.
-    """
+    """JSON lines on stdout, for the process that started this one and draws the bars: its owner."""
 
     def __init__(self, owner: int | None = None) -> None:
         self._said: dict[str, float] = {}
@@ -188,12 +173,7 @@ class Events:
 
 
 class Discreet(Events):
-    """Events of a real hospital: its name and how many rounds are done, and nothing that depends on its records.
-
-    Args:
-        log: writes a line into the hospital's own log.
-        owner: as of `Events`.
-    """
+    """Events of a real hospital: its name and how many rounds are done, and nothing that depends on its records."""
 
     def __init__(self, log: Callable[[str], None], owner: int | None = None) -> None:
         super().__init__(owner)
@@ -228,12 +208,7 @@ class Line(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of a command's answer, on stderr: names on the left, everything else to the right.
-
-    Attributes:
-        headings: one for each column.
-        rows: the cells; None draws a line.
-    """
+    """A table of a command's answer, on stderr; a row that is None draws a line."""
 
     title: str
     headings: Sequence[str]
@@ -261,12 +236,9 @@ def render(lines: Lines) -> None:
 
 
 def by_site(title: str, corner: str, sites: Sequence[str], lines: Iterable[Sequence[object] | None]) -> Table:
-    """Return a table of a number for each site: sites as columns, or as rows where they are many.
+    """Return a table of numbers, a name and its numbers in a line: sites as columns, or as rows where they are many.
 
-    Args:
-        title, corner: what stands above the table, and above its first column.
-        sites: names, in the order of the numbers.
-        lines: a name and its numbers each; None draws a line between them.
+    `title` and `corner` stand above the table, and above its first column; a line that is None is drawn.
     """
     cells = [[str(cell) for cell in line] if line else None for line in lines]
     if len(sites) <= MOST_COLUMNS:
@@ -321,3 +293,22 @@ def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
     places = ", ".join(f"({x}, {y})" for x, y, _ in unread[:_MOST_PLACES])
     more = f" and {len(unread) - _MOST_PLACES} more" if len(unread) > _MOST_PLACES else ""
     return f"{len(unread)} of {n} patches set aside, at level-0 pixel {places}{more}: {unread[0][2]}"
+
+
+def speed_of(site: str, spent: Spent, slides: int, patches: int, seconds: float) -> dict[str, Any]:
+    """Return for `--json` how fast patches that were not there already were encoded, and what took time."""
+    return {
+        "site": site,
+        "slides_per_second": slides / seconds,
+        "patches_per_second": patches / seconds,
+        "spent": {"read": spent.read, "encode": spent.encode, "write": spent.write},
+    }
+
+
+def speed_lines(rows: Sequence[dict[str, Any]]) -> Lines:
+    """Say how fast the patches of each site were encoded, where any were."""
+    for row in rows:
+        if row["patches_per_second"]:
+            spent = ", ".join(f"{key} {seconds:.1f} s" for key, seconds in row["spent"].items())
+            speed = f"{row['patches_per_second']:.1f} patches/s, {row['slides_per_second']:.2f} slides/s"
+            yield Line(f"  {row['site']}: {speed} ({spent}, partly at once)")

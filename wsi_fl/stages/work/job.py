@@ -8,21 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import TypedDict
 
 from wsi_fl.stages.work.console import Silent, Watcher, reason_of
 from wsi_fl.system.files import raise_if_full
-from wsi_fl.system.machine import cores
-from wsi_fl.system.ranks import launched_ranks
+from wsi_fl.system.machine import cores, launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-R = TypeVar("R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class _Cores(TypedDict):
@@ -40,22 +39,12 @@ class _Outcome(TypedDict, total=False):
     usage: bool
 
 
-class _Ranks(Protocol):
-    """What is needed of `federation.comm`."""
-
-    sites: tuple[int, ...]
-    running: tuple[int, ...]
-
-    def gather(self, documents: Sequence[T], kind: type[T]) -> list[T]: ...
-
-
 class _Alone:
     """One process, for which torch and MPI need not be loaded."""
 
     sites = running = (0,)
 
-    def gather(self, documents: Sequence[T], kind: type[T]) -> list[T]:
-        del kind
+    def gather(self, documents: Sequence[_T], _: type[_T]) -> list[_T]:
         return list(documents)
 
     def abort(self, code: int = 1) -> None:
@@ -63,12 +52,7 @@ class _Alone:
 
 
 class Job:
-    """This process among those of the job.
-
-    Attributes:
-        rank, size: which one of how many.
-        threads: how many cores are this rank's share of its machine.
-    """
+    """This process among those of the job: which (`rank`) of how many (`size`), with how many cores (`threads`)."""
 
     def __init__(self) -> None:
         ranks = launched_ranks()
@@ -78,10 +62,9 @@ class Job:
             from wsi_fl.federation.comm import MpiComm
 
             self._comm = MpiComm(inf, tuple(range(ranks)))
-        comm: _Ranks = self._comm
-        self.rank, self.size = comm.sites[0], len(comm.running)
+        self.rank, self.size = int(self._comm.sites[0]), len(self._comm.running)
         mine: _Cores = {"host": socket.gethostname(), "cores": cores()}
-        told = [(one["host"], one["cores"]) for one in comm.gather([mine], _Cores)]
+        told = [(one["host"], one["cores"]) for one in self._comm.gather([mine], _Cores)]
         self.threads = share_of_cores((mine["host"], mine["cores"]), told)
 
     @property
@@ -92,33 +75,21 @@ class Job:
         """Return the watcher in the first rank and a silent one in the others, or where there is none."""
         return watcher if watcher and self.first else Silent()
 
-    def mine(self, items: Sequence[T]) -> list[T]:
+    def mine(self, items: Sequence[_T]) -> list[_T]:
         """Return this rank's share of a list that all ranks have alike."""
         return list(items[self.rank :: self.size])
 
-    def each(self, work: Callable[[], T]) -> T:
+    def each(self, work: Callable[[], _T]) -> _T:
         """Do the work on every rank and return this rank's own result.
 
-        A failure anywhere is told once, by the first rank, and ends all; what others had finished stays.
-
-        Raises:
-            WsiFlError, UsageError: the failure, in the first rank.
-            SystemExit: in the others.
+        A failure anywhere is told once, by the first rank, and ends all (SystemExit); what others had finished stays.
         """
-        own: list[T] = []
-
-        def keep() -> None:
-            own.append(work())
-
-        self._together(keep)
+        own: list[_T] = []
+        self._together(lambda: own.append(work()))
         return own[0]
 
-    def first_does(self, work: Callable[[], T]) -> T | None:
-        """Do the work on the first rank while the others wait; return its result there and None elsewhere.
-
-        Raises:
-            WsiFlError, UsageError, SystemExit: as `each`.
-        """
+    def first_does(self, work: Callable[[], _T]) -> _T | None:
+        """Do the work on the first rank while the others wait; return its result there and None elsewhere."""
         return self.each(lambda: work() if self.first else None)
 
     @contextmanager
@@ -130,24 +101,20 @@ class Job:
 
     def share(
         self,
-        items: Sequence[T],
-        work: Callable[[list[T]], Iterable[R]],
-        tell: Callable[[float, T], None] | None = None,
-    ) -> list[R]:
+        items: Sequence[_T],
+        work: Callable[[list[_T]], Iterable[_R]],
+        tell: Callable[[float, _T], None] | None = None,
+    ) -> list[_R]:
         """Give every rank its share of the items, and return the results of all ranks in the order of the items.
 
         Args:
-            items: what is to be done, alike in all ranks.
             work: gives a result, plain enough for JSON, for each item of a share, in order.
             tell: told after each item how many of all items (float, an estimate) are done, and which was the last.
-
-        Raises:
-            WsiFlError, UsageError, SystemExit: as `each`.
         """
         mine = self.mine(items)
 
-        def do() -> list[R]:
-            found: list[R] = []
+        def do() -> list[_R]:
+            found: list[_R] = []
             for item, result in zip(mine, work(mine), strict=True):
                 found.append(result)
                 if tell is not None:
@@ -157,7 +124,7 @@ class Job:
         parts = self._together(do)
         return [parts[k % self.size][k // self.size] for k in range(len(items))]
 
-    def _together(self, work: Callable[[], T]) -> list[T]:
+    def _together(self, work: Callable[[], _T]) -> list[_T]:
         """Do the work on every rank and return all results (JSON) in order of ranks."""
         failure: BaseException | None = None
         outcome: _Outcome = {}
@@ -181,12 +148,7 @@ class Job:
 
 
 def share_of_cores(mine: tuple[str, list[int]], ranks: Sequence[tuple[str, list[int]]]) -> int:
-    """How many of its cores a rank may count as its own, given (host, cores) of all ranks.
-
-    Example:
-        >>> share_of_cores(("a", [0, 1]), [("a", [0, 1]), ("a", [0, 1]), ("b", [0, 1])])
-        1
-    """
+    """How many of its cores a rank may count as its own, given (host, cores) of all ranks."""
     host, cores = mine
     sharing = [sum(core in theirs for name, theirs in ranks if name == host) for core in cores]
     return max(1, int(sum(1 / n for n in sharing) + 1e-9))

@@ -39,8 +39,7 @@ from wsi_fl.synthesis.stages.kinds import (
     shared_phase,
 )
 from wsi_fl.synthesis.stages.sample import as_pixels
-from wsi_fl.system.files import write_bytes, write_text
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, write_bytes, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _SHOWN = 9

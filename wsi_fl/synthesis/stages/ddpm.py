@@ -60,7 +60,7 @@ from wsi_fl.synthesis.stages.kinds import (
     usual_lpips,
 )
 from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked
 from wsi_fl.types import UsageError
 
 _SHOWN_STEPS = 25

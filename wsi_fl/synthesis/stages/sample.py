@@ -24,8 +24,7 @@ from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.synthesis.stages.kinds import kind_of, outcome
-from wsi_fl.system.files import write_text
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
 _SLIDE = "synthetic"

@@ -17,8 +17,7 @@ from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.synthesis.stages.kinds import Course, Document, GeneratorType, Losses
 from wsi_fl.synthesis.stages.sample import as_pixels
-from wsi_fl.system.files import write_bytes
-from wsi_fl.system.locks import locked
+from wsi_fl.system.files import locked, write_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _LOG_EVERY = 20
