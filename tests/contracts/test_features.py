@@ -96,14 +96,14 @@ def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
 def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):
     public = tmp_path / "public"
     public.mkdir()
-    for slide in phantom.plan_slides(1, 1, 1024, seed=9):
+    for slide in phantom.plan_slides(1, 2, 1024, seed=9):
         phantom.write_pyramid(public / f"{slide.name}.tif", phantom.paint_slide(slide), 0.5)
     shutil.copy(study.features("S1"), tmp_path / "store.h5")
     shutil.copy(next(public.iterdir()), tmp_path / "one.tif")
     options = {"overrides": [*settings, "tile.size_px=64", "tile.mpp=1.0"], "n": 8}
     to_x = options | {"out": tmp_path / "x"}
     made = directions(study, [public, tmp_path / "store.h5"], out=study.root / "d.safetensors", **options)
-    assert made["directions"] == 8 and len(made["sources"]) == 3
+    assert made["directions"] == 8 and len(made["sources"]) == 5
     assert "test_efficientnet sha256:" in made["encoder"]
     assert not made["left_aside"]
     for name in ("README.md", "labels.csv"):
