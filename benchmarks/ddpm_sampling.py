@@ -22,10 +22,10 @@ from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import Sampling, drawn
-from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.synthesis.stages.check import quality_of
 from wsi_fl.synthesis.stages.ddpm import KIND, load_denoiser
 from wsi_fl.synthesis.stages.kinds import HELD_OUT, pictures_of
+from wsi_fl.synthesis.state import balanced_labels
 
 
 def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None) -> dict[str, Any]:

@@ -103,8 +103,7 @@ def examples(store: PatchStore | BagStore, split: str = "train") -> Examples:
     """Return the labelled rows of a split, "train", "val" or "test": patches, or a feature store's bags."""
     import numpy as np
 
-    from wsi_fl.learning.bags import bag_examples
-    from wsi_fl.learning.examples import Examples, subset
+    from wsi_fl.learning.examples import Examples, bag_examples, subset
     from wsi_fl.stores.patches import PatchStore
 
     rows = np.flatnonzero(store.table.split == split)

@@ -21,13 +21,12 @@ from wsi_fl.synthesis.ddpm import (
     DdpmState,
     DdpmTerms,
     Sampling,
+    _ema_decay,
+    _predicted_noise,
+    _scheduler_of,
     build_denoiser,
     denoiser_from,
     drawn,
-    ema_decay,
-    predicted_noise,
-    scheduler_of,
-    schema_of,
     step,
     vector_of,
 )
@@ -87,12 +86,12 @@ def test_the_moving_average_is_the_recursion():
     mean = [p.clone() for p in state.average.parameters()]
     for number in range(4):
         step(state, *pictures())
-        kept = ema_decay(number, 0.5)
+        kept = _ema_decay(number, 0.5)
         mean = [
             kept * m + (1 - kept) * p.detach() for m, p in zip(mean, state.denoiser.parameters(), strict=True)
         ]
     assert all(torch.allclose(m, p, atol=1e-6) for m, p in zip(mean, state.average.parameters(), strict=True))
-    assert [ema_decay(k, 0.999) for k in (0, 90)] == [0.1, 0.91]
+    assert [_ema_decay(k, 0.999) for k in (0, 90)] == [0.1, 0.91]
 
 
 def test_guidance_is_the_formula():
@@ -102,7 +101,7 @@ def test_guidance_is_the_formula():
         named = denoiser(x, t, y).sample
         unnamed = denoiser(x, t, torch.full((3,), SHAPE.null)).sample
         for g in (1.0, 0.0, 2.5):
-            found = predicted_noise(denoiser, SHAPE, x, t, y, g)
+            found = _predicted_noise(denoiser, SHAPE, x, t, y, g)
             assert torch.allclose(found, unnamed + g * (named - unnamed), atol=1e-5)
 
 
@@ -112,7 +111,7 @@ class Oracle(torch.nn.Module):
     def __init__(self, shape):
         super().__init__()
         self.anchor = torch.nn.Parameter(torch.zeros(()))
-        self.kept = scheduler_of(shape, Sampling("ddpm", 1)).alphas_cumprod
+        self.kept = _scheduler_of(shape, Sampling("ddpm", 1)).alphas_cumprod
 
     def forward(self, x, t, y):
         clean = (y.float() - 0.5)[:, None, None, None].expand_as(x)
@@ -137,7 +136,7 @@ def test_a_denoiser_travels_as_one_vector():
     assert vector_of(state.average).size == sum(p.numel() for p in build_denoiser(SHAPE).parameters())
     with pytest.raises(ValueError, match="expected"):
         denoiser_from(vector_of(state.average)[:-1], SHAPE)
-    assert schema_of(SHAPE) != schema_of(replace(SHAPE, chain=50))
+    assert SHAPE.schema != replace(SHAPE, chain=50).schema
 
 
 # through the commands
@@ -182,10 +181,7 @@ def test_sampling_waits_for_a_passed_check(study):
         assert np.bincount(store.table.label).tolist() == [3, 3]
         assert store.meta.spec.size_px == 8
     assert made["generator"]["sampling"] == document["sampling"]
-    refused(
-        lambda: train_generator(study, site=made["name"]),
-        "synthetic already",
-    )
+    refused(lambda: train_generator(study, site=made["name"]), "synthetic already")
 
 
 @pytest.mark.slow

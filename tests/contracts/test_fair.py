@@ -10,14 +10,18 @@ from conftest import make_study, refused, write_features
 from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 
-from wsi_fl.learning.metrics import operating_point, recentred_at_half
+from wsi_fl.learning.metrics import _recentred_at_half, operating_point
 from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone
-from wsi_fl.learning.tuning import HyperParameters, balanced_loss, fitted_head, held_out_folds, tuned
+from wsi_fl.learning.tuning import HyperParameters, _balanced_loss, _held_out_folds, fitted_head, tuned
 from wsi_fl.learning.validation import roles
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
 
 ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]
+
+
+def run_of(study, *overrides, method="regular"):
+    return train(study, method=method, overrides=overrides, backend="local")["run"]
 
 
 def normalised(x):
@@ -33,9 +37,8 @@ def skewed(tmp_path):
         more, theirs = rows_of(200, 10 + k, d=200)
         patients = [f"p{i}" for i in range(100)] + [f"t{i}" for i in range(200)]
         splits = ["train"] * 100 + ["test"] * 200
-        write_features(
-            study, f"S{k}", np.concatenate([x, more]), np.concatenate([labels, theirs]), patients, splits
-        )
+        every = np.concatenate([x, more]), np.concatenate([labels, theirs])
+        write_features(study, f"S{k}", *every, patients, splits)
     return study
 
 
@@ -64,26 +67,22 @@ def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
     plain = LogisticRegression(C=found.strength, class_weight="balanced", max_iter=2000).fit(x, labels)
     right = ((more @ found.weight.T + found.bias).argmax(1) == theirs).mean()
     assert right > (plain.predict(more) == theirs).mean() + 0.03
-    assert found.loss == balanced_loss(found.held_out, labels)
+    assert found.loss == _balanced_loss(found.held_out, labels)
 
 
 def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
-    summary = train(skewed, method="regular", overrides=ALONE, backend="local")
-    rows = evaluate(skewed, summary["run"])["sites"]
+    run = run_of(skewed, *ALONE)
+    rows = evaluate(skewed, run)["sites"]
     for k, share in enumerate((0.1, 0.9)):
         x, labels = rows_of(100, k, share, d=200)
         tests = [rows_of(200, 10 + j, d=200) for j in range(2)]
-        strength = json.loads((skewed.root / summary["run"] / f"sites/S{k}/tuned.json").read_text())[
-            "strength"
-        ]
+        strength = json.loads((skewed.root / run / f"sites/S{k}/tuned.json").read_text())["strength"]
         theirs = LogisticRegression(C=strength, class_weight="balanced", max_iter=2000)
         theirs.fit(normalised(x), labels)
         right = np.concatenate([theirs.predict(normalised(t)) == y for t, y in tests])
         assert rows[k]["accuracy"] > right.mean() - 0.01
-    plain = train(
-        skewed, method="regular", overrides=[*ALONE, "train.tune=false", "train.rounds=20"], backend="local"
-    )
-    before = evaluate(skewed, plain["run"])["merged"]["accuracy"]["mean"]
+    plain = run_of(skewed, *ALONE, "train.tune=false", "train.rounds=20")
+    before = evaluate(skewed, plain)["merged"]["accuracy"]["mean"]
     assert np.mean([row["accuracy"] for row in rows]) > before + 0.05  # its prior was most of what it lacked
 
 
@@ -95,7 +94,7 @@ def test_strength_is_chosen_on_patients_that_were_held_out():
     x = own * 3 + rng.normal(size=(120, 400))
     found = fitted_head(x, labels, patients, 2)
     assert found.strength < 1 / 400  # there is nothing to learn
-    for fold in held_out_folds(labels, patients):
+    for fold in _held_out_folds(labels, patients):
         assert not set(patients[fold]) & set(patients[~fold])
 
 
@@ -112,9 +111,10 @@ def test_balance_makes_rare_classes_count_as_much(skewed):
     settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.01"]
 
     def reached(seed, balance):
-        overrides = [*settings, f"train.seed={seed}", f"train.balance={balance}", "train.eval_every=20"]
-        run = train(skewed, method="regular", overrides=overrides, backend="local")
-        return evaluate(skewed, run["run"])["merged"]["macro_accuracy"]["mean"]
+        run = run_of(
+            skewed, *settings, f"train.seed={seed}", f"train.balance={balance}", "train.eval_every=20"
+        )
+        return evaluate(skewed, run)["merged"]["macro_accuracy"]["mean"]
 
     gains = [reached(seed, "true") - reached(seed, "false") for seed in range(2)]
     assert min(gains) > 0 and np.mean(gains) > 0.02
@@ -123,12 +123,8 @@ def test_balance_makes_rare_classes_count_as_much(skewed):
 def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
     released = []
     for balance in ("false", "true"):
-        run = train(
-            skewed,
-            method="proxyfl",
-            overrides=[*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"],
-            backend="local",
-        )["run"]
+        overrides = [*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"]
+        run = run_of(skewed, *overrides, method="proxyfl")
         lines = (skewed.root / "ledgers/S0.jsonl").read_text().splitlines()
         released.append(
             [json.loads(line)["released"] for line in lines if run[5:] in line and "released" in line]
@@ -149,7 +145,7 @@ def test_other_models_choose_their_settings_one_by_one():
 
     best, held_out = tuned(labels, patient, HyperParameters(1.0, 0.0, False), trained, folds=5)
     assert best == HyperParameters(0.3, 1e-2, True)
-    assert held_out.shape == (40, 2) and balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
+    assert held_out.shape == (40, 2) and _balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
     assert len(asked) == len(set(asked)) * 5  # nothing is trained twice
 
 
@@ -235,19 +231,11 @@ def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
 
 def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
     settings = [*HEADS, "train.tune=true", "predict.with=stack", "train.rounds=3", "privacy.target_epsilon=8"]
-    summary = train(skewed, method="proxyfl", overrides=settings, backend="local")
-    document = evaluate(skewed, summary["run"])
+    document = evaluate(skewed, run_of(skewed, *settings, method="proxyfl"))
     assert {row["with"] for row in document["sites"]} == {"stack"}
     assert document["models"]["stack"]["merged"]["accuracy"]["mean"] > 0.5
-    refused(
-        lambda: train(
-            skewed,
-            method="proxyfl",
-            overrides=[*settings, "train.tune=false", "train.alone=false"],
-            backend="local",
-        ),
-        "train.alone=true",
-    )
+    untuned = [*settings, "train.tune=false", "train.alone=false"]
+    refused(lambda: run_of(skewed, *untuned, method="proxyfl"), "train.alone=true")
 
 
 # ---- operating points
@@ -258,16 +246,17 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own(tmp_pa
     truth = np.array([0, 0, 0, 1, 1])
     point = operating_point(score, truth)
     assert 0.75 < point < 0.92
-    moved = recentred_at_half(score, point)
+    moved = _recentred_at_half(score, point)
     assert ((moved >= 0.5) == truth).all() and (np.diff(moved) > 0).all()
-    assert recentred_at_half(np.array([point]), point)[0] == 0.5
+    assert _recentred_at_half(np.array([point]), point)[0] == 0.5
     assert operating_point(score, np.ones(5, int)) is None and operating_point(np.full(5, 0.3), truth) is None
     noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
     best = operating_point(noisy, truth)
-    reached = np.mean([((noisy >= best) == truth)[truth == c].mean() for c in (0, 1)])
-    assert reached == max(
-        np.mean([((noisy >= t) == truth)[truth == c].mean() for c in (0, 1)]) for t in np.linspace(0, 1, 101)
-    )
+    reached = [
+        np.mean([((noisy >= t) == truth)[truth == c].mean() for c in (0, 1)])
+        for t in (best, *np.linspace(0, 1, 101))
+    ]
+    assert reached[0] == max(reached)
 
 
 def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
@@ -283,7 +272,7 @@ def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
         slides += [f"s{k}"] * 10
     splits = ["train"] * 150 + ["test"] * 50
     write_features(study, "S0", x, labels, patients, splits, slides)
-    run = train(study, method="regular", overrides=ALONE, backend="local")["run"]
+    run = run_of(study, *ALONE)
     row = evaluate(study, run)["sites"][0]["slides"]
     kept = json.loads((study.root / run / "sites/S0/choice.json").read_text())
     assert row["threshold"] == kept["slide_threshold"] and kept["by"] == "cross-validation"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_bags import make_bag_study
 
-from wsi_fl.learning.folds import folds_of
+from wsi_fl.learning.validation import folds_of
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import _require_one_store, compare
 from wsi_fl.stages.answers.evaluate import evaluate

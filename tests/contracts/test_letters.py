@@ -17,11 +17,9 @@ from wsi_fl.learning.stacking import Stack, harms
 from wsi_fl.learning.survival import risk
 from wsi_fl.learning.tasks import CLASSES, Number, Survival
 from wsi_fl.learning.tuning import fitted_head
-from wsi_fl.models.residuals import of_numbers, of_times
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.models.shared_head import SharedHead, _of_numbers, _of_times
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.letters import impossible
-from wsi_fl.privacy.sums import NoisySums
+from wsi_fl.privacy.sums import NoisySums, impossible
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
@@ -35,6 +33,10 @@ D, ENDS = 24, (6.0, 12.0, 24.0)
 TASKS = [Number(0.0, 10.0), Survival(ENDS)]
 EACH = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
 HOW = ("privacy.target_epsilon=20", "model.directions=8")
+
+
+def run_of(study, *overrides):
+    return train(study, method="oneshot", overrides=overrides, backend="local")["run"]
 
 
 def rows_of(task, n, seed, share=(0.0, 10.0)):
@@ -88,7 +90,7 @@ def test_the_columns_of_survival_hold_all_that_the_likelihood_asks_of_a_patient(
 def test_the_sum_of_residuals_times_features_is_the_gradient_of_the_likelihood_where_no_feature_counts():
     task, (x, truth) = Survival(ENDS), rows_of(Survival(ENDS), 80, 0)
     columns, z = task.columns(torch.from_numpy(truth)), torch.from_numpy(x).double()
-    model = of_times(torch.bincount(columns, minlength=7).double())
+    model = _of_times(torch.bincount(columns, minlength=7).double())
     slope = torch.zeros(D, dtype=torch.float64, requires_grad=True)
 
     def loss(at):
@@ -103,7 +105,7 @@ def test_the_sum_of_residuals_times_features_is_the_gradient_of_the_likelihood_w
 def test_numbers_are_told_apart_by_their_place_in_the_range_and_clipped_to_it():
     columns = Number(10, 30).columns(torch.tensor([10.0, 15.0, 30.0, 99.0]))
     assert columns.tolist() == [0, 0.25, 1, 1]
-    assert of_numbers(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
+    assert _of_numbers(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
 
 
 def test_a_letter_of_classes_is_what_it_was_bit_for_bit():
@@ -154,9 +156,7 @@ def test_a_patient_changes_the_letter_by_at_most_one_however_many_rows_it_has(ta
     whole = letter(np.arange(90))
     changes = [float((whole - letter(np.flatnonzero(patient != one))).norm()) for one in range(4)]
     assert max(changes) <= 1
-    if (
-        task.kind == "number"
-    ):  # a patient each, not a row each; who has rows in several columns is clipped as one
+    if task.kind == "number":  # a patient each, not a row each; rows in several columns are clipped as one
         assert float(head.unpacked(whole)[1].sum()) == pytest.approx(4)
     z, columns = head.embedded(torch.from_numpy(x)), task.columns(torch.from_numpy(truth))
     assert float((head.packed(z, columns) - head.packed(z[70:], columns[70:])).norm()) > 5
@@ -266,9 +266,7 @@ def test_the_lone_head_of_a_number_is_a_ridge_whose_strength_held_out_patients_c
     wanted = Ridge(alpha=1 / found.strength).fit(x, truth)
     np.testing.assert_allclose(5 * (x @ found.weight.T + found.bias + 1)[:, 0], wanted.predict(x), rtol=1e-4)
     assert task.scored(found.held_out, truth)["r2"] == pytest.approx(0.7, abs=0.1)
-    few = np.random.default_rng(0).normal(
-        size=(40, 300)
-    )  # it knows these by heart, and held-out ones tell it
+    few = np.random.default_rng(0).normal(size=(40, 300))  # it knows these by heart; held-out ones tell it
     luck = fitted_head(few, truth[:40], names[:40], 1, task)
     assert task.scored(luck.held_out, truth[:40])["r2"] < 0.2
 
@@ -314,60 +312,54 @@ def study(tmp_path):
 
 def answers(study, run):
     found = {}
-    for site in ("S0", "S1", "S2"):
+    for site in study.site_names():
         with (study.root / run / f"sites/{site}/predictions.csv").open() as file:
             found[site] = [row for row in csv.DictReader(file) if row["answers"] == "True"]
     return found
 
 
 @pytest.mark.parametrize("target", [NUMBER, SURVIVAL], ids=["number", "survival"])
-def test_a_study_trains_and_evaluates_by_files_as_in_one_process(study, target):
+def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, target):
+    study = make(tmp_path / "study", n_sites=2)
     exact = [*target, OPEN, "model.directions=8"]
-    together = train(study, method="oneshot", overrides=exact, backend="local")["run"]
+    together = run_of(study, *exact)
     document = evaluate(study, together)
     assert document["task"] == ("number" if target == NUMBER else "survival")
-    assert all(
-        row["with"] == "stack" and {"private", "proxy"} <= set(row["models"]) for row in document["sites"]
-    )
+    for row in document["sites"]:
+        assert row["with"] == "stack" and {"private", "proxy"} <= set(row["models"])
     assert report(study, together).exists()
     release(study, site=None, overrides=exact)
-    by_files = train(study, method="oneshot", overrides=[*exact, "train.releases=true"], backend="local")[
-        "run"
-    ]
+    by_files = run_of(study, *exact, "train.releases=true")
     evaluate(study, by_files)
     audited = audit(study, by_files)
-    assert [row["refused"] for row in audited["influence"]] == ["", "", ""]
+    assert [row["refused"] for row in audited["influence"]] == ["", ""]
     assert all(row["moved"] > 0 and row["answers_changed"] is None for row in audited["influence"])
     for site, rows in answers(study, together).items():
         for row, theirs in zip(rows, answers(study, by_files)[site], strict=True):
-            said = [name for name in row if name.startswith(("said_", "without_event_"))]
-            assert said and [float(row[one]) for one in said] == pytest.approx(
-                [float(theirs[one]) for one in said], abs=1e-4
-            )
-    for site in ("S0", "S1", "S2"):
+            names = [name for name in row if name.startswith(("said_", "without_event_"))]
+            said, known = ([float(one[name]) for name in names] for one in (row, theirs))
+            assert said == pytest.approx(known, abs=1e-4) and said
+    for site in study.site_names():
         kept = json.loads((study.root / together / f"sites/{site}/choice.json").read_text())
         assert kept["stack"]["of_logits"] is False and kept["stack"]["weight"] < 1
         assert json.loads((study.root / together / f"sites/{site}/tuned.json").read_text())["strength"] > 0
 
 
 @pytest.mark.parametrize("target", [NUMBER, SURVIVAL], ids=["number", "survival"])
-def test_a_release_costs_what_one_gaussian_mechanism_costs_and_fits_no_other_question(study, target):
+def test_a_release_costs_what_one_gaussian_mechanism_costs_and_fits_no_other_question(tmp_path, target):
+    study = make(tmp_path / "study", n_sites=1)
     accounting = pytest.importorskip("dp_accounting")
     row, *_ = release(study, site="S0", overrides=[*target, *HOW])["sites"]
-    assert row["epsilon"] == pytest.approx(
-        accounting.get_epsilon_gaussian(row["sigma"], row["delta"]), abs=1e-6
-    )
+    known = accounting.get_epsilon_gaussian(row["sigma"], row["delta"])
+    assert row["epsilon"] == pytest.approx(known, abs=1e-6)
     assert (study.root / row["file"]).stat().st_size < 4096
     again, *_ = release(study, site="S0", overrides=[*target, *HOW])["sites"]
     assert not again["spent"] and again["digest"] == row["digest"]
-    other = (
-        (NUMBER[0], "target.range=[0, 2]")
-        if target == NUMBER
-        else (*SURVIVAL[:2], "target.intervals=[6, 12, 20, 36]")
-    )
-    refused(
-        lambda: release(study, site="S0", overrides=[*other, *HOW]), "put the settings back, or release anew"
-    )
+    other = {
+        NUMBER: (NUMBER[0], "target.range=[0, 2]"),
+        SURVIVAL: (*SURVIVAL[:2], "target.intervals=[6, 12, 20, 36]"),
+    }[target]
+    refused(lambda: release(study, site="S0", overrides=[*other, *HOW]), "put the settings back")
 
 
 def test_a_plan_says_how_large_such_a_letter_is(study):
@@ -376,9 +368,7 @@ def test_a_plan_says_how_large_such_a_letter_is(study):
         with RunContext.of(study, pipeline, "oneshot") as party:
             row = leaving(party, Bags(8), outputs)[0]
         assert row["what"] == f"sums of features (shared_head:8:{kind})"
-        assert row["bytes"] == 4 * columns * (
-            8 + 2
-        )  # of each column a sum along each direction, a count, a variance
+        assert row["bytes"] == 4 * columns * (8 + 2)  # a sum along each direction, a count, a variance
         wrong = "target.range=[0, 2]" if kind == "number" else "target.intervals=[6, 12]"
         other = study.pipeline("q", [*target, *HOW, wrong])
         assert _settings(pipeline) != _settings(other)  # what the preflight compares
@@ -386,16 +376,13 @@ def test_a_plan_says_how_large_such_a_letter_is(study):
 
 def test_shared_noise_carries_a_number_too_and_its_letter_is_agreed_on(study):
     shared = [*NUMBER, *HOW, "privacy.noise=shared", "privacy.unit=patient"]
-    told = train(study, method="oneshot", overrides=shared, backend="local")
-    assert {row["with"] for row in evaluate(study, told["run"])["sites"]} == {"stack"}
+    assert {row["with"] for row in evaluate(study, run_of(study, *shared))["sites"]} == {"stack"}
     wrong = study.release("S0")
     release(study, site="S0", overrides=[*NUMBER, *HOW])
     raw = wrong.read_bytes()
     wrong.write_bytes(raw.replace(b"burden", b"burdeN"))
     by_files = [*NUMBER, *HOW, "train.releases=true", "train.at_least=1"]
-    refused(
-        lambda: train(study, method="oneshot", overrides=by_files, backend="local"), "S0", error=WsiFlError
-    )
+    refused(lambda: run_of(study, *by_files), "S0", error=WsiFlError)
 
 
 def test_a_receiver_is_told_numbers_and_times_and_lends_none(study):
@@ -404,9 +391,7 @@ def test_a_receiver_is_told_numbers_and_times_and_lends_none(study):
         for site in ("S0", "S1"):
             release(study, site=site, overrides=[*target, *HOW], again=True)
         file.write_text('name = "S2"\nreal = false\nrole = "receiver"\n')
-        run = train(
-            study, method="oneshot", overrides=[*target, *HOW, "train.releases=true"], backend="local"
-        )["run"]
+        run = run_of(study, *target, *HOW, "train.releases=true")
         document = evaluate(study, run)
         assert document["receivers"]["told_by"] == ["S0", "S1"]
         rows = answers(study, run)["S2"]

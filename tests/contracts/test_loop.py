@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.topology import TOPOLOGIES
-from wsi_fl.learning.examples import normalised
-from wsi_fl.learning.transforms import augmentation
+from wsi_fl.learning.examples import augmentation, tensor_of
 from wsi_fl.models import build
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.privacy.cipher import CipherStream
@@ -51,7 +50,7 @@ def test_one_site_alone_is_a_loop_that_one_would_write_by_hand(tmp_path, augment
     path = run(study, "regular", OPEN, f"train.augment={augment}", "train.epochs_per_round=2")
     store = open_store(study, "S0")
     rows = np.flatnonzero(store.table.split == "train")
-    pixels, label = normalised(store.read(rows)), torch.from_numpy(store.table.label[rows])
+    pixels, label = tensor_of(store.read(rows)), torch.from_numpy(store.table.label[rows])
     net = build("cnn1", n_classes=2, shape=Images(3, 16), seed=1000)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.005)
     for round_ in (1, 2, 3):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import r2_score
 
 from wsi_fl.learning.survival import kaplan_meier, risk
-from wsi_fl.learning.tasks import Classes, Number, Survival, intervals, mutual
+from wsi_fl.learning.tasks import CLASSES, Number, Survival, intervals, mutual
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
@@ -89,7 +89,7 @@ def test_what_is_fitted_by_the_likelihood_is_the_kaplan_meier_estimate():
     assert [curve[end] for end in ENDS] == pytest.approx([6 / 8, 4 / 8, 3 / 8])
 
 
-@pytest.mark.parametrize("task", [Classes(), Number(0.0, 50.0), Survival(ENDS)], ids=lambda t: t.kind)
+@pytest.mark.parametrize("task", [CLASSES, Number(0.0, 50.0), Survival(ENDS)], ids=lambda t: t.kind)
 def test_every_loss_is_of_its_example_alone_and_divergence_vanishes_between_equals(task):
     torch.manual_seed(0)
     x, other = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)

@@ -13,12 +13,12 @@ from wsi_fl.federation import cross_site_evaluation as between
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.learning.counts import (
     FEWEST,
+    _scores_of,
     count,
     n_bytes,
     nothing,
     packed,
     results,
-    scores_of,
     unpacked,
 )
 from wsi_fl.learning.tasks import scored
@@ -82,11 +82,11 @@ def test_counts_of_parts_add_up_to_the_scores_of_the_whole():
     positive = np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1)
     p = np.stack([1 - positive, positive], axis=1)
     parts = [count(p[rows], label[rows]) for rows in np.array_split(np.arange(500), 3)]
-    found, exact = scores_of(parts), scored(p, label)
+    found, exact = _scores_of(parts), scored(p, label)
     assert (found["n"], found["accuracy"]) == (exact["n"], exact["accuracy"])
     assert found["macro_accuracy"] == pytest.approx(exact["macro_accuracy"], abs=1e-12)
     assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_within"] < 0.02
-    assert scores_of([count(p, label)])["auroc"] == pytest.approx(exact["auroc"], abs=1e-12)
+    assert _scores_of([count(p, label)])["auroc"] == pytest.approx(exact["auroc"], abs=1e-12)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
@@ -99,12 +99,12 @@ def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
         positive = 1 / (1 + np.exp(-scale * (rng.normal(size=100) + apart * (label - 0.5))))
         p = np.stack([1 - positive, positive], axis=1)
         (told,) = unpacked(packed([count(p, label)]), 1, 2)
-        exact, found = roc_auc_score(label, positive), scores_of([told])
+        exact, found = roc_auc_score(label, positive), _scores_of([told])
         assert (found["auroc"], found["auroc_within"]) == (pytest.approx(exact, abs=1e-12), 0.0)
         bins = np.add(told["positives"], told["negatives"])
         assert bins[bins > 0].min() >= FEWEST and bins.sum() == 100
         halves = [count(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)]
-        found = scores_of(halves)
+        found = _scores_of(halves)
         assert abs(found["auroc"] - exact) <= min(0.02, found["auroc_within"] + 1e-12)
         assert found["auroc_within"] < 0.08
 
@@ -114,7 +114,7 @@ def test_nothing_small_is_told():
     label = np.repeat([0, 1], [50, FEWEST - 1])
     p = rng.dirichlet(np.ones(2), len(label))
     few = count(p, label)
-    assert few["n"] == 50 and few["confusion"][1] == [0, 0] and scores_of([few])["auroc"] is None
+    assert few["n"] == 50 and few["confusion"][1] == [0, 0] and _scores_of([few])["auroc"] is None
     label = np.arange(200) % 2
     who = np.array([f"p{k % 10}" for k in range(200)])
     score = np.where(who == "p0", 0.99, 0.0) + 0.01 * rng.random(200)  # one patient apart from all others
@@ -124,14 +124,14 @@ def test_nothing_small_is_told():
         inside = who[(low <= score) & (score < high)]
         assert len(inside) == 0 or len(set(inside)) >= FEWEST
     equal = count(np.full((60, 2), 0.5), np.arange(60) % 2)
-    found = scores_of([equal])
+    found = _scores_of([equal])
     assert (found["auroc"], found["auroc_within"]) == (0.5, 0.0)
 
 
 def test_counts_of_earlier_versions_are_read():
     table = [[40, 10], [10, 40]]
     old = {"n": 100, "confusion": table, "positives": [0] * 50 + [1] * 50, "negatives": [1] * 50 + [0] * 50}
-    found = scores_of([old, old])
+    found = _scores_of([old, old])
     assert (found["n"], found["auroc"], found["auroc_within"]) == (200, 1.0, 0.0)
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import refused
 from typer.testing import CliRunner
-from wires import Federation, Wire
+from wires import Wire
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.lines.relayed import RelayedComm, SiteReturned
@@ -238,11 +238,6 @@ def test_the_coordinator_is_told_before_anybody_is_asked(place):
     revoke("C2", place / "one")
     asking = partial(submitting._run, kit(place, "coordinator"), plan, plan.sites, {}, Silent())
     refused(asking, "a key of C2 that was withdrawn")
-
-
-@pytest.fixture(scope="module")
-def federation():
-    return Federation()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from wsi_fl.synthesis.ada import Controller, Draws, augmented, coloured, shifted, warped
+from wsi_fl.synthesis.ada import Controller, _coloured, _Draws, _shifted, _warped, augmented
 
 
 def seeded(seed=0):
@@ -15,8 +15,8 @@ def images(b=4, size=8, channels=3, dtype=torch.float32):
     return torch.rand(b, channels, size, size, dtype=dtype, generator=seeded(1)) * 2 - 1
 
 
-class Scripted(Draws):
-    """Draws what it is told, in order."""
+class Scripted(_Draws):
+    """_Draws what it is told, in order."""
 
     def __init__(self, *values):
         super().__init__(len(values[0]), 1.0, seeded())
@@ -51,12 +51,12 @@ def test_it_is_differentiable_twice(channels):
 def test_turns_mirrors_and_moves_are_exact():
     x = images(4)
     zeros = [0.0] * 4
-    turned = shifted(x, Scripted(zeros, [0.0, 1.0, 2.0, 3.0], zeros, zeros))
+    turned = _shifted(x, Scripted(zeros, [0.0, 1.0, 2.0, 3.0], zeros, zeros))
     way = 1 if torch.equal(turned[1], torch.rot90(x[1], 1, (1, 2))) else -1
     assert all(torch.equal(turned[k], torch.rot90(x[k], way * k, (1, 2))) for k in range(4))
-    mirrored = shifted(x, Scripted([1.0] * 4, zeros, zeros, zeros))
+    mirrored = _shifted(x, Scripted([1.0] * 4, zeros, zeros, zeros))
     assert torch.equal(mirrored, x.flip(3))
-    moved = shifted(x, Scripted(zeros, zeros, [1.0] * 4, [-2.0] * 4))
+    moved = _shifted(x, Scripted(zeros, zeros, [1.0] * 4, [-2.0] * 4))
     assert torch.equal(moved[:, :, 1:, :-2], x[:, :, :-1, 2:])
     assert torch.equal(moved[:, :, 0, :-2], x[:, :, 1, 2:])  # reflected
 
@@ -67,8 +67,8 @@ def test_warping_by_whole_turns_and_pixels_is_what_blitting_does():
     neutral = [1.0] * 3
     none = [0.0] * 3
     half = torch.pi
-    found = warped(x, Scripted(neutral, [half, 0.0, 0.0], neutral, none, [0.0, 0.25, 0.0], none))
-    blurred = warped(x, Scripted(neutral, none, neutral, none, [1e-9] * 3, none))
+    found = _warped(x, Scripted(neutral, [half, 0.0, 0.0], neutral, none, [0.0, 0.25, 0.0], none))
+    blurred = _warped(x, Scripted(neutral, none, neutral, none, [1e-9] * 3, none))
     assert torch.allclose(found[0], blurred[0].flip((1, 2)), atol=1e-5)
     assert torch.allclose(found[1][:, :, 2:-2], blurred[1].roll(2, 2)[:, :, 2:-2], atol=1e-5)
     assert torch.equal(found[2], x[2])
@@ -78,7 +78,7 @@ def test_warping_by_whole_turns_and_pixels_is_what_blitting_does():
 def test_scaling_by_two_doubles_what_is_seen():
     x = torch.zeros(1, 1, 32, 32)
     x[:, :, 12:20, 12:20] = 1.0
-    found = warped(x, Scripted([2.0], [0.0], [1.0], [0.0], [0.0], [0.0]))
+    found = _warped(x, Scripted([2.0], [0.0], [1.0], [0.0], [0.0], [0.0]))
     assert float(found.sum()) == pytest.approx(4 * 64, rel=0.05)
 
 
@@ -89,7 +89,7 @@ def test_colours_follow_their_definitions():
     flip = [0.0, 0.0, 1.0, 0.0, 0.0]
     hue = [0.0, 0.0, 0.0, 2 * torch.pi / 3, 0.0]
     saturation = [1.0, 1.0, 1.0, 1.0, 0.0]
-    found = coloured(x, Scripted(brightness, contrast, flip, hue, saturation))
+    found = _coloured(x, Scripted(brightness, contrast, flip, hue, saturation))
     grey = x.mean(dim=1, keepdim=True)
     assert torch.allclose(found[0], x[0] + 0.25, atol=1e-6)
     assert torch.allclose(found[1], x[1] * 1.5, atol=1e-6)
@@ -100,7 +100,7 @@ def test_colours_follow_their_definitions():
 
 def test_the_probability_of_each_transform_is_p():
     x = images(2000, 4)
-    changed = (coloured(x, Draws(2000, 0.2, seeded())) != x).flatten(1).any(dim=1).float().mean()
+    changed = (_coloured(x, _Draws(2000, 0.2, seeded())) != x).flatten(1).any(dim=1).float().mean()
     # flips are none half of the time; the other four always change a colour
     expected = 1 - 0.8**4 * 0.9
     assert float(changed) == pytest.approx(expected, abs=0.04)
@@ -111,7 +111,6 @@ def test_p_rises_while_the_discriminator_is_too_sure_and_falls_else():
     start = Controller(0.5, 0.6, 100)
     assert start.observed(sure).moved().p == pytest.approx(0.58)
     assert start.observed(unsure).observed(sure).moved().p == pytest.approx(0.34)
-    assert start.observed(sure).r_t == 1.0
     assert start.moved() == start
     assert Controller(0.99, 0.6, 100).observed(sure).moved().p == 1.0
     assert Controller(0.02, 0.6, 100).observed(unsure).moved().p == 0.0

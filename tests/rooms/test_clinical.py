@@ -16,7 +16,7 @@ from sklearn.model_selection import cross_val_predict
 from statsmodels.stats.proportion import proportion_confint
 
 from wsi_fl.learning import clinical
-from wsi_fl.learning.clinical import Interval, Wanted
+from wsi_fl.learning.clinical import Wanted, _Interval
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +30,20 @@ def tumours():
 
 def test_values_at_a_point_are_those_of_the_libraries(tumours):
     score, case = tumours
-    found = clinical.at_point(score >= 0.4, case)
+    found = clinical._at_point(score >= 0.4, case)
     assert found["sensitivity"].value == recall_score(case, score >= 0.4)
     assert found["specificity"].value == recall_score(~case, score < 0.4)
     both = case & (score >= 0.4)
     for name, k, n in (("sensitivity", both.sum(), case.sum()), ("ppv", both.sum(), (score >= 0.4).sum())):
         low, high = proportion_confint(k, n, method="wilson")
         assert (found[name].low, found[name].high, found[name].n) == pytest.approx((low, high, n))
-    assert clinical.at_point(score >= 2, case)["ppv"] is None
+    assert clinical._at_point(score >= 2, case)["ppv"] is None
 
 
 def test_predictive_values_at_the_prevalence_at_hand_are_those_counted(tumours):
     score, case = tumours
-    found = clinical.at_point(score >= 0.4, case)
-    ppv, npv = clinical.at_prevalence(found["sensitivity"], found["specificity"], case.mean())
+    found = clinical._at_point(score >= 0.4, case)
+    ppv, npv = clinical._at_prevalence(found["sensitivity"], found["specificity"], case.mean())
     assert (ppv.value, npv.value) == pytest.approx((found["ppv"].value, found["npv"].value))
     assert ppv.low < ppv.value < ppv.high and npv.low < npv.value < npv.high
     rng = np.random.default_rng(0)
@@ -53,16 +53,16 @@ def test_predictive_values_at_the_prevalence_at_hand_are_those_counted(tumours):
             rng.binomial(one.n, one.value) / one.n for one in (found["sensitivity"], found["specificity"])
         )
         drawn.append(se * 0.1 / (se * 0.1 + (1 - sp) * 0.9))
-    ppv, _ = clinical.at_prevalence(found["sensitivity"], found["specificity"], 0.1)
+    ppv, _ = clinical._at_prevalence(found["sensitivity"], found["specificity"], 0.1)
     assert (ppv.low, ppv.high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
-    perfect, _ = clinical.at_prevalence(Interval(1.0, 0.9, 1.0, 40), Interval(1.0, 0.9, 1.0, 40), 0.1)
+    perfect, _ = clinical._at_prevalence(_Interval(1.0, 0.9, 1.0, 40), _Interval(1.0, 0.9, 1.0, 40), 0.1)
     assert perfect.value == perfect.high == 1.0 and perfect.low < 0.95
 
 
 def test_areas_are_those_of_scikit_learn_and_their_spread_that_of_the_bootstrap(tumours):
     score, case = tumours
     other = np.random.default_rng(1).permutation(score) * 0.5 + score * 0.5
-    areas, covariance = clinical.delong(np.stack([score, other]), case)
+    areas, covariance = clinical._delong(np.stack([score, other]), case)
     assert areas == pytest.approx([roc_auc_score(case, one) for one in (score, other)])
     rng, drawn = np.random.default_rng(2), []
     for _ in range(700):
@@ -76,14 +76,14 @@ def test_areas_are_those_of_scikit_learn_and_their_spread_that_of_the_bootstrap(
     assert found.value == pytest.approx(areas[0] - areas[1]) and found.low > 0 and found.p < 1e-6
     same = clinical.auroc_difference(score, score**2, case)
     assert same.value == 0 and same.p is None
-    assert clinical.average_precision(score, case) == average_precision_score(case, score)
+    assert clinical.described(score, score >= 0.5, case)["auprc"] == average_precision_score(case, score)
 
 
 def test_delong_is_its_definition():
     """The areas of structural components, one pair of patients after the other, with ties counted half."""
     rng = np.random.default_rng(3)
     scores, case = rng.integers(6, size=(2, 25)).astype(float), np.arange(25) < 10
-    areas, covariance = clinical.delong(scores, case)
+    areas, covariance = clinical._delong(scores, case)
     won = np.array([[[np.heaviside(a - b, 0.5) for b in one[~case]] for a in one[case]] for one in scores])
     expected = np.cov(won.mean(2)) / 10 + np.cov(won.mean(1)) / 15
     assert areas == pytest.approx(won.mean((1, 2))) and covariance == pytest.approx(expected)
@@ -93,13 +93,13 @@ def test_calibration_is_that_of_logistic_regression(tumours):
     score, case = tumours
     score = np.clip(score**1.3, 1e-6, 1 - 1e-6)
     lp = np.log(score / (1 - score))
-    found = clinical.calibration(score, case)
+    found = clinical._calibration(score, case)
     both = sm.Logit(case.astype(float), sm.add_constant(lp)).fit(disp=0)
     shift = sm.GLM(case.astype(float), np.ones(len(lp)), family=sm.families.Binomial(), offset=lp).fit()
     for one, fit, k in ((found["slope"], both, 1), (found["intercept"], shift, 0)):
         assert (one.value, one.low, one.high) == pytest.approx((fit.params[k], *fit.conf_int()[k]), abs=1e-5)
     parted = np.where(case, 0.9, 0.1)
-    assert clinical.calibration(parted, case) is None and clinical.calibration(score, case | True) is None
+    assert clinical._calibration(parted, case) is None and clinical._calibration(score, case | True) is None
 
 
 def test_net_benefit_is_that_of_dcurves(tumours):
@@ -121,22 +121,20 @@ def test_the_number_of_patients_is_that_of_the_published_example():
     assert found["auroc"] == 4252 and found["expected"] == pytest.approx(905, abs=1)
     z = np.linspace(-8, 8, 4001)
     weight = np.exp(-z * z / 2) / np.exp(-z * z / 2).sum()
-    assert clinical.for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92) == pytest.approx(
-        4544, rel=0.01
-    )  # theirs is simulated
+    found = clinical._for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92)
+    assert found == pytest.approx(4544, rel=0.01)  # theirs is simulated
 
 
 def test_ranking_all_right_by_few_patients_is_no_proof_that_it_always_will():
-    found = clinical.auroc(np.linspace(0, 1, 18), np.arange(18) >= 10)
+    found = clinical._auroc(np.linspace(0, 1, 18), np.arange(18) >= 10)
     assert (found.value, found.high) == (1, 1) and found.low == pytest.approx(0.025 ** (1 / 8))
-    worst = clinical.auroc(np.linspace(1, 0, 18), np.arange(18) >= 10)
+    worst = clinical._auroc(np.linspace(1, 0, 18), np.arange(18) >= 10)
     assert (worst.value, worst.low) == (0, 0) and worst.high == pytest.approx(1 - found.low)
 
 
 def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
-    needed = clinical.patients_needed(
-        0.3, 0.8, Wanted(auroc=0.1, slope=0.4, sensitivity=0.1), sensitivity=0.85
-    )
+    wanted = Wanted(auroc=0.1, slope=0.4, sensitivity=0.1)
+    needed = clinical.patients_needed(0.3, 0.8, wanted, sensitivity=0.85)
     rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
     widths = {"auroc": [], "slope": []}
     for _ in range(60):
@@ -145,7 +143,7 @@ def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
             lp = np.log(0.3 / 0.7) + d * rng.normal(size=len(case)) + (case - 0.5) * d * d
             score = 1 / (1 + np.exp(-lp))
             one = (
-                clinical.auroc(score, case) if name == "auroc" else clinical.calibration(score, case)["slope"]
+                clinical._auroc(score, case) if name == "auroc" else clinical._calibration(score, case)[name]
             )
             found.append(one.high - one.low)
     assert np.mean(widths["auroc"]) == pytest.approx(
@@ -153,7 +151,7 @@ def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
     )  # Newcombe's formula errs on the safe side
     assert np.mean(widths["slope"]) == pytest.approx(0.4, rel=0.05)
     k = round(0.85 * needed["sensitivity"] * 0.3)
-    one = clinical.proportion(k, round(needed["sensitivity"] * 0.3))
+    one = clinical._proportion(k, round(needed["sensitivity"] * 0.3))
     assert one.high - one.low == pytest.approx(0.1, abs=0.003)
 
 
@@ -179,9 +177,8 @@ def test_nothing_is_told_of_few(tumours):
     assert found["few"] is None and list(found) == ["", "few", "some"]
     mine = groups == "some"
     assert found["some"]["sensitivity"]["value"] == recall_score(case[mine], score[mine] >= 0.5)
-    few_cases = clinical.subgroups(
-        np.full(40, "x"), np.arange(40) < 5, np.arange(40) < 6, np.linspace(1, 0, 40)
-    )["x"]
+    n, all_x = np.arange(40), np.full(40, "x")
+    few_cases = clinical.subgroups(all_x, n < 5, n < 6, np.linspace(1, 0, 40))["x"]
     assert few_cases["sensitivity"] is few_cases["cases"] is few_cases["auroc"] is None
     assert few_cases["specificity"]["n"] == 34
 
@@ -199,31 +196,13 @@ def test_described_takes_any_few_patients(cases, others, prevalence):
 
 
 def test_calibration_of_scores_that_nearly_part_both_kinds():
-    said = [
-        0.41,
-        0.44,
-        0.5,
-        0.57,
-        0.63,
-        0.64,
-        0.84,
-        0.87,
-        0.975,
-        0.988,
-        0.989,
-        0.992,
-        0.993,
-        0.994,
-        0.996,
-        0.997,
-    ]
+    said = np.array([41, 44, 50, 57, 63, 64, 84, 87, 97.5, 98.8, 98.9, 99.2, 99.3, 99.4, 99.6, 99.7]) / 100
     case = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1], bool)
     known = sm.Logit(case.astype(float), sm.add_constant(logit(said))).fit(disp=0)
-    slope = clinical.calibration(np.array(said), case)["slope"]
+    slope = clinical._calibration(said, case)["slope"]
     assert slope.value == pytest.approx(known.params[1], rel=1e-3)
     assert slope.high - slope.low == pytest.approx(2 * 1.96 * known.bse[1], rel=1e-2)
-    apart = np.array(said) > 0.98
-    assert clinical.calibration(np.array(said), apart) is None
+    assert clinical._calibration(said, said > 0.98) is None
 
 
 def test_net_benefit_at_a_prevalence_is_that_of_as_many_more_others():

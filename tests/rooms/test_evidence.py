@@ -1,7 +1,9 @@
-"""Evidence: distances of sets against closed forms, and a verdict that knows copying from likeness."""
+"""Evidence: distances of sets against closed forms, nearest images against brute force, and who is caught copying."""
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
 from wsi_fl.synthesis.evidence import (
@@ -9,8 +11,11 @@ from wsi_fl.synthesis.evidence import (
     compared,
     doubts,
     frechet_distance,
+    judged,
     kernel_distance,
     moved,
+    nearest,
+    nearest_other,
     over_usual,
     spread,
 )
@@ -79,21 +84,9 @@ def test_being_somewhat_nearer_to_all_training_images_is_caught():
     assert doubts({"nearest sample": found}, 200)
 
 
-def test_without_held_out_images_nothing_passes():
+def test_without_held_out_images_or_a_comparison_nothing_passes():
     assert "only 3 held-out" in doubts({}, 3)[0]
-
-
-def test_without_a_comparison_nothing_passes():
     assert doubts({}, 200)
-
-
-def test_odd_images_that_are_held_out_by_chance_are_no_sign_of_copying():
-    """What bare distances would have taken for memory: far from everything, as real images as from generated ones."""
-    rng = np.random.default_rng(0)
-    usual, odd = rng.uniform(0.1, 0.2, 300), rng.uniform(0.15, 0.3, 100)
-    to_generator = [values * rng.uniform(0.9, 1.1, len(values)) for values in (usual, odd)]
-    assert compared(*to_generator).reasons("bare")
-    assert not compared(over_usual(to_generator[0], usual), over_usual(to_generator[1], odd)).reasons("over")
 
 
 def test_spread_and_paired_shift():
@@ -105,3 +98,146 @@ def test_spread_and_paired_shift():
     assert down.p > 0.99
     assert same.p is None
     assert up.median_difference == pytest.approx(0.01)
+
+
+# ---- nearest images
+
+
+def films(n, seed, side=8):
+    """Images as alike as chest films: a common shape, few degrees of freedom, some noise."""
+    rng = np.random.default_rng(seed)
+    base = np.random.default_rng(99).normal(0, 1, (6, side * side * 3))
+    values = 128 + 30 * rng.normal(0, 1, (n, 6)) @ base + rng.normal(0, 6, (n, side * side * 3))
+    return values.clip(0, 255).astype(np.uint8).reshape(n, side, side, 3)
+
+
+@given(
+    st.integers(1, 25), st.integers(1, 70), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 200_000)
+)
+@settings(max_examples=20, deadline=None)
+def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(0, 256, (k, side, side, 3)).astype(np.uint8) for k in (n, m))
+    found = nearest(a, b, memory_bytes=memory)
+    every = np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(n, m, -1).mean(-1)) / 255
+    assert np.allclose(found.distance, every.min(1))
+    assert (found.row == every.argmin(1)).all()
+    usual = 0.5 * np.sort(every, axis=1)[:, :50].mean(1)
+    assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
+
+
+def test_a_memoriser_is_caught_and_an_honest_generator_is_not():
+    training, held_out = films(150, 1), films(60, 2)
+    calibration = nearest(held_out, training)
+    honest = judged(nearest(films(200, 3), training), calibration, 0)
+    assert honest.reasons == []
+    assert honest.copies == 0
+    copies = training.astype(int) + np.random.default_rng(4).integers(-3, 4, training.shape)
+    planted = np.concatenate([films(190, 5), copies[:10].clip(0, 255).astype(np.uint8)])
+    caught = judged(nearest(planted, training), calibration, 0)
+    assert caught.copies == 10
+    assert "10 of 200 generated images are copies" in caught.reasons[0]
+
+
+def test_a_fixed_threshold_would_have_failed_the_honest_one():
+    """Images so much alike that all are nearer than 0.1: the paper's threshold tells nothing, the verdict does."""
+    rng = np.random.default_rng(0)
+    alike = [(128 + rng.normal(0, 8, (n, 16, 16, 3))).astype(np.uint8) for n in (150, 60, 100)]
+    found = judged(nearest(alike[2], alike[0]), nearest(alike[1], alike[0]), 0)
+    assert found.below_paper == 100
+    assert found.held_out_below_paper == 60
+    assert found.reasons == []
+
+
+def test_twins_among_real_images_do_not_condemn():
+    """Two films of one patient, one of them held out: as usual in reality as in what is generated."""
+    training, held_out = films(150, 1), films(60, 2)
+    held_out[:6] = training[:6]
+    generated = films(200, 3)
+    generated[:5] = training[10:15]
+    found = judged(nearest(generated, training), nearest(held_out, training), 0)
+    assert (found.copies, found.held_out_copies) == (5, 6)
+    assert found.reasons == []
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_without_held_out_images_nobody_passes(n):
+    training = films(40, 1)
+    found = judged(nearest(films(20, 3), training), nearest(films(n, 2), training), 0)
+    assert "held-out images" in found.reasons[0]
+    assert found.copy_below is None
+
+
+@given(st.integers(2, 30), st.integers(0, 10**6), st.integers(0, 50_000))
+@settings(max_examples=20, deadline=None)
+def test_the_nearest_other_is_never_oneself(n, seed, memory):
+    a = np.random.default_rng(seed).integers(0, 256, (n, 3, 3, 1)).astype(np.uint8)
+    patient = np.random.default_rng(seed + 1).integers(0, 1 + n // 2, n).astype(str)
+    every = np.sqrt(((a[:, None].astype(float) - a[None]) ** 2).reshape(n, n, -1).mean(-1)) / 255
+    every[(patient[:, None] == patient) | (every == 0)] = np.inf
+    assert np.allclose(nearest_other(a, patient, memory_bytes=memory), every.min(1))
+
+
+def quotients(images, others, usual):
+    return over_usual(nearest(images, others).distance, usual)
+
+
+def numbered(images):
+    return np.arange(len(images)).astype(str)
+
+
+def relative(training, patient, held_out, generated):
+    """The comparison as the check makes it."""
+    usual = nearest_other(training, patient), nearest(held_out, training).distance
+    return compared(
+        *(quotients(one, generated, u) for one, u in zip((training, held_out), usual, strict=True))
+    )
+
+
+def of_patients(n, each, seed):
+    """Images that resemble those of the same patient."""
+    rng = np.random.default_rng(seed)
+    centres = np.repeat(rng.integers(30, 226, (n, 8, 8, 1)), each, 0)
+    images = (centres + rng.integers(-25, 26, centres.shape)).clip(0, 255).astype(np.uint8)
+    return images, np.repeat(np.arange(n), each).astype(str)
+
+
+def test_images_of_the_same_patient_hide_no_memory():
+    """A training image has siblings in the training set, a held-out one has none."""
+    training, patient = of_patients(20, 10, 1)
+    held_out, honest = of_patients(20, 5, 2)[0], of_patients(40, 10, 3)[0]
+    found = relative(training, patient, held_out, honest)
+    assert found.reasons("honest") == []
+    assert 0.35 < found.nearer < 0.65
+    copies = np.concatenate([honest, (training[:20] // 2 * 2)])
+    assert relative(training, patient, held_out, copies).reasons("twenty copies")
+    rng = np.random.default_rng(4)
+    alike = (training.astype(int) + rng.integers(-40, 41, training.shape)).clip(0, 255).astype(np.uint8)
+    assert relative(training, patient, held_out, alike).reasons("knows the patients")
+
+
+def test_training_images_with_a_twin_are_not_left_out():
+    """They are copied first."""
+    training, held_out, honest = films(150, 1), films(60, 2), films(300, 3)
+    training[40:80] = training[:40]
+    copier = np.concatenate([honest, training[:40]])
+    assert relative(training, numbered(training), held_out, honest).copies_training == 0
+    found = relative(training, numbered(training), held_out, copier)
+    assert found.copies_training == 80
+    assert found.reasons("twins")
+
+
+def test_a_chance_split_is_no_verdict_but_remembering_is():
+    """Held-out images that are far from everything are far from an honest generator too."""
+    training, odd = films(150, 1), films(60, 2).astype(int)
+    odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
+    among, outside = nearest_other(training, numbered(training)), nearest(odd, training).distance
+    honest = films(300, 3)
+    bare = compared(nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0)
+    assert bare.reasons("bare"), "this is what dividing is for"
+    over = [quotients(training, honest, among), quotients(odd, honest, outside)]
+    assert compared(*over, copy_below=COPY).reasons("over") == []
+    noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
+    remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
+    over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
+    assert compared(*over, copy_below=COPY).reasons("over")

@@ -9,23 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from wsi_fl.federation.methods import METHODS, Weights
-from wsi_fl.learning.examples import (
-    Examples,
-    batches,
-    epoch_rows,
-    joined,
-    normalised,
-    resized,
-)
-from wsi_fl.learning.local import (
-    DPSettings,
-    Learner,
-    mutual_step,
-    probabilities,
-    supervised_step,
-)
+from wsi_fl.learning.examples import Examples, augmentation, batches, epoch_rows, joined, resized, tensor_of
+from wsi_fl.learning.local import DPSettings, Learner, mutual_step, probabilities, supervised_step
 from wsi_fl.learning.tasks import kl_divergence, mutual
-from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import Images, WsiFlError
@@ -66,15 +52,6 @@ def test_divergence_is_torchs_with_the_student_as_the_target(a, b):
     f, h = logits(a), logits(b)
     oracle = functional.kl_div(h.log_softmax(1), f.log_softmax(1), log_target=True, reduction="batchmean")
     torch.testing.assert_close(kl_divergence(f, h), oracle, rtol=1e-4, atol=1e-6)
-
-
-def test_divergence_of_the_student_from_the_teacher_by_hand():
-    student, teacher = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5]]).log()
-    forward = 0.9 * np.log(0.9 / 0.5) + 0.1 * np.log(0.1 / 0.5)
-    backward = 0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1)
-    assert float(kl_divergence(student, teacher)) == pytest.approx(forward, rel=1e-5)
-    assert float(kl_divergence(teacher, student)) == pytest.approx(backward, rel=1e-5)
-    assert float(kl_divergence(student, student)) == pytest.approx(0, abs=1e-7)
 
 
 @given(st.floats(0.01, 1))
@@ -187,7 +164,7 @@ def test_a_vector_travels_there_and_back_and_leaves_the_optimizer_alone():
 def test_probabilities_are_in_order_and_independent_of_the_batch_size():
     mine, data = learner(), examples_of(pixels_of(23))
     p = probabilities(mine.logits, data, CPU, batch_size=5)
-    x = normalised(data.read(np.arange(23)))
+    x = tensor_of(data.read(np.arange(23)))
     np.testing.assert_allclose(p, torch.softmax(mine.logits(x), 1).numpy(), atol=1e-6)
     np.testing.assert_allclose(p.sum(1), 1, atol=1e-6)
 
@@ -254,9 +231,12 @@ def test_batches_are_normalised_by_constants_and_may_be_empty():
 # transforms
 
 
-@pytest.mark.parametrize("name", [name for name in AUGMENTATIONS if name != "none"])
+EACH = pytest.mark.parametrize("name", ["flips", "stain"])
+
+
+@EACH
 def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
-    images = normalised(pixels_of(12, 8))
+    images = tensor_of(pixels_of(12, 8))
 
     def run(seed):
         augment = augmentation(name, CipherStream.seeded(seed))
@@ -292,7 +272,7 @@ def test_augmentations_are_those_of_monai_bit_for_bit():
     flips = [known.RandFlip(0.5, 0), known.RandFlip(0.5, 1), known.RandRotate90(0.5, max_k=3)]
     gain = known.RandScaleIntensity(factors=0.4, prob=0.8, channel_wise=True)
     offset = known.RandShiftIntensity(offsets=0.5, prob=0.8, channel_wise=True)
-    images = normalised(pixels_of(60, 8))
+    images = tensor_of(pixels_of(60, 8))
     for name, theirs in (("flips", flips), ("stain", [*flips, gain, offset])):
         stream, augment = CipherStream.seeded(3), augmentation(name, CipherStream.seeded(3))
         for one in theirs:

@@ -79,8 +79,8 @@ def test_rows_without_a_patient_are_held_out_where_nothing_is_promised_alone(tmp
     held, words = "train.val_fraction=0.34", ("site S0: 5 training rows have no patient", "name the patients")
     refused(lambda: run(study, held, "privacy.sigma=1.0"), *words, "train.val_fraction")
     assert not study.ledger("S0").exists()
-    run(study, "privacy.sigma=1.0")
-    run(study, held, "privacy.enabled=false")
+    run(study, "privacy.sigma=1.0", "train.rounds=1")
+    run(study, held, "privacy.enabled=false", "train.rounds=1")
 
 
 def test_a_site_that_would_hold_out_all_its_patients_is_refused(tmp_path):

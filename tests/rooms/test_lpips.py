@@ -8,17 +8,19 @@ from safetensors.torch import save_file
 from scipy.ndimage import gaussian_filter
 from torch.nn import functional
 
-from wsi_fl.synthesis.gan import to_images
 from wsi_fl.synthesis.lpips import (
+    Keepaway,
     Lpips,
     _heads,
+    _hinged,
+    _pairwise_lpips,
+    clamped,
     embeddings,
     load_lpips,
+    margin_of,
     nearest_lpips,
-    nearest_other_lpips,
-    pairwise_lpips,
 )
-from wsi_fl.synthesis.privacy_loss import Keepaway, clamped, hinged, margin_of, privacy_loss
+from wsi_fl.synthesis.state import to_images
 from wsi_fl.types import UsageError, WsiFlError
 
 WEIGHTS = SHARED / "weights" / "vgg16_features.fp16.safetensors"
@@ -59,11 +61,11 @@ def test_the_squared_length_is_the_definition(lpips):
     assert torch.equal(paired_lpips(lpips, a, a), torch.zeros(3))
 
 
-@pytest.mark.parametrize("memory_bytes", [1, 2 << 20, 1 << 30])
+@pytest.mark.parametrize("memory_bytes", [1, 1 << 30])
 def test_chunks_of_any_size_give_all_pairs(lpips, memory_bytes):
     a, b = images(7, 16), images(5, 16, seed=1)
     expected = torch.stack([paired_lpips(lpips, a, b[k].expand_as(a)) for k in range(5)], dim=1)
-    found = pairwise_lpips(lpips, a, b, memory_bytes=memory_bytes)
+    found = _pairwise_lpips(lpips, a, b, memory_bytes=memory_bytes)
     assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -72,16 +74,16 @@ def test_the_nearest_other_image_is_not_the_image_itself(lpips):
         0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     units = to_images(images)
-    every = pairwise_lpips(lpips, units, units).double()
+    every = _pairwise_lpips(lpips, units, units).double()
     assert nearest_lpips(lpips, images, images).tolist() == [0.0] * 6
     whose = np.array(["a", "a", "b", "c", "d", "e"])
     wanted = every.numpy().copy()
     wanted[whose[:, None] == whose] = np.inf
-    found = nearest_other_lpips(lpips, images, whose, images, whose)
+    found = nearest_lpips(lpips, images, images, (whose, whose))
     np.testing.assert_allclose(found, wanted.min(1), rtol=1e-6)
     twins, whose = torch.cat([images, images[:1]]), np.array(list("abcdefg"))
-    assert (nearest_other_lpips(lpips, twins, whose, twins, whose) > 0.001).all(), "a twin is no measure"
-    alone = nearest_other_lpips(lpips, images[:1], whose[:1], images[:1], whose[:1])
+    assert (nearest_lpips(lpips, twins, twins, (whose, whose)) > 0.001).all(), "a twin is no measure"
+    alone = nearest_lpips(lpips, images[:1], images[:1], (whose[:1], whose[:1]))
     assert alone.tolist() == [np.inf]
 
 
@@ -122,7 +124,7 @@ def test_the_loss_is_the_sum_over_all_pairs(lpips):
     )
     margin = float(distances.median())
     expected = (1 - distances / margin).clamp_min(0).square().sum() / 4
-    assert float(privacy_loss(lpips, real, synthetic, margin)) == pytest.approx(float(expected), rel=1e-3)
+    assert float(Keepaway(lpips, margin)(real, synthetic)) == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_kept_images_stand_for_those_of_the_batch(lpips):
@@ -135,7 +137,7 @@ def test_kept_images_stand_for_those_of_the_batch(lpips):
 
 def test_the_loss_is_bounded_and_silent_beyond_the_margin():
     distances = torch.linspace(0, 100, 1001, requires_grad=True)
-    loss = hinged(distances, 0.7)
+    loss = _hinged(distances, 0.7)
     loss.sum().backward()
     assert loss.max().item() == 1.0
     assert loss.min().item() == 0.0
@@ -156,7 +158,7 @@ def test_a_step_down_the_loss_moves_images_apart_and_then_stops(lpips):
     losses = []
     for _ in range(40):
         optimizer.zero_grad()
-        loss = privacy_loss(lpips, real, synthetic, margin)
+        loss = Keepaway(lpips, margin)(real, synthetic)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import rankdata
 
-from wsi_fl.learning.metrics import auroc, calibration, confusion, mean_and_sd, slide_level
+from wsi_fl.learning.metrics import calibration, confusion, mean_and_sd, slide_level
 from wsi_fl.learning.tasks import intervals, scored
 
 
@@ -19,40 +19,18 @@ def predictions(draw):
     return p / p.sum(1, keepdims=True), rng.integers(0, k, n)
 
 
-def brute_auroc(score, positive):
-    pairs = [(a > b) + 0.5 * (a == b) for a in score[positive] for b in score[~positive]]
-    return np.mean(pairs)
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(predictions())
-def test_accuracies_and_confusion_against_counting(case):
+def test_confusion_against_counting(case):
     p, y = case
     guess = [max(range(p.shape[1]), key=lambda c: row[c]) for row in p]
-    found = scored(p, y)
-    assert found["accuracy"] == pytest.approx(np.mean([g == t for g, t in zip(guess, y, strict=True)]))
-    per_class = [np.mean([g == c for g, t in zip(guess, y, strict=True) if t == c]) for c in sorted(set(y))]
-    assert found["macro_accuracy"] == pytest.approx(np.mean(per_class))
     counts = confusion(p, y)
     for t in range(p.shape[1]):
         for g in range(p.shape[1]):
             assert counts[t][g] == sum(a == t and b == g for a, b in zip(y, guess, strict=True))
 
 
-@settings(deadline=None)
-@given(predictions())
-def test_auroc_is_the_share_of_pairs_in_order(case):
-    p, y = case
-    present = sorted(set(y.tolist()))
-    if len(present) < 2:
-        assert auroc(p, y) is None
-    elif p.shape[1] == 2:
-        assert auroc(p, y) == pytest.approx(brute_auroc(p[:, 1], y == 1))
-    else:
-        assert auroc(p, y) == pytest.approx(np.mean([brute_auroc(p[:, c], y == c) for c in present]))
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12))
 def test_calibration_against_counting(case, n_bins):
     p, y = case
@@ -67,12 +45,6 @@ def test_calibration_against_counting(case, n_bins):
     assert sum(b["n"] for b in found["bins"]) == len(y)
     brier = np.mean([sum((p[k, c] - (c == y[k])) ** 2 for c in range(p.shape[1])) for k in range(len(y))])
     assert found["brier"] == pytest.approx(brier)
-
-
-def test_certain_and_right_is_perfectly_calibrated_certain_and_wrong_is_not():
-    p, y = np.eye(2)[[0, 1, 1]], np.array([0, 1, 1])
-    assert calibration(p, y)["ece"] == 0
-    assert calibration(p, 1 - y)["ece"] == 1
 
 
 def test_what_cannot_be_computed_is_none():
@@ -143,7 +115,7 @@ def slowly_scored(p, y):
     }
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12))
 def test_intervals_are_those_of_sorting_every_resample_to_the_last_bit(case, n_patients):
     p, y = case

@@ -4,23 +4,22 @@ import numpy as np
 import pytest
 import torch
 from scipy.signal import convolve2d, upfirdn
-from torch import nn
 
-from wsi_fl.synthesis.gan import GanState, GanTerms, path_penalty, projected, r1_penalty, step
-from wsi_fl.synthesis.layers import (
-    EqualConv,
-    EqualLinear,
-    demodulation,
+from wsi_fl.synthesis.gan import GanState, GanTerms, _path_penalty, _r1_penalty, projected, sampled, step
+from wsi_fl.synthesis.lpips import Keepaway, load_lpips
+from wsi_fl.synthesis.state import balanced_labels, to_pixels
+from wsi_fl.synthesis.stylegan2 import (
+    Discriminator,
+    GanShape,
+    Generator,
+    _demodulation,
+    _EqualConv,
+    _EqualLinear,
+    _modulated_conv,
+    _with_minibatch_std,
     downsampled,
-    modulated_conv,
     upsampled,
-    with_minibatch_std,
 )
-from wsi_fl.synthesis.lpips import load_lpips
-from wsi_fl.synthesis.privacy_loss import Keepaway
-from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_pixels
-from wsi_fl.synthesis.state import move_average
-from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
 
 TINY = GanShape(16, 3, 2, z_dim=6, w_dim=6, mapping_layers=2, channel_base=96, channel_max=12)
 
@@ -32,7 +31,7 @@ def double(*shape, seed=0):
 def test_a_demodulated_filter_has_unit_norm():
     weight, style = double(5, 4, 3, 3), double(7, 4, seed=1)
     filters = (
-        weight[None] * style[:, None, :, None, None] * demodulation(weight, style)[:, :, None, None, None]
+        weight[None] * style[:, None, :, None, None] * _demodulation(weight, style)[:, :, None, None, None]
     )
     assert torch.allclose(
         filters.square().sum(dim=(2, 3, 4)), torch.ones(7, 5, dtype=torch.float64), atol=1e-6
@@ -48,15 +47,15 @@ def test_modulation_is_each_image_under_its_own_filters(demodulate):
         if demodulate:
             filters = filters / filters.square().sum(dim=(1, 2, 3), keepdim=True).add(1e-8).sqrt()
         expected.append(torch.conv2d(image[None], filters, padding=1))
-    assert torch.allclose(modulated_conv(x, weight, style, demodulate=demodulate), torch.cat(expected))
+    assert torch.allclose(_modulated_conv(x, weight, style, demodulate=demodulate), torch.cat(expected))
 
 
 def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
     x, weight, style = double(2, 3, 4, 4), double(2, 3, 3, 3, seed=1), double(2, 3, seed=2)
-    found = modulated_conv(x, weight, style, up=True).numpy()
+    found = _modulated_conv(x, weight, style, up=True).numpy()
     taps = np.array([1, 3, 3, 1]) / 8
     kernel = 4 * np.outer(taps, taps)
-    scale = demodulation(weight, style).numpy()
+    scale = _demodulation(weight, style).numpy()
     for b in range(2):
         for o in range(2):
             total = np.zeros((9, 9))
@@ -86,22 +85,22 @@ def test_the_learning_rate_is_equalised():
     torch.manual_seed(0)
     x = torch.randn(4000, 64)
     for multiplier in (1.0, 0.01):
-        layer = EqualLinear(64, 64, multiplier=multiplier)
+        layer = _EqualLinear(64, 64, multiplier=multiplier)
         assert (layer.weight * multiplier).std().item() == pytest.approx(1, abs=0.05)
         assert layer(x).std().item() == pytest.approx(1, abs=0.05)
-    conv = EqualConv(16, 8, 3, active=False)
+    conv = _EqualConv(16, 8, 3, active=False)
     assert conv(torch.randn(8, 16, 16, 16))[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1, abs=0.15)
 
 
 def test_minibatch_std_is_the_mean_spread_within_groups():
     x = double(8, 3, 2, 2)
-    found = with_minibatch_std(x.float(), 4)
+    found = _with_minibatch_std(x.float(), 4)
     assert found.shape == (8, 4, 2, 2)
     for start in (0, 1):  # image k of group k % 2
         group = x[start::2].numpy()
         expected = np.sqrt(group.var(axis=0) + 1e-8).mean()
         assert np.allclose(found[start::2, 3].numpy(), expected, atol=1e-5)
-    assert with_minibatch_std(torch.randn(7, 3, 2, 2), 4).shape == (7, 4, 2, 2)
+    assert _with_minibatch_std(torch.randn(7, 3, 2, 2), 4).shape == (7, 4, 2, 2)
 
 
 @pytest.mark.parametrize(("resolution", "channels"), [(16, 3), (64, 1)])
@@ -138,28 +137,11 @@ def test_truncation_draws_styles_to_their_mean():
 # losses
 
 
-class _Linear(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(double(3, 4, 4))
-
-    def forward(self, images, labels):
-        return (images * self.a).sum(dim=(1, 2, 3))
-
-
-def test_r1_of_a_linear_critic_is_the_square_of_its_weights():
-    critic = _Linear()
-    found = r1_penalty(critic, double(5, 3, 4, 4), torch.zeros(5), 0.0, torch.Generator())
-    assert float(found) == pytest.approx(float(critic.a.square().sum()))
-    found.backward()
-    assert torch.allclose(critic.a.grad, 2 * critic.a)
-
-
 def test_r1_of_the_discriminator_is_autograd_image_by_image():
     torch.manual_seed(0)
     network = Discriminator(TINY).double()
     images, labels = double(4, 3, 16, 16), torch.tensor([0, 1, 0, 1])
-    found = r1_penalty(network, images, labels, 0.0, torch.Generator())
+    found = _r1_penalty(network, images, labels, 0.0, torch.Generator())
     jacobian = torch.autograd.functional.jacobian(lambda x: network(x, labels), images)
     # minibatch std ties the images of a batch: the gradient is of the sum of logits
     expected = jacobian.sum(dim=0).square().sum(dim=(1, 2, 3)).mean()
@@ -174,7 +156,7 @@ def test_r1_can_be_learned_from():
     weight = network.blocks[0].first.weight
 
     def penalty():
-        return r1_penalty(network, images, labels, 1.0, torch.Generator().manual_seed(3))
+        return _r1_penalty(network, images, labels, 1.0, torch.Generator().manual_seed(3))
 
     penalty().backward()
     derivative = float(weight.grad[0, 0, 1, 1])
@@ -190,18 +172,11 @@ def test_path_lengths_of_a_linear_generator():
     a = double(3, 4, 4, 5)
     w = double(6, 2, 5, seed=1).requires_grad_(True)
     images = torch.einsum("chwd,bd->bchw", a, w.sum(dim=1))
-    penalty, mean = path_penalty(images, w, 2.0, torch.Generator().manual_seed(0))
+    penalty, mean = _path_penalty(images, w, 2.0, torch.Generator().manual_seed(0))
     y = torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).double() / 4
     lengths = torch.einsum("chwd,bchw->bd", a, y).square().sum(dim=1).sqrt()
     assert mean == pytest.approx(2.0 + 0.01 * (float(lengths.mean()) - 2.0), rel=1e-6)
     assert float(penalty.detach()) == pytest.approx(float((lengths - mean).square().mean()), rel=1e-5)
-
-
-def test_the_moving_average_is_arithmetic():
-    mine, theirs = nn.Linear(2, 2), nn.Linear(2, 2)
-    expected = 0.9 * mine.weight.detach() + 0.1 * theirs.weight.detach()
-    move_average(mine, theirs, 0.9)
-    assert torch.allclose(mine.weight, expected)
 
 
 # training
@@ -221,12 +196,11 @@ def test_a_restored_state_goes_on_bit_for_bit():
     images, labels = tiny_images()
     keepaway = Keepaway(load_lpips("random:0"), 0.5)
     straight, broken = tiny_state(), tiny_state()
-    for k in range(6):
+    for k in range(4):
         for state in (straight, broken):
-            state.margin = 0.5 if k >= 3 else None
-        step(straight, images, labels, keepaway if k >= 3 else None)
-        step(broken, images, labels, keepaway if k >= 3 else None)
-        if k in {1, 4}:
+            state.margin = 0.5 if k >= 2 else None
+            step(state, images, labels, keepaway if k >= 2 else None)
+        if k in {1, 2}:
             fresh = tiny_state(seed=99)
             fresh.load(broken.tensors(), broken.document())
             broken = fresh
@@ -277,10 +251,9 @@ def test_a_projection_finds_an_image_that_the_generator_can_make():
     own = to_pixels(network(torch.randn(2, 6), torch.tensor([0, 1])))
     foreign = tiny_images(2)[0]
     both = torch.cat([own, foreign])
-    start = projected(network, lpips, both, steps=0, candidates=16)
-    found = projected(network, lpips, both, steps=40, candidates=16)
-    assert bool((found.distance <= start.distance).all())
-    assert bool((found.distance[:2] < 0.1 * start.distance[:2]).all())
-    assert float(found.distance[:2].max()) < 0.01 * float(found.distance[2:].min())
-    assert found.images.shape == both.shape
-    assert found.images.dtype == torch.uint8
+    start, _ = projected(network, lpips, both, steps=0, candidates=16)
+    found, made = projected(network, lpips, both, steps=40, candidates=16)
+    assert bool((found <= start).all())
+    assert bool((found[:2] < 0.1 * start[:2]).all())
+    assert float(found[:2].max()) < 0.01 * float(found[2:].min())
+    assert made.shape == both.shape and made.dtype == torch.uint8

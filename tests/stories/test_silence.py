@@ -15,10 +15,10 @@ from conftest import REAL, Told, interrupted_after, larger, nightly, refused, wr
 from conftest import larger_study as make_study
 
 from wsi_fl.federation import loop
+from wsi_fl.federation.cross_site_evaluation import _Counted, _Present
 from wsi_fl.federation.preflight import Brought
-from wsi_fl.federation.roster import Arrival, RosterEntry, Standing
-from wsi_fl.federation.scoring import Counted, Present
-from wsi_fl.federation.shared import Holds, Offer, Pieces
+from wsi_fl.federation.roster import RosterEntry, Standing, _Arrival
+from wsi_fl.federation.shared import _Holds, _Offer, _Pieces
 from wsi_fl.hospitals.trust.letters import Head, Hello
 from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.learning.examples import Examples
@@ -35,7 +35,6 @@ from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Discreet, Quiet
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.stages import mpcpa
-from wsi_fl.synthesis.star_exchange import Size
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -119,8 +118,19 @@ def table_of(page):
 def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
-    kinds = (Brought, Standing, RosterEntry, Arrival, SummaryRow, _Proposal, _Claimed, Size, Present, Counted)
-    kinds += (Begun, Runs, Hello, Head, Seen, Offer, Holds, Pieces)
+    kinds = (
+        Brought,
+        Standing,
+        RosterEntry,
+        _Arrival,
+        SummaryRow,
+        _Proposal,
+        _Claimed,
+        mpcpa.Size,
+        _Present,
+        _Counted,
+    )
+    kinds += (Begun, Runs, Hello, Head, Seen, _Offer, _Holds, _Pieces)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:

@@ -15,8 +15,8 @@ from wsi_fl.plugins import Table
 
 if TYPE_CHECKING:
     from wsi_fl.federation.topology import Topology
-    from wsi_fl.learning.lessons import LearnsFrom
     from wsi_fl.learning.local import Batch, Learner, Learners
+    from wsi_fl.learning.units import LearnsFrom
     from wsi_fl.privacy.cipher import CipherStream
 
 What = Literal["model", "sums", "buffer", "generator"]
@@ -116,7 +116,7 @@ class Method:
         learners: the models of a site by role: "private", and "proxy" where there is one.
         step: one local step on a batch; returns the loss of each role.
         shares: what a site lets go.
-        learns_from: what a round is learned from, a key of `learning.lessons.LESSONS`; "everybody" is what nobody may
+        learns_from: what a round is learned from, as `learning.units` knows it; "everybody" is what nobody may
             do, and what all are measured against.
         variants: (key, value) of a pipeline → the row that takes this one's place where a pipeline has that value.
         baselines: the module whose `baselines` trains it and what its paper measures it against, in one table, and
@@ -230,7 +230,7 @@ def supervised(learners: Learners, batch: Batch, weights: Weights, noise: Cipher
     return {"private": supervised_step(learners["private"], batch, noise)}
 
 
-def mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Algorithm 1, lines 3–4: the proxy steps first, then the private model learns from the moved proxy.
 
     One forward pass of the private model teaches the proxy and serves its own step (Zhang et al., 2018).
@@ -282,13 +282,13 @@ _OWN = {
     ),
     "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, supervised, (Share("model", "ring"),)),
     "fml": Method(
-        "FML", "proxies averaged, central", _TAUGHT_PAIR, mutual, (Share("model", "star", "proxy"),)
+        "FML", "proxies averaged, central", _TAUGHT_PAIR, _mutual, (Share("model", "star", "proxy"),)
     ),
     DEFAULT: Method(
         "ProxyFL",
         "proxies travel, no centre",
         _TAUGHT_PAIR,
-        mutual,
+        _mutual,
         (Share("model", "exponential", "proxy"),),
     ),
     "oneshot": _oneshot(),
@@ -299,10 +299,5 @@ METHODS = Table("wsi_fl.methods", _OWN, Method)
 
 
 def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
-    """Return the names of all methods with a property, for messages.
-
-    Example:
-        >>> names_of(lambda row: row.once)
-        'oneshot'
-    """
+    """Return the names of all methods with a property, for messages."""
     return ", ".join(name for name, row in METHODS.items() if asks(row))

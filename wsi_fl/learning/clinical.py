@@ -1,11 +1,12 @@
 """What clinics ask of a model: how often it is right about whom, whether its probabilities hold, and whom it helps.
 
 Everything counts patients. A *case* is a patient of the class that is asked about, and a *score* the probability that a
-model gives it. Values come with 95 % intervals, as `Interval`; None where there is nothing to count.
+model gives it. Values come with 95 % intervals; None where there is nothing to count.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import asinh, ceil, exp, log, sqrt
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import slide_level
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 Names = NDArray[np.str_]
-Flags = NDArray[np.bool_]
+_Flags = NDArray[np.bool_]
 
 LEAST = 10
 """Patients, and cases and others among them, below which nothing is told of a subgroup."""
@@ -27,7 +28,7 @@ _NARROW = 1e-12
 
 
 @dataclass(frozen=True)
-class Interval:
+class _Interval:
     """A value and its 95 % interval; `n` is how many patients it was counted over."""
 
     value: float
@@ -42,12 +43,11 @@ class Patients:
 
     Attributes:
         said: float64[m, k], probabilities of the classes.
-        truth: int64[m].
-        name: str[m].
+        truth: int64[m], and `name` str[m].
         any_counts: whether a patient is positive when any example is, and the score that of the most suspicious tenth.
     """
 
-    said: Floats
+    said: _Floats
     truth: NDArray[np.int64]
     name: Names
     any_counts: bool = False
@@ -63,17 +63,12 @@ def together(parts: Sequence[Patients]) -> Patients:
     )
 
 
-def by_patient(said: Floats, truth: NDArray[np.int64], patient: Names) -> Patients:
-    """Return what is said and true of patients, by what is of their examples.
+def by_patient(said: _Floats, truth: NDArray[np.int64], patient: Names) -> Patients:
+    """Return what is said and true of patients, by probabilities float64[n, k] and truth int64[n] of their examples.
 
     Where examples of a patient are of different classes, as patches with and without tumour are, a patient of a
     two-class task is positive when any is, and the score is the mean of the most suspicious tenth (`slide_level`).
     Elsewhere a patient's probabilities are the means, and the class is the most frequent one.
-
-    Args:
-        said: float64[n, k], probabilities of n examples.
-        truth: int64[n].
-        patient: str[n], whose each is.
     """
     names, first, which = np.unique(patient, return_index=True, return_inverse=True)
     if len(names) == len(patient):
@@ -86,54 +81,34 @@ def by_patient(said: Floats, truth: NDArray[np.int64], patient: Names) -> Patien
     return Patients(sums / counts.sum(1, keepdims=True), counts.argmax(1), patient[first])
 
 
-def proportion(k: int, n: int) -> Interval | None:
-    """Return k of n with Wilson's interval.
-
-    Example:
-        >>> found = proportion(18, 20)
-        >>> round(found.value, 2), round(found.low, 3), round(found.high, 3)
-        (0.9, 0.699, 0.972)
-
-    Reference: Wilson, "Probable inference", Journal of the American Statistical Association 22, 1927.
-    """
+def _proportion(k: int, n: int) -> _Interval | None:
+    """Return k of n with the interval of Wilson, "Probable inference", J. American Statistical Association 22, 1927."""
     from scipy.stats import binomtest
 
     if not n:
         return None
     around = binomtest(int(k), int(n)).proportion_ci(method="wilson")
-    return Interval(k / n, float(around.low), float(around.high), n)
+    return _Interval(k / n, float(around.low), float(around.high), n)
 
 
-def at_point(positive: Flags, case: Flags) -> dict[str, Interval | None]:
-    """Return sensitivity, specificity, and the predictive values among these patients.
-
-    Args:
-        positive: bool[n], whom the model calls a case.
-        case: bool[n], who is one.
-    """
+def _at_point(positive: _Flags, case: _Flags) -> dict[str, _Interval | None]:
+    """Return sensitivity, specificity and predictive values: bool[n] whom the model calls a case, and who is one."""
     right = positive == case
     return {
-        "sensitivity": proportion(int(right[case].sum()), int(case.sum())),
-        "specificity": proportion(int(right[~case].sum()), int((~case).sum())),
-        "ppv": proportion(int(right[positive].sum()), int(positive.sum())),
-        "npv": proportion(int(right[~positive].sum()), int((~positive).sum())),
+        "sensitivity": _proportion(int(right[case].sum()), int(case.sum())),
+        "specificity": _proportion(int(right[~case].sum()), int((~case).sum())),
+        "ppv": _proportion(int(right[positive].sum()), int(positive.sum())),
+        "npv": _proportion(int(right[~positive].sum()), int((~positive).sum())),
     }
 
 
-def at_prevalence(
-    sensitivity: Interval, specificity: Interval, prevalence: float
-) -> tuple[Interval | None, Interval | None]:
-    """Return the predictive values (PPV, NPV) where a share of all patients are cases, as in a clinic they may be.
+def _at_prevalence(
+    sensitivity: _Interval, specificity: _Interval, prevalence: float
+) -> tuple[_Interval | None, _Interval | None]:
+    """Return (PPV, NPV) where a share of all patients are cases; None where nobody is called so.
 
-    A test's sensitivity and specificity are taken with it. None where nobody is called so.
-
-    Example:
-        >>> ppv, npv = at_prevalence(Interval(0.9, 0.8, 0.96, 100), Interval(0.8, 0.7, 0.87, 100), 0.1)
-        >>> round(ppv.value, 3), round(npv.value, 3)
-        (0.333, 0.986)
-
-    Reference: Mercaldo, Lau and Zhou, "Confidence intervals for predictive values with an emphasis to case-control
-        studies", Statistics in Medicine 26, 2007: the logit intervals, with half a patient added where all were right.
+    Reference: Mercaldo, Lau and Zhou, Statistics in Medicine 26, 2007: the logit intervals, with half a patient added
+    where all were right.
     """
     n1, n0 = sensitivity.n, specificity.n
     se, sp = sensitivity.value, specificity.value
@@ -151,21 +126,21 @@ def at_prevalence(
     return ppv, npv
 
 
-def _of_odds(for_: float, against: float, logit: float, spread: float, n: int) -> Interval:
+def _of_odds(for_: float, against: float, logit: float, spread: float, n: int) -> _Interval:
     low, high = (1 / (1 + exp(-(logit + sign * _Z * spread))) for sign in (-1, 1))
     value = for_ / (for_ + against)
-    return Interval(value, min(low, value), max(high, value), n)
+    return _Interval(value, min(low, value), max(high, value), n)
 
 
-def delong(scores: Floats, case: Flags) -> tuple[Floats, Floats]:
+def _delong(scores: _Floats, case: _Flags) -> tuple[_Floats, _Floats]:
     """Return AUROCs float64[m] of m models on the same patients, and their covariance float64[m, m].
 
     Args:
         scores: float64[m, n].
         case: bool[n], with at least two of both.
 
-    Reference: DeLong, DeLong and Clarke-Pearson, "Comparing the areas under two or more correlated receiver operating
-        characteristic curves", Biometrics 44, 1988; by ranks as Sun and Xu, IEEE Signal Processing Letters 21, 2014.
+    Reference: DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
+        curves", Biometrics 44, 1988; by ranks as Sun and Xu, IEEE Signal Processing Letters 21, 2014.
     """
     from scipy.stats import rankdata
 
@@ -174,71 +149,62 @@ def delong(scores: Floats, case: Flags) -> tuple[Floats, Floats]:
     of_cases = (whole[:, case] - rankdata(scores[:, case], axis=1)) / n0
     of_others = 1 - (whole[:, ~case] - rankdata(scores[:, ~case], axis=1)) / n1
     covariance = np.atleast_2d(np.cov(of_cases)) / n1 + np.atleast_2d(np.cov(of_others)) / n0
-    areas: Floats = of_cases.mean(1)
+    areas: _Floats = of_cases.mean(1)
     return areas, covariance
 
 
-def auroc(score: Floats, case: Flags) -> Interval | None:
-    """Return the AUROC with DeLong's interval on the scale of log-odds; None for fewer than two cases or others.
+def _auroc(score: _Floats, case: _Flags) -> _Interval | None:
+    """Return the AUROC with DeLong's interval on the scale of log-odds (Pepe, "The Statistical Evaluation of Medical
+    Tests", Oxford 2003, section 5.2); None for fewer than two cases or others.
 
     Where all pairs are ranked alike, DeLong's variance is nothing. Pairs of which no two share a patient, as many as
     there are patients of the rarer kind, then give Clopper and Pearson's interval, which is a wide one.
-
-    Reference: Pepe, "The Statistical Evaluation of Medical Tests", Oxford 2003, section 5.2, for the scale.
     """
     from scipy.special import expit, logit
     from scipy.stats import binomtest
 
     if min(case.sum(), (~case).sum()) < 2:
         return None
-    areas, covariance = delong(score[None], case)
+    areas, covariance = _delong(score[None], case)
     area = float(areas[0])
     if area in (0, 1):
         pairs = int(min(case.sum(), (~case).sum()))
         around = binomtest(round(area) * pairs, pairs).proportion_ci(method="exact")
-        return Interval(area, float(around.low), float(around.high), len(case))
+        return _Interval(area, float(around.low), float(around.high), len(case))
     spread = sqrt(covariance[0, 0]) / (area * (1 - area))
     low, high = (expit(logit(area) + sign * _Z * spread) for sign in (-1, 1))
-    return Interval(area, float(low), float(high), len(case))
+    return _Interval(area, float(low), float(high), len(case))
 
 
 @dataclass(frozen=True)
-class AreaDifference:
-    """By how much one model's AUROC exceeds another's on the same patients, and how surprising that is."""
+class _AreaDifference:
+    """By how much one model's AUROC exceeds another's; p is two-sided, None where both rank all patients alike."""
 
     value: float
     low: float
     high: float
     p: float | None
-    """Two-sided, of DeLong's test; None where both rank all patients alike."""
     n: int
 
 
-def auroc_difference(ours: Floats, theirs: Floats, case: Flags) -> AreaDifference | None:
+def auroc_difference(ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDifference | None:
     """Return the difference of two AUROCs by DeLong's test for pairs; None for fewer than two cases or others."""
     from scipy.stats import norm
 
     if min(case.sum(), (~case).sum()) < 2:
         return None
-    areas, covariance = delong(np.stack([ours, theirs]), case)
+    areas, covariance = _delong(np.stack([ours, theirs]), case)
     value = float(areas[0] - areas[1])
     variance = float(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1])
     if variance <= _NARROW**2:
-        return AreaDifference(value, value, value, None, len(case))
+        return _AreaDifference(value, value, value, None, len(case))
     sd = sqrt(variance)
     p = float(2 * norm.sf(abs(value) / sd))
-    return AreaDifference(value, value - _Z * sd, value + _Z * sd, p, len(case))
+    return _AreaDifference(value, value - _Z * sd, value + _Z * sd, p, len(case))
 
 
-def average_precision(score: Floats, case: Flags) -> float | None:
-    """Return the area under precision over recall; that of a model that knows nothing is the prevalence."""
-    from sklearn.metrics import average_precision_score
-
-    return float(average_precision_score(case, score)) if case.any() else None
-
-
-def calibration(score: Floats, case: Flags) -> dict[str, Interval] | None:
-    """Return the calibration slope and the calibration-in-the-large of probabilities, as logistic regression has them.
+def _calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | None:
+    """Return the slope and the intercept ("in the large") of probabilities' calibration, by logistic regression.
 
     A slope below 1 says that probabilities are too extreme. The intercept, where the slope is held at 1, says on the
     scale of log-odds how far too low they are on average. None where all patients are of one kind, where all have the
@@ -266,22 +232,19 @@ def calibration(score: Floats, case: Flags) -> dict[str, Interval] | None:
         "slope": (slope, 1 / sqrt(float(of_slope @ (lp - centre) ** 2))),
         "intercept": (shift, 1 / sqrt(float(of_shift.sum()))),
     }
-    return {name: Interval(v, v - _Z * se, v + _Z * se, len(case)) for name, (v, se) in found.items()}
+    return {name: _Interval(v, v - _Z * se, v + _Z * se, len(case)) for name, (v, se) in found.items()}
 
 
 def net_benefit(
-    score: Floats, case: Flags, thresholds: Sequence[float], prevalence: float | None = None
+    score: _Floats, case: _Flags, thresholds: Sequence[float], prevalence: float | None = None
 ) -> dict[str, list[float]]:
-    """Return the net benefit of acting where the score reaches each threshold, and of acting on everybody.
+    """Return the net benefit of acting where the score reaches each threshold ("model"), and of acting on "everybody".
 
     It is the share of true positives less that of false ones, weighed by the odds of the threshold: whoever acts from a
-    probability of 0.1 on accepts nine needless acts for one that was needed.
+    probability of 0.1 on accepts nine needless acts for one that was needed. Acting on nobody is 0.
 
     Args:
         prevalence: the share of cases where the model is used; None for that of these patients.
-
-    Returns:
-        "model" and "everybody", a value for each threshold; acting on nobody is 0.
 
     Reference: Vickers and Elkin, "Decision curve analysis", Medical Decision Making 26, 2006.
     """
@@ -294,27 +257,31 @@ def net_benefit(
     return {"model": of_model.tolist(), "everybody": (share - (1 - share) * odds).tolist()}
 
 
-def described(score: Floats, positive: Flags, case: Flags, prevalence: float | None = None) -> dict[str, Any]:
+def described(
+    score: _Floats, positive: _Flags, case: _Flags, prevalence: float | None = None
+) -> dict[str, Any]:
     """Return what is asked of one class, as JSON: support, the values at the operating point, ranking, calibration.
 
     Args:
         score: float64[n], the probability of the class.
-        positive: bool[n], whom the model says to be of it.
-        case: bool[n], who is.
+        positive, case: bool[n], whom the model says to be of it, and who is.
         prevalence: at which predictive values are told too.
     """
-    found: dict[str, Any] = {"n": len(case), "cases": int(case.sum()), **at_point(positive, case)}
+    from sklearn.metrics import average_precision_score
+
+    found: dict[str, Any] = {"n": len(case), "cases": int(case.sum()), **_at_point(positive, case)}
     sensitivity, specificity = found["sensitivity"], found["specificity"]
     if prevalence is not None and sensitivity and specificity:
-        at = dict(zip(("ppv", "npv"), at_prevalence(sensitivity, specificity, prevalence), strict=True))
+        at = dict(zip(("ppv", "npv"), _at_prevalence(sensitivity, specificity, prevalence), strict=True))
         found["at_prevalence"] = {"prevalence": prevalence} | _told(at)
-    found |= {"auroc": auroc(score, case), "auprc": average_precision(score, case)}
-    found["calibration"] = _told(told) if (told := calibration(score, case)) else None
+    found["auroc"] = _auroc(score, case)
+    found["auprc"] = float(average_precision_score(case, score)) if case.any() else None
+    found["calibration"] = _told(told) if (told := _calibration(score, case)) else None
     return _told(found)
 
 
 def subgroups(
-    groups: Names, positive: Flags, case: Flags, score: Floats, least: int = LEAST
+    groups: Names, positive: _Flags, case: _Flags, score: _Floats, least: int = LEAST
 ) -> dict[str, dict[str, Any] | None]:
     """Return sensitivity, specificity and AUROC by group, in order; None of a group with fewer patients than `least`.
 
@@ -327,17 +294,17 @@ def subgroups(
         if n < least:
             found[name] = None
             continue
-        values = at_point(positive[mine], case[mine])
+        values = _at_point(positive[mine], case[mine])
         enough = {"sensitivity": cases >= least, "specificity": n - cases >= least}
         told: dict[str, Any] = {name: values[name] if there else None for name, there in enough.items()}
         every = all(enough.values())
-        told["auroc"] = auroc(score[mine], case[mine]) if every else None
+        told["auroc"] = _auroc(score[mine], case[mine]) if every else None
         found[name] = {"n": n, "cases": cases if every else None} | _told(told)
     return found
 
 
 def _told(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: asdict(one) if isinstance(one, Interval) else one for name, one in values.items()}
+    return {name: asdict(one) if isinstance(one, _Interval) else one for name, one in values.items()}
 
 
 # ---- how many patients it takes
@@ -345,13 +312,7 @@ def _told(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How wide 95 % intervals may be, from end to end.
-
-    Attributes:
-        auroc, sensitivity, specificity: in their own units.
-        slope: of the calibration slope.
-        expected: of the observed number of cases over the expected one.
-    """
+    """How wide 95 % intervals may be, from end to end; `expected` is of observed over expected cases."""
 
     auroc: float = 0.1
     slope: float = 0.4
@@ -378,16 +339,15 @@ def patients_needed(
         area: the AUROC that is expected.
         sensitivity, specificity: that are expected; without them they are not planned for.
 
-    Example:
-        >>> patients_needed(0.018, 0.8, Wanted(auroc=0.1, expected=1.0))["auroc"]
-        4252
-
     Reference: Riley et al., "Minimum sample size for external validation of a clinical prediction model with a binary
         outcome", Statistics in Medicine 40, 2021.
     """
     found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / _Z)}
-    found["expected"] = ceil((1 - prevalence) / prevalence / _log_error(wanted.expected) ** 2)
-    found["slope"] = for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / _Z)
+    log_error = (
+        asinh(wanted.expected / 2) / _Z
+    )  # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
+    found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
+    found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / _Z)
     for name, value, share, width in (
         ("sensitivity", sensitivity, prevalence, wanted.sensitivity),
         ("specificity", specificity, 1 - prevalence, wanted.specificity),
@@ -405,21 +365,10 @@ def _for_area(prevalence: float, area: float, error: float) -> int:
         spread = 1 + half * (1 - area) / (2 - area) + half * area / (1 + area)
         return sqrt(area * (1 - area) * spread / (n**2 * prevalence * (1 - prevalence)))
 
-    low, high = 2, 4
-    while reached(high) > error:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if reached(middle) > error else (low, middle)
-    return high
+    return 3 + bisect_left(range(3, 1 << 50), True, key=lambda n: reached(n) <= error)
 
 
-def _log_error(width: float) -> float:
-    """Return the standard error s of the log of a ratio around 1 with exp(zs) − exp(−zs) = width."""
-    return asinh(width / 2) / _Z
-
-
-def _log_odds(prevalence: float, area: float) -> tuple[Floats, Floats]:
+def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
     """Return log-odds and weights of a calibrated model: normal in both groups, d² apart and d wide."""
     from scipy.stats import norm
 
@@ -431,12 +380,11 @@ def _log_odds(prevalence: float, area: float) -> tuple[Floats, Floats]:
     return lp, np.concatenate([prevalence * density, (1 - prevalence) * density])
 
 
-def for_slope(lp: Floats, weight: Floats, error: float) -> int:
-    """Return how many patients give the calibration slope this standard error, where log-odds lp occur so often.
+def _for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
+    """Return how many patients give the calibration slope this standard error.
 
     Args:
-        lp: float64[m], log-odds of the model.
-        weight: float64[m], how often each occurs; they sum to 1.
+        lp, weight: float64[m], log-odds of the model and how often each occurs, 1 in sum.
     """
     from scipy.special import expit
 

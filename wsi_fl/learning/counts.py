@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.learning.metrics import SCORES, Labels, Probabilities, auroc, confusion
+from wsi_fl.learning.metrics import SCORES, Labels, Probabilities, auroc, confusion, one_each
 
 N_BINS = 100
 """The most bins of the probability of class 1 in which positives and negatives are counted."""
@@ -28,10 +28,8 @@ _MOST = 1 << 53
 _KIND = np.dtype("<f8")
 """Of counts, which are exact in it, and of the ends of bins."""
 
-Flat = NDArray[np.uint8]
-
-
-Tally = Annotated[int, Field(ge=0, le=_MOST)]
+_Flat = NDArray[np.uint8]
+_Tally = Annotated[int, Field(ge=0, le=_MOST)]
 
 
 class Counts(TypedDict):
@@ -47,12 +45,12 @@ class Counts(TypedDict):
         concordant: twice the number of pairs whose positive example has the higher probability; ties count once.
     """
 
-    n: Tally
-    confusion: list[list[Tally]]
-    positives: list[Tally]
-    negatives: list[Tally]
+    n: _Tally
+    confusion: list[list[_Tally]]
+    positives: list[_Tally]
+    negatives: list[_Tally]
     high: NotRequired[list[Annotated[float, Field(ge=0, le=_TOP)]]]
-    concordant: NotRequired[Tally]
+    concordant: NotRequired[_Tally]
 
 
 class Scores(TypedDict):
@@ -68,7 +66,7 @@ class Scores(TypedDict):
     """
 
     classes: list[str]
-    round: Tally
+    round: _Tally
     models: dict[str, str]
     hospitals: list[str]
     counts: dict[str, dict[str, Counts]]
@@ -81,15 +79,9 @@ def count(probabilities: Probabilities, labels: Labels, patient: NDArray[np.str_
         probabilities: float64[n, classes].
         labels: int64[n].
         patient: str[n], whose each example is; None, or "" in it, for somebody of its own.
-
-    Example:
-        >>> p = np.linspace(0, 1, 20)
-        >>> told = count(np.stack([1 - p, p], axis=1), (p > 0.3).astype(int))
-        >>> told["confusion"], told["negatives"][:4], told["positives"][:4]
-        ([[6, 0], [4, 10]], [5, 1, 0, 0], [0, 4, 5, 5])
     """
-    names = [""] * len(labels) if patient is None else patient.tolist()
-    who = np.unique([name or f"row {k}" for k, name in enumerate(names)], return_inverse=True)[1]
+    names = np.full(len(labels), "") if patient is None else patient
+    who = np.unique(one_each(names), return_inverse=True)[1]
     told = np.isin(labels, np.flatnonzero(np.bincount(labels, minlength=1) >= FEWEST))
     probabilities, labels, who = probabilities[told], labels[told], who[told]
     found: Counts = {
@@ -137,27 +129,20 @@ def nothing(n_classes: int) -> Counts:
 
 def n_bytes(n_models: int, n_classes: int) -> int:
     """Return the length of the `packed` counts of so many models."""
-    return n_models * _n_values(n_classes) * _KIND.itemsize
+    values = n_classes**2 + (1 + 3 * N_BINS if n_classes == 2 else 0)
+    return n_models * values * _KIND.itemsize
 
 
-def _n_values(n_classes: int) -> int:
-    return n_classes**2 + (1 + 3 * N_BINS if n_classes == 2 else 0)
-
-
-def packed(told: Sequence[Counts]) -> Flat:
+def packed(told: Sequence[Counts]) -> _Flat:
     """Return the counts of several models as uint8[d], float64 with the lowest byte first: what leaves a hospital."""
-    rows = [
-        [*np.ravel(one["confusion"]), *one["positives"], *one["negatives"], *_pairs_and_ends(one)]
-        for one in told
-    ]
+    rows = []
+    for one in told:
+        ends = [one["concordant"], *one["high"]] if "high" in one else []
+        rows.append([*np.ravel(one["confusion"]), *one["positives"], *one["negatives"], *ends])
     return np.array(rows, _KIND).reshape(-1).view(np.uint8)
 
 
-def _pairs_and_ends(told: Counts) -> list[float]:
-    return [told["concordant"], *told["high"]] if "high" in told else []
-
-
-def unpacked(values: Flat, n_models: int, n_classes: int) -> list[Counts]:
+def unpacked(values: _Flat, n_models: int, n_classes: int) -> list[Counts]:
     """Return the counts that `packed` bytes hold.
 
     Args:
@@ -200,15 +185,12 @@ def confusion_of(told: Sequence[Counts]) -> list[list[int]]:
     return found
 
 
-def scores_of(told: Sequence[Counts]) -> dict[str, Any]:
-    """Return n and the three scores that follow from counts, as `metrics.scores` returns them from probabilities.
+def _scores_of(told: Sequence[Counts]) -> dict[str, Any]:
+    """Return n and the three scores that follow from one model's counts on one test part or more.
 
     Accuracies are exact, and so is the AUROC of one test part. Of several, pairs between hospitals whose bins overlap
     count as half, so the exact one lies at most `auroc_within` away. Both are None for more than two classes. All are
     None without examples.
-
-    Args:
-        told: of one model, on one test part or more.
     """
     n = sum(one["n"] for one in told)
     if not n:
@@ -262,9 +244,9 @@ def results(document: Scores) -> dict[str, Any]:
     models, truth = {}, np.zeros(len(document["classes"]), np.int64)
     for model in document["models"]:
         told = document["counts"][model]
-        parts = {name: scores_of([told[name]]) for name in document["hospitals"]}
+        parts = {name: _scores_of([told[name]]) for name in document["hospitals"]}
         whole = list(told.values())
-        models[model] = {"hospitals": parts, "merged": scores_of(whole)}
+        models[model] = {"hospitals": parts, "merged": _scores_of(whole)}
         truth = np.maximum(
             truth, np.sum(confusion_of(whole), axis=1)
         )  # of a model that did not arrive it is 0

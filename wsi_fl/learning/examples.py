@@ -1,10 +1,9 @@
-"""Labelled images or bags as training sees them, whether they lie in memory or in a store, and their batches."""
+"""Labelled images, features or bags as training sees them, in memory or in a store; their batches and augmentation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.system.bulk import BufferPool
 from wsi_fl.system.ordered import made_ahead
+from wsi_fl.types import BagTable, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 Augment = Callable[["Tensor"], "Tensor"]
 """Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
-
 Inputs = NDArray[Any]
-"""Pixels uint8[b, h, w, channels] of images, bags float32[b, m, d + 1] as `bags.packed` makes them, or the features
+"""Pixels uint8[b, h, w, channels] of images, bags float32[b, m, d + 1] as `packed` makes them, or the features
 float32[b, d] of patches."""
-
-Show = Callable[[NDArray[np.int64], NDArray[np.int64]], Inputs]
-"""(rows int64[b], drawn numbers int64[b]) → what training sees of each row: the number says which patches of a bag."""
+_Features = NDArray[np.float32]
+_Rows = NDArray[np.int64]
 
 IN_MEMORY_BYTES = 1 << 30
 _PREFETCHED = 2
 _DRAWS = 1 << 62
 """How many numbers say what is seen of an example."""
-_AT_ONCE = 1 << 17
+_NORMALISED = 1 << 17
 """Values normalised at a time."""
+_AT_ONCE = 1 << 24
+"""Values of bags that are read at a time where all are predicted: 64 MB."""
 _MEMORY = BufferPool(most=2)
 """Of batches that are gone."""
 
@@ -49,7 +49,8 @@ class Examples:
         label: int64[n] of classes, or what else the task asks for (see `tasks`).
         slide, patient: str[n].
         allowed: bool[n, classes] which classes are possible by what is known beforehand; None for all.
-        show: the rows as training sees them by a drawn number; None where it sees all that `read` returns.
+        show: (rows, drawn numbers int64[b]) → what training sees of each row: the number says which patches of a bag.
+            None where it sees all that `read` returns.
         at_once: the most that are read at a time where all are predicted; None for any number.
         task: what is asked of each.
     """
@@ -59,7 +60,7 @@ class Examples:
     slide: NDArray[np.str_]
     patient: NDArray[np.str_]
     allowed: NDArray[np.bool_] | None = None
-    show: Show | None = None
+    show: Callable[[_Rows, _Rows], Inputs] | None = None
     at_once: int | None = None
     task: Task = CLASSES
 
@@ -74,29 +75,18 @@ class Examples:
             x: images uint8[n, h, w, channels], features float32[n, d], or n bags of features float32[m, d].
             label: int64[n] of classes.
             patient: of each; none of them is known where this is left out.
-
-        Example:
-            >>> examples = Examples.of([np.ones((3, 8), np.float32), np.ones((5, 8), np.float32)], [0, 1])
-            >>> len(examples), examples.read(np.arange(2)).shape
-            (2, (2, 5, 9))
         """
-        labels, unknown = np.asarray(label, np.int64), np.full(len(x), "")
-        arrays = x
-        read = (
-            (lambda rows: arrays[rows])
-            if isinstance(arrays, np.ndarray)
-            else (lambda rows: packed([arrays[k] for k in rows]))
-        )
-        return Examples(read, labels, unknown, np.asarray(patient, np.str_) if len(patient) else unknown)
+        unknown = np.full(len(x), "")
+
+        def read(rows: _Rows) -> Inputs:
+            return x[rows] if isinstance(x, np.ndarray) else packed([x[k] for k in rows])
+
+        names = np.asarray(patient, np.str_) if len(patient) else unknown
+        return Examples(read, np.asarray(label, np.int64), unknown, names)
 
 
 def packed(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """Return bags float32[m_i, d] as one float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding.
-
-    Example:
-        >>> packed([np.float32([[5], [6]]), np.float32([[7]])]).tolist()
-        [[[5.0, 1.0], [6.0, 1.0]], [[7.0, 1.0], [0.0, 0.0]]]
-    """
+    """Return bags float32[m_i, d] as float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding."""
     out = np.zeros((len(bags), max(map(len, bags)), bags[0].shape[1] + 1), np.float32)
     for row, bag in zip(out, bags, strict=True):
         row[: len(bag), :-1] = bag
@@ -106,29 +96,91 @@ def packed(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
 
 def unlabelled(inputs: Inputs) -> Examples:
     """Return images uint8[n, h, w, channels] or features float32[n, d] without labels as examples to predict."""
-    n = len(inputs)
-    unknown = np.full(n, "")
-    return Examples(lambda rows: inputs[rows], np.zeros(n, np.int64), unknown, unknown)
+    return Examples.of(inputs, np.zeros(len(inputs)))
+
+
+def bag_examples(
+    read: Callable[[int], _Features],
+    table: BagTable,
+    allowed: NDArray[np.bool_] | None,
+    *,
+    n_features: int,
+    in_memory: bool,
+    at_once: int | None = None,
+) -> Examples:
+    """Return the slides of a table as examples.
+
+    Args:
+        read: position in the table → features float32[m, n_features].
+        allowed: bool[n, classes], the classes that each slide may have; None for all.
+        in_memory: whether all bags are read now, and held.
+        at_once: the most bags that are read at a time where all are predicted; None for any number.
+    """
+    get = [read(k) for k in range(len(table))].__getitem__ if in_memory else read
+
+    def packed_rows(rows: _Rows) -> _Features:
+        if not len(rows):
+            return np.zeros((0, 1, n_features + 1), np.float32)
+        return packed([get(int(k)) for k in rows])
+
+    return Examples(packed_rows, table.label, table.slide, table.patient, allowed, at_once=at_once)
+
+
+def bags_at_once(longest: int, n_features: int) -> int:
+    """Return how many bags of at most `longest` patches are read at a time where all are predicted."""
+    return max(1, _AT_ONCE // max(1, longest * (n_features + 1)))
+
+
+def unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Examples:
+    """Return unlabelled bags as examples to predict, with the classes bool[classes] that they may have."""
+    possible = np.broadcast_to(allowed, (len(bags), len(allowed))) if task.kind == "classes" else None
+    at_once = bags_at_once(max(map(len, bags)), bags[0].shape[1])
+    found = Examples.of(bags, np.zeros(len(bags)))
+    return replace(found, allowed=possible, at_once=at_once, task=task)
+
+
+def allowed_classes(
+    tumor_type: NDArray[np.str_], classes: Sequence[str], tumor_types: Mapping[str, Sequence[str]]
+) -> NDArray[np.bool_]:
+    """Return bool[n, classes], the classes that each slide's tumour type allows; all where it is not known."""
+    rows = [[name in tumor_types.get(kind, classes) for name in classes] for kind in tumor_type.tolist()]
+    return np.array(rows, bool).reshape(len(tumor_type), len(classes))
+
+
+def with_drawn_patches(examples: Examples, most: int) -> Examples:
+    """Return the same bags, of which training sees at most `most` patches, drawn anew each time.
+
+    `batches` draws the number that stands for a choice, and the choice follows from that number and the bag's own
+    length alone. So no bag has a part in what is seen of another, and what ε promises holds.
+    """
+
+    def some(bag: _Features, seed: int) -> _Features:
+        if len(bag) <= most:
+            return bag
+        return bag[np.sort(np.random.default_rng(seed).choice(len(bag), most, replace=False))]
+
+    def show(rows: _Rows, which: _Rows) -> _Features:
+        bags = [examples.read(rows[k : k + 1])[0][:, :-1] for k in range(len(rows))]
+        if not bags:
+            return np.asarray(examples.read(rows), np.float32)
+        return packed([some(bag, int(seed)) for bag, seed in zip(bags, which, strict=True)])
+
+    return replace(examples, show=show)
 
 
 def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
     """Return the examples in these rows int64[m], in this order."""
+    show = examples.show
     return Examples(
         lambda chosen: examples.read(rows[chosen]),
         examples.label[rows],
         examples.slide[rows],
         examples.patient[rows],
         None if examples.allowed is None else examples.allowed[rows],
-        partial(_shown_of, show, rows) if (show := examples.show) is not None else None,
+        None if show is None else lambda chosen, which: show(rows[chosen], which),
         examples.at_once,
         examples.task,
     )
-
-
-def _shown_of(
-    show: Show, rows: NDArray[np.int64], chosen: NDArray[np.int64], which: NDArray[np.int64]
-) -> Inputs:
-    return show(rows[chosen], which)
 
 
 def resized(examples: Examples, size_px: int) -> Examples:
@@ -167,7 +219,7 @@ def joined(parts: list[Examples]) -> Examples:
         return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)])
 
-    def gathered(rows: NDArray[np.int64], part_of: Callable[[int, NDArray[np.bool_]], Inputs]) -> Inputs:
+    def gathered(rows: _Rows, part_of: Callable[[int, NDArray[np.bool_]], Inputs]) -> Inputs:
         owner = np.searchsorted(starts, rows, side="right") - 1
         found = {int(k): part_of(int(k), owner == k) for k in np.unique(owner)}
         if not found:
@@ -178,12 +230,12 @@ def joined(parts: list[Examples]) -> Examples:
             out[owner == k, : some.shape[1]] = some
         return out
 
-    def read(rows: NDArray[np.int64]) -> Inputs:
+    def read(rows: _Rows) -> Inputs:
         return gathered(rows, lambda k, mine: parts[k].read(rows[mine] - starts[k]))
 
     shows = [part.show for part in parts if part.show is not None]
 
-    def show(rows: NDArray[np.int64], which: NDArray[np.int64]) -> Inputs:
+    def show(rows: _Rows, which: _Rows) -> Inputs:
         return gathered(rows, lambda k, mine: shows[k](rows[mine] - starts[k], which[mine]))
 
     return Examples(
@@ -209,7 +261,7 @@ def _all_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
     return np.concatenate([np.pad(one, ((0, 0), (0, max(known) - one.shape[1]))) for one in every])
 
 
-def normalised(pixels: NDArray[np.uint8]) -> Tensor:
+def _normalised(pixels: NDArray[np.uint8]) -> Tensor:
     """uint8[b, h, w, c] → float32[b, c, h, w] in [−1, 1], by constants: statistics of the data set would be fitted on
     other records.
 
@@ -219,9 +271,9 @@ def normalised(pixels: NDArray[np.uint8]) -> Tensor:
 
     out = _MEMORY.empty(pixels.shape, np.float32)
     there, here = out.reshape(-1), np.ascontiguousarray(pixels).reshape(-1)
-    for start in range(0, len(here), _AT_ONCE):
-        some = there[start : start + _AT_ONCE]
-        np.divide(here[start : start + _AT_ONCE], np.float32(127.5), out=some)
+    for start in range(0, len(here), _NORMALISED):
+        some = there[start : start + _NORMALISED]
+        np.divide(here[start : start + _NORMALISED], np.float32(127.5), out=some)
         np.subtract(some, np.float32(1), out=some)
     return torch.from_numpy(out).permute(0, 3, 1, 2)
 
@@ -234,7 +286,7 @@ def tensor_of(inputs: Inputs, device: torch.device | None = None) -> Tensor:
     import torch
 
     if device is None or device.type == "cpu":
-        return normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
+        return _normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
     there = torch.from_numpy(np.ascontiguousarray(inputs)).pin_memory().to(device, non_blocking=True)
     if inputs.dtype != np.uint8:
         return there
@@ -266,11 +318,14 @@ def batches(
     """
     import torch
 
-    read = examples.read if draws is None else _drawn(examples, draws)
+    def seen(chosen: _Rows) -> Inputs:
+        if draws is None or examples.show is None:
+            return examples.read(chosen)
+        return examples.show(chosen, (draws.uniform(len(chosen)) * _DRAWS).astype(np.int64))
 
     def load() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in rows:
-            images = tensor_of(read(chosen), device)
+            images = tensor_of(seen(chosen), device)
             if augment is not None and len(images):
                 images = torch.stack([augment(image) for image in images])
             yield images, torch.from_numpy(examples.label[chosen]).to(device)
@@ -278,9 +333,46 @@ def batches(
     yield from made_ahead(load(), _PREFETCHED) if device.type == "cuda" else load()
 
 
-def _drawn(examples: Examples, draws: CipherStream) -> Callable[[NDArray[np.int64]], Inputs]:
-    """Return a reader of rows that hands `show` a fresh random number for each row."""
-    show = examples.show
-    if show is None:
-        return examples.read
-    return lambda rows: show(rows, (draws.uniform(len(rows)) * _DRAWS).astype(np.int64))
+_AUGMENTATIONS = ("none", "flips", "stain")
+"""Their parameters are constants, never statistics of a data set."""
+
+
+def augmentation(name: str, stream: CipherStream) -> Augment | None:
+    """Return the named augmentation of images float32[c, h, w] in [−1, 1], drawn by the stream.
+
+    `flips` draws one of the eight symmetries of the square, since a patch has no up; `stain` also, per colour channel,
+    a gain about mid-grey and an offset, as of other laboratories' stains. They draw and compute what MONAI's RandFlip,
+    RandRotate90, RandScaleIntensity and RandShiftIntensity do, whose import takes longer than a small run.
+
+    Raises:
+        UsageError: for an unknown name.
+    """
+    if name not in _AUGMENTATIONS:
+        raise UsageError(f"unknown augmentation {name!r}; known: {', '.join(_AUGMENTATIONS)}")
+    if name == "none":
+        return None
+    import torch
+
+    def number() -> float:
+        return stream.below(2**53) * 2.0**-53
+
+    def within(image: Tensor, bound: float) -> list[float]:
+        return [2 * bound * number() - bound for _ in image]
+
+    def by_channel(image: Tensor, numbers: list[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=image.dtype, device=image.device)[:, None, None]
+
+    def augment(image: Tensor) -> Tensor:
+        for axis in (1, 2):
+            if number() < 0.5:
+                image = image.flip(axis)
+        if number() < 0.5:
+            image = torch.rot90(image, stream.below(3) + 1, (1, 2))
+        if name == "stain":
+            if number() < 0.8:
+                image = image * by_channel(image, [1 + one for one in within(image, 0.4)])
+            if number() < 0.8:
+                image = image + by_channel(image, within(image, 0.5))
+        return image
+
+    return augment

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wsi_fl.learning.examples import Examples, batches
+from wsi_fl.learning.metrics import one_each
 from wsi_fl.learning.tasks import CLASSES, Task, mutual
 from wsi_fl.models.checkpoint import Adam, load_slots, slots_of, under
 from wsi_fl.models.shared_head import SharedHead
@@ -27,6 +28,10 @@ Learners = Mapping[str, "Learner"]
 
 Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 """What models see [b, …], labels int64[b], and where the unit of privacy is a patient, whose each row is, int64[b]."""
+
+
+_BATCH = 256
+"""Examples that a model is asked about at a time."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +194,7 @@ def know_rows(learner: Learner, rows: Examples) -> None:
     assert isinstance(head, SharedHead)
     if not len(rows):
         return
-    names = [name or f"row {k}" for k, name in enumerate(rows.patient.tolist())]
-    patient = torch.from_numpy(np.unique(names, return_inverse=True)[1]).to(learner.device)
+    patient = torch.from_numpy(np.unique(one_each(rows.patient), return_inverse=True)[1]).to(learner.device)
     for x, y in batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
         head.know(head.embedded(x), learner.task.columns(y), patient)
 
@@ -250,7 +254,7 @@ def probabilities(
     predict: Callable[[Tensor], Tensor],
     examples: Examples,
     device: torch.device,
-    batch_size: int = 256,
+    batch_size: int = _BATCH,
     *,
     alive: Callable[[], None] | None = None,
 ) -> NDArray[np.float64]:
@@ -280,7 +284,7 @@ def probabilities_of_each(
 
     parts = [
         torch.stack([examples.task.said(one) for one in outputs.unbind(1)])
-        for outputs, _ in _answers(predict, examples, device, 256)
+        for outputs, _ in _answers(predict, examples, device, _BATCH)
     ]
     return torch.cat(parts, dim=1).double().cpu().numpy()
 
@@ -301,7 +305,7 @@ def undecided_where_broken(said: NDArray[np.float64], examples: Examples) -> NDA
 
 @torch.no_grad()
 def losses_of(
-    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = 256
+    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = _BATCH
 ) -> NDArray[np.float64]:
     """Return float64[n], the loss of every example, in order, precise where a model is all but certain."""
     parts = [np.zeros(0)]

@@ -25,6 +25,9 @@ Weights = NDArray[np.int32]
 Measure = Callable[[Weights], Mapping[str, NDArray[np.float64]]]
 """Weights → every score by name, float64[b]; NaN where it cannot be computed."""
 
+_TAILS = [(1 - 0.95) / 2, (1 + 0.95) / 2]
+_TOP = 0.1
+"""Share of a slide's patches by whose mean it is scored."""
 _AT_ONCE = 1 << 20
 """Weights that are held at a time while intervals are computed."""
 
@@ -71,19 +74,18 @@ def counted_once(measure: Measure, n: int) -> dict[str, float | None]:
     return {name: None if np.isnan(value) else float(value) for name, (value,) in found.items()}
 
 
-def mean_over_classes(right: NDArray[np.bool_], labels: Labels) -> float | None:
-    """Return the share of answers bool[n] that are right, averaged over classes; None without examples."""
-    return float(np.mean([right[labels == c].mean() for c in np.unique(labels)])) if len(labels) else None
+def mean_over_classes(values: NDArray[Any], labels: Labels) -> Any:
+    """Return the mean of values[n, …], as whether answers are right, within each class that occurs, then over these."""
+    return np.mean([values[labels == c].mean(0) for c in np.unique(labels)], axis=0)
+
+
+def one_each(patient: NDArray[np.str_]) -> NDArray[np.str_]:
+    """Return names str[n] of patients, where a row without one is a patient of its own."""
+    return np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())], np.str_)
 
 
 def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
-    """Return the area under the ROC curve; for more than two classes the mean of one against the rest.
-
-    Example:
-        >>> p = np.array([[0.9, 0.1], [0.6, 0.4], [0.65, 0.35], [0.2, 0.8]])
-        >>> auroc(p, np.array([0, 0, 1, 1]))
-        0.75
-    """
+    """Return the area under the ROC curve; for more than two classes the mean of one against the rest."""
     right = probabilities.argmax(1) == labels
     return counted_once(measure_of_classes(right, probabilities, labels), len(labels))["auroc"]
 
@@ -117,15 +119,9 @@ def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) 
 
 
 def resampled(
-    measure: Measure,
-    scores: Sequence[str],
-    cluster: NDArray[np.str_],
-    *,
-    repeats: int,
-    seed: int = 0,
-    level: float = 0.95,
+    measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], *, repeats: int
 ) -> dict[str, list[float] | None]:
-    """Return percentile intervals of scores when whole clusters (patients) are drawn with replacement.
+    """Return 95 % percentile intervals of scores when whole clusters (patients) are drawn with replacement.
 
     None where there are fewer than two clusters, or where most resamples have no score, as when a class is missing.
 
@@ -137,7 +133,7 @@ def resampled(
     names, which = np.unique(cluster, return_inverse=True)
     if len(names) < 2:
         return dict.fromkeys(scores)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = {name: np.full(repeats, np.nan) for name in scores}
     step = max(1, _AT_ONCE // len(cluster))
     for first in range(0, repeats, step):
@@ -145,27 +141,21 @@ def resampled(
         weights = [redrawn(rng, which, len(names)) for _ in range(repeats)[some]]
         for name, values in measure(np.stack(weights)).items():
             drawn[name][some] = values
-    tails = [(1 - level) / 2, (1 + level) / 2]
     known = {name: values[~np.isnan(values)] for name, values in drawn.items()}
     return {
-        name: [float(q) for q in np.quantile(values, tails)] if len(values) > repeats / 2 else None
+        name: [float(q) for q in np.quantile(values, _TAILS)] if len(values) > repeats / 2 else None
         for name, values in known.items()
     }
 
 
 def slide_level(
-    probabilities: Probabilities,
-    labels: Labels,
-    slide: NDArray[np.str_],
-    top: float = 0.1,
-    threshold: float | None = None,
+    probabilities: Probabilities, labels: Labels, slide: NDArray[np.str_], threshold: float | None = None
 ) -> tuple[Probabilities, Labels, NDArray[np.int64]] | None:
     """Return (probabilities, labels, a row of each) of the slides in a two-class task.
 
-    None for more classes, or when no slide has two patches.
-
-    A slide is positive when any of its patches is; its probability is the mean of its most probable patches
-    (a share of `top`, at least one), moved so that `threshold` lies at one half.
+    None for more classes, or when no slide has two patches. A slide is positive when any of its patches is; its
+    probability is the mean of its most probable patches (a tenth, at least one), moved so that `threshold`
+    lies at one half.
     """
     names, row, which = np.unique(slide, return_index=True, return_inverse=True)
     if probabilities.shape[1] != 2 or len(names) == len(slide):
@@ -176,37 +166,29 @@ def slide_level(
     for k, mine in enumerate(np.split(np.argsort(which, kind="stable"), ends)):
         truth[k] = labels[mine].max()
         best = np.sort(positive[mine])[::-1]
-        score[k] = best[: max(1, round(top * len(best)))].mean()
+        score[k] = best[: max(1, round(_TOP * len(best)))].mean()
     if threshold is not None:
-        score = recentred_at_half(score, threshold)
+        score = _recentred_at_half(score, threshold)
     return np.stack([1 - score, score], axis=1), truth, row
 
 
 def operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
-    """Return the threshold on slides' scores with the best balanced accuracy; None where there is one class alone.
+    """Return the threshold on scores float64[n] in [0, 1] with the best balanced accuracy, the middle one of equals.
 
-    Of thresholds that are equally good the middle one is taken.
-
-    Args:
-        score: float64[n] in [0, 1].
-        truth: int64[n], 0 or 1.
-
-    Example:
-        >>> operating_point(np.array([0.6, 0.7, 0.9, 0.95]), np.array([0, 0, 1, 1]))
-        0.8
+    None where truth int64[n], 0 or 1, has one class alone.
     """
     if len(np.unique(truth)) < 2:
         return None
     ordered = np.unique(score)
     between = (ordered[1:] + ordered[:-1]) / 2
-    reached = [mean_over_classes((score >= t) == (truth == 1), truth) or 0.0 for t in between]
+    reached = [mean_over_classes((score >= t) == (truth == 1), truth) for t in between]
     if not reached:
         return None
     best = np.flatnonzero(np.isclose(reached, max(reached)))
     return round(float(between[best[len(best) // 2]]), 6)
 
 
-def recentred_at_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
+def _recentred_at_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
     """Return scores float64[n] in [0, 1], stretched so that the threshold comes to lie at one half."""
     above = score >= threshold
     low = 0.5 * score / threshold

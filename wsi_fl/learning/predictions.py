@@ -1,8 +1,8 @@
-"""The table of all models' predictions for test examples; scores, pages and comparisons use groups of its rows."""
+"""The table of all models' predictions for test examples; what is measured on groups of rows; many sites' as one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -10,10 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.metrics import calibration, confusion, slide_level
+from wsi_fl.learning.metrics import (
+    Labels,
+    Probabilities,
+    calibration,
+    confusion,
+    counted_once,
+    measure_of_classes,
+    slide_level,
+)
 from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth, intervals, scored
 
-Names = NDArray[np.str_]
+_Names = NDArray[np.str_]
+_MEANS = ("mean", "weighted_mean")
+_RULES = (*_MEANS, "absolute", "relative", "weighted")
+_REJECTED = -1
+"""The decision of an absolute majority vote where no class has more than half of the votes."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +45,9 @@ class Predictions:
 
     site: str
     answer: str
-    part: Names
-    slide: Names
-    patient: Names
+    part: _Names
+    slide: _Names
+    patient: _Names
     truth: Truth
     said: Mapping[str, Predicted]
     outputs: tuple[str, ...]
@@ -92,52 +104,42 @@ class Predictions:
         """Return n and every score of a model, or of the one that answers."""
         return scored(self.said[model or self.answer], self.truth, self.task)
 
-    def whose(self, names: Names) -> Names:
+    def whose(self, names: _Names) -> _Names:
         """Return names of slides or patients, str[n], made unique across sites."""
         if (self.part == self.part[:1]).all():
             return names
         return np.char.add(np.char.add(self.part, "/"), names)
 
 
-@dataclass(frozen=True)
-class Level:
-    """The measurements of one site's answering model on one set.
+def measured(table: Predictions, *, repeats: int, slides: bool, point: float | None) -> dict[str, Any]:
+    """Return what is known of a site's answering model by what it says of examples; of patches, of slides too.
 
-    Attributes:
+    Args:
         repeats: of the bootstrap.
         slides: whether patches are of slides, so that these are measured too.
         point: score from which on a slide is called positive, as the run found on the site's own slides.
     """
+    if not len(table):
+        return table.scores() | {"tumor_types": {}}
 
-    repeats: int
-    slides: bool
-    point: float | None
-
-    def of(self, table: Predictions) -> dict[str, Any]:
-        """Return what is known of the answering model by what it says of examples; of patches, of slides too."""
-        if not len(table):
-            return table.scores() | {"tumor_types": {}}
-        patient, by_slide = table.whose(table.patient), None
-        if self.slides and table.task.kind == "classes":
-            slide = table.whose(table.slide)
-            by_slide = slide_level(table.answers, table.truth, slide, threshold=self.point)
-        return {
-            **self._of(table.answers, table.truth, patient, table.task),
-            "slides": self._of(by_slide[0], by_slide[1], patient[by_slide[2]], table.task)
-            | {"threshold": self.point}
-            if by_slide
-            else None,
-            "tumor_types": of_tumor_types(table),
-        }
-
-    def _of(self, said: Predicted, truth: Truth, patient: Names, task: Task) -> dict[str, Any]:
+    def of(said: Predicted, truth: Truth, patient: _Names) -> dict[str, Any]:
         """Return scores and intervals clustered by patient; of classes confusion and calibration too."""
-        found = scored(said, truth, task) | {
-            "intervals": intervals(said, truth, patient, task, repeats=self.repeats)
-        }
-        if task.kind != "classes":
-            return found
-        return found | {"confusion": confusion(said, truth), "calibration": calibration(said, truth)}
+        found = scored(said, truth, table.task)
+        found["intervals"] = intervals(said, truth, patient, table.task, repeats=repeats)
+        if table.task.kind == "classes":
+            found |= {"confusion": confusion(said, truth), "calibration": calibration(said, truth)}
+        return found
+
+    patient, of_slides = table.whose(table.patient), None
+    if slides and table.task.kind == "classes":
+        by_slide = slide_level(table.answers, table.truth, table.whose(table.slide), threshold=point)
+        if by_slide:
+            of_slides = of(by_slide[0], by_slide[1], patient[by_slide[2]]) | {"threshold": point}
+    return {
+        **of(table.answers, table.truth, patient),
+        "slides": of_slides,
+        "tumor_types": of_tumor_types(table),
+    }
 
 
 def of_tumor_types(table: Predictions) -> dict[str, Any]:
@@ -149,3 +151,62 @@ def of_tumor_types(table: Predictions) -> dict[str, Any]:
     return {
         kind: {name: one[name] for name in ("n", "accuracy", "macro_accuracy")} for kind, one in known.items()
     }
+
+
+# ---- many sites' predictions as one (MPCPA, section 3.2)
+
+
+def _averaged(said: Sequence[Probabilities], weights: Sequence[float] | None = None) -> Probabilities:
+    """Return Σ wᵢ pᵢ / Σ wᵢ of probabilities [n, classes] each; equal weights where none are given."""
+    mean: Probabilities = np.average(np.stack(said), axis=0, weights=weights)
+    return mean
+
+
+def _tallied(said: Sequence[Probabilities], weights: Sequence[float] | None = None) -> Probabilities:
+    """Return shares of the votes [n, classes]: each site gives its weight to its most probable class."""
+    w = np.ones(len(said)) if weights is None else np.asarray(weights, np.float64)
+    votes = np.zeros(said[0].shape)
+    for p, weight in zip(said, w, strict=True):
+        votes[np.arange(len(p)), p.argmax(1)] += weight
+    shares: Probabilities = votes / w.sum()
+    return shares
+
+
+def _decided(
+    said: Sequence[Probabilities], rule: str, weights: Sequence[float] | None = None
+) -> NDArray[np.int64]:
+    """Return int64[n], the class of each example under one of `_RULES`.
+
+    Absolute majority: the class with more than half of the votes, else `_REJECTED`. Relative: the class with most
+    votes. Weighted: the class with most weight. Votes that tie are settled by the mean of the probabilities, since
+    drawing lots would give other answers every time.
+
+    Args:
+        weights: of the sites, for "weighted_mean" and "weighted"; the other rules take no notice.
+    """
+    own = weights if rule.startswith("weighted") else None
+    mean = _averaged(said, own)
+    if rule in _MEANS:
+        return np.asarray(mean.argmax(1), np.int64)
+    shares = _tallied(said, own)
+    if rule == "absolute":
+        return np.where(shares.max(1) > 0.5, shares.argmax(1), _REJECTED)
+    most = shares >= shares.max(1, keepdims=True) - 1e-12
+    return np.asarray(np.where(most, mean, -1.0).argmax(1), np.int64)
+
+
+def aggregated_scores(
+    said: Sequence[Probabilities], labels: Labels, weights: Sequence[float]
+) -> dict[str, dict[str, Any]]:
+    """Return by rule: n, accuracy, macro-accuracy, AUROC of shares or means, and how many were rejected (all wrong)."""
+    found = {}
+    for rule in _RULES:
+        decision = _decided(said, rule, weights)
+        own = weights if rule.startswith("weighted") else None
+        score = (_averaged if rule in _MEANS else _tallied)(said, own)
+        found[rule] = {
+            "n": len(labels),
+            **counted_once(measure_of_classes(decision == labels, score, labels), len(labels)),
+            "rejected": int((decision == _REJECTED).sum()),
+        }
+    return found

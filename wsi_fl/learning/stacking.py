@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities
+from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, one_each
 from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth
-from wsi_fl.learning.tuning import criterion
+from wsi_fl.learning.tuning import criterion, log_losses
 
 _LEAST = 1e-12
 
@@ -43,15 +43,15 @@ class Stack:
     def __call__(self, own: Probabilities, shared: Probabilities) -> Probabilities:
         """Return probabilities float64[n, classes] of both models' probabilities float64[n, classes]."""
         if not self.of_logits:
-            return self.mixed(own, shared)
-        mixed = self.mixed(_logits(own), _logits(shared)) * self.slope + np.array(self.bias)
+            return self._mixed(own, shared)
+        mixed = self._mixed(_logits(own), _logits(shared)) * self.slope + np.array(self.bias)
         impossible = (own == 0) & (shared == 0)
         raised = np.where(impossible, 0.0, np.exp(mixed - mixed.max(1, keepdims=True)))
         found: Probabilities = raised / raised.sum(1, keepdims=True)
         return found
 
-    def mixed(self, own: NDArray[np.float64], shared: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the mixture of two models' logits float64[n, classes], not calibrated yet."""
+    def _mixed(self, own: NDArray[np.float64], shared: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the mixture of logits float64[n, classes], not calibrated yet."""
         a, b = self.scales
         return (1 - self.weight) * own / a + self.weight * shared / b
 
@@ -94,16 +94,7 @@ def stack_by_rows(
 
     Args:
         own, shared: float64[n, k], of the same rows.
-        labels: of the rows.
         own_rows, shared_rows: of each class, that the models have learned from.
-
-    Example:
-        >>> said = np.array([[0.9, 0.1], [0.2, 0.8]])
-        >>> two = np.array([0, 1])
-        >>> stack_by_rows(said, said, two, own_rows=5, shared_rows=30).weight
-        0.6666666666666666
-        >>> stack_by_rows(said, said, two, own_rows=500, shared_rows=900).weight
-        0.0
     """
     ratio = own_rows * (1 / max(shared_rows, _LEAST) + 1 / _ENOUGH)
     part = max(_LEAST_OWN, 2 * ratio**2)
@@ -125,12 +116,10 @@ def harms(stack: Stack, own: Predicted, shared: Predicted, labels: Truth, task: 
     """Return whether a stack does worse than the own model on these rows, by `tuning.criterion`.
 
     Of survival it is also where the Brier score is worse: the order of rows that a shared head has seen says little.
-
     A letter that was spoilt, or is of tissue that looks otherwise, is noticed so.
 
     Args:
         own, shared: float64[n, k], of rows whose patients the own model had not seen.
-        labels: of the rows.
     """
     mixed = stack(own, shared)
     if task.kind == "survival":
@@ -158,28 +147,19 @@ def gated_stack(
     error over patients, which is raised where a class has few.
 
     Args:
-        own: float64[n, classes], of rows whose patients the model had not seen.
-        joined: float64[n, classes], of the same rows, not known by heart either.
+        own, joined: float64[n, classes], of rows whose patients the own model had not seen and the joined one does not
+            know by heart.
         labels: int64[n], of at least two classes.
         patient: str[n]; "" where it is not known, and then the row is one of its own.
-
-    Example:
-        >>> right = np.array([[0.7, 0.3], [0.8, 0.2], [0.3, 0.7], [0.2, 0.8]])
-        >>> labels, patient = np.array([0, 0, 1, 1]), np.array(["", "", "", ""])
-        >>> gated_stack(right, np.full((4, 2), 0.5), labels, patient).weight
-        0.0
-        >>> gated_stack(np.full((4, 2), 0.5), right, labels, patient).weight > 0
-        True
     """
     logits = _logits(own), _logits(joined)
     scales = _spread(logits[0], labels), _spread(logits[1], labels)
-    present = np.unique(labels)
-    middle = np.mean([logits[1][labels == one].mean(0) for one in present], axis=0) * scales[0] / scales[1]
+    middle = mean_over_classes(logits[1], labels) * scales[0] / scales[1]
     best, most = own_alone(own.shape[1]), 0.0
-    before = _losses(own, labels)
+    before = log_losses(own, labels)
     for weight in _WEIGHTS:
         stack = Stack(weight, scales, scales[0], tuple((-weight * middle).tolist()))
-        sure = _surely(before - _losses(stack(own, joined), labels), labels, patient)
+        sure = _surely(before - log_losses(stack(own, joined), labels), labels, patient)
         if sure > most:
             best, most = stack, sure
     return best
@@ -201,8 +181,6 @@ def stacked(
         own: float64[n, classes], what the lone head says of the hospital's rows, none of which it had seen; None where
             it has too few patients for that.
         joined: float64[n, classes], of the same rows.
-        labels: int64[n].
-        patient: str[n].
         worth: of a head made of letters, how many rows own and shared ones are worth (`SharedHead.worth`).
     """
     n_classes = joined.shape[1]
@@ -216,19 +194,12 @@ def stacked(
     return own_alone(n_classes) if harms(stack, own, joined, labels) else stack
 
 
-def _losses(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
-    """Return float64[n], the log-loss of every row."""
-    found: NDArray[np.float64] = -np.log(np.clip(said[np.arange(len(labels)), labels], _LEAST, None))
-    return found
-
-
 def _surely(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_]) -> float:
     """Return the mean of gains float64[n], all classes counting alike, less what chance could make of it."""
-    names = np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())])
     present, of_class, counts = np.unique(labels, return_inverse=True, return_counts=True)
     means = np.bincount(of_class, gains) / counts
     apart = (gains - means[of_class]) / counts[of_class] / len(present)
-    whose = np.unique(names, return_inverse=True)[1]
+    whose = np.unique(one_each(patient), return_inverse=True)[1]
     error = np.sqrt((np.bincount(whose, apart) ** 2).sum())
     fewest = min(len(np.unique(whose[labels == one])) for one in present)
     return float(means.mean() - error * (1 + _FEW / fewest))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.types import UsageError
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
 _TIED = 1e-8
 """Risks that are this close are equal."""
@@ -33,19 +33,14 @@ def require_extra() -> None:
         raise UsageError("survival is measured with scikit-survival; pip install 'wsi-fl[survival]'")
 
 
-def risk(said: Floats, ends: Sequence[float]) -> Floats:
-    """Return the risk float64[n]: minus each patient's expected time without the event, up to the last end.
-
-    Example:
-        >>> risk(np.array([[1.0, 1.0], [0.5, 0.0]]), (10.0, 20.0)).tolist()
-        [-20.0, -5.0]
-    """
+def risk(said: _Floats, ends: Sequence[float]) -> _Floats:
+    """Return the risk float64[n]: minus each patient's expected time without the event, up to the last end."""
     widths = np.diff([0.0, *ends])
-    found: Floats = -(said @ widths)
+    found: _Floats = -(said @ widths)
     return found
 
 
-def concordances(risk: Floats, truth: NDArray[Any], weights: NDArray[np.int32]) -> Floats:
+def concordances(risk: _Floats, truth: NDArray[Any], weights: NDArray[np.int32]) -> _Floats:
     """Return Harrell's concordance, float64[b]: the share of comparable pairs whose earlier event had the higher risk.
 
     NaN where no pair is comparable. Risks closer than 1e-8 are equal and count half, as in scikit-survival.
@@ -74,8 +69,8 @@ def concordances(risk: Floats, truth: NDArray[Any], weights: NDArray[np.int32]) 
 
 
 def integrated_briers(
-    said: Floats, truth: NDArray[Any], ends: Sequence[float], weights: NDArray[np.int32]
-) -> Floats:
+    said: _Floats, truth: NDArray[Any], ends: Sequence[float], weights: NDArray[np.int32]
+) -> _Floats:
     """Return the Brier score, float64[b], integrated over the ends within the observed times.
 
     Censored patients are accounted for by inverse probability of censoring, estimated from the same patients. NaN where
@@ -91,7 +86,10 @@ def integrated_briers(
     time, seen, end = truth[:, 0].astype(np.float64), truth[:, 1] > 0.5, np.asarray(ends, np.float64)
     times, at = np.unique(time, return_inverse=True)
     # 1. G, the share not censored after each time: Kaplan–Meier, whoever has the event at that time gone before
-    there, left = (_at_times(weights * who, at, len(times)) for who in (np.ones_like(seen), ~seen))
+    there, left = (
+        np.stack([np.bincount(at, row, len(times)) for row in weights * who]).astype(np.int64)
+        for who in (np.ones_like(seen), ~seen)
+    )
     watched = there[:, ::-1].cumsum(1)[:, ::-1] - (there - left)
     kept = np.cumprod(1 - np.divide(left, watched, out=np.zeros(left.shape), where=left > 0), axis=1)
     kept = np.where(kept > 0, kept, np.inf)  # nobody is weighed by what is never seen
@@ -111,17 +109,12 @@ def integrated_briers(
     return found
 
 
-def _at_times(weights: NDArray[np.int32], at: NDArray[np.int64], n: int) -> NDArray[np.int64]:
-    """Return sums int64[b, n] of weights int32[b, patients] over the patients of each time."""
-    return np.stack([np.bincount(at, row, n) for row in weights]).astype(np.int64)
-
-
-def _divided(a: Floats, b: Floats) -> Floats:
-    found: Floats = np.divide(a, b, out=np.full(a.shape, np.nan), where=b > 0)
+def _divided(a: _Floats, b: _Floats) -> _Floats:
+    found: _Floats = np.divide(a, b, out=np.full(a.shape, np.nan), where=b > 0)
     return found
 
 
-def kaplan_meier(truth: NDArray[Any]) -> tuple[Floats, Floats]:
+def kaplan_meier(truth: NDArray[Any]) -> tuple[_Floats, _Floats]:
     """Return (times, share without the event from each on) of some patients, from time 0."""
     from sksurv.nonparametric import kaplan_meier_estimator
 
@@ -135,16 +128,11 @@ def logrank(truth: NDArray[Any], group: NDArray[np.bool_]) -> float | None:
     None where a group or all events are missing, and where no event came while both groups were still watched.
     """
     from sksurv.compare import compare_survival
+    from sksurv.util import Surv
 
     if group.all() or not group.any() or not (truth[:, 1] > 0.5).any():
         return None
     try:
-        return float(compare_survival(_structured(truth), group)[1])
+        return float(compare_survival(Surv.from_arrays(truth[:, 1] > 0.5, truth[:, 0]), group)[1])
     except np.linalg.LinAlgError:  # the expected counts do not vary
         return None
-
-
-def _structured(truth: NDArray[Any]) -> NDArray[Any]:
-    out = np.empty(len(truth), [("event", bool), ("time", float)])
-    out["event"], out["time"] = truth[:, 1] > 0.5, truth[:, 0]
-    return out

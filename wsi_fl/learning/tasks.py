@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Predicted = NDArray[np.float64]
 Truth = NDArray[Any]
-Scores = Mapping[str, float | None]
+_Scores = Mapping[str, float | None]
 
 _AT_ONCE = 256
 """Examples that are left out in one step of the jackknife."""
@@ -40,7 +40,7 @@ class Task(ABC):
         scores: the names of its scores. The first is the most telling one, and better when it is higher.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[Literal["classes", "number", "survival"]]
     scores: ClassVar[tuple[str, ...]]
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Task(ABC):
     def measure(self, said: Predicted, truth: Truth) -> Measure:
         """Return a function that computes every score for any weights of the examples."""
 
-    def scored(self, said: Predicted, truth: Truth) -> Scores:
+    def scored(self, said: Predicted, truth: Truth) -> _Scores:
         """Return every score by name; None for one that cannot be computed."""
         return counted_once(self.measure(said, truth), len(truth))
 
@@ -95,7 +95,7 @@ class Task(ABC):
 
 
 @dataclass(frozen=True)
-class Classes(Task):
+class _Classes(Task):
     """Which of several classes; cross-entropy, and accuracy, macro-accuracy and AUROC."""
 
     kind = "classes"
@@ -157,12 +157,7 @@ class Number(Task):
         return np.full(n_outputs, (self.low + self.high) / 2)
 
     def measure(self, said: Predicted, truth: Truth) -> Measure:
-        """Return what computes R², which needs two different numbers, and mean absolute and root mean squared errors.
-
-        Example:
-            >>> Number(0, 10).scored(np.array([[1.0], [5.0]]), np.array([2.0, 5.0]))["mae"]
-            0.5
-        """
+        """Return what computes R², which needs two different numbers, mean absolute and root mean square errors."""
         wrong = said[:, 0] - truth
         apart = truth - np.mean(truth, dtype=np.float64) if len(truth) else wrong
         moments = np.stack([np.ones(len(truth)), np.abs(wrong), wrong**2, apart, apart**2], axis=1)
@@ -224,9 +219,8 @@ class Survival(Task):
         return (-outputs).sigmoid().cumprod(dim=1)
 
     def columns(self, truth: Tensor) -> Tensor:
-        """Return int64[b]: the interval of the event, or of k intervals k + how many a patient is known to have passed.
-
-        It is all that `losses` asks of a patient.
+        """Return int64[b], all that `losses` asks of a patient: the interval of the event, or, of k intervals,
+        k + how many a patient is known to have passed.
         """
         passed, failed = self._known(truth)
         through = passed.sum(1)
@@ -247,7 +241,7 @@ class Survival(Task):
         return measure
 
 
-CLASSES = Classes()
+CLASSES = _Classes()
 
 
 def scored(said: Predicted, truth: Truth, task: Task = CLASSES) -> dict[str, Any]:
@@ -290,14 +284,7 @@ def strata(truth: Truth, task: Task) -> NDArray[np.int64]:
 
 
 def kl_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return KL[student ‖ teacher] = Σ_c p_c (log p_c − log q_c), mean over the batch (eq. 3); the teacher is fixed.
-
-    Example:
-        >>> import torch
-        >>> a, b = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0986123]])
-        >>> round(float(kl_divergence(a, b)), 4)  # ½ log(½ / ¼) + ½ log(½ / ¾)
-        0.1438
-    """
+    """Return KL[student ‖ teacher] = Σ_c p_c (log p_c − log q_c), mean over the batch (eq. 3)."""
     from torch.nn import functional
 
     log_p = functional.log_softmax(student_logits, dim=1)
@@ -321,7 +308,6 @@ def mutual(
         teacher: float32[b, k], or None.
         weight: α for the private model, β for the proxy.
         class_weights: float32[classes], how much a row of each class counts; None for all alike.
-        task: what is asked.
     """
     import torch
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities
+from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, one_each
 from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth, quality, strata
 
 _FOLDS = 5
@@ -63,12 +63,6 @@ def fitted_head(
         labels: int64[n], or what another task asks for.
         patient: str[n]; "" where it is not known, and then the row is one of its own.
         n_classes: or the number of outputs of another task.
-
-    Example:
-        >>> x = np.array([[0.0, 1.0], [0.1, 1.0], [1.0, 0.0], [0.9, 0.0]])
-        >>> found = fitted_head(x, np.array([0, 0, 1, 1]), np.array(["a", "b", "c", "d"]), 2)
-        >>> (x @ found.weight.T + found.bias).argmax(1).tolist()
-        [0, 0, 1, 1]
     """
     if task.kind != "classes":
         return _fitted_line(x, labels, patient, n_classes, task)
@@ -81,15 +75,15 @@ def fitted_head(
 
     def judged(logits: NDArray[np.float64]) -> tuple[float, Probabilities]:
         said = softmax(logits)
-        return balanced_loss(said, labels), said
+        return _balanced_loss(said, labels), said
 
     head = _by_cross_validation(
-        x, labels, n_classes, _logistic, judged, list(held_out_folds(labels, patient))
+        x, labels, n_classes, _logistic, judged, list(_held_out_folds(labels, patient))
     )
     if head.loss is not None and head.held_out is not None:
         middle = _middle(head.held_out, labels)
         moved = softmax(_logs(head.held_out) - middle)
-        if (better := balanced_loss(moved, labels)) < head.loss:
+        if (better := _balanced_loss(moved, labels)) < head.loss:
             return replace(head, bias=head.bias - middle, loss=better, held_out=moved)
     return head
 
@@ -112,7 +106,7 @@ def _fitted_line(
         return float(task.losses(told, known).mean()), task.said(told).numpy()
 
     column, fit = task.columns(known).numpy(), _ridge if task.kind == "number" else _hazards
-    folds = list(held_out_folds(column > np.median(column), patient))
+    folds = list(_held_out_folds(column > np.median(column), patient))
     return _by_cross_validation(x, column, n_outputs, fit, judged, folds)
 
 
@@ -185,9 +179,8 @@ _FREE = 10.0
 
 def _middle(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
     """Return logarithms [classes] of probabilities midway between the means of the classes that occur; 0 for others."""
-    present = np.unique(labels)
-    means = np.mean([_logs(said)[labels == one].mean(0) for one in present], axis=0)
-    found: NDArray[np.float64] = np.where(np.isin(np.arange(said.shape[1]), present), means, 0.0)
+    means = mean_over_classes(_logs(said), labels)
+    found: NDArray[np.float64] = np.where(np.isin(np.arange(said.shape[1]), labels), means, 0.0)
     return found
 
 
@@ -216,18 +209,16 @@ _NEVER = -30.0
 """Logit of a class that was never seen."""
 
 
-def held_out_folds(
-    labels: Labels, patient: NDArray[np.str_], most: int = _FOLDS
-) -> Iterator[NDArray[np.bool_]]:
-    """Yield the rows bool[n] that each of up to `most` folds holds out: whole patients, of all classes alike.
+def _held_out_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArray[np.bool_]]:
+    """Yield the rows bool[n] that each of up to five folds holds out: whole patients, of all classes alike.
 
     Nothing is yielded where a class has fewer than two patients.
     """
     from sklearn.model_selection import StratifiedGroupKFold
 
-    names = np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())])
+    names = one_each(patient)
     patients = [len(np.unique(names[labels == one])) for one in np.unique(labels)]
-    n_folds = min(most, *patients)
+    n_folds = min(_FOLDS, *patients)
     if n_folds < 2 or len(patients) < 2:
         return
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=0)
@@ -238,10 +229,15 @@ def held_out_folds(
             yield fold
 
 
-def balanced_loss(said: Probabilities, labels: Labels) -> float:
+def _balanced_loss(said: Probabilities, labels: Labels) -> float:
     """Return the log-loss of float64[n, classes], averaged within each class that occurs and then over classes."""
-    losses = -np.log(np.clip(said[np.arange(len(labels)), labels], _SURE, None))
-    return float(np.mean([losses[labels == one].mean() for one in np.unique(labels)]))
+    return float(mean_over_classes(log_losses(said, labels), labels))
+
+
+def log_losses(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
+    """Return float64[n], the log-loss of every row of float64[n, classes]."""
+    found: NDArray[np.float64] = -np.log(np.clip(said[np.arange(len(labels)), labels], _SURE, None))
+    return found
 
 
 def softmax(logits: NDArray[np.float64]) -> Probabilities:
@@ -269,14 +265,10 @@ class HyperParameters:
         return asdict(self)
 
 
-Trained = Callable[[HyperParameters, NDArray[np.bool_]], Probabilities]
-"""(settings, rows bool[n] to learn from) → what a model that learned from these says of all others, in order."""
-
-
 def criterion(said: Predicted, truth: Truth, task: Task) -> float:
     """Return how bad answers are by what is chosen: the balanced log-loss of classes, else minus the first score."""
     if task.kind == "classes":
-        return balanced_loss(said, truth)
+        return _balanced_loss(said, truth)
     reached = quality(said, truth, task)
     return np.inf if reached is None else -reached
 
@@ -285,7 +277,7 @@ def tuned(
     labels: Truth,
     patient: NDArray[np.str_],
     usual: HyperParameters,
-    trained: Trained,
+    trained: Callable[[HyperParameters, NDArray[np.bool_]], Probabilities],
     *,
     folds: int,
     task: Task = CLASSES,
@@ -295,13 +287,14 @@ def tuned(
     Args:
         labels: the truth of n rows.
         usual: the settings to begin with.
+        trained: settings, rows bool[n] to learn from → what a model that learned from these says of the others.
         folds: how many times rows are held out, where there are patients enough.
 
     Returns:
-        The best settings by balanced log-loss, or by the first score of another task, and what was said with them of
-        rows that were held out, float64[n, k]; the usual ones and None where nothing can be held out.
+        The best settings by `criterion`, and what was said with them of rows that were held out, float64[n, k]; the
+        usual ones and None where nothing can be held out.
     """
-    parts = list(held_out_folds(strata(labels, task), patient))[:folds]
+    parts = list(_held_out_folds(strata(labels, task), patient))[:folds]
     if not parts:
         return usual, None
     asked = np.concatenate([np.flatnonzero(fold) for fold in parts])

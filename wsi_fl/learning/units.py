@@ -1,17 +1,19 @@
-"""Units of privacy, rows or patients: how they are drawn, and the training rows of a batch of them."""
+"""What a site learns from in a round, counted in units of privacy; and canaries, planted among its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import secrets
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import Examples, epoch_rows
-from wsi_fl.types import UsageError
+from wsi_fl.learning.examples import Examples, Inputs, epoch_rows, joined, subset
+from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,13 @@ if TYPE_CHECKING:
 
     from wsi_fl.learning.local import Batch
     from wsi_fl.privacy.cipher import CipherStream
+    from wsi_fl.privacy.plan import PrivacyPlan
+
+_INSTANCES = 8
+"""Patches of a bag that is a canary."""
+
+
+# ---- units
 
 
 @dataclass(frozen=True)
@@ -50,13 +59,11 @@ class Units:
         """Return int64[b], the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
         if self._each_a_row:
             return chosen
-        found = [self._some(self._rows_of[k], sampler) for k in chosen]
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
-
-    def _some(self, rows: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
-        if self.max_rows is None or len(rows) <= self.max_rows:
-            return rows
-        return rows[sampler.permutation(len(rows))[: self.max_rows]]
+        found = [np.zeros(0, np.int64)]
+        for rows in (self._rows_of[k] for k in chosen):
+            few = self.max_rows is None or len(rows) <= self.max_rows
+            found.append(rows if few else rows[sampler.permutation(len(rows))[: self.max_rows]])
+        return np.concatenate(found)
 
     def epoch(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
         """Yield the rows of the batches of `epochs` shuffled passes over the units."""
@@ -76,12 +83,10 @@ class Units:
             yield x, y, torch.from_numpy(self.of_row[chosen]).to(device)
 
     def with_canaries(self, included: NDArray[np.bool_]) -> Units:
-        """Return the units with canaries added, each a unit of its own; those that are not included have no row.
+        """Return the units with canaries bool[m] added, each a unit of its own, whose rows come behind all others.
 
-        The number of units, and so the sample rate and the number of steps, does not depend on the coins.
-
-        Args:
-            included: bool[m]; the rows of those come behind all others.
+        Those that are not included have no row. So the number of units, the sample rate and the number of steps do not
+        depend on the coins.
         """
         own = self.n + np.flatnonzero(included)
         return replace(self, n=self.n + len(included), of_row=np.concatenate([self.of_row, own]))
@@ -93,19 +98,165 @@ def rows_alone(n: int) -> Units:
 
 
 def whole_patients(examples: Examples, max_rows: int | None, site: str) -> Units:
-    """Return the patients of rows, each a unit; every row must have one."""
-    _require_patients(examples.patient, site)
-    names, which = np.unique(examples.patient, return_inverse=True)
-    return Units("patient", len(names), which.astype(np.int64), max_rows)
+    """Return the patients of rows, each a unit.
 
-
-def _require_patients(patient: NDArray[np.str_], site: str) -> None:
-    """Refuse rows without a patient where the patient is the unit of privacy.
-
-    Taken for a patient of its own such a row would be promised what may not hold: whom it comes from may have others.
+    Raises:
+        UsageError: where rows have no patient. Taken for a patient of its own, such a row would be promised what may
+            not hold: whom it comes from may have others.
     """
-    if n := int((patient == "").sum()):
+    if n := int((examples.patient == "").sum()):
         raise UsageError(
             f"site {site}: {n} training rows have no patient, so privacy.unit = 'patient' cannot protect whom they "
             "come from; name the patients in the site's table of slides, or use privacy.unit = 'row'"
         )
+    names, which = np.unique(examples.patient, return_inverse=True)
+    return Units("patient", len(names), which.astype(np.int64), max_rows)
+
+
+# ---- what a round is learned from
+
+LearnsFrom = Literal[
+    "own", "everybody", "own+received", "synthetic+received", "all synthetic", "generated", "nothing"
+]
+"""What a round is learned from. Who makes a site's rows pools those of everybody, or puts generated ones there."""
+
+
+@dataclass(frozen=True)
+class TrainingSources:
+    """What a site has to learn from.
+
+    Attributes:
+        real: its training rows, and the canaries that are in.
+        units: what privacy counts among them.
+        own: its own synthetic samples, those it shares; None where it has none.
+        received: the synthetic samples of each site that it holds a buffer of.
+    """
+
+    real: Examples
+    units: Units
+    own: Examples | None = None
+    received: Sequence[Examples] = ()
+
+    def lesson(self, learns_from: LearnsFrom) -> TrainingSet | None:
+        """Return what a round is learned from; None where the round is over before a batch is drawn."""
+        if learns_from in ("own", "everybody", "generated"):
+            return TrainingSet(self.real, self.units)
+        received = joined(list(self.received)) if self.received else None
+        if learns_from == "own+received":  # Pennisi et al., eq. 4
+            return TrainingSet(self.real, self.units, received)
+        if learns_from == "synthetic+received":  # their Fig. 5b
+            assert self.own is not None
+            return TrainingSet(self.own, rows_alone(len(self.own)), received)
+        if learns_from == "nothing" or received is None:  # synthetic samples have not arrived yet
+            return None
+        assert self.own is not None
+        everything = joined([self.own, *self.received])
+        return TrainingSet(everything, rows_alone(len(everything)))
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """What one round is learned from.
+
+    Attributes:
+        learned: what its epochs go through, in batches of `units`.
+        replayed: as many rows of it as a batch has stand beside each batch; None for nothing.
+    """
+
+    learned: Examples
+    units: Units
+    replayed: Examples | None = None
+
+    def examples(self) -> Examples:
+        """Return both parts joined, `learned` first."""
+        return self.learned if self.replayed is None else joined([self.learned, self.replayed])
+
+    def rows_of(self, plan: PrivacyPlan, sampler: CipherStream) -> list[NDArray[np.int64]]:
+        """Return the rows of `examples` for every batch of a round under differential privacy.
+
+        Raises:
+            WsiFlError: when something is replayed beside them, of which the plan says nothing.
+        """
+        if self.replayed is not None:
+            raise WsiFlError("a privacy plan covers a site's own rows alone, and nothing that is replayed")
+        return [self.units.rows(chosen, sampler) for chosen in plan.batches(sampler)]
+
+    def rows(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> list[NDArray[np.int64]]:
+        """Return the rows of every batch without privacy: those of an epoch, then as many replayed ones.
+
+        Both halves of a batch are of one size, so the mean loss over it is half of eq. 4 of Pennisi et al.,
+        L(own) + L(buffer), whose constant factor Adam ignores.
+        """
+        own = list(self.units.epoch(batch_size, epochs, sampler=sampler))
+        if self.replayed is None:
+            return own
+        again = _replayed_rows([len(rows) for rows in own], len(self.replayed), sampler)
+        n = len(self.learned)
+        return [np.concatenate([mine, n + theirs]) for mine, theirs in zip(own, again, strict=True)]
+
+
+def _replayed_rows(sizes: Sequence[int], n: int, sampler: CipherStream) -> list[NDArray[np.int64]]:
+    """For batches of these sizes, rows of n samples in shuffled passes: each has its turn before any comes again."""
+    passes = -(-sum(sizes) // n)
+    order = [sampler.permutation(n) for _ in range(passes)]
+    drawn = np.concatenate([*order, np.zeros(0, np.int64)])[: sum(sizes)]
+    return np.split(drawn, np.cumsum(sizes)[:-1])
+
+
+# ---- canaries
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """Meaningless examples, each planted among the training rows of a site or not, by a fair coin.
+
+    Whether a trained model tells those that were in from the others bounds the privacy of its training from below
+    (`privacy/audit.py`). They are noise with a random label: what a model knows of one it has from that one alone.
+
+    Attributes:
+        seed: what their pixels or features and their labels are made from.
+        included: bool[m], which ones are planted: m fair coins.
+        examples: all m.
+    """
+
+    seed: int
+    included: NDArray[np.bool_]
+    examples: Examples
+
+    def planted(self) -> Examples:
+        """Return the canaries that are planted, in order."""
+        return subset(self.examples, np.flatnonzero(self.included))
+
+
+def tossed(m: int) -> tuple[int, NDArray[np.bool_]]:
+    """Return (seed, m fair coins), from the operating system's entropy and never from a seed of the study."""
+    coins = np.frombuffer(secrets.token_bytes(m), np.uint8) < 128
+    return secrets.randbits(256), coins
+
+
+def canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_classes: int) -> Canaries:
+    """Return the canaries of a seed, always the same ones, for models that see `shape`."""
+    from wsi_fl.privacy.cipher import CipherStream
+
+    m = len(included)
+    stream = CipherStream.seeded(seed, "canaries")
+    labels = np.array([stream.below(n_classes) for _ in range(m)], np.int64)
+    inputs = _noise(stream, m, shape)
+    names = np.array([f"canary {k}" for k in range(m)])
+    allowed = np.ones((m, n_classes), bool) if isinstance(shape, Bags) else None
+    read = inputs.__getitem__
+    made = Examples(read, labels, names, names, allowed, show=lambda rows, _: read(rows))
+    return Canaries(seed, included, made)
+
+
+def _noise(stream: CipherStream, m: int, shape: Shape) -> Inputs:
+    """Return m images of uniform pixels, vectors of normal features, or bags of such."""
+    if isinstance(shape, Images):
+        size = (m, shape.size_px, shape.size_px, shape.channels)
+        return (stream.uniform(math.prod(size)) * 256).astype(np.uint8).reshape(size)
+    if isinstance(shape, Bags):
+        bags = stream.normal(m * _INSTANCES * (shape.n_features + 1)).astype(np.float32)
+        bags = bags.reshape(m, _INSTANCES, shape.n_features + 1)
+        bags[:, :, -1] = 1  # every patch is there
+        return bags
+    return stream.normal(m * shape.n_features).astype(np.float32).reshape(m, shape.n_features)

@@ -1,23 +1,21 @@
-"""A validation split for a site whose store has none, and the model that does best on it."""
+"""Which patients of a site are held out, as folds or for validation; and who answers for it by what those show."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, subset
-from wsi_fl.learning.metrics import Labels, Probabilities
+from wsi_fl.learning.metrics import Labels, Probabilities, one_each
 from wsi_fl.learning.stacking import Stack
 from wsi_fl.learning.tasks import CLASSES, Task, quality
 from wsi_fl.types import UsageError
 
-_PredictionSource = Literal["private", "mean", "proxy"]
+ANSWERS = ("private", "mean", "proxy")
 """Whose probabilities are a site's answer; of equally good ones the first."""
-ANSWERS: tuple[_PredictionSource, ...] = get_args(_PredictionSource)
 LONE = "alone"
 """The role of the model that a site would have alone: it learns from the site's rows beside those of the method."""
 STACK = "stack"
@@ -32,8 +30,12 @@ def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Exa
     let one record decide which others are trained on, and ε would not cover that. So a small site may be left without
     validation rows, or without training rows.
     """
-    names = [name or f"row {row}" for row, name in enumerate(examples.patient.tolist())]
-    lots = {name: _lot(seed, name) for name in set(names)}
+
+    def lot(name: str) -> float:
+        return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big") / 2**48
+
+    names = one_each(examples.patient).tolist()
+    lots = {name: lot(name) for name in set(names)}
     held = np.array([lots[name] < fraction for name in names], bool)
     return subset(examples, np.flatnonzero(~held)), subset(examples, np.flatnonzero(held))
 
@@ -53,9 +55,58 @@ def require_names(patient: NDArray[np.str_], site: str) -> None:
         )
 
 
-def _lot(seed: int, name: str) -> float:
-    """Return a patient's pseudorandom number in [0, 1)."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big") / 2**48
+# ---- folds
+
+
+def folds_of(
+    patient: NDArray[np.str_], label: NDArray[np.int64], *, n_folds: int, seed: int, stratified: bool
+) -> NDArray[np.int64]:
+    """Return int64[rows] in [0, n_folds): the fold of each row, the same for all rows of a patient, in whatever order.
+
+    Not stratified, a patient's fold follows from `seed` and the patient's name alone, whoever else there is, as ε asks
+    for: with one patient more or less, all others stay where they are.
+
+    Stratified, a patient's class is the highest label of its rows, as a patient with tumour on one slide has a tumour.
+    The patients of a class, in an order drawn from `seed` and their names, go round the folds, and the next class
+    begins where the last one ended. So folds differ by at most one patient, in every class and in all.
+
+    Raises:
+        UsageError: for rows without a patient, and for fewer patients than folds.
+    """
+    if n := int((patient == "").sum()):
+        raise UsageError(
+            f"{n} rows have no patient, but folds divide patients; name them in the table of slides"
+        )
+    names, which = np.unique(patient, return_inverse=True)
+    if len(names) < n_folds:
+        raise UsageError(
+            f"{len(names)} patients cannot be divided into {n_folds} folds; set train.folds to {len(names)} or less"
+        )
+    lots = [hashlib.sha256(f"fold {seed} {name}".encode()).digest() for name in names.tolist()]
+    if not stratified:
+        return np.array([int.from_bytes(lot[:8], "big") % n_folds for lot in lots], np.int64)[which]
+    kind = _kinds(which, label, len(names))
+    order = sorted(range(len(names)), key=lambda k: (kind[k], lots[k]))
+    fold = np.empty(len(names), np.int64)
+    fold[order] = np.arange(len(names)) % n_folds
+    return fold[which]
+
+
+def rare_classes(patient: NDArray[np.str_], label: NDArray[np.int64], *, n_folds: int) -> dict[int, int]:
+    """Return {class: patients} of classes with fewer patients than there are folds, so that some folds test none."""
+    names, which = np.unique(patient, return_inverse=True)
+    counts = np.bincount(_kinds(which, label, len(names)))
+    return {int(k): int(counts[k]) for k in np.flatnonzero((counts > 0) & (counts < n_folds))}
+
+
+def _kinds(which: NDArray[np.int64], label: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+    """Return int64[n], the highest label of each of n patients."""
+    kind = np.zeros(n, np.int64)
+    np.maximum.at(kind, which, label)
+    return kind
+
+
+# ---- who answers
 
 
 def roles(answer: str, stack: Stack | None = None) -> tuple[str, ...]:
@@ -68,11 +119,10 @@ def roles(answer: str, stack: Stack | None = None) -> tuple[str, ...]:
 def answered(
     predicted: Mapping[str, Probabilities], answer: str, stack: Stack | None = None
 ) -> Probabilities:
-    """Return float64[n, classes], the predictions of one model, the mean of two, or a mixture.
+    """Return float64[n, classes], the predictions of one model, the mean of two, or a mixture by a stack.
 
     Args:
         predicted: probabilities by role.
-        stack: how both are mixed, where that is the answer.
     """
     if answer == STACK:
         assert stack is not None

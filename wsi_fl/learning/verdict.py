@@ -8,20 +8,21 @@ What other training patients would have taught is not among them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
-SMALLEST_DIFFERENCE = 0.01
+_SMALLEST_DIFFERENCE = 0.01
 """Smaller differences in a score are called negligible."""
-EQUIVALENT = 0.03
+_EQUIVALENT = 0.03
 """Where the interval of what pooling brings ends below it, there is nothing to gain."""
-LEVEL = 0.95
+_LEVEL = 0.95
 """Of all intervals."""
 _MORE = 4
 """Patients by which a stratum's ratio is moved towards that of the whole."""
@@ -30,12 +31,11 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, its 95 % interval, and the standard errors that it is made of.
+    """A mean, its 95 % interval, and the standard errors that it is made of, each None where nothing tells of it.
 
     Attributes:
         low, high: None where fewer than two patients were asked.
-        patients, seeds, noise: the standard error by each source; None where nothing tells of it, as of seeds in a
-            single run.
+        patients, seeds, noise: the standard error by each source.
     """
 
     mean: float
@@ -53,54 +53,41 @@ class Estimate:
 
 
 def estimate(
-    values: Floats, weights: Floats, patient: NDArray[np.str_], noise: Floats | None = None
+    values: _Floats, weights: _Floats, patient: NDArray[np.str_], noise: _Floats | None = None
 ) -> Estimate:
     """Return the weighted mean of values, with its interval.
 
     Args:
         values, weights: float64[r, n] of n test examples in each of r runs. Examples of one weight are a stratum, as
             those of one class are where all classes count alike.
-        patient: str[n], whose example each is.
-        noise: float64[r], the standard deviation of each run's mean by the noise of what was released, where known.
-
-    Example:
-        >>> patients = np.repeat(["a", "b", "c", "d"], 25)
-        >>> found = estimate(np.tile([0.0, 1.0], 50)[None], np.ones((1, 100)), patients)
-        >>> round(found.mean, 2), round(found.low, 2), round(found.high, 2)
-        (0.5, 0.46, 0.54)
+        patient, noise: as of `ratio`.
     """
     return ratio(values * weights, weights, patient, noise, weights[0])
 
 
 def ratio(
-    part: Floats,
-    whole: Floats,
+    part: _Floats,
+    whole: _Floats,
     patient: NDArray[np.str_],
-    noise: Floats | None = None,
-    stratum: Floats | None = None,
+    noise: _Floats | None = None,
+    stratum: _Floats | None = None,
 ) -> Estimate:
     """Return Σ part / Σ whole, with the interval of Student's t around it.
 
     With e_p the part of the sum of part − ratio · whole that is a patient's, over the sum of whole, patients have the
-    variance K/(K − 1) Σ e_p² and (Σ e_p²)² / Σ e_p⁴ degrees of freedom: as many as there are patients who matter. Where
-    few differ, as few answers of a rare class do, the interval is wide. Runs add their variance, at least that of the
-    noise. Degrees of freedom are those of Welch and Satterthwaite.
+    variance K/(K − 1) Σ e_p² and (Σ e_p²)² / Σ e_p⁴ degrees of freedom: as many as there are patients who matter
+    (Carter, Schnepel and Steigerwald, Review of Economics and Statistics 99, 2017). Runs add their variance, at least
+    that of the noise. Degrees of freedom add up by Satterthwaite, Biometrics 2, 1946.
 
     How many examples a stratum has is no chance where weights make up for it, so e_p counts from the stratum's own
-    ratio. That is moved towards the whole by four patients, as Agresti and Coull add four: three of three right prove
-    little.
+    ratio. That is moved towards the whole by four patients, as Agresti and Coull (The American Statistician 52, 1998)
+    add four: three of three right prove little.
 
     Args:
         part, whole: float64[r, n] of n test examples in each of r runs.
         patient: str[n], whose example each is.
         noise: float64[r], the standard deviation of each run's ratio by the noise of what was released, where known.
         stratum: float64[n], the same for examples whose share in the sums is fixed; None for a single stratum.
-
-    Reference:
-        Carter, Schnepel and Steigerwald, "Asymptotic behavior of a t-test robust to cluster heterogeneity", Review of
-        Economics and Statistics 99, 2017, for the patients who matter; Satterthwaite, "An approximate distribution of
-        estimates of variance components", Biometrics 2, 1946; Agresti and Coull, "Approximate is better than 'exact'
-        for interval estimation of binomial proportions", The American Statistician 52, 1998.
     """
     mean = float(part.sum() / whole.sum())
     apart = part - mean * whole
@@ -136,11 +123,6 @@ def of_repetitions(mean: float, sd: float | None, n: int) -> Estimate:
 
     Args:
         sd: their standard deviation, with n − 1 in the divisor; None for a single one.
-
-    Example:
-        >>> found = of_repetitions(0.03, 0.01, 3)
-        >>> round(found.low, 3), round(found.high, 3)
-        (0.005, 0.055)
     """
     if sd is None:
         return Estimate(mean, None, None)
@@ -156,7 +138,7 @@ def _half(sources: list[tuple[float, float]]) -> float:
     if variance <= 0:
         return 0.0
     unsure = sum(one**2 / free for one, free in sources)
-    tail = (1 + LEVEL) / 2
+    tail = (1 + _LEVEL) / 2
     return float(t.ppf(tail, variance**2 / unsure) if unsure > 0 else norm.ppf(tail)) * sqrt(variance)
 
 
@@ -166,25 +148,70 @@ def verdict(gain: Estimate | None, room: Estimate | None) -> str:
     Args:
         gain: of joining over the hospital alone.
         room: what a model of all data gains over it; None where nobody trained one.
-
-    Example:
-        >>> verdict(Estimate(0.1, 0.06, 0.14), None)
-        'join'
-        >>> verdict(Estimate(0.0, -0.01, 0.01), Estimate(0.002, -0.01, 0.012))
-        'nothing to gain'
     """
     if gain is None or gain.low is None or gain.high is None:
         return "not shown"
-    if gain.low > 0 and gain.mean >= SMALLEST_DIFFERENCE:
+    if gain.low > 0 and gain.mean >= _SMALLEST_DIFFERENCE:
         return "join"
-    if gain.high < 0 and gain.mean <= -SMALLEST_DIFFERENCE:
+    if gain.high < 0 and gain.mean <= -_SMALLEST_DIFFERENCE:
         return "stay"
     if room is None or room.high is None:
         return "not shown"
-    little = room.mean < SMALLEST_DIFFERENCE and room.high < EQUIVALENT
+    little = room.mean < _SMALLEST_DIFFERENCE and room.high < _EQUIVALENT
     return "nothing to gain" if little else "not shown"
 
 
 def shows_room(room: Estimate | None) -> bool:
     """Return whether pooling brings something beyond doubt, so that a share of it can be told."""
     return room is not None and room.low is not None and room.low > 0
+
+
+# ---- methods against each other
+
+
+@dataclass(frozen=True)
+class _Paired:
+    """The mean of n differences a − b, their standard deviation (n − 1 in the divisor), and how surprising it is.
+
+    `sd` is None for a single pair. `p` is two-sided; None for fewer than two pairs, or where all differences are equal.
+    """
+
+    difference: float
+    sd: float | None
+    n: int
+    p: float | None
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> _Paired:
+    """Return Student's paired t-test of n values each; a[k] and b[k] were measured under the same conditions.
+
+    Raises:
+        ValueError: when there is no pair, or a value without a partner.
+    """
+    if not a or len(a) != len(b):
+        raise ValueError(f"{len(a)} and {len(b)} values make no pairs")
+    differences = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+    n, mean = len(differences), float(differences.mean())
+    if n < 2:
+        return _Paired(mean, None, n, None)
+    if float(np.ptp(differences)) <= _ROUNDING:
+        return _Paired(mean, 0.0, n, None)
+    from scipy.stats import ttest_rel
+
+    p = float(ttest_rel(a, b).pvalue)
+    return _Paired(mean, float(differences.std(ddof=1)), n, p if isfinite(p) else None)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Return the p-values of one family of tests, adjusted by Holm's method (1979).
+
+    The k-th smallest of m is multiplied by m − k + 1, and none may fall below a smaller one's. None, a test that
+    could not be made, stays None and does not count.
+    """
+    known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    highest = 0.0
+    for rank, (p, index) in enumerate(known):
+        highest = max(highest, min(1.0, (len(known) - rank) * p))
+        corrected[index] = highest
+    return corrected

@@ -13,7 +13,7 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
-from wsi_fl.synthesis.layers import downsampled, single_precision, upsampled
+from wsi_fl.synthesis.stylegan2 import downsampled, single_precision, upsampled
 
 _TRANSLATION = 0.125
 """Of the image's size: the most for whole pixels, the standard deviation for fractions."""
@@ -21,7 +21,7 @@ _SCALE_SD = 0.2
 _BRIGHTNESS_SD, _CONTRAST_SD, _SATURATION_SD = 0.2, 0.5, 1.0
 
 
-class Draws:
+class _Draws:
     """Random numbers for b images: each strength drawn with probability p, else its neutral value."""
 
     def __init__(self, b: int, p: float, generator: torch.Generator) -> None:
@@ -46,12 +46,12 @@ def augmented(images: Tensor, p: float, generator: torch.Generator) -> Tensor:
     """
     if p <= 0:
         return images
-    draws = Draws(len(images), p, generator)
+    draws = _Draws(len(images), p, generator)
     with single_precision(images.device):
-        return coloured(warped(shifted(images, draws), draws), draws)
+        return _coloured(_warped(_shifted(images, draws), draws), draws)
 
 
-def shifted(images: Tensor, draws: Draws) -> Tensor:
+def _shifted(images: Tensor, draws: _Draws) -> Tensor:
     """Pixel blitting: mirrored, turned by multiples of 90°, moved by whole pixels with reflection at the edge."""
     b, c, h, w = images.shape
     mirror = draws.sometimes((draws.uniform() * 2).floor(), 0).long()
@@ -77,7 +77,7 @@ def _reflected(position: Tensor, n: int) -> Tensor:
     return torch.where(folded > n - 1, period - folded, folded)
 
 
-def warped(images: Tensor, draws: Draws) -> Tensor:
+def _warped(images: Tensor, draws: _Draws) -> Tensor:
     """Scaled, turned, stretched and moved by any amount, at twice the resolution; reflected at the edge."""
     matrix, touched = _geometry(draws)
     rows = touched.nonzero()[:, 0]
@@ -88,7 +88,7 @@ def warped(images: Tensor, draws: Draws) -> Tensor:
     return images.index_copy(0, rows, sampled.to(images.dtype))
 
 
-def _geometry(draws: Draws) -> tuple[Tensor, Tensor]:
+def _geometry(draws: _Draws) -> tuple[Tensor, Tensor]:
     """(float[b, 2, 3] from places in the new image to places in the old, in units of half its size; which change)."""
     # 1. isotropic scaling, rotation, anisotropic scaling, rotation, translation; either rotation has probability p
     rate = 1 - sqrt(1 - draws.p)
@@ -133,7 +133,7 @@ def _bilinear(images: Tensor, matrix: Tensor) -> Tensor:
     return out.view(b, c, h, w)
 
 
-def coloured(images: Tensor, draws: Draws) -> Tensor:
+def _coloured(images: Tensor, draws: _Draws) -> Tensor:
     """Brightness, contrast, inverted luma, hue and saturation as one affine map of colours; grey images have no hue."""
     matrix, touched = _colours(draws)
     if images.shape[1] == 1:
@@ -146,7 +146,7 @@ def coloured(images: Tensor, draws: Draws) -> Tensor:
     return torch.where(touched[:, None, None, None], mapped, images)
 
 
-def _colours(draws: Draws) -> tuple[Tensor, Tensor]:
+def _colours(draws: _Draws) -> tuple[Tensor, Tensor]:
     """(float[b, 4, 4] of homogeneous colours, which images change)."""
     brightness = draws.sometimes(draws.normal() * _BRIGHTNESS_SD, 0)
     contrast = draws.sometimes(torch.exp2(draws.normal() * _CONTRAST_SD), 1)
@@ -185,7 +185,6 @@ class Controller:
     """Moves p so that the discriminator's mean sign on real images, r_t, meets its target (section 3.1).
 
     Attributes:
-        p: the probability in force.
         target: of r_t; 0.6 in the paper. None keeps p as it is.
         images: shown while p would go from 0 to 1; 500 000 in the paper.
         sign_sum, seen: of the logits since p last moved.
@@ -202,15 +201,11 @@ class Controller:
         signs = float(real_logits.detach().sign().sum())
         return replace(self, sign_sum=self.sign_sum + signs, seen=self.seen + len(real_logits))
 
-    @property
-    def r_t(self) -> float | None:
-        """Near 1 the discriminator knows its training images; None before any were seen."""
-        return self.sign_sum / self.seen if self.seen else None
-
     def moved(self) -> Controller:
-        """p one step further, and counting from anew."""
-        if self.target is None or self.r_t is None:
-            return Controller(self.p, self.target, self.images)
-        direction = (self.r_t > self.target) - (self.r_t < self.target)
-        p = min(1.0, max(0.0, self.p + direction * self.seen / self.images))
+        """Return p one step further, and counting from anew."""
+        p = self.p
+        if self.target is not None and self.seen:
+            r_t = self.sign_sum / self.seen  # near 1 the discriminator knows its training images
+            direction = (r_t > self.target) - (r_t < self.target)
+            p = min(1.0, max(0.0, p + direction * self.seen / self.images))
         return Controller(p, self.target, self.images)

@@ -20,14 +20,14 @@ app = typer.Typer(
     help="Generators of synthetic patches, what they can share, and whether they copy.",
 )
 
-SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
-Set = Annotated[
+_SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
+_Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. gan.iterations=2000. Repeatable."
     ),
 ]
-Generator = Annotated[
+_Generator = Annotated[
     str | None, typer.Option(help="gan or ddpm. Default: as the pipeline says; of sample: what the site has.")
 ]
 
@@ -48,13 +48,13 @@ def _chosen(
 @app.command()
 @partial(announced, name="synthesize train")
 def train(
-    site: SiteName,
+    site: _SiteName,
     again: Annotated[
         bool, typer.Option("--again", help="Throw away the site's generator and train anew.")
     ] = False,
-    generator: Generator = None,
+    generator: _Generator = None,
     pipeline: Pipeline = None,
-    overrides: Set = None,
+    overrides: _Set = None,
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
@@ -70,11 +70,11 @@ def train(
 @app.command()
 @partial(announced, name="synthesize sample")
 def sample(
-    site: SiteName,
+    site: _SiteName,
     n_per_class: Annotated[int, typer.Option(min=1, max=10_000_000, help="Synthetic patches of each class.")],
     name: Annotated[str | None, typer.Option(help="Of the new store. Default: SITE-synthetic.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the latents.")] = 0,
-    generator: Generator = None,
+    generator: _Generator = None,
     as_site: Annotated[
         bool,
         typer.Option(
@@ -109,10 +109,10 @@ def sample(
 @app.command()
 @partial(announced, name="synthesize check")
 def check(
-    site: SiteName,
-    generator: Generator = None,
+    site: _SiteName,
+    generator: _Generator = None,
     pipeline: Pipeline = None,
-    overrides: Set = None,
+    overrides: _Set = None,
     as_json: Json = False,
 ) -> None:
     """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""

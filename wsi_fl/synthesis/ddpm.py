@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wsi_fl.synthesis.lpips import half_precision
-from wsi_fl.synthesis.sampling import to_images, to_pixels
-from wsi_fl.synthesis.state import TrainingState, move_average
+from wsi_fl.synthesis.state import TrainingState, move_average, to_images, to_pixels
 
 Denoiser = torch.nn.Module
 """A U-Net: (noisy images, step, classes) → the noise."""
-Sampler = Literal["ddpm", "ddim", "dpm++"]
+_Sampler = Literal["ddpm", "ddim", "dpm++"]
 
 _SHOWN_PER_CLASS = 320_000
 """Images of each class that the rule for epochs shows, however few different ones there are."""
@@ -70,6 +69,16 @@ class DdpmShape:
         return {"num_train_timesteps": self.chain, "beta_schedule": self.schedule, **ends}
 
     @property
+    def schema(self) -> str:
+        """A digest of all that must agree for a denoiser to be understood by another site."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    @staticmethod
+    def of(document: Mapping[str, Any]) -> DdpmShape:
+        """Return the shape that JSON tells."""
+        return DdpmShape(**{**document, "widths": tuple(document["widths"])})
+
+    @property
     def null(self) -> int:
         """The label of no class, for classifier-free guidance."""
         return self.n_classes
@@ -77,12 +86,7 @@ class DdpmShape:
 
 @dataclass(frozen=True)
 class DdpmTerms:
-    """How a denoiser is trained.
-
-    Attributes:
-        ema: what the moving average keeps of itself at each step.
-        class_dropout: share of images shown without their class; guidance needs some.
-    """
+    """How a denoiser is trained; `class_dropout` is the share of images shown without their class, for guidance."""
 
     batch_size: int = 16
     lr: float = 2e-4
@@ -92,36 +96,30 @@ class DdpmTerms:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How images are drawn.
+    """How images are drawn, so many at a time.
 
     Attributes:
         steps: evaluations of the denoiser for each image; "ddpm" with the whole chain is the paper's.
         guidance: 1 is the conditional model as it is; more draws images more typical of their class.
-        batch_size: images at a time.
     """
 
-    sampler: Sampler = "ddim"
+    sampler: _Sampler = "ddim"
     steps: int = 25
     guidance: float = 1.0
     batch_size: int = 64
 
 
-def epochs_by_rule(n_images: int, n_classes: int) -> int:
-    """Return the epochs of a training: more for more classes, more for fewer images (the paper, appendix B.2).
+def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
+    """Return the optimizer steps of a training: more epochs for more classes and for fewer images (appendix B.2).
 
     The paper's formula did not survive in its text. This one has both properties: every class is shown the same
     number of images in all, 320 000, whatever the number of different ones.
 
     Example:
-        >>> epochs_by_rule(1000, 2), epochs_by_rule(1000, 6), epochs_by_rule(500, 2)
+        >>> steps_by_rule(1000, 2, 1000), steps_by_rule(1000, 6, 1000), steps_by_rule(500, 2, 1000)
         (640, 1920, 1280)
     """
-    return ceil(_SHOWN_PER_CLASS * n_classes / n_images)
-
-
-def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
-    """Return the optimizer steps of the epochs that `epochs_by_rule` gives."""
-    return epochs_by_rule(n_images, n_classes) * ceil(n_images / batch_size)
+    return ceil(_SHOWN_PER_CLASS * n_classes / n_images) * ceil(n_images / batch_size)
 
 
 def build_denoiser(shape: DdpmShape) -> Denoiser:
@@ -184,22 +182,17 @@ def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(state.denoiser.parameters(), _CLIP_NORM)
     state.optimizer.step()
-    move_average(state.average, state.denoiser, ema_decay(state.iteration, terms.ema))
+    move_average(state.average, state.denoiser, _ema_decay(state.iteration, terms.ema))
     state.iteration += 1
     return float(loss.detach())
 
 
-def ema_decay(iteration: int, ema: float) -> float:
-    """Return what the moving average keeps of itself in the step after so many.
-
-    Example:
-        >>> ema_decay(0, 0.999), ema_decay(10**6, 0.999)
-        (0.1, 0.999)
-    """
+def _ema_decay(iteration: int, ema: float) -> float:
+    """Return what the moving average keeps of itself in the step after so many."""
     return min(ema, (1 + iteration) / (_EMA_RAMP + iteration))
 
 
-def scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
+def _scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
     """Return diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
     common = shape.diffusion | {"timestep_spacing": "trailing"}
     if sampling.sampler == "ddpm":
@@ -236,10 +229,10 @@ def drawn(
         x = torch.randn(
             (len(classes), shape.channels, shape.resolution, shape.resolution), generator=random
         ).to(device)
-        scheduler = scheduler_of(shape, sampling)
+        scheduler = _scheduler_of(shape, sampling)
         noisy = {} if sampling.sampler == "ddim" else {"generator": random}
         for number, t in enumerate(scheduler.timesteps, 1):
-            noise = predicted_noise(denoiser, shape, x, t, classes, sampling.guidance)
+            noise = _predicted_noise(denoiser, shape, x, t, classes, sampling.guidance)
             x = scheduler.step(noise, t, x, **noisy).prev_sample
             if told is not None:
                 told(start + len(classes) * number // len(scheduler.timesteps))
@@ -250,7 +243,7 @@ def _seed_of_batch(seed: int, start: int) -> int:
     return int(np.random.SeedSequence((seed, start)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def predicted_noise(
+def _predicted_noise(
     denoiser: Denoiser, shape: DdpmShape, x: Tensor, t: Tensor, classes: Tensor, guidance: float
 ) -> Tensor:
     """Return ε_θ(x, t, y), or with guidance g: ε_θ(x, t) + g (ε_θ(x, t, y) − ε_θ(x, t))."""
@@ -283,13 +276,3 @@ def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> Denoiser:
         raise ValueError(f"{vector.size} parameters, expected {total}")
     torch.nn.utils.vector_to_parameters(torch.from_numpy(np.array(vector)), denoiser.parameters())
     return denoiser.requires_grad_(False).eval()
-
-
-def shape_from(document: Mapping[str, Any]) -> DdpmShape:
-    """Return the shape that JSON tells."""
-    return DdpmShape(**{**document, "widths": tuple(document["widths"])})
-
-
-def schema_of(shape: DdpmShape) -> str:
-    """Return a digest of all that must agree for a denoiser to be understood by another site."""
-    return hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()

@@ -1,25 +1,36 @@
-"""Evidence on a generator: how far its images are from the real ones, and whether it copies its training set.
+"""Evidence on a generator: how far its images are from the real ones, and whether it copies its training images.
 
-Distances between sets: FID (Heusel et al., NeurIPS 2017) and KID (Bińkowski et al., ICLR 2018), on the features of
-any encoder. The verdict on copying rests on a comparison that needs no threshold of its own: a generator that has
-learned the *distribution* is as near to images of it that were held out as to those it was trained on; one that
-has memorised is nearer to the latter. Distances are those to the generator over those to the nearest training image
-of another patient: a fixed threshold means nothing across resolutions and tissues, and some images are far from all.
+The verdict on copying rests on comparisons that need no threshold of their own: a generator that has learned the
+*distribution* is as near to images of it that were held out as to those it was trained on; one that has memorised is
+nearer to the latter. A fixed threshold means nothing across resolutions and tissues, and some images are far from all.
+So distances to the generator are taken over those to the nearest training image of another patient, and the distance of
+a generated image over what is usual around it: section 5.1 of Carlini et al., "Extracting training data from diffusion
+models", 2023, divides by the mean distance to the nearest 50 training images, which a copy alone makes small.
+
+Nearest neighbours are exact, of plain arrays. Their distance is the Euclidean one divided by √d, of pixels in [0, 1]
+(Carlini et al., section 4.2; Table 4 of the MPCPA paper). _Distances between sets are FID (Heusel et al., NeurIPS 2017)
+and KID (Bińkowski et al., ICLR 2018), on the features of any encoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import fisher_exact, mannwhitneyu, wilcoxon
 
-Distances = NDArray[np.float64]
-Features = NDArray[np.float32]
+_Distances = NDArray[np.float64]
+_Images = NDArray[np.uint8]
+"""uint8[n, …], each image in any layout, the same for all."""
+_Features = NDArray[np.float32]
 
-ALPHA = 0.01
+CRITERIA = 1
+"""Version of the verdict's rules; one that was reached by others does not count."""
+LEAST_HELD_OUT = 20
+"""With fewer held-out images nothing can be told."""
+_ALPHA = 0.01
 """Of each one-sided test of the verdict."""
 _NEARER = 0.6
 """A shift fails where a training image is nearer than a held-out one in so many pairs (half without copying)."""
@@ -29,14 +40,188 @@ _TAIL_EXCESS = 2.0
 """A tail fails where training images are in it so many times as often."""
 COPY = 0.1
 """A copy is nearer to its original than this share of what the nearest training image of another patient is."""
-LEAST_HELD_OUT = 20
-"""With fewer held-out images nothing can be told."""
-CRITERIA = 1
-"""Version of the verdict's rules; one that was reached by others does not count."""
+_PAPER_THRESHOLD = 0.1
+"""Below it the MPCPA paper calls a generated image memorised; reported, never the verdict."""
+_NEIGHBOURS, _USUAL = 50, 0.5
+"""n and α of Carlini et al., section 5.1."""
+_STANDS_OUT = 0.5
+"""The relative distance of a generated copy is below this share of the median one of held-out images."""
+_MEMORY_BYTES = 256 << 20
+
+
+# ---- nearest images
 
 
 @dataclass(frozen=True)
-class Spread:
+class Nearest:
+    """Of each image, among some references.
+
+    Attributes:
+        row: int64[n] of its nearest reference.
+        distance: float64[n], the normalised Euclidean distance to it.
+        relative: float64[n], that over α times the mean of the nearest 50 (fewer where there are fewer).
+    """
+
+    row: NDArray[np.int64]
+    distance: _Distances
+    relative: _Distances
+
+
+def duplicates(images: _Images) -> NDArray[np.int64]:
+    """Return int64[m], the rows that are exactly the same as an earlier one."""
+    if not len(images):
+        return np.zeros(0, np.int64)
+    _, first, which = np.unique(_flat(images), axis=0, return_index=True, return_inverse=True)
+    return np.flatnonzero(first[which.reshape(-1)] != np.arange(len(images)))
+
+
+def nearest(images: _Images, references: _Images, *, memory_bytes: int = _MEMORY_BYTES) -> Nearest:
+    """Return the nearest reference of every image, exactly.
+
+    Args:
+        references: at least one.
+        memory_bytes: for blocks of both sets and their distances; what is kept of each image comes on top.
+    """
+    a, b = _flat(images), _flat(references)
+    k = min(_NEIGHBOURS, len(b))
+    rows, kept = np.zeros(len(a), np.int64), np.full((len(a), k), np.inf)
+    for mine, first, squares in _squares(a, b, k, memory_bytes):
+        at = squares.argmin(axis=1)
+        nearer = squares[np.arange(len(at)), at] < kept[mine, 0]
+        rows[mine] = np.where(nearer, first + at, rows[mine])
+        kept[mine] = np.sort(np.concatenate([kept[mine], squares], axis=1), axis=1)[:, :k]
+    distance = np.sqrt(kept / a.shape[1]) / 255
+    usual = _USUAL * distance.mean(axis=1)
+    relative = np.divide(distance[:, 0], usual, out=np.zeros(len(a)), where=usual > 0)
+    return Nearest(rows, distance[:, 0].copy(), relative)
+
+
+def nearest_other(
+    images: _Images, patient: NDArray[np.str_], *, memory_bytes: int = _MEMORY_BYTES
+) -> _Distances:
+    """Return float64[n], how near every image is to the nearest different one of another patient, infinite without one.
+
+    Args:
+        patient: str[n], whose each is.
+    """
+    a, whose = _flat(images), np.unique(patient, return_inverse=True)[1]
+    out = np.full(len(a), np.inf)
+    for mine, first, squares in _squares(a, a, 1, memory_bytes):
+        theirs = whose[first : first + squares.shape[1]]
+        squares[(whose[mine, None] == theirs) | (squares == 0)] = np.inf
+        out[mine] = np.minimum(out[mine], squares.min(axis=1))
+    distances: _Distances = np.sqrt(out / a.shape[1]) / 255
+    return distances
+
+
+def _flat(images: _Images) -> _Images:
+    return np.ascontiguousarray(images).reshape(len(images), int(np.prod(images.shape[1:])))
+
+
+def _squares(
+    a: _Images, b: _Images, k: int, memory_bytes: int
+) -> Iterator[tuple[slice, int, NDArray[np.float64]]]:
+    """Yield blocks of the squared distances of flat images: which rows of a, the first of b, float64[·, ·].
+
+    Pixels are whole numbers, so are squared distances, and double precision holds them without rounding. Both blocks
+    are held as float64[·, d], with their distances and the k best.
+    """
+    d, values = a.shape[1], max(memory_bytes // 8, 4 * (a.shape[1] + k) + 16)
+    side = max(1, int(values // (2 * d + 4 * k)))
+    while side > 1 and 2 * side * d + 3 * side * side + 2 * side * k > values:
+        side = side * 3 // 4
+    for start in range(0, len(a), side):
+        mine = a[start : start + side].astype(np.float64)
+        for first in range(0, len(b), side):
+            theirs = b[first : first + side].astype(np.float64)
+            squares = (mine**2).sum(axis=1)[:, None] + (theirs**2).sum(axis=1) - 2 * mine @ theirs.T
+            yield slice(start, start + side), first, squares
+
+
+# ---- whether generated images are copies
+
+
+@dataclass(frozen=True)
+class Memorization:
+    """What is known of the copying of one generator.
+
+    Attributes:
+        least, median: of the distances of generated images to their nearest training images.
+        held_out_least, held_out_median: the same of held-out real images.
+        below_paper, held_out_below_paper: numbers nearer than 0.1.
+        copy_below: a copy's relative distance is below this; None where it could not be calibrated.
+        copies, held_out_copies: numbers of them.
+        duplicates: training images that are the same, pixel by pixel, as an earlier one.
+        reasons: why this is no generator to release; empty where it is.
+    """
+
+    n_generated: int
+    n_held_out: int
+    least: float
+    median: float
+    held_out_least: float | None
+    held_out_median: float | None
+    below_paper: int
+    held_out_below_paper: int
+    copy_below: float | None
+    copies: int
+    held_out_copies: int
+    duplicates: int
+    reasons: list[str]
+
+
+def judged(generated: Nearest, held_out: Nearest, n_duplicates: int) -> Memorization:
+    """Return the verdict on generated images.
+
+    One counts as a copy where its nearest training image stands out among its 50 nearest more than twice as much as is
+    usual for held-out images. Real images may have twins too, of the same patient say, so what counts is whether
+    generated images are copies more often than held-out ones.
+
+    Args:
+        generated: of generated images among the training images.
+        held_out: of real images that were not trained on, among the same.
+    """
+    n, m = len(generated.distance), len(held_out.distance)
+    below, copies, theirs = None, 0, 0
+    reasons = _too_few(m)
+    if not reasons:
+        below = _STANDS_OUT * float(np.median(held_out.relative))
+        copies, theirs = (int((one.relative < below).sum()) for one in (generated, held_out))
+        if copies * m > theirs * n:
+            reasons = [
+                f"{copies} of {n} generated images are copies of training images (held-out images: {theirs} of {m})"
+            ]
+    return Memorization(
+        n_generated=n,
+        n_held_out=m,
+        least=float(generated.distance.min()),
+        median=float(np.median(generated.distance)),
+        held_out_least=float(held_out.distance.min()) if m else None,
+        held_out_median=float(np.median(held_out.distance)) if m else None,
+        below_paper=int((generated.distance < _PAPER_THRESHOLD).sum()),
+        held_out_below_paper=int((held_out.distance < _PAPER_THRESHOLD).sum()),
+        copy_below=below,
+        copies=copies,
+        held_out_copies=theirs,
+        duplicates=n_duplicates,
+        reasons=reasons,
+    )
+
+
+def _too_few(n_held_out: int) -> list[str]:
+    if n_held_out >= LEAST_HELD_OUT:
+        return []
+    return [
+        f"only {n_held_out} held-out images (split val or test): with fewer than {LEAST_HELD_OUT} copying cannot be "
+        "told from likeness"
+    ]
+
+
+# ---- whether training images are nearer than held-out ones
+
+
+@dataclass(frozen=True)
+class _Spread:
     """A set of distances in four numbers."""
 
     n: int
@@ -46,22 +231,8 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Paired distances with and without the privacy loss, and the one-sided signed-rank test that the first are larger.
-
-    Attributes:
-        raised: share of pairs in which the distance grew.
-    """
-
-    n: int
-    median_difference: float
-    raised: float
-    p: float | None
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """Distances of training images to a generator's nearest images, against those of held-out images.
+    """_Distances of training images to a generator's nearest images, against those of held-out images.
 
     Attributes:
         nearer: probability that a training image is nearer than a held-out one (ties count half).
@@ -71,8 +242,8 @@ class Comparison:
         copies_training, copies_held_out: numbers nearer than the threshold of a copy.
     """
 
-    training: Spread
-    held_out: Spread
+    training: _Spread
+    held_out: _Spread
     nearer: float
     p_nearer: float
     tail_training: float
@@ -82,44 +253,35 @@ class Comparison:
     copies_held_out: int
 
     def reasons(self, what: str) -> list[str]:
-        """Why this looks like copying; empty where it does not."""
-        found = []
-        if self.copies_training and self._copied_more():
+        """Return why this looks like copying; empty where it does not."""
+        found, n, m = [], self.training.n, self.held_out.n
+        if self.copies_training and self.copies_training * m > self.copies_held_out * n:
             found.append(
-                f"{what}: {self.copies_training} of {self.training.n} training images are met almost exactly "
-                f"(held-out images: {self.copies_held_out} of {self.held_out.n})"
+                f"{what}: {self.copies_training} of {n} training images are met almost exactly "
+                f"(held-out images: {self.copies_held_out} of {m})"
             )
-        if self.p_nearer < ALPHA and self.nearer >= _NEARER:
+        if self.p_nearer < _ALPHA and self.nearer >= _NEARER:
             found.append(
                 f"{what}: training images are nearer than held-out ones in {self.nearer:.0%} of pairs "
                 f"(p = {self.p_nearer:.1g})"
             )
-        if self.p_tail < ALPHA and self.tail_training >= _TAIL_EXCESS * max(self.tail_held_out, _TAIL):
+        if self.p_tail < _ALPHA and self.tail_training >= _TAIL_EXCESS * max(self.tail_held_out, _TAIL):
             found.append(
                 f"{what}: {self.tail_training:.0%} of the training images are nearer than {_TAIL:.0%} of the "
                 f"held-out ones are (p = {self.p_tail:.1g})"
             )
         return found
 
-    def _copied_more(self) -> bool:
-        return self.copies_training * self.held_out.n > self.copies_held_out * self.training.n
+
+def spread(distances: _Distances) -> _Spread:
+    """Return a set of distances in four numbers."""
+    q05 = float(np.quantile(distances, 0.05))
+    return _Spread(len(distances), float(np.median(distances)), q05, float(distances.min()))
 
 
-def spread(distances: Distances) -> Spread:
-    values = np.asarray(distances, np.float64)
-    return Spread(
-        len(values), float(np.median(values)), float(np.quantile(values, 0.05)), float(values.min())
-    )
-
-
-def compared(training: Distances, held_out: Distances, *, copy_below: float = COPY) -> Comparison:
-    """Whether training images are nearer to a generator than held-out ones.
-
-    Args:
-        training, held_out: distance of each real image to the nearest synthetic one (or to its projection).
-        copy_below: what counts as met almost exactly.
-    """
-    a, b = np.asarray(training, np.float64), np.asarray(held_out, np.float64)
+def compared(training: _Distances, held_out: _Distances, *, copy_below: float = COPY) -> Comparison:
+    """Return whether training images are nearer to their nearest synthetic one than held-out images are."""
+    a, b = training, held_out
     test = mannwhitneyu(a, b, alternative="less")
     edge = float(np.quantile(b, _TAIL))
     inside = [int((a < edge).sum()), int((b < edge).sum())]
@@ -137,8 +299,8 @@ def compared(training: Distances, held_out: Distances, *, copy_below: float = CO
     )
 
 
-def over_usual(distance: Distances, usual: Distances) -> Distances:
-    """Each image's distance over its usual one, that to the nearest different training image of another patient.
+def over_usual(distance: _Distances, usual: _Distances) -> _Distances:
+    """Return each image's distance over its usual one, that to the nearest different training image of another patient.
 
     By chance more images that are far from everything may be held out; what a generator remembers shows in the
     quotient. Other patients' images alone are compared with, for a held-out image has no others, and a twin of a
@@ -150,39 +312,59 @@ def over_usual(distance: Distances, usual: Distances) -> Distances:
         [0.5]
     """
     known = (usual > 0) & np.isfinite(usual)
-    quotient: Distances = distance[known] / usual[known]
+    quotient: _Distances = distance[known] / usual[known]
     return quotient
 
 
-def can_be_told(training: Distances, held_out: Distances) -> bool:
-    """Whether both have enough relative distances for a verdict."""
-    return len(training) > 0 and len(held_out) >= LEAST_HELD_OUT
+def told_apart(
+    reached: Sequence[_Distances], usual: Sequence[_Distances], least: int = LEAST_HELD_OUT
+) -> Comparison | None:
+    """Return the comparison of distances of training and of held-out images, over the usual ones of both.
 
-
-def moved(after: Distances, before: Distances) -> Moved:
-    """The paired comparison of Fig. 3; p is None where nothing differs.
-
-    Reference: Wilcoxon, "Individual comparisons by ranking methods", Biometrics Bulletin 1, 1945.
+    None where copying cannot be told from likeness: no training image or fewer held-out ones than `least` are left.
     """
-    difference = np.asarray(after, np.float64) - np.asarray(before, np.float64)
-    p = float(wilcoxon(difference, alternative="greater").pvalue) if np.any(difference) else None
-    return Moved(len(difference), float(np.median(difference)), float((difference > 0).mean()), p)
+    training, held_out = map(over_usual, reached, usual)
+    return compared(training, held_out) if len(training) and len(held_out) >= least else None
 
 
 def doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[str]:
     """Return why a generator does not pass: it looks like copying, or that cannot be told. Empty where it passes."""
-    if n_held_out < LEAST_HELD_OUT:
-        return [
-            f"only {n_held_out} held-out images (split val or test): with fewer than {LEAST_HELD_OUT} "
-            "copying cannot be told from likeness"
-        ]
+    if few := _too_few(n_held_out):
+        return few
     if not comparisons:
         return ["too few images differ from all others: copying cannot be told from likeness"]
     return [reason for what, one in comparisons.items() for reason in one.reasons(what)]
 
 
-def frechet_distance(a: Features, b: Features) -> float:
-    """FID: |μ_a − μ_b|² + tr(Σ_a + Σ_b − 2 (Σ_a Σ_b)^½) of features a [n, d] and b [m, d].
+@dataclass(frozen=True)
+class _Moved:
+    """Paired distances with and without the privacy loss, and the one-sided signed-rank test that the first are larger.
+
+    Attributes:
+        raised: share of pairs in which the distance grew.
+    """
+
+    n: int
+    median_difference: float
+    raised: float
+    p: float | None
+
+
+def moved(after: _Distances, before: _Distances) -> _Moved:
+    """Return the paired comparison of Fig. 3; p is None where nothing differs.
+
+    Reference: Wilcoxon, "Individual comparisons by ranking methods", Biometrics Bulletin 1, 1945.
+    """
+    difference = after - before
+    p = float(wilcoxon(difference, alternative="greater").pvalue) if np.any(difference) else None
+    return _Moved(len(difference), float(np.median(difference)), float((difference > 0).mean()), p)
+
+
+# ---- distances between sets
+
+
+def frechet_distance(a: _Features, b: _Features) -> float:
+    """Return FID: |μ_a − μ_b|² + tr(Σ_a + Σ_b − 2 (Σ_a Σ_b)^½) of features a [n, d] and b [m, d].
 
     With A and B the centred features over √(n − 1) and √(m − 1), the last trace is the sum of the singular values
     of A Bᵀ, which needs no root of a singular d × d matrix.
@@ -195,16 +377,16 @@ def frechet_distance(a: Features, b: Features) -> float:
     return float(shift @ shift + (x**2).sum() + (y**2).sum() - 2 * shared)
 
 
-def kernel_distance(a: Features, b: Features) -> float:
-    """KID: the unbiased squared maximum mean discrepancy under the kernel (x·y/d + 1)³; it may be slightly negative."""
+def kernel_distance(a: _Features, b: _Features) -> float:
+    """Return KID, the unbiased squared maximum mean discrepancy under the kernel (x·y/d + 1)³; it may be negative."""
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    d = x.shape[1]
 
     def kernel(u: NDArray[np.float64], v: NDArray[np.float64]) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = (u @ v.T / d + 1) ** 3
+        found: NDArray[np.float64] = (u @ v.T / x.shape[1] + 1) ** 3
         return found
 
-    xx, yy = kernel(x, x), kernel(y, y)
-    n, m = len(x), len(y)
-    within = (xx.sum() - np.trace(xx)) / (n * (n - 1)) + (yy.sum() - np.trace(yy)) / (m * (m - 1))
-    return float(within - 2 * kernel(x, y).mean())
+    def within(u: NDArray[np.float64]) -> float:
+        k = kernel(u, u)
+        return float((k.sum() - np.trace(k)) / (len(u) * (len(u) - 1)))
+
+    return float(within(x) + within(y) - 2 * kernel(x, y).mean())

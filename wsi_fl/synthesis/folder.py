@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # `check` comes by without PyTorch
 
 Phase = Literal["before", "after", "denoiser"]
 """Which network of a training: a GAN's without, or with, the privacy loss, or the one of a diffusion model."""
-Network = TypeVar("Network", bound="nn.Module")
+_Network = TypeVar("_Network", bound="nn.Module")
 
 _KEPT = 2
 _VERDICT = ("passed", "reasons", "generator", "criteria")
@@ -39,11 +39,7 @@ _KEYS = ("site", "settings", "store", "phases", "finished")
 
 
 class GeneratorFolder:
-    """The folder of one site's generator.
-
-    Args:
-        name: of the document, "gan.json" or "ddpm.json".
-    """
+    """The folder of one site's generator, whose document is "gan.json" or "ddpm.json"."""
 
     def __init__(self, path: Path, name: str = "gan.json") -> None:
         self.path, self.name = path, name
@@ -66,13 +62,12 @@ class GeneratorFolder:
         write_sealed(self.path / self.name, document)
 
     @property
-    def _kind(self) -> str:
-        return self.name.removesuffix(".json")
-
-    @property
     def _advice(self) -> str:
-        again = f"`wsi-fl synthesize train --site {self.path.name} --generator {self._kind} --again`"
-        return f"put its backup back, or make it anew with {again}"
+        return f"put its backup back, or make it anew with {self._command('train')} --again`"
+
+    def _command(self, what: str) -> str:
+        kind = self.name.removesuffix(".json")
+        return f"`wsi-fl synthesize {what} --site {self.path.name} --generator {kind}"
 
     def check(self) -> dict[str, Any] | None:
         """Return the verdict; None where `check` was not run.
@@ -82,8 +77,8 @@ class GeneratorFolder:
         """
         if not self.check_path.exists():
             return None
-        again = f"`wsi-fl synthesize check --site {self.path.name} --generator {self._kind}`"
-        return read_sealed(self.check_path, _VERDICT, f"put its backup back, or run {again} again")
+        advice = f"put its backup back, or run {self._command('check')}` again"
+        return read_sealed(self.check_path, _VERDICT, advice)
 
     def write_check(self, verdict: Mapping[str, Any]) -> None:
         """Write the verdict, and a digest of it."""
@@ -108,6 +103,7 @@ class GeneratorFolder:
         return self.path / "samples" / f"iteration_{iteration:07d}.png"
 
     def generator_path(self, phase: Phase) -> Path:
+        """Return the file of a network."""
         return self.path / f"{phase}.safetensors"
 
     def save_generator(self, phase: Phase, generator: nn.Module) -> str:
@@ -120,8 +116,8 @@ class GeneratorFolder:
         return _sha256(self.generator_path(phase))
 
     def load_generator(
-        self, phase: Phase, build: Callable[[Mapping[str, Any]], Network], device: torch.device
-    ) -> Network:
+        self, phase: Phase, build: Callable[[Mapping[str, Any]], _Network], device: torch.device
+    ) -> _Network:
         """Return a generator, ready to make images.
 
         Args:

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from math import cos, pi, sqrt
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from wsi_fl.synthesis.ada import Controller, augmented
-from wsi_fl.synthesis.lpips import Lpips, half_precision, squared_distances
-from wsi_fl.synthesis.privacy_loss import Keepaway, clamped
-from wsi_fl.synthesis.sampling import device_of, to_images, to_pixels
-from wsi_fl.synthesis.state import TrainingState, move_average
+from wsi_fl.synthesis.lpips import Keepaway, Lpips, clamped, half_precision, squared_distances
+from wsi_fl.synthesis.state import TrainingState, move_average, to_images, to_pixels
 from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
 
 _W_MEAN_DECAY = 0.998
@@ -30,6 +30,10 @@ _PATH_DECAY = 0.01
 _PATH_SHRINK = 2
 """Path lengths are measured on so much smaller a batch."""
 _ADA_EVERY = 4
+_BATCH, _DRAWN = 16, 64
+"""Images at a time in a search of the latent space, and in a drawing."""
+_LR = 0.1
+_MOST_CANDIDATES = 256
 _EMA_RAMP = 0.05
 """Early on the moving average looks back on this share of the images seen so far."""
 
@@ -45,7 +49,6 @@ class GanTerms:
         ema_images: half-life of the moving average of the generator.
         ada_target: of r_t; None leaves augmentation at `ada_p`.
         ada_images: shown while p would go from 0 to 1.
-        privacy_weight: of the second phase; see `privacy_loss`.
     """
 
     batch_size: int = 32
@@ -62,18 +65,8 @@ class GanTerms:
     privacy_weight: float = 1.0
 
     def gamma(self, resolution: int) -> float:
+        """Return the weight of R1."""
         return 0.0002 * resolution**2 / self.batch_size if self.r1_gamma is None else self.r1_gamma
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Of one step; None for what was not computed in it."""
-
-    generator: float
-    discriminator: float
-    r1: float | None
-    path: float | None
-    privacy: float | None
 
 
 class GanState(TrainingState):
@@ -95,11 +88,7 @@ class GanState(TrainingState):
         self.average = deepcopy(self.generator).requires_grad_(False).eval()
         self.generator_optimizer = _adam(self.generator, terms.lr, terms.path_every, terms.path_weight > 0)
         self.discriminator_optimizer = _adam(self.discriminator, terms.lr, terms.r1_every, True)
-        self.networks = {
-            "generator": self.generator,
-            "discriminator": self.discriminator,
-            "average": self.average,
-        }
+        self.networks = {name: getattr(self, name) for name in ("generator", "discriminator", "average")}
         self.optimizers = {
             "adam/generator": self.generator_optimizer,
             "adam/discriminator": self.discriminator_optimizer,
@@ -108,19 +97,10 @@ class GanState(TrainingState):
         self.path_mean = 0.0
         self.margin: float | None = None
 
-    @property
-    def images_seen(self) -> int:
-        return self.iteration * self.terms.batch_size
-
     def document(self) -> dict[str, Any]:
         """Return everything else, as JSON."""
         ada = {"p": self.ada.p, "sign_sum": self.ada.sign_sum, "seen": self.ada.seen}
-        return {
-            "iteration": self.iteration,
-            "path_mean": self.path_mean,
-            "margin": self.margin,
-            "ada": ada,
-        }
+        return super().document() | {"path_mean": self.path_mean, "margin": self.margin, "ada": ada}
 
     def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
         """Restore what `tensors` and `document` gave."""
@@ -135,8 +115,10 @@ def _adam(network: torch.nn.Module, lr: float, every: int, lazy: bool) -> torch.
     return torch.optim.Adam(network.parameters(), lr=lr * c, betas=(0.0, 0.99**c), eps=1e-8)
 
 
-def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | None = None) -> Losses:
-    """Take one step of discriminator, generator, averages and augmentation, on the site's training images.
+def step(
+    state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | None = None
+) -> dict[str, float | None]:
+    """Take one step of discriminator, generator, averages and augmentation; return its losses, None if left out.
 
     Args:
         images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
@@ -156,13 +138,19 @@ def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | N
         path = _shorten_paths(state, labels)
     # 3. moving average of the generator, and the augmentation's probability
     state.iteration += 1
-    move_average(state.average, state.generator, ema_decay(state.images_seen, terms))
+    move_average(state.average, state.generator, _ema_decay(state.iteration * terms.batch_size, terms))
     if state.iteration % _ADA_EVERY == 0:
         state.ada = state.ada.moved()
-    return Losses(generator, discriminator, r1, path, privacy)
+    return {
+        "generator": generator,
+        "discriminator": discriminator,
+        "r1": r1,
+        "path": path,
+        "privacy": privacy,
+    }
 
 
-def ema_decay(images_seen: int, terms: GanTerms) -> float:
+def _ema_decay(images_seen: int, terms: GanTerms) -> float:
     """Return what remains of the moving average after a batch: half after `ema_images`, earlier while few were seen."""
     half_life = min(terms.ema_images, max(images_seen * _EMA_RAMP, 1e-8))
     return float(0.5 ** (terms.batch_size / half_life))
@@ -205,13 +193,13 @@ def _train_discriminator(
     penalty = None
     if regularise:
         terms = state.terms
-        penalty = r1_penalty(network, real, classes, state.ada.p, state.random)
+        penalty = _r1_penalty(network, real, classes, state.ada.p, state.random)
         torch.autograd.backward(penalty * (terms.gamma(state.shape.resolution) / 2 * terms.r1_every))
     optimizer.step()
     return float(loss.detach()), None if penalty is None else float(penalty.detach())
 
 
-def r1_penalty(
+def _r1_penalty(
     network: torch.nn.Module, real: Tensor, classes: Tensor, p: float, generator: torch.Generator
 ) -> Tensor:
     """Return the mean squared norm of the logit's gradient by each real image, through the augmentation."""
@@ -247,13 +235,13 @@ def _shorten_paths(state: GanState, labels: Tensor) -> float:
     classes = labels[state.rows(len(labels), max(1, state.terms.batch_size // _PATH_SHRINK))]
     styles = _styles(state, classes)
     images = state.generator.synthesis(styles, state.random)
-    penalty, state.path_mean = path_penalty(images, styles, state.path_mean, state.random)
+    penalty, state.path_mean = _path_penalty(images, styles, state.path_mean, state.random)
     torch.autograd.backward(penalty * (state.terms.path_weight * state.terms.path_every))
     state.generator_optimizer.step()
     return float(penalty.detach())
 
 
-def path_penalty(
+def _path_penalty(
     images: Tensor, styles: Tensor, mean: float, generator: torch.Generator
 ) -> tuple[Tensor, float]:
     """Return ((|Jᵀy| − a)², a) with y noise of the images' size and a the moving mean of |Jᵀy| (StyleGAN2, eq. 4)."""
@@ -267,22 +255,22 @@ def path_penalty(
     return (lengths - moved).square().mean(), moved
 
 
-_BATCH = 16
-_LR = 0.1
-_MOST_CANDIDATES = 256
+# ---- images
 
 
-@dataclass(frozen=True)
-class Projections:
-    """The best that was found for each of n images.
+@torch.no_grad()
+def sampled(generator: Generator, labels: NDArray[np.int64], *, seed: int, truncation: float = 1.0) -> Tensor:
+    """Draw uint8[n, c, h, h] on the CPU, one image per label int64[n], n > 0; the same for the same seed and device.
 
-    Attributes:
-        distance: float32[n], LPIPS between the image and its projection.
-        images: uint8[n, c, h, h], the projections.
+    Args:
+        truncation: 1 draws from the whole distribution, less draws styles towards their mean.
     """
-
-    distance: Tensor
-    images: Tensor
+    device = _device_of(generator)
+    z = torch.randn(len(labels), generator.shape.z_dim, generator=torch.Generator().manual_seed(seed))
+    noise = torch.Generator(device).manual_seed(seed)
+    batches = zip(torch.split(z, _DRAWN), torch.split(torch.from_numpy(labels), _DRAWN), strict=True)
+    drawn = (generator(*(x.to(device) for x in b), truncation=truncation, generator=noise) for b in batches)
+    return torch.cat([to_pixels(images).cpu() for images in drawn])
 
 
 def projected(
@@ -294,14 +282,14 @@ def projected(
     candidates: int,
     seed: int = 0,
     told: Callable[[int], None] | None = None,
-) -> Projections:
-    """Projects images uint8[n, c, h, h].
+) -> tuple[Tensor, Tensor]:
+    """Return (float32[n], uint8[n, c, h, h]): LPIPS of each image uint8[n, c, h, h] and its projection, and those.
 
     Args:
         candidates: random latents, of all classes, among which the starting points are; at most 256 are looked at.
         told: hears how many images are done.
     """
-    device = device_of(generator)
+    device = _device_of(generator)
     starts, embedded = _candidates(generator, lpips, min(candidates, _MOST_CANDIDATES), seed)
     distances, found = [], []
     for start in range(0, len(images), _BATCH):
@@ -312,13 +300,17 @@ def projected(
         found.append(best)
         if told is not None:
             told(min(start + _BATCH, len(images)))
-    return Projections(torch.cat(distances), torch.cat(found))
+    return torch.cat(distances), torch.cat(found)
+
+
+def _device_of(generator: Generator) -> torch.device:
+    return generator.synthesis.constant.device
 
 
 @torch.no_grad()
 def _candidates(generator: Generator, lpips: Lpips, m: int, seed: int) -> tuple[Tensor, Tensor]:
     """(w [m, w_dim], embeddings [m, d]) of random latents of all classes."""
-    device = device_of(generator)
+    device = _device_of(generator)
     n = generator.shape.n_classes
     z = torch.randn(m, generator.shape.z_dim, generator=torch.Generator().manual_seed(seed))
     w = generator.mapping(z.to(device), torch.arange(m, device=device) % n)

@@ -5,6 +5,8 @@ g are feature maps scaled to unit length per position. The weights w are not neg
 positions) on every feature an image becomes one vector, its *embedding*, and LPIPS the squared Euclidean distance
 of two embeddings. Each image goes through the network once; all pairs of two sets then cost one matrix product.
 
+The same embeddings carry the loss that keeps a generator away from real images, at the end of this module.
+
 The linear weights are those of the `lpips` package (version 0.1, VGG), five vectors of 1472 numbers in all, kept
 beside this file with the package's licence.
 """
@@ -12,6 +14,7 @@ beside this file with the package's licence.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,7 @@ from torch.nn import functional
 from torchvision.models.vgg import cfgs, make_layers
 
 from wsi_fl.models.weights import NoWeightsError, digest_of, published_weights, read_weights
+from wsi_fl.synthesis.state import to_images
 from wsi_fl.types import UsageError, WsiFlError
 
 _PAIRWISE_BYTES = 512 << 20
@@ -49,8 +53,7 @@ class Lpips(nn.Module):
     """Embeds images so that squared Euclidean distance is LPIPS.
 
     Attributes:
-        label: which weights, by digest; or in plain words that the trunk is random.
-        trained: False for the random substitute.
+        label: which weights, by digest; or in plain words that the trunk is random, and so not `trained`.
     """
 
     shift: Tensor
@@ -98,7 +101,7 @@ def half_precision(device: torch.device) -> torch.autocast:
 
 
 def load_lpips(weights: str | None) -> Lpips:
-    """LPIPS on a VGG-16 trunk.
+    """Return LPIPS on a VGG-16 trunk.
 
     Args:
         weights: a safetensors file with torchvision's names; None for torchvision's weights as timm publishes them;
@@ -133,11 +136,7 @@ def _random_lpips(weights: str) -> Lpips:
 
 
 def _trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None) -> nn.ModuleList:
-    """Return the five blocks of VGG-16 without their poolings, with these weights by torchvision's names.
-
-    Raises:
-        WsiFlError: when one of them is missing or of another shape.
-    """
+    """Return the five blocks of VGG-16 without their poolings, with these weights by torchvision's names."""
     layers = make_layers(cfgs["D"])
     for name, wanted in layers.state_dict().items() if state is not None else ():
         found = (state or {}).get(f"features.{name}")
@@ -172,7 +171,7 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = _PAIRWISE_BYTES) -> Tensor:
+def _pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = _PAIRWISE_BYTES) -> Tensor:
     """LPIPS float32[n, m] between all images of a [n, c, h, w] and b [m, c, h, w], on the CPU.
 
     Embeddings of at most `memory_bytes` exist at a time: a goes through in blocks as large as that allows, and b,
@@ -190,35 +189,31 @@ def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = _P
 
 
 def nearest_lpips(
-    lpips: Lpips, images: Tensor, others: Tensor, *, memory_bytes: int = _PAIRWISE_BYTES
-) -> NDArray[np.float64]:
-    """LPIPS float64[n] of each image uint8[n, c, h, w] to the nearest of the others uint8[m, c, h, w], 0 for equals."""
-    nearest: NDArray[np.float64] = _between(lpips, images, others, memory_bytes).min(axis=1, initial=np.inf)
-    return nearest
-
-
-def nearest_other_lpips(
     lpips: Lpips,
     images: Tensor,
-    patient: NDArray[np.str_],
     others: Tensor,
-    other_patient: NDArray[np.str_],
+    patients: tuple[NDArray[np.str_], NDArray[np.str_]] | None = None,
     *,
     memory_bytes: int = _PAIRWISE_BYTES,
 ) -> NDArray[np.float64]:
-    """LPIPS float64[n] to the nearest different image of another patient; infinite where there is none."""
-    found = _between(lpips, images, others, memory_bytes)
-    found[(patient[:, None] == other_patient) | (found == 0)] = np.inf
+    """Return LPIPS float64[n] of each image uint8[n, c, h, w] to the nearest of the others uint8[m, c, h, w].
+
+    It is exactly 0 where rounding alone lies between them.
+
+    Args:
+        patients: whose images and others are, str[n] and str[m]; then different images of other patients alone count,
+            and where there are none the distance is infinite.
+    """
+    found: NDArray[np.float64] = (
+        _pairwise_lpips(lpips, to_images(images), to_images(others), memory_bytes=memory_bytes)
+        .double()
+        .numpy()
+    )
+    found[found < _EQUAL] = 0.0
+    if patients is not None:
+        found[(patients[0][:, None] == patients[1]) | (found == 0)] = np.inf
     nearest: NDArray[np.float64] = found.min(axis=1, initial=np.inf)
     return nearest
-
-
-def _between(lpips: Lpips, a: Tensor, b: Tensor, memory_bytes: int) -> NDArray[np.float64]:
-    """All pairs of uint8 images; exactly 0 where rounding alone lies between them."""
-    units = [one.float() / 127.5 - 1 for one in (a, b)]
-    found: NDArray[np.float64] = pairwise_lpips(lpips, *units, memory_bytes=memory_bytes).double().numpy()
-    found[found < _EQUAL] = 0.0
-    return found
 
 
 def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
@@ -235,3 +230,62 @@ def embeddings(lpips: Lpips, images: Tensor, piece: int = 16) -> Tensor:
     """Embeddings [n, d] of images in [−1, 1], on the device of the network, `piece` at a time."""
     device = lpips.shift.device
     return torch.cat([lpips(some.to(device)) for some in torch.split(images, piece)])
+
+
+# ---- the privacy loss
+
+
+@dataclass(frozen=True)
+class Keepaway:
+    """The privacy loss: synthetic images are pushed away from every real one, as far as real ones are from each other.
+
+    Pennisi et al., "Decentralized distributed learning with privacy-preserving data synthesis", eq. 3, is
+
+        L_PP = 1/b Σ_r Σ_s d(x_r, x_s),
+
+    with d the LPIPS distance, over all pairs of a real and a synthetic image of a batch, whatever their classes.
+    **Sign.** Minimising it as it stands would pull the generator *onto* the real images: what is minimised must fall
+    as d grows. **Bound.** The slope of −L_PP never ends, so a generator lowers it for ever by leaving the images'
+    manifold, and wins more from pairs that are far apart already. So each pair is charged a squared hinge instead,
+
+        L = 1/b Σ_r Σ_s max(0, 1 − d(x_r, x_s) / m)²,
+
+    in [0, 1] per pair, steepest for a copy, and without value or slope from the margin m on. For d well below m it
+    falls like −2/m · L_PP. m is a quantile of LPIPS between different real images (`margin_of`).
+
+    Attributes:
+        margin: m.
+        kept: embeddings [n, d] of real images that every batch is compared with; None for those of its own batch
+            alone, as in eq. 3. Of a small batch hardly any image is near, so the margin has to be wide; of many
+            images the nearest few are, and a narrow margin pushes away from them alone.
+    """
+
+    lpips: Lpips
+    margin: float
+    kept: Tensor | None = None
+
+    def __call__(self, real: Tensor, synthetic: Tensor) -> Tensor:
+        """Return the loss of synthetic [b, c, h, w] beside real images [n, c, h, w] of the same batch, in [−1, 1].
+
+        Images leave [−1, 1] at no gain: they are clamped as a store would clamp them.
+        """
+        with torch.no_grad():
+            fixed = self.lpips(real) if self.kept is None else self.kept
+        distances = squared_distances(fixed, self.lpips(clamped(synthetic)))
+        return _hinged(distances, self.margin).sum() / len(synthetic)
+
+
+def _hinged(distances: Tensor, margin: float) -> Tensor:
+    return (1 - distances / margin).clamp_min(0).square()
+
+
+def clamped(images: Tensor) -> Tensor:
+    """Return images clamped to [−1, 1], letting gradients through as if nothing had been clamped."""
+    return images + (images.clamp(-1, 1) - images).detach()
+
+
+def margin_of(lpips: Lpips, images: Tensor, quantile: float) -> float:
+    """Return a quantile of LPIPS over all pairs of different images [n, c, h, w], n ≥ 2."""
+    distances = _pairwise_lpips(lpips, images, images)
+    above = torch.triu_indices(len(images), len(images), offset=1)
+    return max(float(torch.quantile(distances[above[0], above[1]], quantile)), 1e-6)

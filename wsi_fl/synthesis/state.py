@@ -1,11 +1,13 @@
-"""What the training of a generator goes on from, bit for bit, and the moving average of its weights."""
+"""What the trainings of all generators share: a state to go on from, bit for bit, and images as stores keep them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wsi_fl.models.checkpoint import load_slots, slots_of, under
@@ -15,8 +17,7 @@ class TrainingState:
     """Networks, optimizers and the random generator of one training.
 
     Attributes:
-        networks: by the names that checkpoints give them; "average" is the moving average, the one that is used.
-        optimizers: by the names that checkpoints give them.
+        networks, optimizers: by the names that checkpoints give them; "average" is the network that is used.
         random: what everything random in a step is drawn from.
         iteration: steps done.
     """
@@ -63,3 +64,18 @@ def move_average(network: nn.Module, other: nn.Module, decay: float) -> None:
         mine.lerp_(theirs, 1 - decay)
     for kept, current in zip(network.buffers(), other.buffers(), strict=True):
         kept.copy_(current)
+
+
+def to_images(pixels: Tensor) -> Tensor:
+    """Return uint8 pixels as float32 in [−1, 1]."""
+    return pixels.float() / 127.5 - 1
+
+
+def to_pixels(images: Tensor) -> Tensor:
+    """Return images in [−1, 1] as uint8, rounded; what lies outside is cut off."""
+    return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+def balanced_labels(n_classes: int, n_per_class: int) -> NDArray[np.int64]:
+    """Return labels int64[n_classes · n_per_class], n_per_class of each class, in turn."""
+    return np.tile(np.arange(n_classes, dtype=np.int64), n_per_class)

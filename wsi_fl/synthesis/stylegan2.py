@@ -1,7 +1,8 @@
 """StyleGAN2 with class conditioning: mapping network, synthesis with skips to the image, residual discriminator.
 
-References: Karras et al., CVPR 2020 (networks); Karras et al., NeurIPS 2020 (StyleGAN2-ADA: conditioning of both
-networks); Miyato and Koyama, ICLR 2018 (projection discriminator).
+Plain torch operations, every one twice differentiable. References: Karras et al., CVPR 2020 (networks); Karras et al.,
+NeurIPS 2020 (StyleGAN2-ADA: conditioning of both networks); Miyato and Koyama, ICLR 2018 (projection discriminator);
+Karras et al., ICLR 2018 (equalised learning rate and minibatch standard deviation).
 """
 
 from __future__ import annotations
@@ -14,29 +15,186 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wsi_fl.synthesis.layers import (
-    EqualConv,
-    EqualLinear,
-    StyledConv,
-    ToImage,
-    full_precision,
-    upsampled,
-    with_minibatch_std,
-)
-from wsi_fl.types import UsageError
-
 _MAPPING_RATE = 0.01
 _GROUP = 4
-_RESOLUTIONS = (16, 32, 64, 128, 256, 512)
+_FIR_TAPS = (1.0, 3.0, 3.0, 1.0)
+"""The binomial filter for changes of resolution."""
+_SLOPE = 0.2
+_DEMODULATION_EPSILON = 1e-8
+
+
+def _activated(x: Tensor) -> Tensor:
+    """Leaky ReLU of slope 0.2 with gain √2, which keeps the variance."""
+    return functional.leaky_relu(x, _SLOPE) * sqrt(2)
+
+
+def single_precision(device: torch.device) -> torch.autocast:
+    """Inside, autocast lowers nothing: styles and coordinates need more digits than features do."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def _full_precision(x: Tensor) -> Tensor:
+    """Half precision made single; what is finer stays."""
+    return x.float() if x.dtype in {torch.bfloat16, torch.float16} else x
+
+
+def _fir_filtered(x: Tensor, padding: tuple[int, int], gain: float = 1.0) -> Tensor:
+    """x [b, c, h, w] padded by (before, after) on both axes, under the binomial filter, whose taps sum to `gain`."""
+    taps = torch.tensor(_FIR_TAPS, dtype=x.dtype, device=x.device)
+    taps = taps / taps.sum()
+    kernel = (taps[:, None] * taps[None, :] * gain).expand(x.shape[1], 1, -1, -1)
+    before, after = padding
+    return functional.conv2d(functional.pad(x, (before, after) * 2), kernel, groups=x.shape[1])
+
+
+def upsampled(x: Tensor) -> Tensor:
+    """[b, c, h, w] → [b, c, 2h, 2w]: zeros between the samples, then the filter with gain 4."""
+    b, c, h, w = x.shape
+    spread = functional.pad(x.reshape(b, c, h, 1, w, 1), (0, 1, 0, 0, 0, 1)).reshape(b, c, 2 * h, 2 * w)
+    return _fir_filtered(spread, (2, 1), 4.0)
+
+
+def downsampled(x: Tensor) -> Tensor:
+    """[b, c, 2h, 2w] → [b, c, h, w]: the filter, then every other sample."""
+    return _fir_filtered(x, (1, 1))[:, :, ::2, ::2]
+
+
+class _EqualLinear(nn.Module):
+    """A linear layer with equalised learning rate: weights ~ N(0, 1) are scaled by 1/√fan-in when they are used.
+
+    Args:
+        multiplier: of the learning rate of weights and bias (0.01 in the mapping network).
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, *, multiplier: float = 1.0, bias: float = 0.0, active: bool = False
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / multiplier)
+        self.bias = nn.Parameter(torch.full((outputs,), bias / multiplier))
+        self.gain, self.multiplier, self.active = multiplier / sqrt(inputs), multiplier, active
+
+    def forward(self, x: Tensor) -> Tensor:
+        with single_precision(x.device):
+            y = functional.linear(_full_precision(x), self.weight * self.gain, self.bias * self.multiplier)
+        return _activated(y) if self.active else y
+
+
+class _EqualConv(nn.Module):
+    """A convolution with equalised learning rate; `down` to half the resolution, `gain` scales what comes out."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        size: int,
+        *,
+        down: bool = False,
+        bias: bool = True,
+        active: bool = True,
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs, size, size))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        self.scale, self.down, self.active, self.gain = 1 / sqrt(inputs * size**2), down, active, gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, size = self.weight * self.scale, self.weight.shape[-1]
+        if self.down and size == 1:
+            y = functional.conv2d(downsampled(x), weight, self.bias)
+        elif self.down:
+            y = functional.conv2d(_fir_filtered(x, (2, 2)), weight, self.bias, stride=2)
+        else:
+            y = functional.conv2d(x, weight, self.bias, padding=size // 2)
+        y = _activated(y) if self.active else y
+        return y * self.gain if self.gain != 1.0 else y
+
+
+def _demodulation(weight: Tensor, style: Tensor) -> Tensor:
+    """float[b, o]: what brings each filter weight[o] · style[b] of shape [i, k, k] to unit norm (eq. 3)."""
+    with single_precision(style.device):
+        squares = weight.square().sum(dim=(2, 3))
+        return (style.square() @ squares.T + _DEMODULATION_EPSILON).rsqrt()
+
+
+def _modulated_conv(
+    x: Tensor, weight: Tensor, style: Tensor, *, demodulate: bool = True, up: bool = False
+) -> Tensor:
+    """Each image of x [b, i, h, w] under filters weight [o, i, k, k] scaled by its own style [b, i] (eqs. 1 to 3).
+
+    Inputs are scaled by the style and outputs by the demodulation, which costs one convolution with a single set of
+    filters. `up` doubles the resolution: a transposed convolution, then the binomial filter.
+    """
+    scaled = x * style[:, :, None, None].to(x.dtype)
+    kernel = weight.to(x.dtype)
+    if up:
+        spread = functional.conv_transpose2d(scaled, kernel.transpose(0, 1), stride=2)
+        y = _fir_filtered(spread, (1, 1), 4.0)
+    else:
+        y = functional.conv2d(scaled, kernel, padding=weight.shape[-1] // 2)
+    if demodulate:
+        y = y * _demodulation(weight, style)[:, :, None, None].to(y.dtype)
+    return y
+
+
+class _StyledConv(nn.Module):
+    """A modulated 3×3 convolution, noise of learned strength (the fixed one for the same images), bias, activation."""
+
+    noise: Tensor
+
+    def __init__(self, inputs: int, outputs: int, w_dim: int, size_px: int, *, up: bool = False) -> None:
+        super().__init__()
+        self.style = _EqualLinear(w_dim, inputs, bias=1.0)
+        self.weight = nn.Parameter(torch.randn(outputs, inputs, 3, 3))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.strength = nn.Parameter(torch.zeros(()))
+        self.register_buffer("noise", torch.randn(1, 1, size_px, size_px))
+        self.scale, self.up = 1 / sqrt(inputs * 9), up
+
+    def forward(self, x: Tensor, w: Tensor, generator: torch.Generator | None) -> Tensor:
+        """x [b, i, h, w] and styles w [b, w_dim]; noise from the generator, or the fixed one."""
+        y = _modulated_conv(x, self.weight * self.scale, self.style(w), up=self.up)
+        noise = self.noise
+        if generator is not None:
+            noise = torch.randn((len(y), 1, *y.shape[2:]), generator=generator, device=y.device)
+        y = y + noise.to(y.dtype) * self.strength + self.bias[:, None, None]
+        return _activated(y)
+
+
+class _ToImage(nn.Module):
+    """A modulated 1×1 convolution to the channels of an image, without demodulation."""
+
+    def __init__(self, inputs: int, channels: int, w_dim: int) -> None:
+        super().__init__()
+        self.style = _EqualLinear(w_dim, inputs, bias=1.0)
+        self.weight = nn.Parameter(torch.randn(channels, inputs, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.scale = 1 / sqrt(inputs)
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        y = _modulated_conv(x, self.weight, self.style(w) * self.scale, demodulate=False)
+        return y + self.bias[:, None, None]
+
+
+def _with_minibatch_std(x: Tensor, group: int) -> Tensor:
+    """[b, c, h, w] → [b, c + 1, h, w]: the mean standard deviation within groups of images, as one more map.
+
+    Groups have `group` images, or as many as divide b evenly.
+    """
+    b, _, h, w = x.shape
+    size = next(n for n in range(min(group, b), 0, -1) if b % n == 0)
+    grouped = _full_precision(x).reshape(size, b // size, *x.shape[1:])
+    spread = (grouped.var(dim=0, unbiased=False) + 1e-8).sqrt().mean(dim=(1, 2, 3))
+    return torch.cat([x, spread.repeat(size)[:, None, None, None].expand(b, 1, h, w).to(x.dtype)], dim=1)
+
+
+# ---- networks
 
 
 @dataclass(frozen=True)
 class GanShape:
-    """What decides the networks' shapes.
-
-    Attributes:
-        channel_base: feature maps at resolution r are channel_base / r, at most channel_max.
-    """
+    """What decides the networks' shapes; feature maps at resolution r are channel_base / r, at most channel_max."""
 
     resolution: int
     channels: int
@@ -46,12 +204,6 @@ class GanShape:
     mapping_layers: int = 8
     channel_base: int = 16384
     channel_max: int = 512
-
-    def __post_init__(self) -> None:
-        if self.resolution not in _RESOLUTIONS:
-            raise UsageError(
-                f"gan.resolution = {self.resolution}: use one of {', '.join(map(str, _RESOLUTIONS))}"
-            )
 
     @property
     def blocks(self) -> list[int]:
@@ -67,41 +219,40 @@ class GanShape:
         return max(1, min(self.channel_base // resolution, self.channel_max))
 
 
-def normalised(x: Tensor) -> Tensor:
+def _normalised(x: Tensor) -> Tensor:
     """Rows of root mean square 1."""
     return x * (x.square().mean(dim=1, keepdim=True) + 1e-8).rsqrt()
 
 
-class Mapping(nn.Module):
-    """(z, class) → w; without z it maps classes alone, for the discriminator's projection.
-
-    Attributes:
-        w_mean: moving mean of w over classes and z.
-    """
+class _Mapping(nn.Module):
+    """(z, class) → w, whose moving mean is `w_mean`; without z it maps classes alone, for the discriminator."""
 
     w_mean: Tensor
 
     def __init__(self, z_dim: int, n_classes: int, w_dim: int, n_layers: int) -> None:
         super().__init__()
         self.z_dim, self.n_classes = z_dim, n_classes
-        self.embed = EqualLinear(n_classes, w_dim)
+        self.embed = _EqualLinear(n_classes, w_dim)
         widths = [z_dim + w_dim] + [w_dim] * n_layers
         self.layers = nn.Sequential(
-            *(EqualLinear(i, o, multiplier=_MAPPING_RATE, active=True) for i, o in itertools.pairwise(widths))
+            *(
+                _EqualLinear(i, o, multiplier=_MAPPING_RATE, active=True)
+                for i, o in itertools.pairwise(widths)
+            )
         )
         self.register_buffer("w_mean", torch.zeros(w_dim))
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
         """w [b, w_dim] of z [b, z_dim] (z_dim may be 0) and labels int64[b]."""
         classes = functional.one_hot(labels, self.n_classes).to(self.embed.weight.dtype)
-        x = normalised(self.embed(classes))
+        x = _normalised(self.embed(classes))
         if self.z_dim:
-            x = torch.cat([normalised(z), x], dim=1)
+            x = torch.cat([_normalised(z), x], dim=1)
         out: Tensor = self.layers(x)
         return out
 
 
-class Synthesis(nn.Module):
+class _Synthesis(nn.Module):
     """Styles [b, n_styles, w_dim] → images [b, channels, px, px]; every resolution adds to the image."""
 
     def __init__(self, shape: GanShape) -> None:
@@ -112,41 +263,32 @@ class Synthesis(nn.Module):
         for px in shape.blocks:
             out, w_dim = shape.width(px), shape.w_dim
             if px > 4:
-                self.first.append(StyledConv(shape.width(px // 2), out, w_dim, px, up=True))
-            self.second.append(StyledConv(out, out, w_dim, px))
-            self.images.append(ToImage(out, shape.channels, w_dim))
+                self.first.append(_StyledConv(shape.width(px // 2), out, w_dim, px, up=True))
+            self.second.append(_StyledConv(out, out, w_dim, px))
+            self.images.append(_ToImage(out, shape.channels, w_dim))
 
     def forward(self, w: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Images of roughly [−1, 1]; noise is drawn from the generator, or the fixed one without it."""
         x = self.constant.expand(len(w), -1, -1, -1)
         image: Tensor | None = None
-        style = 0
-        for k in range(len(self.second)):
+        for k, (second, to_image) in enumerate(zip(self.second, self.images, strict=True)):
             if k:
-                x = self.first[k - 1](x, w[:, style], generator)
-                style += 1
-            x = self.second[k](x, w[:, style], generator)
-            style += 1
-            added = full_precision(self.images[k](x, w[:, style]))
+                x = self.first[k - 1](x, w[:, 2 * k - 1], generator)
+            x = second(x, w[:, 2 * k], generator)
+            added = _full_precision(to_image(x, w[:, 2 * k + 1]))
             image = added if image is None else upsampled(image) + added
         assert image is not None
         return image
 
 
 class Generator(nn.Module):
-    """Mapping and synthesis.
-
-    Example:
-        >>> g = Generator(GanShape(32, 3, 2, z_dim=8, w_dim=8, mapping_layers=2, channel_base=256))
-        >>> tuple(g(torch.randn(2, 8), torch.tensor([0, 1])).shape)
-        (2, 3, 32, 32)
-    """
+    """Mapping and synthesis."""
 
     def __init__(self, shape: GanShape) -> None:
         super().__init__()
         self.shape = shape
-        self.mapping = Mapping(shape.z_dim, shape.n_classes, shape.w_dim, shape.mapping_layers)
-        self.synthesis = Synthesis(shape)
+        self.mapping = _Mapping(shape.z_dim, shape.n_classes, shape.w_dim, shape.mapping_layers)
+        self.synthesis = _Synthesis(shape)
 
     def styles(self, z: Tensor, labels: Tensor, truncation: float = 1.0) -> Tensor:
         """w [b, n_styles, w_dim], drawn towards the mean w by 1 − truncation."""
@@ -160,12 +302,7 @@ class Generator(nn.Module):
         return w[:, None, :].expand(-1, self.shape.n_styles, -1)
 
     def forward(
-        self,
-        z: Tensor,
-        labels: Tensor,
-        *,
-        truncation: float = 1.0,
-        generator: torch.Generator | None = None,
+        self, z: Tensor, labels: Tensor, *, truncation: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
         out: Tensor = self.synthesis(self.styles(z, labels, truncation), generator)
         return out
@@ -176,9 +313,9 @@ class _Residual(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.first = EqualConv(inputs, inputs, 3)
-        self.second = EqualConv(inputs, outputs, 3, down=True, gain=sqrt(0.5))
-        self.skip = EqualConv(inputs, outputs, 1, down=True, bias=False, active=False, gain=sqrt(0.5))
+        self.first = _EqualConv(inputs, inputs, 3)
+        self.second = _EqualConv(inputs, outputs, 3, down=True, gain=sqrt(0.5))
+        self.skip = _EqualConv(inputs, outputs, 1, down=True, bias=False, active=False, gain=sqrt(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.skip(x) + self.second(self.first(x))
@@ -192,18 +329,18 @@ class Discriminator(nn.Module):
         super().__init__()
         sizes = shape.blocks[::-1]
         widths = [shape.width(px) for px in sizes]
-        self.from_image = EqualConv(shape.channels, widths[0], 1)
+        self.from_image = _EqualConv(shape.channels, widths[0], 1)
         self.blocks = nn.Sequential(*(_Residual(i, o) for i, o in itertools.pairwise(widths)))
         last = widths[-1]
-        self.conv = EqualConv(last + 1, last, 3)
-        self.dense = EqualLinear(last * 16, last, active=True)
-        self.classes = Mapping(0, shape.n_classes, shape.w_dim, shape.mapping_layers)
-        self.out = EqualLinear(last, shape.w_dim)
+        self.conv = _EqualConv(last + 1, last, 3)
+        self.dense = _EqualLinear(last * 16, last, active=True)
+        self.classes = _Mapping(0, shape.n_classes, shape.w_dim, shape.mapping_layers)
+        self.out = _EqualLinear(last, shape.w_dim)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         x = self.blocks(self.from_image(images))
-        x = self.conv(with_minibatch_std(x, _GROUP))
-        x = full_precision(self.out(self.dense(x.flatten(1))))
-        classes = normalised(full_precision(self.classes(x[:, :0], labels)))
+        x = self.conv(_with_minibatch_std(x, _GROUP))
+        x = _full_precision(self.out(self.dense(x.flatten(1))))
+        classes = _normalised(_full_precision(self.classes(x[:, :0], labels)))
         out: Tensor = (x * classes).sum(dim=1) / sqrt(x.shape[1])
         return out

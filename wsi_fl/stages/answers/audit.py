@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wsi_fl.federation.methods import Method
-from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import losses_of, probabilities
-from wsi_fl.learning.units import Units
+from wsi_fl.learning.units import Canaries, Units
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.audit import (
     ADJACENCY,
@@ -28,15 +27,16 @@ from wsi_fl.privacy.audit import (
     auroc,
     auroc_interval,
     canary_bound,
+    distances,
+    found,
     level_of_each,
     roc,
     said_of_tests,
+    tail_of,
     tpr_at,
 )
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.letters import impossible, without
-from wsi_fl.privacy.sums import NoisySums
-from wsi_fl.privacy.tails import distances, found, tail_of
+from wsi_fl.privacy.sums import NoisySums, impossible, without
 from wsi_fl.report.audit import findings, tables
 from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.counts import Scores, results
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.local import probabilities, probabilities_of_each, undecided_where_broken
 from wsi_fl.learning.metrics import mean_and_sd
-from wsi_fl.learning.predictions import Level, Predictions, of_tumor_types
+from wsi_fl.learning.predictions import Predictions, aggregated_scores, measured, of_tumor_types
 from wsi_fl.learning.tasks import Task, scored
 from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
 from wsi_fl.models.shared_head import SharedHead
@@ -87,10 +87,10 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
     if several and task.kind == "classes":  # a site weighs its training rows
         rules = aggregated_scores([table.answers for table in answers], answers[0].truth, weights)
         together = {"rule": value_of(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
-    over_parts = {
-        name: _over_sites([row["parts"][name] for row in rows], task)
-        for name in (rows[0]["parts"] if merged else ())
-    }
+    over_parts = None
+    if merged:
+        names = rows[0]["parts"]
+        over_parts = {name: _over_sites([row["parts"][name] for row in rows], task) for name in names}
     return {
         "run": party.study.relative(party.run.path),
         "method": party.name,
@@ -105,7 +105,7 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         "models": _over_models(rows, task, merged=merged),
         "aggregated": together,
         "external_set": _outside(party, taking_part, weights),
-        "parts": over_parts if merged else None,
+        "parts": over_parts,
         "sites": rows,
         "receivers": receivers,
         "between": between_of(party),
@@ -146,13 +146,13 @@ def _evaluate_site(
     # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
     slides, choice = party.data(site.name).store.meta.spec.mpp > 0, folder.kept("choice") or {}
     point = choice.get("slide_threshold") if slides and choice.get("with") == table.answer else None
-    level = Level(party.pipeline.evaluate.bootstrap, slides=slides, point=point)
+    level = partial(measured, repeats=party.pipeline.evaluate.bootstrap, slides=slides, point=point)
     mine, others = table.own, table.others
-    own, merged = level.of(mine) | {"noise": moved and moved[1]}, len(seen) > 1
+    own, merged = level(mine) | {"noise": moved and moved[1]}, len(seen) > 1
     row = {
         "site": site.name,
         "with": table.answer,
-        **(level.of(table) | {"noise": moved and moved[0]} if merged else own),
+        **(level(table) | {"noise": moved and moved[0]} if merged else own),
         "own": own,
         "external": others.scores() | {"tumor_types": of_tumor_types(others)} if merged else None,
         "parts": {name: part.scores() for name, part in table.by("part").items()},

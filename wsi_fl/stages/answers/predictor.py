@@ -13,8 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.bags import allowed_classes, unlabelled_bags
-from wsi_fl.learning.examples import Examples, packed, resized, unlabelled
+from wsi_fl.learning.examples import (
+    Examples,
+    allowed_classes,
+    packed,
+    resized,
+    unlabelled,
+    unlabelled_bags,
+)
 from wsi_fl.learning.survival import risk
 from wsi_fl.learning.tasks import Number, Survival, Task
 from wsi_fl.models.encoder import Encoder, encode
@@ -28,8 +34,8 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.answers.predictions import COLUMNS
 from wsi_fl.stages.answers.trained import TrainedModels, answering
-from wsi_fl.stages.prepare.mosaic import OfSlides
-from wsi_fl.stages.prepare.quality import params_of, segmenter_of
+from wsi_fl.stages.prepare.bags import OfSlides
+from wsi_fl.stages.prepare.tile_plans import params_of, segmenter_of
 from wsi_fl.stages.site.data import open_bags
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.party import remembered_bags

@@ -12,8 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.preflight import Inputs
-from wsi_fl.learning.bags import allowed_classes, bag_examples, bags_at_once
-from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory
+from wsi_fl.learning.examples import (
+    IN_MEMORY_BYTES,
+    Examples,
+    allowed_classes,
+    bag_examples,
+    bags_at_once,
+    in_memory,
+)
 from wsi_fl.learning.tasks import Task
 from wsi_fl.stages.site.data import Data, Patches, Table, divided, hashed, open_bags, open_store
 from wsi_fl.stages.site.targets import answers, classes_of, outputs_of, task_of
@@ -163,8 +169,8 @@ class _Bagged(Data):
         meta, store = self.store.meta, self.store
         if self.example != "slide" and not meta.tumor_types:
             return None
-        of_bags = isinstance(table, BagTable)
-        kinds = table.tumor_type if of_bags else store.table.tumor_type[store.bag_of_patch[rows]]
+        whose = table.tumor_type if isinstance(table, BagTable) else None
+        kinds = store.table.tumor_type[store.bag_of_patch[rows]] if whose is None else whose
         allowed = allowed_classes(kinds, meta.classes, meta.tumor_types)
         strange = ~allowed[np.arange(len(table)), table.label] & (not self.receives)
         for row in np.flatnonzero(strange)[:1]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.learning.folds import rare_classes
+from wsi_fl.learning.validation import rare_classes
 from wsi_fl.report.words import absences, detected_of, letters
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import spends, spent_words

@@ -19,23 +19,29 @@ from torch import nn
 from wsi_fl.federation.methods import MakeLearner, Method
 from wsi_fl.federation.preflight import Brought, Setting
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.bags import with_drawn_patches
-from wsi_fl.learning.canaries import Canaries, canaries, tossed
-from wsi_fl.learning.examples import Examples, batches, epoch_rows, joined, subset
+from wsi_fl.learning.examples import (
+    Examples,
+    augmentation,
+    batches,
+    epoch_rows,
+    joined,
+    subset,
+    with_drawn_patches,
+)
 from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.transforms import augmentation
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
+from wsi_fl.learning.units import Canaries, canaries, tossed
 from wsi_fl.learning.validation import LONE, require_names, with_validation
 from wsi_fl.models import HUB, Start, build, schema, started_from
-from wsi_fl.models.heads import MeanOfBag
+from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
-from wsi_fl.privacy.letters import impossible
 from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.privacy.sums import impossible
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.account import affordable_rounds, open_account, weights_of
 from wsi_fl.stages.site.data import Data

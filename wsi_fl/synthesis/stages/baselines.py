@@ -6,7 +6,7 @@ generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wsi_fl.learning.metrics import SCORES
@@ -48,30 +48,33 @@ def baselines(
             "--baselines measures every model on all sites' test patches, which needs two sites or more that "
             'all allow = ["patches"]'
         )
-    too_many = [n for n in pipeline.section(Mpcpa).curve if n > pipeline.section(Ddpm).samples_per_class]
-    if too_many:
+    mpcpa, drawn = pipeline.section(Mpcpa), pipeline.section(Ddpm).samples_per_class
+    if (most := max(mpcpa.curve, default=0)) > drawn:
         raise UsageError(
-            f"mpcpa.curve: {max(too_many)} images of each class, but ddpm.samples_per_class = "
-            f"{pipeline.section(Ddpm).samples_per_class} are drawn"
+            f"mpcpa.curve: {most} images of each class, but ddpm.samples_per_class = {drawn} are drawn"
         )
 
     def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, dict[str, Any]]:
-        run = _finished(study, pipeline, method)
-        if run is None:
+        with RunContext.of(study, pipeline, method) as one:
+            inputs = {name: one.data(name).digest() for name in one.names}
+        if last := finished(study, method, pipeline, inputs):  # the same in all that matters
+            run = last.folder
+        else:
             watcher.say(f"  training {method}")
             summary = begin(study, pipeline, method, name, backend=backend, watcher=watcher)
             run = RunFolder(study.run(summary["run"]))
-        return run, _evaluated(study, run, pipeline)
+        known = run.evaluation()
+        if known and known.get("aggregated"):
+            known["aggregated"]["rule"] = pipeline.section(Mpcpa).aggregate
+            return run, known
+        return run, evaluate(study, str(run.path))
 
     runs, evaluations = {}, {}
     for method in (_BOTH, _OWN, _ORIGINAL, _GENERATED, _FEDAVG):
         runs[method], evaluations[method] = done(method, pipeline)
-    drawn = pipeline.section(Ddpm).samples_per_class
-    curve = {0: evaluations[_OWN], min(pipeline.section(Mpcpa).per_class or drawn, drawn): evaluations[_BOTH]}
-    for n in pipeline.section(Mpcpa).curve:
-        fewer = pipeline.model_copy(
-            update={"mpcpa": pipeline.section(Mpcpa).model_copy(update={"per_class": n})}
-        )
+    curve = {0: evaluations[_OWN], min(mpcpa.per_class or drawn, drawn): evaluations[_BOTH]}
+    for n in mpcpa.curve:
+        fewer = pipeline.model_copy(update={"mpcpa": mpcpa.model_copy(update={"per_class": n})})
         curve[n] = curve.get(n) or done(_BOTH, fewer)[1]
     document = _document(party, runs, evaluations)
     document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
@@ -90,26 +93,8 @@ def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[st
     }
 
 
-def _finished(study: Study, pipeline: Pipeline, method: str) -> RunFolder | None:
-    """The last finished run that is the same in all that matters."""
-    with RunContext.of(study, pipeline, method) as party:
-        inputs = {name: party.data(name).digest() for name in party.names}
-    run = finished(study, method, pipeline, inputs)
-    return run.folder if run else None
-
-
-def _evaluated(study: Study, run: RunFolder, pipeline: Pipeline) -> dict[str, Any]:
-    known = run.evaluation()
-    if known and known.get("aggregated"):
-        known["aggregated"]["rule"] = pipeline.section(Mpcpa).aggregate
-        return known
-    return evaluate(study, str(run.path))
-
-
 def _document(
-    party: RunContext,
-    runs: Mapping[str, RunFolder],
-    evaluations: Mapping[str, Mapping[str, Any]],
+    party: RunContext, runs: Mapping[str, RunFolder], evaluations: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     study, pipeline = party.study, party.pipeline
     summary = runs[_BOTH].summary() or {}
@@ -130,29 +115,25 @@ def _document(
     }
 
 
-def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    rows = []
+def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def scores(one: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: one[name] for name in SCORES}
+
+    def means(method: str) -> dict[str, Any]:
+        """Over the sites' models: of one kind of training set, each from its own start."""
+        return {name: evaluations[method]["merged"][name]["mean"] for name in SCORES}
+
     both = (("A", _OWN), ("B", _BOTH))
     for letter, method in both:
         for k, one in enumerate(evaluations[method]["sites"], 1):
-            rows.append({"row": f"{letter}{k}", "site": one["site"], **_scores(one)})
+            yield {"row": f"{letter}{k}", "site": one["site"], **scores(one)}
     for letter, method in both:
-        rows.append({"row": f"mean {letter}", **_means(evaluations[method])})
+        yield {"row": f"mean {letter}", **means(method)}
     for letter, method in both:
         one = evaluations[method]["aggregated"]["rules"][pipeline.section(Mpcpa).aggregate]
-        rows.append({"row": f"aggregated {letter}", **_scores(one)})
+        yield {"row": f"aggregated {letter}", **scores(one)}
     for label, method in (("all original", _ORIGINAL), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):
-        rows.append({"row": label, **_means(evaluations[method])})
-    return rows
-
-
-def _scores(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one[name] for name in SCORES}
-
-
-def _means(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Over the sites' models: of one kind of training set, each from its own start."""
-    return {name: evaluation["merged"][name]["mean"] for name in SCORES}
+        yield {"row": label, **means(method)}
 
 
 def _memorization(study: Study, site: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from wsi_fl.federation.buffers import Buffer, BufferShape, packed
+from wsi_fl.federation.site import Buffer, BufferShape
 from wsi_fl.learning.examples import Examples, resized
 from wsi_fl.stages.site.data import Patches, learned_from
 from wsi_fl.stages.site.party import RunContext
@@ -33,10 +33,10 @@ def agreed_buffer(party: RunContext, index: int) -> Buffer | None:
 
 def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> Buffer:
     """So many samples of the site's generator, classes balanced, at the size that models see."""
-    from wsi_fl.synthesis.sampling import balanced_labels
     from wsi_fl.synthesis.stages.gan import KIND as GAN  # and with it torchvision and matplotlib
     from wsi_fl.synthesis.stages.kinds import outcome
     from wsi_fl.synthesis.stages.sample import as_pixels
+    from wsi_fl.synthesis.state import balanced_labels
 
     study, site, settings = party.study, data.site, party.pipeline.section(Replay)
     folder, document = GAN.trained(study, site)
@@ -57,7 +57,7 @@ def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> 
     images = np.concatenate(list(as_pixels(GAN.draw(folder, found, labels))))
     name = np.full(len(labels), "synthetic")
     seen = resized(Examples(lambda rows: images[rows], labels, name, name), shape.size_px)
-    return Buffer(shape, packed(seen.read(np.arange(len(labels))), labels), found)
+    return Buffer(shape, shape.packed(seen.read(np.arange(len(labels))), labels), found)
 
 
 def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:

@@ -2,15 +2,15 @@
 
 Its check looks at exactly the images that other sites would draw: `ddpm.samples_per_class` of each class. It asks three
 questions, all calibrated on held-out real images. How near is each generated image to a training image, and does that
-one stand out (`synthesis.memorization`)? Are training images nearer to the generated ones than held-out images are, for
-how near they are to other real ones (`synthesis.evidence`)? And is that so by LPIPS too, where there are weights?
+one stand out (`evidence.judged`)? Are training images nearer to the generated ones than held-out images are, for
+how near they are to other real ones (`evidence.compared`)? And is that so by LPIPS too, where there are weights?
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,19 +34,23 @@ from wsi_fl.synthesis.ddpm import (
     Sampling,
     build_denoiser,
     drawn,
-    schema_of,
-    shape_from,
     step,
     steps_by_rule,
     vector_of,
 )
-from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, over_usual
+from wsi_fl.synthesis.evidence import (
+    Comparison,
+    Memorization,
+    Nearest,
+    duplicates,
+    judged,
+    nearest,
+    nearest_other,
+    told_apart,
+)
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import Lpips, nearest_lpips
-from wsi_fl.synthesis.memorization import Memorization, Nearest, duplicates, judged, nearest, nearest_other
-from wsi_fl.synthesis.page import NEAREST
-from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.synthesis.stages.kinds import (
     Case,
     Course,
@@ -55,11 +59,10 @@ from wsi_fl.synthesis.stages.kinds import (
     GeneratorType,
     Losses,
     from_section,
-    lpips_of,
     pictures_of,
-    usual_lpips,
 )
 from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
+from wsi_fl.synthesis.state import balanced_labels
 from wsi_fl.system.files import locked
 from wsi_fl.types import UsageError
 
@@ -74,7 +77,7 @@ class _DdpmCourse(Course):
 
     state: DdpmState
 
-    def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
+    def __init__(self, pipeline: Pipeline, store: PatchStore) -> None:
         ddpm, device = pipeline.section(Ddpm), device_of_rank()
         _refuse_wrong(ddpm)  # now, not after hours
         super().__init__(store, ddpm, device)
@@ -112,31 +115,6 @@ def _refuse_wrong(settings: Ddpm) -> None:
         )
 
 
-def _told(document: Document) -> Document:
-    settings = document["settings"]
-    return {
-        "kind": "ddpm",
-        "iterations": settings["steps"],
-        "epochs": settings["steps"] * settings["terms"]["batch_size"] / document["store"]["n"],
-        "sha256": document["sha256"],
-    }
-
-
-def _drawn_as(document: Document, check: Mapping[str, Any] | None) -> Document:
-    return {
-        "kind": "ddpm",
-        "iterations": document["settings"]["steps"],
-        "sampling": check["sampling"] if check else None,
-    }
-
-
-def _draw(folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
-    """Without a check by DDIM."""
-    denoiser, shape = load_denoiser(folder, device_of_rank())
-    sampling = Sampling(**(provenance["sampling"] or {"steps": min(Sampling().steps, shape.chain)}))
-    return drawn(denoiser, shape, labels, sampling, seed=provenance["seed"])
-
-
 def _sampling_of(settings: Ddpm) -> Sampling:
     """Return how the pipeline draws images.
 
@@ -156,15 +134,11 @@ def _sampling_of(settings: Ddpm) -> Sampling:
 
 
 def load_denoiser(folder: GeneratorFolder, device: torch.device) -> tuple[Denoiser, DdpmShape]:
-    """Return the denoiser that a folder keeps, ready to draw, and its shape.
-
-    Raises:
-        WsiFlError: when it is missing, damaged, or of another shape than ddpm.json says.
-    """
-    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(shape_from(shape)), device)
+    """Return the denoiser that a folder keeps, ready to draw, and its shape; WsiFlError as `load_generator`."""
+    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(DdpmShape.of(shape)), device)
     document = folder.document()
     assert document is not None
-    return denoiser, shape_from(document["settings"]["shape"])
+    return denoiser, DdpmShape.of(document["settings"]["shape"])
 
 
 def _key_of(denoiser: Denoiser, *others: Any) -> str:
@@ -192,12 +166,11 @@ def images_of(
 
     Args:
         store: of real patches of the same kind.
-        site: whose denoiser it is.
-        part: whose progress the watcher is told of.
+        site: whose denoiser it is, and `part` whose progress the watcher is told of.
     """
     ddpm, sampling = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm))
     labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
-    key = _key_of(denoiser, schema_of(shape), asdict(sampling), ddpm.samples_per_class, ddpm.seed)
+    key = _key_of(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.generated(key)
 
     def told(done: int) -> None:
@@ -213,42 +186,76 @@ def images_of(
     return key, path
 
 
-def _evidence_of_ddpm(case: Case) -> Evidence:
-    """Return what is known of a site's denoiser by the images that others would draw from it."""
-    training, held_out, memory = case.training, case.held_out, case.memory_bytes
-    key, generated = _images(case)
-    to_training = nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
-    held = nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
-    found = judged(to_training, held, len(duplicates(training.images.numpy())))
-    comparisons, lpips = _compared(case, generated, held)
-    distances = {"denoiser": to_training.distance}
-    if len(held_out):
-        distances["held_out"] = held.distance
-    order = torch.from_numpy(to_training.relative.argsort(kind="stable")[:_SHOWN])
-    twins = torch.from_numpy(to_training.row)[order]
-    ddpm = case.pipeline.section(Ddpm)
-    return Evidence(
-        training=training,
-        held_out=held_out,
-        samples={"denoiser": generated},
-        comparisons={"denoiser": comparisons} if comparisons else {},
-        n_fresh=int((held.distance > 0).sum()),
-        reasons=found.reasons,
-        lpips=lpips,
-        document={
+class _Ddpm(GeneratorType):
+    name = "ddpm"
+    remedy = "lower ddpm.lr"
+
+    def place(self, study: Study, site: str) -> Path:
+        return study.denoiser(site)
+
+    def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
+        return _DdpmCourse(pipeline, store)
+
+    def told(self, document: Document) -> Document:
+        settings = document["settings"]
+        return {
             "kind": "ddpm",
-            "sampling": asdict(_sampling_of(ddpm)),
-            "seed": ddpm.seed,
-            "memorization": asdict(found),
-            "projection": None,
-            "images": {"key": key, "per_class": ddpm.samples_per_class},
-        },
-        notes=_cautions(found, held, lpips),
-        distances=distances,
-        axis=NEAREST,
-        rows=[("denoiser", generated[order]), ("real", training.images[twins])],
-        picture=("pairs", "closest_pairs.png"),
-    )
+            "iterations": settings["steps"],
+            "epochs": settings["steps"] * settings["terms"]["batch_size"] / document["store"]["n"],
+            "sha256": document["sha256"],
+        }
+
+    def drawn_as(self, document: Document, check: Document | None) -> Document:
+        steps, sampling = document["settings"]["steps"], check["sampling"] if check else None
+        return {"kind": "ddpm", "iterations": steps, "sampling": sampling}
+
+    def draw(
+        self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
+    ) -> Iterator[Tensor]:
+        """Yield batches of images, without a check by DDIM."""
+        denoiser, shape = load_denoiser(folder, device_of_rank())
+        sampling = Sampling(**(provenance["sampling"] or {"steps": min(Sampling().steps, shape.chain)}))
+        return drawn(denoiser, shape, labels, sampling, seed=provenance["seed"])
+
+    def evidence(self, case: Case) -> Evidence:
+        """Return what is known of a site's denoiser by the images that others would draw from it."""
+        training, held_out, memory = case.training, case.held_out, case.memory_bytes
+        ddpm = case.pipeline.section(Ddpm)
+        key, generated = _images(case)
+        to_training = nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
+        held = nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
+        found = judged(to_training, held, len(duplicates(training.images.numpy())))
+        comparisons, lpips = _compared(case, generated, held)
+        distances = {"denoiser": to_training.distance}
+        if len(held_out):
+            distances["held_out"] = held.distance
+        order = torch.from_numpy(to_training.relative.argsort(kind="stable")[:_SHOWN])
+        twins = torch.from_numpy(to_training.row)[order]
+        return Evidence(
+            training=training,
+            held_out=held_out,
+            samples={"denoiser": generated},
+            comparisons={"denoiser": comparisons} if comparisons else {},
+            n_fresh=int((held.distance > 0).sum()),
+            lpips=lpips,
+            document={
+                "kind": "ddpm",
+                "sampling": asdict(_sampling_of(ddpm)),
+                "seed": ddpm.seed,
+                "memorization": asdict(found),
+                "projection": None,
+                "images": {"key": key, "per_class": ddpm.samples_per_class},
+            },
+            notes=_cautions(found, held, lpips),
+            distances=distances,
+            axis="Euclidean distance to the nearest training image",
+            rows=[("denoiser", generated[order]), ("real", training.images[twins])],
+            picture=("pairs", "closest_pairs.png"),
+            reasons=found.reasons,
+        )
+
+
+KIND = _Ddpm()
 
 
 def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
@@ -281,31 +288,20 @@ def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, C
         for one in (case.training, case.held_out)
     ]
     among = nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
-    training = over_usual(reached[0], among)
-    held_out = over_usual(reached[1], held.distance)
-    if not can_be_told(training, held_out):
+    if not (by_pixels := told_apart(reached, (among, held.distance))):
         return {}, None
-    found = {"nearest sample": compared(training, held_out)}
+    found = {"nearest sample": by_pixels}
     if case.pipeline.section(LpipsKeys).weights is None:
         return found, None
-    lpips = lpips_of(case.study, case.pipeline, case.site)
-    if (by_lpips := _compared_by_lpips(case, lpips, generated)) is not None:
+    lpips, gan, seed = case.lpips(), case.pipeline.section(Gan), case.pipeline.section(Ddpm).seed
+    some, held_out = (one.some(gan.check_images, seed) for one in (case.training, case.held_out))
+    reached = [
+        nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory)
+        for one in (some, held_out)
+    ]
+    if by_lpips := told_apart(reached, case.usual_lpips(lpips, some, held_out, case.training)):
         found["nearest sample, LPIPS"] = by_lpips
     return found, lpips
-
-
-def _compared_by_lpips(case: Case, lpips: Lpips, generated: Tensor) -> Comparison | None:
-    """Of some images; None where too few are left."""
-    gan, seed, memory = case.pipeline.section(Gan), case.pipeline.section(Ddpm).seed, case.memory_bytes
-    some, held_out = (one.some(gan.check_images, seed) for one in (case.training, case.held_out))
-    usual = usual_lpips(case, lpips, some, held_out, case.training)
-    quotients = [
-        over_usual(
-            nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory), known
-        )
-        for one, known in zip((some, held_out), usual, strict=True)
-    ]
-    return compared(*quotients) if can_be_told(*quotients) else None
 
 
 def _cautions(z: Memorization, held: Nearest, lpips: Lpips | None) -> list[str]:
@@ -325,15 +321,3 @@ def _cautions(z: Memorization, held: Nearest, lpips: Lpips | None) -> list[str]:
     if lpips is None:
         notes.append("LPIPS was not computed: lpips.weights is not set.")
     return notes
-
-
-KIND = GeneratorType(
-    name="ddpm",
-    remedy="lower ddpm.lr",
-    place=Study.denoiser,
-    course=_DdpmCourse,
-    told=_told,
-    drawn_as=_drawn_as,
-    draw=_draw,
-    evidence=_evidence_of_ddpm,
-)

@@ -6,9 +6,9 @@ distance of a *training* image is set beside that of a *held-out* image (split t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,14 +19,11 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, moved, over_usual, spread
+from wsi_fl.synthesis.evidence import Comparison, moved, spread, told_apart
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.gan import GanState, GanTerms, projected, step
+from wsi_fl.synthesis.gan import GanState, GanTerms, projected, sampled, step
 from wsi_fl.synthesis.keys import Gan
-from wsi_fl.synthesis.lpips import Lpips, embeddings, nearest_lpips
-from wsi_fl.synthesis.page import PROJECTED, Distances
-from wsi_fl.synthesis.privacy_loss import Keepaway, margin_of
-from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_images
+from wsi_fl.synthesis.lpips import Keepaway, Lpips, embeddings, margin_of, nearest_lpips
 from wsi_fl.synthesis.stages.kinds import (
     Case,
     Course,
@@ -40,8 +37,8 @@ from wsi_fl.synthesis.stages.kinds import (
     lpips_of,
     picked,
     shared_phase,
-    usual_lpips,
 )
+from wsi_fl.synthesis.state import balanced_labels, to_images
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 
 _MARGIN_IMAGES = 256
@@ -80,7 +77,7 @@ class _GanCourse(Course):
     def step(self) -> Losses:
         if self.state.iteration >= self.phases["before"] and self._keepaway is None:
             self._keepaway = self._kept_away()
-        return asdict(step(self.state, self.images, self.labels, self._keepaway))
+        return step(self.state, self.images, self.labels, self._keepaway)
 
     def line(self, phase: Phase, told: Sequence[Losses]) -> Document:
         return {"phase": phase, **told[-1], "augmentation": self.state.ada.p}
@@ -106,43 +103,14 @@ class _GanCourse(Course):
         return Keepaway(lpips, state.margin, embeddings(lpips, many))
 
 
-def _told(document: Document) -> Document:
-    settings, phase = document["settings"], shared_phase(document)
-    return {
-        "iterations": settings["iterations"],
-        "privacy_iterations": settings["privacy_iterations"],
-        "phases": document["phases"],
-        "shared": {"phase": phase, "sha256": document["phases"][phase]["sha256"]},
-        "margin": document["margin"],
-        "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
-    }
-
-
-def _drawn_as(document: Document, check: Mapping[str, Any] | None) -> Document:
-    phase = shared_phase(document)
-    return {
-        "phase": phase,
-        "iterations": document["phases"][phase]["iterations"],
-        "truncation": check["truncation"] if check else 1.0,
-        "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
-    }
-
-
-def _draw(folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
-    generator = load_gan(folder, provenance["phase"], device_of_rank())
-    yield sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
+def _load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
+    """Return a generator that a folder keeps, ready to make images."""
+    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What was measured of one generator.
-
-    Attributes:
-        samples: uint8[n, c, h, h].
-        nearest: distances to the nearest sample.
-        projected: distances to the projections.
-        projections: of training images, uint8[n, c, h, h].
-    """
+    """What was measured of one generator: its samples, projections of training images, and distances to both."""
 
     samples: Tensor
     nearest: Pair
@@ -150,59 +118,87 @@ class _Found:
     projections: Tensor
 
 
-def load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
-    """Return a generator that a folder keeps, ready to make images.
+class _Gan(GeneratorType):
+    name = "gan"
+    remedy = "lower gan.lr or raise gan.r1_gamma"
 
-    Raises:
-        WsiFlError: when it is missing, damaged, or of another shape than gan.json says.
-    """
-    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device)
+    def place(self, study: Study, site: str) -> Path:
+        return study.generator(site)
+
+    def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
+        return _GanCourse(study, pipeline, site, store)
+
+    def told(self, document: Document) -> Document:
+        settings, phase = document["settings"], shared_phase(document)
+        return {
+            "iterations": settings["iterations"],
+            "privacy_iterations": settings["privacy_iterations"],
+            "phases": document["phases"],
+            "shared": {"phase": phase, "sha256": document["phases"][phase]["sha256"]},
+            "margin": document["margin"],
+            "lpips": _lpips_label(document),
+        }
+
+    def drawn_as(self, document: Document, check: Document | None) -> Document:
+        phase = shared_phase(document)
+        return {
+            "phase": phase,
+            "iterations": document["phases"][phase]["iterations"],
+            "truncation": check["truncation"] if check else 1.0,
+            "lpips": _lpips_label(document),
+        }
+
+    def draw(
+        self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
+    ) -> Iterator[Tensor]:
+        generator = _load_gan(folder, provenance["phase"], device_of_rank())
+        yield sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
+
+    def evidence(self, case: Case) -> Evidence:
+        gan, lpips = case.pipeline.section(Gan), case.lpips()
+        real = (
+            case.training.some(gan.check_images, gan.seed),
+            case.held_out.some(gan.check_images, gan.seed),
+        )
+        rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
+        sought = (real[0].at(rows[0]), real[1].at(rows[1]))
+        phases: list[Phase] = [phase for phase in ("before", "after") if phase in case.document["phases"]]
+        for phase in phases:  # so that progress is of the whole from the beginning
+            case.watcher.update(f"projections {phase}", 0, len(sought[0]) + len(sought[1]))
+        found = {phase: _measured(case, lpips, real, sought, phase) for phase in phases}
+        usual = case.usual_lpips(lpips, *real, every=real[0])
+        of_sought = (usual[0][rows[0]], usual[1][rows[1]])
+        comparisons = {phase: _comparisons(one, usual, of_sought) for phase, one in found.items()}
+        distances = {name: one.projected[0] for name, one in found.items()}
+        order = torch.from_numpy(distances["before"].argsort()[:_SHOWN])
+        shown = {"real": sought[0].images} | {name: one.projections for name, one in found.items()}
+        shifted = asdict(moved(distances["after"], distances["before"])) if "after" in found else None
+        spreads = {name: asdict(spread(values)) for name, values in distances.items()}
+        return Evidence(
+            training=real[0],
+            held_out=real[1],
+            samples={name: one.samples for name, one in found.items()},
+            comparisons={name: both for name, both in comparisons.items() if both},
+            n_fresh=int((usual[1] > 0).sum()),
+            lpips=lpips,
+            document={
+                "truncation": gan.truncation,
+                "projection": {"steps": gan.projection_steps, **spreads, "moved": shifted},
+                "nearest": {name: asdict(spread(one.nearest[0])) for name, one in found.items()},
+            },
+            notes=[] if "after" in found else ["The generator was trained without the privacy loss."],
+            distances={str(name): one for name, one in distances.items()},
+            axis="LPIPS between a training image and its projection",
+            rows=[(name, images[order]) for name, images in shown.items()],  # Fig. 4
+            picture=("projections", "projections.png"),
+        )
 
 
-def _evidence_of_gan(case: Case) -> Evidence:
-    """Return what is known of each generator of a site's GAN, without and with the privacy loss."""
-    gan = case.pipeline.section(Gan)
-    lpips = lpips_of(case.study, case.pipeline, case.site)
-    real = (case.training.some(gan.check_images, gan.seed), case.held_out.some(gan.check_images, gan.seed))
-    rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
-    sought = (real[0].at(rows[0]), real[1].at(rows[1]))
-    phases: list[Phase] = [phase for phase in ("before", "after") if phase in case.document["phases"]]
-    for phase in phases:  # so that progress is of the whole from the beginning
-        case.watcher.update(f"projections {phase}", 0, len(sought[0]) + len(sought[1]))
-    found = {phase: _measured(case, lpips, real, sought, phase) for phase in phases}
-    usual = usual_lpips(case, lpips, *real, every=real[0])
-    of_sought = (usual[0][rows[0]], usual[1][rows[1]])
-    comparisons = {phase: _comparisons(one, usual, of_sought) for phase, one in found.items()}
-    distances: Distances = {name: one.projected[0] for name, one in found.items()}
-    order = torch.from_numpy(distances["before"].argsort()[:_SHOWN])
-    shown = {"real": sought[0].images} | {name: one.projections for name, one in found.items()}
-    return Evidence(
-        training=real[0],
-        held_out=real[1],
-        samples={name: one.samples for name, one in found.items()},
-        comparisons={name: both for name, both in comparisons.items() if both},
-        n_fresh=int((usual[1] > 0).sum()),
-        lpips=lpips,
-        document={
-            "truncation": gan.truncation,
-            "projection": {"steps": gan.projection_steps, **_spreads(distances), "moved": _moved(distances)},
-            "nearest": _spreads({name: one.nearest[0] for name, one in found.items()}),
-        },
-        notes=[] if "after" in found else ["The generator was trained without the privacy loss."],
-        distances=distances,
-        axis=PROJECTED,
-        rows=[(name, images[order]) for name, images in shown.items()],  # Fig. 4
-        picture=("projections", "projections.png"),
-    )
+KIND = _Gan()
 
 
-def _spreads(distances: Distances) -> Document:
-    return {name: asdict(spread(values)) for name, values in distances.items()}
-
-
-def _moved(distances: Distances) -> Document | None:
-    """Fig. 3 in numbers: distances of the same images without and with the privacy loss."""
-    return asdict(moved(distances["after"], distances["before"])) if "after" in distances else None
+def _lpips_label(document: Document) -> str | None:
+    return (document["settings"]["privacy"] or {}).get("lpips")
 
 
 def _measured(
@@ -210,14 +206,14 @@ def _measured(
 ) -> _Found:
     """Training and held-out images alike, the projections from the same starting points."""
     gan = case.pipeline.section(Gan)
-    generator = load_gan(case.folder, phase, device_of_rank())
+    generator = _load_gan(case.folder, phase, device_of_rank())
     n_classes = generator.shape.n_classes
     labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
     samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)
     both = torch.cat([one.images for one in real])
     nearest = nearest_lpips(lpips, both, samples, memory_bytes=case.memory_bytes)
     images = torch.cat([one.images for one in sought])
-    projections = projected(
+    distances, projections = projected(
         generator,
         lpips,
         images,
@@ -226,28 +222,13 @@ def _measured(
         seed=gan.seed,
         told=lambda done: case.watcher.update(f"projections {phase}", done, len(images)),
     )
-    distance, n, m = projections.distance.double().numpy(), len(real[0]), len(sought[0])
-    return _Found(samples, (nearest[:n], nearest[n:]), (distance[:m], distance[m:]), projections.images[:m])
+    distance, n, m = distances.double().numpy(), len(real[0]), len(sought[0])
+    return _Found(samples, (nearest[:n], nearest[n:]), (distance[:m], distance[m:]), projections[:m])
 
 
 def _comparisons(found: _Found, usual: Pair, usual_of_sought: Pair) -> dict[str, Comparison]:
     """Empty where copying cannot be told from likeness."""
-    pairs = {
-        "nearest sample": tuple(map(over_usual, found.nearest, usual)),
-        "projection": tuple(map(over_usual, found.projected, usual_of_sought)),
-    }
-    if not can_be_told(*pairs["nearest sample"]):
+    if not (by_samples := told_apart(found.nearest, usual)):
         return {}
-    return {what: compared(a, b) for what, (a, b) in pairs.items() if len(a) and len(b)}
-
-
-KIND = GeneratorType(
-    name="gan",
-    remedy="lower gan.lr or raise gan.r1_gamma",
-    place=Study.generator,
-    course=_GanCourse,
-    told=_told,
-    drawn_as=_drawn_as,
-    draw=_draw,
-    evidence=_evidence_of_gan,
-)
+    by_projections = told_apart(found.projected, usual_of_sought, least=1)
+    return {"nearest sample": by_samples} | ({"projection": by_projections} if by_projections else {})

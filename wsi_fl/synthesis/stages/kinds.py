@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import CRITERIA, Comparison
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
-from wsi_fl.synthesis.lpips import RANDOM, Lpips, load_lpips, nearest_lpips, nearest_other_lpips
+from wsi_fl.synthesis.lpips import RANDOM, Lpips, load_lpips, nearest_lpips
 from wsi_fl.synthesis.state import TrainingState
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -34,7 +34,7 @@ _KINDS = ("gan", "ddpm")
 _LEAST_IMAGES = 2
 
 Document = dict[str, Any]
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 Pair = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Distances of training images, and of held-out ones."""
 Losses = dict[str, float | None]
@@ -70,9 +70,9 @@ class Course(ABC):
     """A training in progress.
 
     Attributes:
-        pictures: what is learned from, on the CPU; `images` and `labels` are the same on the device.
         settings: all that decides the training, as the folder's document keeps it; a resumed one must agree.
         phases: the last iteration of each network that the training leaves behind, in order.
+        pictures: what is learned from, on the CPU; `images` and `labels` are the same on the device.
     """
 
     settings: Document
@@ -131,7 +131,20 @@ class Case:
 
     @property
     def memory_bytes(self) -> int:
+        """The most memory for what is held while two sets of images are compared."""
         return self.pipeline.section(LpipsKeys).memory_mb << 20
+
+    def lpips(self) -> Lpips:
+        """Return LPIPS as the pipeline says."""
+        return lpips_of(self.study, self.pipeline, self.site)
+
+    def usual_lpips(self, lpips: Lpips, some: Pictures, held_out: Pictures, every: Pictures) -> Pair:
+        """Return how far training and held-out images are from the nearest training image of another patient."""
+        patients, memory = (some.patient, every.patient), self.memory_bytes
+        return (
+            nearest_lpips(lpips, some.images, every.images, patients, memory_bytes=memory),
+            nearest_lpips(lpips, held_out.images, every.images, memory_bytes=memory),
+        )
 
 
 @dataclass(frozen=True)
@@ -143,14 +156,11 @@ class Evidence:
         samples: the generated images uint8[n, c, h, h] of each network.
         comparisons: of training with held-out images, for each network where they can be told apart.
         n_fresh: held-out images that are in no training set.
-        reasons: for a failed check, beside those of the comparisons.
         lpips: None where distances are Euclidean alone.
-        document: what the verdict says of this kind alone.
-        notes: cautions of this kind alone.
-        distances: for the histogram.
-        axis: what these distances are.
-        rows: images that are to be seen side by side, uint8[n, c, h, h] of each name.
-        picture: key and name of the file of these images.
+        document, notes: what the verdict says of this kind alone, and its cautions.
+        distances, axis: for the histogram.
+        rows, picture: images uint8[n, c, h, h] to be seen side by side; key and name of the file of these.
+        reasons: for a failed check, beside those of the comparisons.
     """
 
     training: Pictures
@@ -160,37 +170,50 @@ class Evidence:
     n_fresh: int
     lpips: Lpips | None
     document: Document
+    notes: Sequence[str]
     distances: Mapping[str, NDArray[np.float64]]
     axis: str
     rows: Sequence[tuple[str, Tensor]]
     picture: tuple[str, str]
     reasons: Sequence[str] = ()
-    notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class GeneratorType:
+class GeneratorType(ABC):
     """What is particular to a kind of generator.
 
     Attributes:
         name: of its settings and of its document, as `synthesis.generator` says it.
         remedy: for a training that diverges.
-        place: where a site's generator is.
-        course: study, pipeline, site and its open store → a training that has not begun.
-        told: the document of a training → what `synthesize train --json` says of this kind alone.
-        drawn_as: document and check of a generator → how samples are drawn, as a store's provenance says it.
-        draw: folder, provenance, labels int64[n] → batches uint8[b, c, h, h] on the CPU.
-        evidence: what a check finds.
     """
 
-    name: str
-    remedy: str
-    place: Callable[[Study, str], Path]
-    course: Callable[[Study, Pipeline, str, PatchStore], Course]
-    told: Callable[[Document], Document]
-    drawn_as: Callable[[Document, Document | None], Document]
-    draw: Callable[[GeneratorFolder, Document, NDArray[np.int64]], Iterator[Tensor]]
-    evidence: Callable[[Case], Evidence]
+    name: ClassVar[str]
+    remedy: ClassVar[str]
+
+    @abstractmethod
+    def place(self, study: Study, site: str) -> Path:
+        """Return where a site's generator is."""
+
+    @abstractmethod
+    def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
+        """Return a training that has not begun, on the patches of a site's open store."""
+
+    @abstractmethod
+    def told(self, document: Document) -> Document:
+        """Return what `synthesize train --json` says of this kind alone."""
+
+    @abstractmethod
+    def drawn_as(self, document: Document, check: Document | None) -> Document:
+        """Return how samples of a checked generator are drawn, as a store's provenance says it."""
+
+    @abstractmethod
+    def draw(
+        self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
+    ) -> Iterator[Tensor]:
+        """Yield batches uint8[b, c, h, h] on the CPU, an image for each label int64[n]."""
+
+    @abstractmethod
+    def evidence(self, case: Case) -> Evidence:
+        """Return what a check finds."""
 
     def folder(self, study: Study, site: str) -> GeneratorFolder:
         """Return the folder of a site's generator, whether or not there is one."""
@@ -262,7 +285,7 @@ def outcome(provenance: Document) -> str:
     return f"{word}: {'; '.join(provenance['reasons'])}"
 
 
-def from_section(section: Gan | Ddpm, made: Callable[..., Made], **others: Any) -> Made:
+def from_section(section: Gan | Ddpm, made: Callable[..., _Made], **others: Any) -> _Made:
     """Make a value of the fields that it shares with a section of the configuration, and of others."""
     names = signature(made).parameters.keys() & type(section).model_fields.keys()
     return made(**{name: getattr(section, name) for name in names} | others)
@@ -294,14 +317,3 @@ def lpips_of(study: Study, pipeline: Pipeline, site: str) -> Lpips:
         weights = str(study.resolve(weights))
     lpips: Lpips = load_lpips(weights).to(device_of_rank())
     return lpips
-
-
-def usual_lpips(case: Case, lpips: Lpips, some: Pictures, held_out: Pictures, every: Pictures) -> Pair:
-    """Return how far training and held-out images are from the nearest training image of another patient."""
-    memory = case.memory_bytes
-    return (
-        nearest_other_lpips(
-            lpips, some.images, some.patient, every.images, every.patient, memory_bytes=memory
-        ),
-        nearest_lpips(lpips, held_out.images, every.images, memory_bytes=memory),
-    )

@@ -6,21 +6,28 @@ server); the training of the classifiers is the loop's, like that of any method.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import from_numpy
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Digest, Round
+from wsi_fl.federation.message import HEADER_BYTES, Outgoing
 from wsi_fl.federation.site import Site, release_once
 from wsi_fl.learning.examples import Examples, joined, subset
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import schema
+from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.stages.site.data import Patches, examples_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import Watcher
@@ -28,20 +35,27 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, vector_of
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.synthesis.stages.check import check_generator
 from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
 from wsi_fl.synthesis.stages.ddpm import checked_as, images_of, load_denoiser
 from wsi_fl.synthesis.stages.kinds import check_state
 from wsi_fl.synthesis.stages.train import train_generator
-from wsi_fl.synthesis.star_exchange import StarExchange
 from wsi_fl.system.files import atomic
 from wsi_fl.types import Images, NoCommonPlan, Shape, WsiFlError
 
+_SERVER = "server"
+_Vector = NDArray[np.float32]
 _ROUND = 0
 _UP, _DOWN, _MODELS = 0, 1, 2
 """Hops of the denoisers, before the first round, and of the classifiers, after the last."""
+
+
+class Size(TypedDict):
+    """The number of values of what a site is about to send to the server, which takes memory for them."""
+
+    values: Annotated[int, Field(ge=1, le=1 << 30)]
 
 
 class Ready(TypedDict):
@@ -103,12 +117,12 @@ def _exchange(
 ) -> None:
     """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
     study, names = party.study, party.names
-    for name, digest in checked.items():
-        if DDPM.trained(study, name)[0].digest("denoiser") != digest:
+    for name, known in checked.items():
+        if DDPM.trained(study, name)[0].digest("denoiser") != known:
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
     denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name), device_of_rank()) for site in sites}
     shapes = {index: shape for index, (_, shape) in denoisers.items()}
-    mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
+    mine: list[Denoiser] = [{"schema": shapes[site.index].schema} for site in sites]
     agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
     if len(set(agreed)) > 1:
         odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
@@ -116,7 +130,7 @@ def _exchange(
             f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; the sites need "
             "the same [ddpm], classes and channels"
         )
-    star = StarExchange(sites, comm, names)
+    star = _Star(sites, comm, names)
     releases = {
         site.index: release_once(
             site.ledger, _ROUND, vector_of(denoisers[site.index][0]), agreed[0], "generator"
@@ -192,7 +206,7 @@ def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> No
         for site in sites
     }
     names = party.names
-    star = StarExchange(sites, comm, names)
+    star = _Star(sites, comm, names)
     began = time.perf_counter()
     held = star.gather("model", releases, round_=last, hop=_MODELS, agreed=agreed)
     for index, vector in held.items():
@@ -215,3 +229,106 @@ def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
     ddpm = pipeline.section(Ddpm)
     wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, tuple(ddpm.channels), ddpm.layers)
     return 4 * sum(p.numel() for p in build_denoiser(wanted).parameters())
+
+
+# ---- the star
+
+
+@dataclass(frozen=True)
+class _Star:
+    """Carries releases between the sites and a server, once: uploads, packages back (MPCPA, section 3.3).
+
+    The server has no process of its own: it lives beside the first running site. What that site hands to the server,
+    and what the server hands to it, is a transfer all the same, as the paper counts them, and so each is written down.
+
+    Attributes:
+        sites: those of this process.
+        names: of all sites of the study, by index.
+    """
+
+    sites: Sequence[Site]
+    comm: Comm
+    names: Sequence[str]
+
+    @property
+    def hub(self) -> int:
+        """The site beside which the server lives."""
+        return self.comm.running[0]
+
+    def gather(
+        self, what: str, releases: Mapping[int, Release], *, round_: int, hop: int, agreed: Mapping[int, str]
+    ) -> dict[int, _Vector]:
+        """Bring every site's release float32[d] to the server; return them there by site, elsewhere nothing.
+
+        Args:
+            what: what `transfers.jsonl` calls a release.
+            releases: of the sites of this process.
+            agreed: the schema of each site's release; WsiFlError tells of one that is not what was agreed on.
+        """
+        mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
+        sizes = zip(self.comm.running, self.comm.gather(mine, Size), strict=True)
+        carry = partial(self._carry, what, round_=round_, hop=hop)
+        found = {k: carry((k, self.hub), releases.get(k), one["values"], agreed[k]) for k, one in sizes}
+        return {k: vector for k, vector in found.items() if vector is not None}
+
+    def broadcast(
+        self, held: Mapping[int, _Vector], size: int, *, round_: int, hop: int, schema: str
+    ) -> dict[int, dict[int, _Vector]]:
+        """Bring each site the others' releases in one package, and return these for the sites of this process.
+
+        Args:
+            held: what `gather` found.
+            size: number of values of one release, the same for all, as `schema` is.
+        """
+        found: dict[int, dict[int, _Vector]] = {}
+        bundled = hashlib.sha256(f"package of {schema}".encode()).hexdigest()
+        for receiver in self.comm.running:
+            others = [k for k in self.comm.running if k != receiver]
+            parts: list[_Vector] = []
+            if others:
+                load: Release | _Vector | None = np.concatenate([held[k] for k in others]) if held else None
+                if isinstance(load, np.ndarray) and receiver != self.hub:
+                    own, ledger = digest(held[self.hub]), self._site(self.hub).ledger
+                    load = ledger.relay(round_, load, own=own, schema=bundled, weight=1.0)
+                pair, total = (self.hub, receiver), size * len(others)
+                arrived = self._carry("package", pair, load, total, bundled, round_=round_, hop=hop)
+                parts = [] if arrived is None else np.split(arrived, len(others))
+            if receiver in self.comm.sites:
+                found[receiver] = dict(zip(others, (part.copy() for part in parts), strict=True))
+        return found
+
+    def _carry(
+        self,
+        what: str,
+        pair: tuple[int, int],
+        load: Release | _Vector | None,
+        size: int,
+        agreed: str,
+        *,
+        round_: int,
+        hop: int,
+    ) -> _Vector | None:
+        """Carry a load, where it lies here, from one site to another; return it where it arrives, and write it down."""
+        began, (sender, receiver) = time.perf_counter(), pair
+        values = load.vector if isinstance(load, Release) else load
+        vector = None if values is None else np.asarray(values, np.float32)
+        arrived = vector if sender == receiver else None
+        if sender != receiver:
+            outgoing = [Outgoing(sender, receiver, 1.0, load)] if isinstance(load, Release) else []
+            expected = [pair] if receiver in self.comm.sites else []
+            for message in self.comm.exchange(outgoing, expected, round_=round_, hop=hop, size=size):
+                arrived = np.array(message.vector, np.float32)
+                other = "" if message.schema == agreed else "it has another architecture"
+                problem = message.refused or other
+                if problem or not np.isfinite(arrived).all():
+                    whose = f"the {what} from site {self.names[sender]}"
+                    raise WsiFlError(f"{whose} is no use: {problem or 'it is not finite'}")
+        if vector is not None:
+            ends = (_SERVER, self.names[receiver]) if what == "package" else (self.names[sender], _SERVER)
+            line = {"what": what, "from": ends[0], "to": ends[1], "bytes": HEADER_BYTES + vector.nbytes}
+            seconds = round(time.perf_counter() - began, 6)
+            self._site(sender).folder.note_transfer(line | {"seconds": seconds})
+        return arrived
+
+    def _site(self, index: int) -> Site:
+        return next(site for site in self.sites if site.index == index)

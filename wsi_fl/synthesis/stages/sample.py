@@ -22,8 +22,8 @@ from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
-from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.synthesis.stages.kinds import kind_of, outcome
+from wsi_fl.synthesis.state import balanced_labels
 from wsi_fl.system.files import locked, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
@@ -47,16 +47,19 @@ def sample(
         name: default `<site>-synthetic`.
         generator: "gan" or "ddpm"; default: the one that the site has, a GAN where it has both.
         as_site: also writes a site file, so that every command takes the store by name.
-        despite_failed_check: writes the set although the check failed or was not run; the store says so.
 
     Raises:
-        WsiFlError: when the check of exactly this generator was not passed.
+        WsiFlError: when the check of exactly this generator was not passed, unless `despite_failed_check`.
         UsageError: when the name is taken by anything that is not synthetic.
     """
     began = time.perf_counter()
     name = name or f"{site}-synthetic"
-    target = _target(name, n_per_class, seed)
-    kind = kind_of(generator or _kind_of_site(study, site))
+    if n_per_class < 1:
+        raise UsageError("--n-per-class must be at least 1")
+    target = validated(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
+    source = study.site(site)
+    no_gan = study.denoiser(source.name).exists() and not study.generator(source.name).exists()
+    kind = kind_of(generator or ("ddpm" if no_gan else "gan"))
     folder, document = kind.trained(study, site)
     made_by = kind.provenance(folder, document) | {"seed": seed}
     if made_by["check"] != "passed" and not despite_failed_check:
@@ -64,7 +67,6 @@ def sample(
             f"site {site}: no shareable set is written, the check of this generator was {outcome(made_by)}. "
             "--despite-failed-check writes it all the same"
         )
-    source = study.site(site)
     if as_site and source.real and not source.allows("generator"):
         raise UsageError(
             f"sites/{site}.toml is a real hospital: a site made of its generator would let others use it; add "
@@ -92,19 +94,6 @@ def sample(
         "site_file": study.relative(_site_file(study, name)) if as_site else None,
         "seconds": time.perf_counter() - began,
     }
-
-
-def _kind_of_site(study: Study, site: str) -> str:
-    name = study.site(site).name
-    return "ddpm" if study.denoiser(name).exists() and not study.generator(name).exists() else "gan"
-
-
-def _target(name: str, n_per_class: int, seed: int) -> SiteFile:
-    if n_per_class < 1:
-        raise UsageError("--n-per-class must be at least 1")
-    if seed < 0:
-        raise UsageError("--seed must be at least 0")
-    return validated(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
 
 
 def _site_file(study: Study, name: str) -> Path:
@@ -136,11 +125,7 @@ def sampled_lines(document: dict[str, Any]) -> Lines:
 
 
 def write_synthetic(
-    path: Path,
-    meta: StoreMeta,
-    labels: NDArray[np.int64],
-    pixels: Iterable[NDArray[np.uint8]],
-    channels: int,
+    path: Path, meta: StoreMeta, labels: NDArray[np.int64], pixels: Iterable[NDArray[np.uint8]], channels: int
 ) -> PatchTable:
     """Write a patch store of synthetic images, all of split train; return its table.
 

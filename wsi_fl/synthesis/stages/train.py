@@ -14,9 +14,9 @@ from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.synthesis.stages.kinds import Course, Document, GeneratorType, Losses
 from wsi_fl.synthesis.stages.sample import as_pixels
+from wsi_fl.synthesis.state import balanced_labels
 from wsi_fl.system.files import locked, write_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
