@@ -9,7 +9,7 @@ from conftest import REAL, make_study, refused
 from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Method, Share, supervised
 from wsi_fl.hospitals.dossier.page import _said_beside
 from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.report import words
+from wsi_fl.report import sections, words
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
@@ -36,7 +36,7 @@ def test_a_new_method_is_a_row_and_nothing_else(gossip, tmp_path):
     run = RunFolder(study.root / summary["run"])
     released = [line for site in ("S0", "S1") for line in study.ledger(site).read_text().splitlines()]
     assert sum('"released": "model ' in line for line in released) == 4
-    assert "trained together with Gossip" in words.setting("gossip", 2)
+    assert "trained together with Gossip" in sections.setting("gossip", 2)
     assert words.method_does("gossip") == GOSSIP.does
     assert "trained together with Gossip" in report(study, run.name).read_text()
 
