@@ -69,7 +69,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class _Foreign:
     """The features of one slide in another tool's file.
 
     Attributes:
@@ -110,7 +110,7 @@ class Layout:
     """
 
     find: Callable[[Path], dict[str, Path]]
-    read: Callable[[Path], Foreign]
+    read: Callable[[Path], _Foreign]
     write: Callable[[BagStore, Path], list[Path]] | None = None
 
 
@@ -211,7 +211,7 @@ def _find_trident(folder: Path) -> dict[str, Path]:
     return _by_slide(found[0].glob("*.h5"))
 
 
-def _read_trident(path: Path) -> Foreign:
+def _read_trident(path: Path) -> _Foreign:
     with _opened(path) as file:
         features_of, coords = own_dataset(file, "features"), own_dataset(file, "coords")
         features = _features(features_of[:], path.name)
@@ -219,7 +219,7 @@ def _read_trident(path: Path) -> Foreign:
         places = None if whole else _places(coords[:], len(features), path.name)
         _, prefix, rest = path.parent.name.partition(_PREFIX)
         facts = _facts_of(coords.attrs, _text(features_of.attrs, "encoder") or (rest if prefix else None))
-        return Foreign(features, places, facts, **_besides(file, len(features)))
+        return _Foreign(features, places, facts, **_besides(file, len(features)))
 
 
 def _facts_of(attrs: Mapping[str, Any], encoder: str | None) -> Facts:
@@ -240,7 +240,7 @@ def _facts_of(attrs: Mapping[str, Any], encoder: str | None) -> Facts:
     )
 
 
-def _read_clam(path: Path) -> Foreign:
+def _read_clam(path: Path) -> _Foreign:
     # Of a `.pt`, a pickle, `weights_only` loads tensors alone and runs no code. A zip whose entries are compressed is
     # refused: PyTorch writes none, but would unpack one of any size.
     if path.suffix == ".h5":
@@ -271,10 +271,10 @@ def _read_clam(path: Path) -> Foreign:
         raise WsiFlError(f"{path.name}: holds a {type(found).__name__}, not one tensor of features")
     if found.untyped_storage().nbytes() < found.nbytes:
         raise WsiFlError(f"{path.name}: damaged, it claims more numbers than it holds")
-    return Foreign(_features(found.detach().float().numpy(), path.name), None, Facts())
+    return _Foreign(_features(found.detach().float().numpy(), path.name), None, Facts())
 
 
-def _read_stamp(path: Path) -> Foreign:
+def _read_stamp(path: Path) -> _Foreign:
     with _opened(path) as file:
         attrs, features = file.attrs, _features(own_dataset(file, "feats")[:], path.name)
         older = _number(attrs, "tile_size") if _text(attrs, "unit") == "um" else None
@@ -291,10 +291,10 @@ def _read_stamp(path: Path) -> Foreign:
             mpp=_number(attrs, "mpp") or (size_um / size if size else None),
             mpp_l0=_number(attrs, "mpp_level0"),
         )
-        return Foreign(features, places, facts, in_um=True, **_besides(file, len(features)))
+        return _Foreign(features, places, facts, in_um=True, **_besides(file, len(features)))
 
 
-def _read_anndata(path: Path) -> Foreign:
+def _read_anndata(path: Path) -> _Foreign:
     with _opened(path) as file:
         features, xy = _features(own_dataset(file, "X")[:], path.name), None
         if is_own(file, "obsm"):
@@ -307,7 +307,7 @@ def _read_anndata(path: Path) -> Foreign:
             mpp=_number(tile, "mpp"),
             mpp_l0=_number(_stated(file, "slide_properties", ("mpp",)), "mpp"),
         )
-        return Foreign(features, xy, facts)
+        return _Foreign(features, xy, facts)
 
 
 def _stated(file: h5py.File, name: str, wanted: Sequence[str]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from wsi_fl import __version__
 from wsi_fl.system.machine import free_bytes
 from wsi_fl.types import SPLITS, GridSpec, UsageError, WsiFlError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 STORE_FORMAT, SHARD_FORMAT = "wsi-fl patch store", "wsi-fl patch shard"
 _VERSION = 1
 """The version of all formats here; a file of another version is refused."""
@@ -129,7 +129,7 @@ def check_format(node: Any, expected: str, path: Path) -> None:
         )
 
 
-def json_attribute(attrs: Any, name: str, kind: type[T]) -> T:
+def json_attribute(attrs: Any, name: str, kind: type[_T]) -> _T:
     """Return the JSON document of an attribute.
 
     Raises:

@@ -72,7 +72,7 @@ class SlideUnreadable(WsiFlError):
     """The slide that a shard without pixels refers to is missing, another one, or damaged."""
 
 
-ReadSlide = Callable[[SlideSource, NDArray[np.int64], GridSpec], NDArray[np.uint8]]
+_ReadSlide = Callable[[SlideSource, NDArray[np.int64], GridSpec], NDArray[np.uint8]]
 """(source, xy_l0 int64[b, 2], spec) → uint8[b, size_px, size_px, 3]; SlideUnreadable where that fails."""
 
 
@@ -176,7 +176,7 @@ class _SlideRows(_Rows):
     """Without pixels; whoever reads slides has threads of his own."""
 
     def __init__(
-        self, source: SlideSource, spec: GridSpec, xy_l0: NDArray[np.int64], read_slide: ReadSlide | None
+        self, source: SlideSource, spec: GridSpec, xy_l0: NDArray[np.int64], read_slide: _ReadSlide | None
     ) -> None:
         super().__init__(len(xy_l0), (spec.size_px, spec.size_px, 3), None)
         self._source, self._spec, self._xy_l0, self._read_slide = source, spec, xy_l0, read_slide
@@ -191,7 +191,7 @@ class _SlideRows(_Rows):
 
 
 def rows_of(
-    shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None, sums: RowChecksums | None = None
+    shard: h5py.Group, spec: GridSpec, read_slide: _ReadSlide | None, sums: RowChecksums | None = None
 ) -> _Rows:
     """Return the reader of a shard's patches.
 
@@ -228,7 +228,7 @@ class PatchStore(StoreFile):
     format = STORE_FORMAT
     command = "tile"
 
-    def __init__(self, path: str | Path, read_slide: ReadSlide | None = None) -> None:
+    def __init__(self, path: str | Path, read_slide: _ReadSlide | None = None) -> None:
         self._read_slide = read_slide
         super().__init__(path)
 

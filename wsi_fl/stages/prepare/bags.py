@@ -78,12 +78,12 @@ _LOOKERS = 4
 _READ = 32
 """Patches of a store read at a time."""
 
-Item = TypeVar("Item")
-T = TypeVar("T")
+_Item = TypeVar("_Item")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class _Chosen:
     """The n patches of a slide that are to be encoded; their pixels are read once.
 
     Attributes:
@@ -112,7 +112,7 @@ class Chosen:
         return Bag(features, self.xy_l0[kept], *some)
 
 
-class Way(Generic[Item]):
+class Way(Generic[_Item]):
     """Which patches of a site's slides are encoded, and how they are read.
 
     Attributes:
@@ -125,20 +125,20 @@ class Way(Generic[Item]):
 
     data: ClassVar[str]
     sets_aside: ClassVar[bool]
-    items: Sequence[Item] = ()
+    items: Sequence[_Item] = ()
 
     def __init__(self, site: str, path: Path, spec: GridSpec, encoder: Encoder, ahead: int) -> None:
         self.site, self.path, self.spec, self.encoder, self.ahead = site, path, spec, encoder, ahead
 
-    def name(self, item: Item) -> str:
+    def name(self, item: _Item) -> str:
         """Return the name of a slide."""
         raise NotImplementedError
 
-    def wanted(self, item: Item) -> str:
+    def wanted(self, item: _Item) -> str:
         """Return the fingerprint of what decides the bag of a slide."""
         raise NotImplementedError
 
-    def choose(self, item: Item) -> Chosen:
+    def choose(self, item: _Item) -> _Chosen:
         """Return the patches of a slide."""
         raise NotImplementedError
 
@@ -177,21 +177,21 @@ class Way(Generic[Item]):
         row |= {"transform": transform_of(self.encoder), "seconds": seconds}
         return row, speed_of(self.site, spent, slides, patches, seconds)
 
-    def _shards(self, items: Sequence[Item]) -> Iterator[Done]:
+    def _shards(self, items: Sequence[_Item]) -> Iterator[Done]:
         n = self.ahead
         with ExitStack() as stack:
-            found: Iterable[tuple[str, Chosen] | Done] = map(self._look, items)
+            found: Iterable[tuple[str, _Chosen] | Done] = map(self._look, items)
             if n:
                 found = stack.enter_context(closing(in_order(self._look, items, threads=n, ahead=n)))
             to_read = ((one, () if isinstance(one, Done) else one[1].pixels()) for one in found)
             encoded = stack.enter_context(closing(encode_each(to_read, self.encoder)))
             yield from stack.enter_context(closing(in_order(self._write, encoded, threads=1, ahead=1)))
 
-    def _look(self, item: Item) -> tuple[str, Chosen] | Done:
+    def _look(self, item: _Item) -> tuple[str, _Chosen] | Done:
         """Choose the patches of a slide, unless its shard is there and current."""
         slide = self.name(item)
 
-        def look() -> tuple[str, Chosen] | Done:
+        def look() -> tuple[str, _Chosen] | Done:
             wanted = self.wanted(item)
             current = current_shard(self.shard(slide), wanted)
             if isinstance(current, BagShard) and self.has_picture(slide):
@@ -202,7 +202,7 @@ class Way(Generic[Item]):
 
         return self._apart(slide, look)
 
-    def _write(self, encoded: Encoded[tuple[str, Chosen] | Done]) -> Done:
+    def _write(self, encoded: Encoded[tuple[str, _Chosen] | Done]) -> Done:
         """Write the picture first: a shard that is there says that all of its slide is done."""
         if isinstance(encoded.item, Done):
             return encoded.item
@@ -226,7 +226,7 @@ class Way(Generic[Item]):
 
         return self._apart(chosen.slide, write)
 
-    def _apart(self, slide: str, step: Callable[[], T]) -> T | Done:
+    def _apart(self, slide: str, step: Callable[[], _T]) -> _T | Done:
         """Take a slide a step further: one that a library chokes on must not end the others."""
         try:
             return step()
@@ -277,7 +277,7 @@ class OfSlides(Way[SlideRecord]):
         patches = (self.reader, self.spec.size_px, self.spec.mpp)
         return bag_fingerprint(item.slide, quickhash, size, mpp, *patches, *how, self.encoder.label)
 
-    def choose(self, item: SlideRecord) -> Chosen:
+    def choose(self, item: SlideRecord) -> _Chosen:
         plan = plan_mosaic(item, self.spec, self.params, reader=self.reader)
         small: list[tuple[int, NDArray[np.uint8]]] = []
         unread: dict[int, str] = {}
@@ -289,7 +289,7 @@ class OfSlides(Way[SlideRecord]):
                 small.extend((row, small_copy(patch)) for row, patch in zip(rows, read, strict=True))
                 yield read
 
-        return Chosen(
+        return _Chosen(
             item.slide,
             plan.kept_l0,
             pixels,
@@ -378,7 +378,7 @@ class _OfStore(Way[str]):
         patches = str(self.store.shard(item).attrs["fingerprint"])
         return bag_fingerprint(item, patches, len(self._rows(item)), self.encoder.label)
 
-    def choose(self, item: str) -> Chosen:
+    def choose(self, item: str) -> _Chosen:
         rows = self._rows(item)
 
         def pixels() -> Iterator[NDArray[np.uint8]]:
@@ -386,7 +386,7 @@ class _OfStore(Way[str]):
                 read = self.store.read(rows[first : first + _READ])
                 yield read if read.shape[-1] == 3 else np.repeat(read, 3, axis=-1)
 
-        return Chosen(item, self.store.table.xy_l0[rows], pixels)
+        return _Chosen(item, self.store.table.xy_l0[rows], pixels)
 
     def _rows(self, slide: str) -> NDArray[np.int64]:
         return np.flatnonzero(self.store.table.slide == slide)

@@ -21,7 +21,7 @@ from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import remove_strays
 from wsi_fl.types import SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord, UsageError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def sources_of(study: Study, site: SiteFile) -> Sources:
@@ -133,18 +133,20 @@ class Done:
 
 def share_slides(
     job: Job,
-    items: Sequence[T],
-    work: Callable[[list[T]], Iterable[Done]],
-    tell: Callable[[float, T], None],
+    items: Sequence[_T],
+    work: Callable[[list[_T]], Iterable[Done]],
+    tell: Callable[[float, _T], None],
 ) -> list[Done]:
     """Have every rank do its share of a site's slides; return what became of each, in order (see `Job.share`)."""
     return [Done(**one) for one in job.share(items, lambda mine: map(asdict, work(mine)), tell)]
 
 
-def finish(job: Job, done: list[Done], write: Callable[[list[Done]], T], folders: Iterable[Path]) -> T | None:
+def finish(
+    job: Job, done: list[Done], write: Callable[[list[Done]], _T], folders: Iterable[Path]
+) -> _T | None:
     """Have the first rank write the store of a site, then remove from these folders what is of no slide in it."""
 
-    def write_and_clear() -> T:
+    def write_and_clear() -> _T:
         written = write(done)
         remove_strays(folders, {one.slide for one in done if one.patches})
         return written

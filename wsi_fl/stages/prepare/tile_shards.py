@@ -44,7 +44,7 @@ _SHARE_OF_RAW = {"raw": 1.0, "native": 0.25, "jpeg": 0.3, "none": 0.0}
 _EDGE_L0 = 0.5
 _SLIDES_AT_ONCE = 2
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class _Unreadable(Exception):
@@ -232,7 +232,7 @@ class Shards:
         return needed
 
 
-def _whole(items: Iterable[T], aside: dict[int, str]) -> Iterator[T]:
+def _whole(items: Iterable[_T], aside: dict[int, str]) -> Iterator[_T]:
     """Yield the items; raise `_Unreadable` after the last where some rows are missing from them."""
     yield from items
     if aside:
