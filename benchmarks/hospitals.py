@@ -37,8 +37,7 @@ from typing import Any
 import numpy as np
 
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
-from wsi_fl.hospitals.children import Children, Place, children
-from wsi_fl.hospitals.demo import free_port
+from wsi_fl.hospitals.demo import Children, Place, children, free_port
 from wsi_fl.hospitals.lines.folder_line import FolderLine
 from wsi_fl.hospitals.lines.relayed import RelayedComm
 from wsi_fl.hospitals.trust.certificates import Identity
@@ -60,9 +59,9 @@ PROCESSES = {
     "transport.py": "MPI rank that only exchanges",
     " rank ": "MPI rank of a run",
     "runner_process": "FLARE server's job",
-    "flare.server": "FLARE server",
-    "flare.job": "hospital's job",
-    "flare.client": "hospital's client",
+    "processes server": "FLARE server",
+    "processes job": "hospital's job",
+    "processes client": "hospital's client",
 }
 """What a process is, by a part of its command line."""
 

@@ -27,11 +27,11 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from wsi_fl.api import SharedHead, public_directions
 from wsi_fl.learning.stacking import harms, own_alone, stack_by_rows
 from wsi_fl.learning.tasks import Number, Survival, Task, quality
 from wsi_fl.learning.tuning import fitted_head
-from wsi_fl.models.directions import normalised
+from wsi_fl.models.directions import normalised, public_directions
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.accounting import sigma_for
 
 Array = NDArray[Any]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,7 @@ def main() -> None:
     factors = rng.uniform(*OF_PATIENTS, (len(rows), 1, 2)) * rng.uniform(*OF_PATCHES, (*rows.shape, 2))
     held_out = np.unique(y[rows[:, 0]], return_index=True)[1]
     kept = np.setdiff1d(np.arange(len(rows)), held_out)
-    parts = {}
+    parts: dict[str, Any] = {}
     for name, part in (("train", kept), ("test", held_out)):
         flat = rows[part].ravel()
         parts |= {f"x_{name}": stained(x[flat], factors[part].reshape(-1, 2)), f"y_{name}": y[flat]}

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.patching.splits import sample_rows
+from wsi_fl.slides.reading.native import tiled_images
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.slides.reading.tiff import tiled_images
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord

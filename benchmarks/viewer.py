@@ -29,9 +29,9 @@ from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.study.folder import Study
-from wsi_fl.viewer.gallery import Gallery, Overlay
-from wsi_fl.viewer.layers import Layer, patches
+from wsi_fl.viewer.gallery import Gallery, Layer, Overlay
 from wsi_fl.viewer.server import ADDRESS, ViewServer
+from wsi_fl.viewer.site_layers import patches
 from wsi_fl.viewer.tiles import TILE_PX, Pyramid
 from wsi_fl.viewer.viewing import gallery
 

@@ -32,12 +32,12 @@ from scipy.stats import t as student
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from worth import SETTINGS, Setting, drawn
 
-from wsi_fl.api import SharedHead, WsiFlError, public_directions
 from wsi_fl.learning.stacking import harms, own_alone, shared_alone, stack_by_rows
 from wsi_fl.learning.tuning import fitted_head
-from wsi_fl.models.directions import Directions, normalised
-from wsi_fl.models.shared_head import COUNT
+from wsi_fl.models.directions import Directions, normalised, public_directions
+from wsi_fl.models.shared_head import COUNT, SharedHead
 from wsi_fl.privacy.accounting import sigma_for
+from wsi_fl.types import WsiFlError
 
 Array = NDArray[np.float64]
 Rows = NDArray[np.int64]

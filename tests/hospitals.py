@@ -10,16 +10,19 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+import pytest
 from conftest import make_study
 from opened import Opened
 
+from wsi_fl import plugins
 from wsi_fl.hospitals.demo import free_port
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.plans.signed import Plan, code_digest
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.trust.root import Root
@@ -29,6 +32,17 @@ from wsi_fl.study.folder import Study
 INSECURE = ("privacy.insecure_seed=1", "train.seed=3")
 FEDERATION = [sys.executable, "-m", "wsi_fl", "federation"]
 ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_installation():
+    """Nothing is installed while the tests of a file run that imports this: what is installed is read once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "versions", cache(plugins.versions))
+        once = cache(code_digest)
+        for name in ("signed", "making", "admitting"):
+            patch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", once)
+        yield
 
 
 class Bed:
@@ -168,7 +182,7 @@ class Bed:
                     text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 except OSError:
                     continue
-                if "flare.job" in text and kit in text:
+                if "flare.processes job" in text and kit in text:
                     found.append(int(entry.name))
         return found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, browser
 from conftest import REAL, larger_study, make_study, refused
+from hospitals import one_installation  # noqa: F401
 from test_advice import PACKAGE, _parses, _texts, ast
 from test_dossier import words_of
 from test_plan import made

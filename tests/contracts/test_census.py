@@ -18,11 +18,6 @@ REAL = "real = true\nmax_epsilon = 1.0\ndelta = 1e-5"
 ASKED = {"grade": ["low", "high"], "her2": ["pos", "neg"]}
 
 
-@pytest.fixture(scope="module")
-def federation():
-    return Federation()
-
-
 def hospital(folder, patients, name="S0", said=REAL):
     """A study with one site, whose table has these lines of (patient, grade, her2)."""
     study = make_study(folder, n_sites=0)

@@ -15,11 +15,11 @@ def processors(monkeypatch):
     """What is left of FLARE's processors, by topic."""
     from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
 
-    from wsi_fl.hospitals.flare import client
+    from wsi_fl.hospitals.flare import processes
 
     before = list(ClientRequestProcessors.request_processors)
     monkeypatch.setattr(ClientRequestProcessors, "request_processors", before)
-    client.narrow()
+    processes.narrow()
     return {topic: one for one in ClientRequestProcessors.request_processors for topic in one.get_topics()}
 
 
@@ -37,6 +37,9 @@ def test_nobody_is_left_who_reads_files_or_deletes_folders(processors):
         assert topic in processors
 
 
+USUAL = ("config/config_fed_client.json", "config/config_fed_server.json", ".__nvfl_sig.json")
+
+
 def archive(*names):
     content = BytesIO()
     with ZipFile(content, "w") as file:
@@ -49,29 +52,17 @@ def archive(*names):
 def test_a_job_by_another_name_than_an_id_is_refused(processors, job):
     from nvflare.private.defs import TrainingTopic
 
-    request = SimpleNamespace(
-        get_header=lambda key, default=None: job, body=archive("config/config_fed_client.json")
-    )
+    request = SimpleNamespace(get_header=lambda key, default=None: job, body=archive(*USUAL))
     for topic in (TrainingTopic.DEPLOY, TrainingTopic.ABORT, TrainingTopic.START_JOB):
-        reply = processors[topic].process(request, None)
-        assert "is no job" in reply.body
+        assert "is no job" in processors[topic].process(request, None).body
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "evil/config.toml",
-        "custom/x.py",
-        "config/x.json",
-        "../config_fed_client.json",
-        "a/b/config_fed_client.json",
-    ],
-)
-def test_a_job_that_brings_files_is_refused(more):
-    from wsi_fl.hospitals.flare.client import brings_more
+def test_a_job_that_brings_files_is_refused():
+    from wsi_fl.hospitals.flare.processes import brings_more
 
-    usual = ("config/config_fed_client.json", "config/config_fed_server.json", ".__nvfl_sig.json")
-    assert brings_more(archive(*usual)) == ""
-    assert "is refused" in brings_more(archive(*usual, more))
+    names = ("evil/config.toml", "custom/x.py", "config/x.json", "../config_fed_client.json")
+    assert brings_more(archive(*USUAL)) == ""
+    for more in (*names, "a/b/config_fed_client.json"):
+        assert "is refused" in brings_more(archive(*USUAL, more))
     assert "is refused" in brings_more(b"no archive")
     assert "is refused" in brings_more(bytes(2 << 20))

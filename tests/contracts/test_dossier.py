@@ -6,8 +6,10 @@ import shutil
 from functools import partial
 from html import unescape
 
+import numpy as np
 import pytest
-from conftest import REAL, refused
+from conftest import REAL, larger_study, refused
+from hospitals import one_installation  # noqa: F401
 from test_plan import Root, hospital, made
 from test_report import Document
 from typer.testing import CliRunner
@@ -20,12 +22,13 @@ from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import document_of
 from wsi_fl.hospitals.plans.signed import approval_path, approved_plan, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.report.between import render_coordinator
 from wsi_fl.stages.site.account import open_ledger
+from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json, write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -43,15 +46,9 @@ SUMMARY = {
 
 def spend(study, plan, rounds=2):
     """Put releases under a plan on the ledger of S0, and an audit beside them."""
-    import numpy as np
-
-    run, terms = (
-        f"{RUN} {'a' * 32}",
-        Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",)),
-    )
-    ledger = PrivacyLedger(
-        study.ledger("S0"), site="S0", run=run, terms=terms, named={"agreement": plan.digest}
-    )
+    terms = Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",))
+    given = {"site": "S0", "run": f"{RUN} {'a' * 32}", "named": {"agreement": plan.digest}}
+    ledger = PrivacyLedger(study.ledger("S0"), terms=terms, **given)
     round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
     for number in range(1, rounds + 1):
         ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=round_, content="model")
@@ -84,10 +81,8 @@ def own_state(tmp_path_factory):
 @pytest.fixture(scope="module")
 def signed(tmp_path_factory, own_state):
     """(study of S0, its kit, the plan that it signed), with releases and an audit."""
-    from conftest import larger_study as make_study
-
     folder, root = tmp_path_factory.mktemp("dossier"), Root()
-    plan = made(make_study(folder / "coordinator", n_sites=3, site_extra=REAL), folder)
+    plan = made(larger_study(folder / "coordinator", n_sites=3, site_extra=REAL), folder)
     kit, study = root.kit(folder / "kit", "S0"), hospital(folder, "S0")
     sign(study, look(study, plan, "S0"), Kit.open(kit).identity())
     ledger = spend(study, plan)
@@ -147,8 +142,6 @@ def test_what_was_not_done_is_said(signed, dossier, tmp_path):
     refused(lambda: make_dossier(study, site=None, kit=None, out=tmp_path / "d.html"), "of which hospital")
     refused(lambda: make_dossier(study, site="S9", kit=None, out=tmp_path / "d.html"), "S9 is not in this")
     (tmp_path / "empty" / "sites").mkdir(parents=True)
-    from wsi_fl.study.folder import Study
-
     empty = Study(tmp_path / "empty")
     refused(lambda: make_dossier(empty, site="S0", kit=None, out=tmp_path / "d.html"), "no plan lies here")
 
@@ -212,15 +205,17 @@ def test_an_audit_that_was_not_made_has_no_bounds_above(signed, dossier, tmp_pat
     )
 
 
-def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_drawing(tmp_path):
-    from conftest import larger_study as make_study
-
-    allowed = f'{REAL}\nallow = ["scores"]'
-    study = make_study(tmp_path / "study", n_sites=3, site_extra=allowed)
+def with_a_plan(tmp_path, said):
+    """A study in which a plan lies that nobody has signed."""
+    study = larger_study(tmp_path / "study", n_sites=3, site_extra=said)
     plan = made(study, tmp_path)
-    study_path = plan_path(study)
-    study_path.parent.mkdir()
-    study_path.write_text(plan.text)
+    plan_path(study).parent.mkdir()
+    plan_path(study).write_text(plan.text)
+    return study, plan
+
+
+def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_drawing(tmp_path):
+    study, _ = with_a_plan(tmp_path, f'{REAL}\nallow = ["scores"]')
     found = make_dossier(study, site="S0", kit=None, out=tmp_path / "d.html")
     (said,) = [one for one in found["assessment"][0]["facts"] if "computed of records" in one]
     for row in found["plan"]["leaves"]:
@@ -231,13 +226,8 @@ def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_draw
 
 
 def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path, monkeypatch):
-    from conftest import larger_study as make_study
-
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    study = make_study(tmp_path / "study", n_sites=3, site_extra=REAL)
-    plan = made(study, tmp_path)
-    plan_path(study).parent.mkdir()
-    plan_path(study).write_text(plan.text)
+    study, plan = with_a_plan(tmp_path, REAL)
     terms = Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed")
     ledger = open_ledger(study, study.site("S0"), f"{RUN} {'a' * 32}", terms)
     round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
@@ -271,7 +261,7 @@ def named(kit):
 
 def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
     study, kit, plan, ledger = signed
-    study = type(study)(shutil.copytree(study.root, tmp_path / "study"))
+    study = Study(shutil.copytree(study.root, tmp_path / "study"))
     approval = approval_path(study, "S0")
     first = leave(study, named(kit), out=tmp_path / "leaving.json")
     assert approval.exists() and any(str(approval) in said for said in first["says"])
@@ -293,7 +283,7 @@ def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
 
 def test_what_was_sent_stays_with_the_other_sites_of_its_run(signed, tmp_path):
     study, kit, _, ledger = signed
-    study = type(study)(shutil.copytree(study.root, tmp_path / "study"))
+    study = Study(shutil.copytree(study.root, tmp_path / "study"))
     copy = PrivacyLedger(study.ledger("S0"), site="S0", run=ledger.run, terms=ledger.terms)
     copy.sending(3, ledger.released()[-1].split()[1])
     (study.runs / RUN / "config.toml").write_text('sites = ["S0", "S1", "S2"]\n')

@@ -7,9 +7,9 @@ from datetime import UTC, date, datetime, timedelta
 
 import pytest
 from conftest import REAL, larger_study, refused
-from hospitals import INSECURE, Bed
+from hospitals import INSECURE, Bed, one_installation  # noqa: F401
 from test_plan import Root
-from wires import Federation, Wire
+from wires import Wire
 
 from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans import frames
@@ -35,8 +35,7 @@ TODAY = datetime.now(UTC).date()
 
 
 @pytest.fixture(scope="module")
-def identities():
-    federation = Federation()
+def identities(federation):
     return {name: federation.identity(name) for name in SITES}
 
 

@@ -206,15 +206,6 @@ def real_study(tmp_path, extra="", n_sites=2):
     return make_study(tmp_path / "real", n_sites=n_sites, site_extra=f"real = true\ndelta = 1e-5\n{budget}")
 
 
-def test_the_lifetime_budget_of_a_real_site_outlives_its_runs(tmp_path):
-    three = epsilon([plan(N_TRAIN, BATCH, 3, 1.4, 0.7)], 1e-5)
-    study = real_study(tmp_path, f"max_epsilon = {three + 1e-6}", n_sites=1)
-    run(study)
-    shutil.rmtree(study.runs)  # the next run gets the same number
-    with pytest.raises(WsiFlError, match=r"sites/S0\.toml: max_epsilon = .* is enough for 0 of 3 rounds"):
-        run(study)
-
-
 def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_path):
     study = real_study(tmp_path, "\n")
     words = r"sites/S0\.toml: a model without differential privacy.*\[\"model\"\]"

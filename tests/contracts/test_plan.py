@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import REAL, refused, write_features, write_store
 from conftest import larger_study as make_study
+from hospitals import one_installation  # noqa: F401
 from wires import Wire
 
 from wsi_fl import __version__
@@ -24,8 +25,7 @@ from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.models import build
 from wsi_fl.models.directions import Origin, Source, public_directions, write_directions
-from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.accounting import epsilon, group_epsilon
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext

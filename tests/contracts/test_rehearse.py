@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import REAL, refused
 from conftest import larger_study as larger_of
+from hospitals import one_installation  # noqa: F401
 from test_dossier import spend
 from test_plan import Root, hospital, made
 from typer.testing import CliRunner

@@ -7,9 +7,9 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Method, Share, supervised
-from wsi_fl.hospitals.dossier.page import said_beside
+from wsi_fl.hospitals.dossier.page import _said_beside
 from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.report import words
+from wsi_fl.report import sections, words
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
@@ -36,7 +36,7 @@ def test_a_new_method_is_a_row_and_nothing_else(gossip, tmp_path):
     run = RunFolder(study.root / summary["run"])
     released = [line for site in ("S0", "S1") for line in study.ledger(site).read_text().splitlines()]
     assert sum('"released": "model ' in line for line in released) == 4
-    assert "trained together with Gossip" in words.setting("gossip", 2)
+    assert "trained together with Gossip" in sections.setting("gossip", 2)
     assert words.method_does("gossip") == GOSSIP.does
     assert "trained together with Gossip" in report(study, run.name).read_text()
 
@@ -50,7 +50,7 @@ def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, tmp_path
     assert model["to"] == "the next site in an order drawn anew in each round"
     assert model["protected_by"].startswith("differential privacy per row, guaranteed")
     assert not any(row["large"] for row in documents)
-    facts = said_beside(said, study.site("S0"), None, None, audited=False)["assessment"][0]["facts"]
+    facts = _said_beside(said, study.site("S0"), None, None, audited=False)["assessment"][0]["facts"]
     assert any(model["what"] in fact and model["protected_by"] in fact for fact in facts)
     bare = ("privacy.enabled=false",)
     refused(

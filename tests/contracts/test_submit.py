@@ -1,12 +1,16 @@
-"""What the coordinator keeps of a run: its summary, the counts that all hospitals hold, and a page of both."""
+"""What hospitals say to the coordinator, an agreed document, and what it keeps of a run: a summary, counts, a page."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from conftest import REAL, make_study, refused
 
+from wsi_fl.federation.documents import NotAgreed
+from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work.said import agreed, answered, failed
 from wsi_fl.hospitals.work.submit import submit
 from wsi_fl.hospitals.work.taking_part import known_to_all
 from wsi_fl.runs.run import RunFolder
@@ -85,9 +89,92 @@ def test_a_folder_with_a_result_is_refused_before_anything_runs(said, tmp_path, 
     refused(lambda: submit(None, PLAN, out=tmp_path), "holds the result of runs/")
 
 
-@pytest.mark.parametrize("run", ["../../elsewhere", "runs/..", "/etc", "runs/a b"])
-def test_a_run_by_any_name_is_kept_beside_the_plan(said, tmp_path, run):
-    for answer in said.values():
-        answer["run"] = run
-    kept = submit(None, PLAN, beside=tmp_path / "plan")["out"]
-    assert [str(path) for path in tmp_path.glob("plan/*")] == [kept]
+def test_a_run_by_any_name_is_kept_beside_the_plan(said, tmp_path):
+    for run in ("../../elsewhere", "runs/..", "/etc", "runs/a b"):
+        for answer in said.values():
+            answer["run"], answer["scores"] = run, None
+        kept = submit(None, PLAN, beside=tmp_path / "plan")["out"]
+        assert kept in [str(path) for path in tmp_path.glob("plan/*")]
+
+
+# what a hospital says
+
+
+@pytest.fixture(scope="module")
+def done(trained):
+    """What a hospital says of a run of two, scores and all."""
+    study, summary = trained
+    return json.loads(json.dumps(known_to_all(study, "S0", dict(summary))))
+
+
+def test_a_run_a_visit_and_a_failure_come_through_as_they_are(done):
+    assert done["scores"]["hospitals"] == SITES
+    assert answered(json.dumps(done), "S0", "work") == done
+    visit = {"site": "S0", "peers": ["S1"], "seconds": 0.2}
+    assert answered(json.dumps(visit), "S0", "check") == visit
+    assert answered("{}", "S0", "ready") == {}
+    both = {"S0": done, "S1": done}
+    assert agreed(both, SITES, "work") == both
+    assert agreed({"S0": done}, SITES, "work") == {"S0": done}
+    assert agreed({"S0": {}, "S1": failed("no way")}, SITES, "work") == {"S1": {"error": "no way"}}
+
+
+def test_whatever_else_a_hospital_says_is_refused_by_name(done):
+    row, scores = done["sites"][0], done["scores"]
+    counts = scores["counts"]["S0"]["S0"]
+    for other in (
+        {**done, "more": 1},
+        {**done, "run": "runs/1\x1b[2J"},
+        {**done, "seconds": "2"},
+        {**done, "sites": [{**row, "site": "S0\u202e"}]},
+        {**done, "sites": [{**row, "seconds": 1.0}]},
+        {**done, "sites": [{**row, "epsilon": -1.0}]},
+        {key: value for key, value in done.items() if key != "communication"},
+        {**done, "scores": {**scores, "hospitals": ["S0"]}},
+        {**done, "scores": {**scores, "counts": {"S0": {"S0": {**counts, "n": -1}}}}},
+        {**done, "scores": {**scores, "classes": ["a", "b", "c"]}},
+        [],
+        "done",
+        {},
+    ):
+        for say in (
+            lambda other=other: answered(json.dumps(other), "S1", "work"),
+            lambda other=other: agreed({"S1": other or [other]}, SITES, "work"),
+        ):
+            refused(say, "S1 told what was not agreed on", error=NotAgreed)
+    for text in ("[" * 100_000, '{"a":' * 50_000, "no JSON", '{"seconds": NaN}', "\ud800"):
+        refused(lambda text=text: answered(text, "S1", "work"), "site S1 told", error=NotAgreed)
+
+
+def test_a_reason_is_one_line_that_can_be_shown():
+    assert failed("a\nb\x1b[2J" + "c" * 2000)["error"].startswith("a b\ufffd[2Jccc")
+    assert len(failed("c" * 2000)["error"]) == 1000
+    for evil in ({"error": "\x1b[2J"}, {"error": "x", "and": 1}, {"error": 5}, {"error": "a\nb"}):
+        refused(
+            lambda evil=evil: agreed({"S1": evil}, SITES, "work"), "S1 told what was not", error=NotAgreed
+        )
+
+
+def test_a_server_that_hands_on_something_else_is_refused():
+    for told in ({"S7": {}}, [], "x", None, {"\x1b": {"error": "x"}}):
+        refused(lambda told=told: agreed(told, SITES, "check"), "the server handed on", error=NotAgreed)
+
+
+@pytest.mark.parametrize(
+    "evil", [{"error": "\x1b[2Jhello"}, {"site": "S1", "peers": [], "seconds": 0, "x": 1}]
+)
+def test_a_job_hands_nothing_else_to_the_coordinator(monkeypatch, tmp_path, evil):
+    def result(_, place):
+        (tmp_path / "said.json").write_text(json.dumps({"S1": evil}))
+        return str(tmp_path)
+
+    session = SimpleNamespace(
+        submit_job=lambda _: "1", get_job_status=lambda _: "FINISHED:COMPLETED", download_job_result=result
+    )
+    monkeypatch.setattr(jobs, "_session", lambda _: nullcontext(session))
+    job = {"what": "check", "plan": "0" * 64}
+    with pytest.raises(WsiFlError, match="site S1 told what was not agreed on"):
+        jobs.run_job(None, ["S1"], job, told=lambda _: None, waiting=lambda _: None)
+    evil.clear()
+    evil.update({"site": "S1", "peers": [], "seconds": 0.5})
+    assert jobs.run_job(None, ["S1"], job, told=lambda _: None, waiting=lambda _: None) == {"S1": evil}

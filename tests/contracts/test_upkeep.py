@@ -15,7 +15,6 @@ from conftest import refused
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.work import start as starting
-from wsi_fl.hospitals.work import upkeep
 from wsi_fl.types import WsiFlError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -27,9 +26,9 @@ def test_logs_are_rotated_and_five_older_ones_kept(tmp_path):
         (tmp_path / "console.txt").write_text(f"start {number}")
         (tmp_path / "audit.log").write_text("x" * (11 if number == 3 else 10))
         (tmp_path / "C1.log").write_text("short")
-        upkeep.rotate(tmp_path / "console.txt", 0)
-        upkeep.rotate(tmp_path / "audit.log", 10)
-        upkeep.rotate(tmp_path / "C1.log")
+        starting._rotate(tmp_path / "console.txt", 0)
+        starting._rotate(tmp_path / "audit.log", 10)
+        starting._rotate(tmp_path / "C1.log")
     kept = {path.name: path.read_text() for path in tmp_path.glob("console.txt*")}
     assert kept == {f"console.txt.{k}": f"start {8 - k}" for k in range(1, 6)}
     assert sorted(path.name for path in tmp_path.glob("*.log*")) == ["C1.log", "audit.log", "audit.log.1"]
@@ -43,7 +42,7 @@ def test_the_newest_jobs_are_kept_and_nothing_but_jobs_goes(tmp_path):
         os.utime(folder, (1e9 - age, 1e9 - age))
     for name in ("startup", "local", "transfer"):
         (tmp_path / name).mkdir()
-    upkeep.forget_jobs(tmp_path)
+    starting._forget_jobs(tmp_path)
     assert [folder.exists() for folder in jobs] == [True] * 20 + [False] * 3
     assert len(list(tmp_path.iterdir())) == 23
 

@@ -25,6 +25,7 @@ from browser import CHROMIUM, browser
 from conftest import REAL, SHARED, refused
 from matplotlib import colormaps
 from PIL import Image
+from test_predict import trained_on
 
 from wsi_fl.demo import phantom
 from wsi_fl.demo.phantom.tiff import jpeg_tiles, write_levels
@@ -34,23 +35,18 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.predict import predict, write_patches
 from wsi_fl.stages.answers.predictor import SlidePrediction
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 from wsi_fl.viewer import gallery as galleries
 from wsi_fl.viewer import server as servers
 from wsi_fl.viewer import site_layers
 from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
-from wsi_fl.viewer.layers import patches, values
 from wsi_fl.viewer.server import ADDRESS, ViewServer
-from wsi_fl.viewer.site_layers import Prediction
-from wsi_fl.viewer.tiles import TILE_PX, Pyramid, TileReader, read_tile
+from wsi_fl.viewer.site_layers import Prediction, patches, values
+from wsi_fl.viewer.tiles import TILE_PX, Pyramid, TileReader, _averaged
 from wsi_fl.viewer.viewing import gallery
 
-SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
-TRAINING = ["train.rounds=1", "train.input_px=24", "privacy.enabled=false", "model.private=gn_cnn_small"]
 ILL = "patient_000_node_1"
 ROOT = Path(__file__).parents[2]
 
@@ -58,10 +54,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def predicted(archive, tmp_path_factory):
     """A study and a run; C1's slides predicted with its own models, one of them with C2's too."""
+    trained, run = trained_on(archive, tmp_path_factory.getbasetemp() / "trained")
     study = Study(tmp_path_factory.mktemp("view") / "study")
-    init(study.root, archive=archive)
-    tile(study, site=None, overrides=SETTINGS)
-    run = train(study, method="regular", overrides=[*SETTINGS, *TRAINING], backend="local")["run"]
+    shutil.copytree(trained.root, study.root, ignore=shutil.ignore_patterns("predictions"))
     predict(study, run, site="C1", slides=slides_of(archive, 0)[:2])
     predict(study, run, site="C2", slides=[slides_of(archive, 0)[1], slides_of(archive, 1)[0]])
     return study, Path(run).name
@@ -129,6 +124,11 @@ def status_of(server, path):
 # pixels
 
 
+def read_tile(slide, level, column, row):
+    pyramid = Pyramid(slide.size_l0)
+    return _averaged(slide, pyramid.scale(level), pyramid.box(level, column, row))
+
+
 def stitched(slide, level):
     """A level [h, w, 3] put together from its tiles."""
     width, height = Pyramid(slide.size_l0).size(level)
@@ -176,47 +176,41 @@ def test_the_page_the_list_a_slide_a_layer_and_a_tile_are_served(server, archive
     assert np.abs(apart).mean() < 4
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "//", "/slides.json", "/wrong/slides.json", "/../slides.json", "*", "x", "/ü/"]
-)
-def test_without_the_token_nothing_is_said(server, path):
-    assert status_of(server, path) == 403
-
-
-def test_a_token_that_is_almost_right_is_wrong(server):
+def test_without_the_token_or_with_one_that_is_almost_right_nothing_is_said(server):
+    for path in ("/", "//", "/slides.json", "/wrong/slides.json", "/../slides.json", "*", "x", "/ü/"):
+        assert status_of(server, path) == 403, path
     for token in (server.token[:-1], server.token + "x", server.token.swapcase(), ""):
         assert asked(server, f"/{token}/slides.json", token=False)[0] == 403
     assert asked(server, f"/{server.token}", token=False)[0] == 404
     assert len(server.token) >= 43, "256 bits in base64"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("slides", "slides/", "page/", "index.html", "viewer.py", "openseadragon.LICENSE", "slides.json/"),
-        *("slides.json?a=1", "slides/1e0.json", "slides/4.json", "slides/0/tiles/9/0_0.jpg/.."),
-        *("..", "../", "../slides.json", "slides/../slides.json", "..%2f..%2fetc%2fpasswd", "%2e%2e/slides.json"),
-        *("slides%2f0.json", "slides/0%2ejson", "/etc/passwd", "//etc/passwd", "..\\slides.json", "slides/0.json\x00"),
-        *("slides/-1.json", "slides/00.json", "slides/٣.json"),
-        *("slides/99999999999.json", "slides/0/layers/9.json", "slides/4/layers/0.json", "slides/4/tiles/9/0_0.jpg"),
-        *("slides/0/tiles/9/1_0.jpg", "slides/0/tiles/99/0_0.jpg", "slides/0/tiles/9/0_0.png"),
-    ],
-)  # fmt: skip
-def test_paths_of_no_known_form_and_slides_that_are_not_there_are_not_found(server, path):
-    assert status_of(server, f"/{server.token}/{path}") == 404
+NOT_FOUND = r"""
+slides slides/ page/ index.html viewer.py openseadragon.LICENSE slides.json/ slides.json?a=1 slides/1e0.json
+slides/4.json .. ../ ../slides.json slides/../slides.json ..%2f..%2fetc%2fpasswd %2e%2e/slides.json
+slides/0/tiles/9/0_0.jpg/.. slides%2f0.json slides/0%2ejson /etc/passwd //etc/passwd ..\slides.json slides/-1.json
+slides/00.json slides/٣.json slides/99999999999.json slides/0/layers/9.json slides/4/layers/0.json
+slides/4/tiles/9/0_0.jpg slides/0/tiles/9/1_0.jpg slides/0/tiles/99/0_0.jpg slides/0/tiles/9/0_0.png
+"""
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
-def test_the_server_is_read_only(server, method):
-    status, headers, _ = asked(server, "slides.json", method=method)
-    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+def test_paths_of_no_known_form_and_slides_that_are_not_there_are_not_found(server):
+    for path in [*NOT_FOUND.split(), "slides/0.json\x00"]:
+        assert status_of(server, f"/{server.token}/{path}") == 404, path
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "[::1]:{port}", ""]
-)
-def test_a_name_that_was_rebound_to_this_machine_gets_nothing(server, host):
-    assert asked(server, "slides.json", host=host.format(port=server.port))[0] == 403
+def test_the_server_is_read_only_and_listens_on_this_machine_alone(server):
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"):
+        status, headers, _ = asked(server, "slides.json", method=method)
+        assert (status, headers["Allow"]) == (405, "GET, HEAD")
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_name_that_was_rebound_to_this_machine_gets_nothing_and_a_tunnel_may_say_localhost(server):
+    port = server.port
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", "127.0.0.1:1", f"[::1]:{port}", ""):
+        assert asked(server, "slides.json", host=host)[0] == 403, host
+    assert asked(server, "slides.json", host=f"localhost:{port}")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -263,29 +257,21 @@ def test_a_head_that_does_not_end_and_a_crowd_are_hung_up_on(predicted, monkeypa
             one.close()
 
 
-def test_a_tunnel_may_call_the_machine_localhost(server):
-    assert asked(server, "slides.json", host=f"localhost:{server.port}")[0] == 200
-
-
-@pytest.mark.parametrize("path", ["", "slides.json", "slides/0/tiles/9/0_0.jpg", "nothing"])
-def test_every_answer_forbids_other_origins_storing_and_inline_scripts(server, path):
-    headers = asked(server, path)[1]
-    policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
-    assert (policy["default-src"], policy["script-src"]) == ("'none'", "'self'")
-    assert "unsafe" not in headers["Content-Security-Policy"]
-    assert (headers["Cache-Control"], headers["Referrer-Policy"]) == ("no-store", "no-referrer")
-    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
-    assert "Python" not in headers["Server"]
-
-
-def test_the_server_listens_on_this_machine_alone(server):
-    assert server.socket.getsockname()[0] == "127.0.0.1"
+def test_every_answer_forbids_other_origins_storing_and_inline_scripts(server):
+    for path in ("", "slides.json", "slides/0/tiles/9/0_0.jpg", "nothing"):
+        headers = asked(server, path)[1]
+        policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
+        assert (policy["default-src"], policy["script-src"]) == ("'none'", "'self'")
+        assert "unsafe" not in headers["Content-Security-Policy"]
+        assert (headers["Cache-Control"], headers["Referrer-Policy"]) == ("no-store", "no-referrer")
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert "Python" not in headers["Server"]
 
 
 def test_a_port_that_is_taken_is_said_and_the_usual_one_gives_way(server, monkeypatch):
     empty = Gallery("nothing", [])
     refused(lambda: ViewServer(empty, server.port), f"port {server.port} cannot be used", "--port")
-    monkeypatch.setattr("wsi_fl.viewer.server.USUAL_PORT", server.port)
+    monkeypatch.setattr("wsi_fl.viewer.server._USUAL_PORT", server.port)
     with ViewServer(empty) as other:
         assert other.port != server.port
 
@@ -413,20 +399,20 @@ def test_a_site_shows_its_own_slides_and_what_its_store_kept(predicted, archive)
         table = store.table.take(store.table.slide == ILL)
     assert drawn["kept patches"]["xy"] == table.xy_l0.ravel().tolist()
     assert drawn["kept patches"]["group"] == table.label.tolist()
-    assert (drawn["kept patches"]["side"], drawn["kept patches"]["groups"]) == (
-        128.0,
-        ["healthy", "tumor"],
-    )
+    kept = drawn["kept patches"]
+    assert (kept["side"], kept["groups"]) == (128.0, ["healthy", "tumor"])
 
 
-def test_outlines_are_those_of_tile(predicted, archive):
-    study, _ = predicted
+def test_outlines_are_those_of_tile_and_tissue_is_looked_for_where_its_reader_was_vouched_for(
+    predicted, archive, monkeypatch
+):
+    study, vouched = predicted[0], []
+    note = lambda path, mpp, reader: vouched.append((path.stem, reader))  # noqa: E731
+    monkeypatch.setattr(site_layers, "check_opens_safely", note)
     drawn = layers_of(gallery(study, site="C1"), ILL)
     rings = [shapely.Polygon(np.reshape(ring, (-1, 2))) for ring in drawn["annotation"]["rings"]]
     tumor = read_annotations(archive / "annotations" / f"{ILL}.xml").tumor
-    drawn_area = (
-        shapely.area(rings[0]) if len(rings) == 1 else shapely.area(shapely.symmetric_difference_all(rings))
-    )
+    drawn_area = shapely.area(shapely.symmetric_difference_all(rings))
     assert drawn_area == pytest.approx(tumor.area, rel=0.01)
     tissue = shapely.union_all(
         [shapely.Polygon(np.reshape(r, (-1, 2))) for r in drawn["tissue"]["rings"] if len(r) > 6]
@@ -435,15 +421,7 @@ def test_outlines_are_those_of_tile(predicted, archive):
     squares = shapely.box(*corners.T, *(corners + 128).T)
     covered = shapely.area(shapely.intersection(squares, tissue)) / 128**2
     assert (covered > 0.2).all() and covered.mean() > 0.7
-
-
-def test_tissue_is_looked_for_only_where_its_reader_was_vouched_for(predicted, monkeypatch):
-    asked_for = []
-    monkeypatch.setattr(
-        site_layers, "check_opens_safely", lambda path, mpp, reader: asked_for.append((path.stem, reader))
-    )
-    layers_of(gallery(predicted[0], site="C1"), ILL)
-    assert asked_for == [(ILL, "auto")]
+    assert vouched == [(ILL, "auto")]
 
 
 def test_a_site_without_a_store_shows_its_slides_and_says_so(archive, tmp_path, capsys):
@@ -465,14 +443,16 @@ def test_what_is_drawn_of_a_prediction_is_what_predict_wrote(predicted):
     assert layer["side"] == 128.0
 
 
-def test_slides_are_ranked_by_what_was_said_of_them(predicted):
+def test_slides_are_ranked_by_what_was_said_of_them_and_a_folder_is_shown_like_a_run(predicted):
     study, run = predicted
-    shown = gallery(study, run=run, site="C1")
+    folder = study.root / "runs" / run / "predictions/C1"
     scores = {
         path.parent.name: json.loads(path.read_text())["score"]["top_k_mean"]
-        for path in (study.root / "runs" / run / "predictions/C1").glob("*/score.json")
+        for path in folder.glob("*/score.json")
     }
-    assert {one.name: one.score for one in shown.exhibits} == scores
+    for shown in (gallery(study, run=run, site="C1"), gallery(study, predictions=folder)):
+        assert {one.name: one.score for one in shown.exhibits} == scores
+    assert [one.name for one in gallery(study, predictions=folder / ILL).exhibits] == [ILL]
 
 
 def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
@@ -490,16 +470,6 @@ def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
     assert (model["columns"], model["shown"], model["values"][1]) == (["luad", "lusc"], 1, [0.1, 0.8, 0.5])
     write_patches(tmp_path / "patches.csv", xy_l0, None, answer.columns)
     assert said.overlays() == [], "nobody knows where the patches lie"
-
-
-def test_a_folder_of_predictions_is_shown_like_a_run(predicted):
-    study, run = predicted
-    folder = study.root / "runs" / run / "predictions" / "C1"
-    several = gallery(study, predictions=folder)
-    assert [one.name for one in several.exhibits] == [
-        one.name for one in gallery(study, run=run, site="C1").exhibits
-    ]
-    assert [one.name for one in gallery(study, predictions=folder / ILL).exhibits] == [ILL]
 
 
 # whose slides
@@ -569,25 +539,20 @@ def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, caps
     assert gallery(study, run=run, site="C1").patients_of == ("C1",)
 
 
-def test_another_slide_under_the_same_name_is_not_coloured(own, archive, tmp_path):
+def test_another_slide_under_the_same_name_is_not_coloured_and_one_that_is_gone_stays_in_the_list(
+    own, archive, tmp_path
+):
     study, run = own
     score = study.root / "runs" / run / "predictions/C1" / ILL / "score.json"
-    elsewhere = shutil.copy(slides_of(archive, 0)[0], tmp_path / f"{ILL}.tif")
-    score.write_text(json.dumps(json.loads(score.read_text()) | {"path": str(elsewhere)}))
-    refused(
-        lambda: layers_of(gallery(study, run=run, site="C1"), ILL),
-        "not the slide that was predicted",
-        error=WsiFlError,
-    )
 
+    def said(**more):
+        score.write_text(json.dumps(json.loads(score.read_text()) | more))
+        return gallery(study, run=run, site="C1")
 
-def test_a_predicted_slide_that_is_gone_stays_in_the_list(own):
-    study, run = own
-    for path in (study.root / "runs" / run / "predictions/C1").glob("*/score.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"path": "gone.tif", "slide": "gone"}))
-    assert {(one.path, one.note) for one in gallery(study, run=run, site="C1").exhibits} == {
-        (None, "the slide is not here")
-    }
+    elsewhere = said(path=str(shutil.copy(slides_of(archive, 0)[0], tmp_path / f"{ILL}.tif")))
+    refused(lambda: layers_of(elsewhere, ILL), "not the slide that was predicted", error=WsiFlError)
+    gone = {one.name: (one.path, one.note) for one in said(path="gone.tif", slide="gone").exhibits}["gone"]
+    assert gone == (None, "the slide is not here")
 
 
 def test_errors_say_what_to_do(own, tmp_path):

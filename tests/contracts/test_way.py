@@ -10,7 +10,7 @@ from conftest import refused
 from proxies import FORBIDDEN, KNOWN, needs_proxy, proxying
 
 from wsi_fl.hospitals.trust.certificates import approved, new_key, new_request, new_root
-from wsi_fl.hospitals.trust.kit import Kit, address_of, connected, likely_reason, look, proxy_to, server_of
+from wsi_fl.hospitals.trust.kit import Kit, _connected, address_of, likely_reason, look, proxy_to, server_of
 from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.types import WsiFlError
 
@@ -170,7 +170,7 @@ def test_a_proxy_that_is_not_there_is_named(founded, monkeypatch):
 @pytest.mark.parametrize("url", ["socks5://h:1", "https://user:pw@h:1", "http://h:port", "http://:1"])
 def test_a_proxy_of_another_kind_is_refused(monkeypatch, url):
     monkeypatch.setenv("HTTPS_PROXY", url)
-    refused(lambda: connected("a.org", 443), "names no proxy that can be used", error=WsiFlError)
+    refused(lambda: _connected("a.org", 443), "names no proxy that can be used", error=WsiFlError)
 
 
 def test_a_proxy_may_be_written_without_its_scheme_and_is_left_out_for_hosts_of_no_proxy(monkeypatch):

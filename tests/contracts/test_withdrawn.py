@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import refused
 from typer.testing import CliRunner
-from wires import Federation, Wire
+from wires import Wire
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.lines.attendance import SiteReturned
-from wsi_fl.hospitals.lines.relayed import RelayedComm
+from wsi_fl.hospitals.lines.relayed import RelayedComm, SiteReturned
 from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
@@ -219,12 +218,10 @@ def test_all_who_begin_again_over_a_folder_know_the_newest_list(place, monkeypat
 def test_a_job_brings_the_list_and_no_forged_one(place, roles, monkeypatch):
     monkeypatch.setenv(roles.STUDY, str(place))
     monkeypatch.setenv(roles.KIT, str(place / "one" / "C1"))
-    engine = SimpleNamespace(get_cell=lambda: None)
-    context = SimpleNamespace(get_engine=lambda: engine, get_job_id=lambda: "job")
 
     def do(text):
         job = {"what": "check", "plan": "0" * 64, "withdrawn": text}
-        return roles.Hospital()._do(job, context, None)
+        return roles.Hospital()._do(job)
 
     ours, theirs = (Path(revoke("C2", place / name)["file"]).read_text() for name in ("one", "two"))
     refused(lambda: do(theirs), "not signed by this federation's root", error=NotTrusted)
@@ -235,18 +232,12 @@ def test_a_job_brings_the_list_and_no_forged_one(place, roles, monkeypatch):
     refused(lambda: do((place / "one" / "root" / LIST).read_text()), "of C1 was withdrawn")
 
 
-def test_the_coordinator_is_told_before_anybody_is_asked(place, monkeypatch):
+def test_the_coordinator_is_told_before_anybody_is_asked(place):
     keys = {name: fingerprint(kit(place, name).identity().certificate) for name in ("C1", "C2")}
     plan = Plan(json.dumps({"sites": [{"name": name, "key": key} for name, key in keys.items()]}))
     revoke("C2", place / "one")
-    monkeypatch.setattr(submitting, "need_flare", lambda: None)
     asking = partial(submitting._run, kit(place, "coordinator"), plan, plan.sites, {}, Silent())
     refused(asking, "a key of C2 that was withdrawn")
-
-
-@pytest.fixture(scope="module")
-def federation():
-    return Federation()
 
 
 @pytest.fixture(scope="module")

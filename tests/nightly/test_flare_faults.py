@@ -104,7 +104,7 @@ def test_a_killed_client(bed):
 def bed_client(bed, site):
     """The process id of FLARE's client of a hospital."""
     out = subprocess.run(
-        ["pgrep", "-f", f"flare.client -m {bed.root / 'kits' / site} "], capture_output=True, check=False
+        ["pgrep", "-f", f"processes client -m {bed.root / 'kits' / site} "], capture_output=True, check=False
     )
     return int(out.stdout.split()[0])
 

@@ -7,7 +7,7 @@ import pytest
 import test_mpcpa
 from conftest import write_features
 from hospitals import Bed, digests
-from test_folder_line import HEADS, rows_of
+from test_oneshot import HEADS, rows_of
 from test_replay import plant
 
 pytestmark = [

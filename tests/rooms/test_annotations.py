@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapely import affinity
 
-from wsi_fl.slides.patching.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
+from wsi_fl.slides.patching.annotations import read_annotations, share_inside
 from wsi_fl.types import WsiFlError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "annotations"
@@ -37,7 +37,7 @@ def asap(path, *outlines):
     return path
 
 
-def geojson(path, document):
+def written(path, document):
     path.write_text(json.dumps(document))
     return path
 
@@ -73,7 +73,7 @@ def test_an_outline_without_a_group_is_unsure_beside_named_ones_and_tumour_alone
     away = [(x + 500, y) for x, y in SQUARE]
     mixed = read_annotations(asap(tmp_path / "mixed.xml", ("Tumor", SQUARE), ("None", away)))
     assert (mixed.tumor.area, mixed.unsure.area) == (10_000, 10_000)
-    assert unsure_fraction(mixed, np.array([[500, 0], [0, 0]]), 50.0).tolist() == [1, 0]
+    assert share_inside(mixed.unsure, np.array([[500, 0], [0, 0]]), 50.0).tolist() == [1, 0]
     alone = read_annotations(asap(tmp_path / "alone.xml", ("None", away)))
     assert (alone.tumor.area, alone.unsure.area) == (10_000, 0)
 
@@ -119,7 +119,7 @@ def test_geojson_holes_of_both_kinds_are_taken_out(tmp_path):
         feature(SQUARE, holes=[INNER], classification={"name": "Tumor"}),
         feature(far, classification={"name": "Exclusion"}),
     ]
-    assert read_annotations(geojson(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400
+    assert read_annotations(written(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400
 
 
 def test_what_no_person_drew_and_what_has_no_area_is_left_out(tmp_path):
@@ -130,7 +130,7 @@ def test_what_no_person_drew_and_what_has_no_area_is_left_out(tmp_path):
         {"type": "Feature", "geometry": line, "properties": {"classification": {"name": "Tumor"}}},
         {"type": "Feature", "geometry": None, "properties": None},
     ]
-    assert read_annotations(geojson(tmp_path / "a.json", document)).tumor.area == 10_000
+    assert read_annotations(written(tmp_path / "a.json", document)).tumor.area == 10_000
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_odd_rings_are_repaired_or_dropped(tmp_path, ring, area):
     assert annotations.tumor.is_valid
     assert annotations.tumor.geom_type in {"Polygon", "MultiPolygon", "GeometryCollection"}
     assert annotations.tumor.area == pytest.approx(area)
-    assert tumor_fraction(annotations, np.array([[-1000, -1000]]), 5000.0)[0] * 5000**2 == pytest.approx(
+    assert share_inside(annotations.tumor, np.array([[-1000, -1000]]), 5000.0)[0] * 5000**2 == pytest.approx(
         area, rel=1e-4
     )
 
@@ -177,7 +177,7 @@ def test_shares_are_exact_areas(seed, side, n):
     tumor = shapely.difference(outline.buffer(0), hole)
     xy = rng.integers(-20, 320, (40, 2))
     expected = [tumor.intersection(shapely.box(x, y, x + side, y + side)).area / side**2 for x, y in xy]
-    got = tumor_fraction(Annotations(tumor, NOTHING), xy, side)
+    got = share_inside(tumor, xy, side)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
@@ -187,29 +187,20 @@ def test_patches_that_only_touch_an_outline_share_no_area_with_it():
     for tumor in (shapely.Polygon(SQUARE), shapely.union(shapely.Polygon(SQUARE), slanted).convex_hull):
         left, _, right, _ = tumor.bounds
         xy = np.array([[int(np.ceil(right)), 0], [int(np.floor(left)) - 50, 0]])
-        assert tumor_fraction(Annotations(tumor, NOTHING), xy, 50.0).tolist() == [0, 0]
-    inside = tumor_fraction(Annotations(star(3000), NOTHING), np.array([[29_000, 29_000]]), 333.3)
+        assert share_inside(tumor, xy, 50.0).tolist() == [0, 0]
+    inside = share_inside(star(3000), np.array([[29_000, 29_000]]), 333.3)
     assert inside.tolist() == [1]
 
 
 @needs_shared
-@pytest.mark.parametrize("name", ["asap_example.xml", "asap_example.geojson", "dlup_qupath05.geojson"])
-def test_files_of_other_tools_read_once_their_groups_are_named(name):
-    with pytest.raises(WsiFlError, match="unknown annotation groups"):
-        read_annotations(SHARED / name)
-    groups = ("UT", "I", "artifact", "aberrant_positive_columnar", "unsure")
-    annotations = read_annotations(SHARED / name, dict.fromkeys(groups, "tumor"))
-    assert annotations.tumor.is_valid
-    assert annotations.tumor.area > 0
-
-
-@needs_shared
-def test_asap_and_geojson_of_the_same_region_agree():
-    areas = [
-        read_annotations(SHARED / name, {"unsure": "tumor", other: "ignored"}).tumor.area
-        for name, other in (
-            ("asap_example.xml", "aberrant_positive_columnar"),
-            ("asap_example.geojson", "artifact"),
-        )
-    ]
+def test_files_of_other_tools_read_once_their_groups_are_named_and_agree():
+    groups = ("UT", "I", "artifact", "aberrant_positive_columnar")
+    areas = []
+    for name in ("asap_example.xml", "asap_example.geojson", "dlup_qupath05.geojson"):
+        with pytest.raises(WsiFlError, match="unknown annotation groups"):
+            read_annotations(SHARED / name)
+        every = read_annotations(SHARED / name, dict.fromkeys((*groups, "unsure"), "tumor")).tumor
+        assert every.is_valid and every.area > 0
+        roles = dict.fromkeys(groups, "ignored") | {"unsure": "tumor"}
+        areas.append(read_annotations(SHARED / name, roles).tumor.area)
     assert areas[0] == pytest.approx(areas[1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wsi_fl.slides.reading.sweep import cut
-from wsi_fl.slides.reading.tiff import TiledImage
+from wsi_fl.slides.reading.native import TiledImage
+from wsi_fl.slides.reading.sweep import _cut
 
 
 def image_of(size_px, tile_px):
@@ -48,7 +48,7 @@ def test_every_pixel_is_given_once_and_tiles_are_decoded_once_within_reach(seed)
     patch = np.flatnonzero(draw.random(len(at) * 2) < 0.6)[: len(at)]
     at = at[: len(patch)]
     step, reach = (int(draw.integers(1, n)) for n in (9, 30))
-    cuts = cut(image, at, patch, size_px, step=step, reach=reach)
+    cuts = _cut(image, at, patch, size_px, step=step, reach=reach)
     out, decoded = carried_out(image, cuts, patch.tolist(), size_px)
     for number, (x, y) in zip(patch.tolist(), at.tolist(), strict=True):
         ys, xs = np.mgrid[y : y + size_px, x : x + size_px]
@@ -72,8 +72,6 @@ def test_every_pixel_is_given_once_and_tiles_are_decoded_once_within_reach(seed)
 
 
 def test_no_patch_is_no_plan():
-    cuts = cut(
-        image_of((64, 64), (16, 16)), np.zeros((0, 2), np.int64), np.zeros(0, np.int64), 8, step=4, reach=2
-    )
-    assert len(cuts.jobs) == len(cuts.parts) == 0
-    assert [len(rows) for rows in cuts.of(0)] == [0, 0]
+    none = np.zeros((0, 2), np.int64)
+    cuts = _cut(image_of((64, 64), (16, 16)), none, none[:, 0], 8, step=4, reach=2)
+    assert [len(rows) for rows in (*cuts, *cuts.of(0))] == [0, 0, 0, 0]

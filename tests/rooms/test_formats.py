@@ -46,28 +46,26 @@ def png(folder, picture):
 
 
 def jpeg(folder, picture):
-    path = folder / "a.jpg"
-    Image.fromarray(picture).save(
-        path, quality=95, dpi=(25_400, 25_400)
-    )  # JPEG holds 65 535 dpi at most, and whole ones
+    path = folder / "a.jpg"  # JPEG holds 65 535 dpi at most, and whole ones
+    Image.fromarray(picture).save(path, quality=95, dpi=(25_400, 25_400))
     return path
 
 
-def strips(compression):
-    def write(folder, picture):
-        if compression == "lzw":
-            pytest.importorskip("imagecodecs")
-        path = folder / "a.tif"
-        how = {"photometric": "rgb", "rowsperstrip": 64, "compression": compression}
-        tifffile.imwrite(path, picture, resolution=(PER_CM, PER_CM), resolutionunit="CENTIMETER", **how)
-        return path
+def strips(folder, picture):
+    needs("imagecodecs")
+    path = folder / "a.tif"
+    how = {"photometric": "rgb", "rowsperstrip": 64, "compression": "lzw"}
+    tifffile.imwrite(path, picture, resolution=(PER_CM, PER_CM), resolutionunit="CENTIMETER", **how)
+    return path
 
-    return write
+
+def needs(*modules):
+    for module in modules:
+        pytest.importorskip(module)
 
 
 def ome_tiff(folder, picture):
-    pytest.importorskip("zarr")
-    pytest.importorskip("imagecodecs")
+    needs("zarr", "imagecodecs")
     path = folder / "a.ome.tif"
     levels = halves(picture)
     said = {"axes": "YXS", "PhysicalSizeX": MPP, "PhysicalSizeXUnit": "µm"}
@@ -84,8 +82,7 @@ def ome_flat(**how):
     """An OME-TIFF without a pyramid."""
 
     def write(folder, picture):
-        pytest.importorskip("zarr")
-        pytest.importorskip("imagecodecs")
+        needs("zarr", "imagecodecs")
         path = folder / "a.ome.tif"
         said = {"axes": "YXS", "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}
         tifffile.imwrite(path, picture, ome=True, metadata=said, photometric="rgb", **how)
@@ -109,12 +106,8 @@ def ome_zarr(version, axes="cyx", **attributes):
             datasets.append(
                 {"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": scale}]}
             )
-        units = [
-            {"name": axis, "type": "channel"}
-            if axis == "c"
-            else {"name": axis, "type": "space", "unit": "micrometer"}
-            for axis in axes
-        ]
+        space = {"type": "space", "unit": "micrometer"}
+        units = [{"name": axis} | ({"type": "channel"} if axis == "c" else space) for axis in axes]
         said = {"multiscales": [{"version": version, "axes": units, "datasets": datasets}]}
         said |= attributes
         group.attrs.update(said if version == "0.4" else {"ome": {"version": version, **said}})
@@ -135,9 +128,7 @@ def czi(folder, picture):
 WRITERS = {
     "png": png,
     "jpeg": jpeg,
-    "tiff": strips("none"),
-    "tiff deflate": strips("deflate"),
-    "tiff lzw": strips("lzw"),
+    "tiff": strips,
     "ome-tiff": ome_tiff,
     "ome-tiff strips": ome_flat(rowsperstrip=64),
     "ome-tiff jpeg 2000": ome_flat(tile=(256, 256), compression="jpeg2000"),
@@ -152,15 +143,9 @@ FLAT = {"czi", "ome-tiff strips", "ome-tiff jpeg 2000"}
 """Formats that are written here without a pyramid."""
 
 
-@pytest.fixture(params=WRITERS)
-def written(request, picture, tmp_path):
-    """(format, file, µm per pixel)"""
-    path = WRITERS[request.param](tmp_path, picture)
-    return request.param, path, 1.0 if request.param == "jpeg" else MPP
-
-
-def test_size_mpp_levels_and_pixels_are_the_writers(written, picture):
-    form, path, mpp = written
+@pytest.mark.parametrize("form", WRITERS)
+def test_size_mpp_levels_and_pixels_are_the_writers(form, picture, tmp_path):
+    path, mpp = WRITERS[form](tmp_path, picture), 1.0 if form == "jpeg" else MPP
     with Slide(path) as slide:
         assert slide.size_l0 == (1300, 1100)
         assert slide.mpp == pytest.approx(mpp, rel=1e-3)
@@ -190,21 +175,16 @@ def test_what_a_file_is_its_content_says(picture, tmp_path):
     refused(lambda: Slide(path, reader="native"), "plain picture", "reader = auto", error=WsiFlError)
 
 
-@pytest.mark.parametrize("share", [0.5])
-def test_a_cut_file_is_one_line_and_no_wrong_pixel(written, picture, share):
-    form, path, _ = written
-    if path.is_dir():
-        pytest.skip("a folder")
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+@pytest.mark.parametrize("form", ["png", "jpeg", "tiff", "ome-tiff", "czi"])
+def test_a_cut_file_is_one_line_and_no_wrong_pixel(form, picture, tmp_path):
+    path = WRITERS[form](tmp_path, picture)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
-    try:
+    def read():
         with Slide(path, MPP) as slide:
-            seen = slide.read((1000, 850), 200, MPP).astype(int)
-    except WsiFlError as error:
-        assert path.name in str(error) and "\n" not in str(error)
-    else:
-        assert share == 0.9  # the part that was lost lies elsewhere
-        assert np.abs(seen - picture[850:1050, 1000:1200]).mean() <= LOSSY.get(form, 0.0)
+            slide.read((1000, 850), 200, MPP)
+
+    refused(read, path.name, error=WsiFlError)
 
 
 @pytest.mark.parametrize(
@@ -282,8 +262,8 @@ def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_name
 
 
 def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(monkeypatch, picture, tmp_path):
-    monkeypatch.setattr(pictures, "MOST_PLAIN_PX", 1 << 20)
-    for path in (png(tmp_path, picture), strips("none")(tmp_path, picture)):
+    monkeypatch.setattr(pictures, "_MOST_PX", 1 << 20)
+    for path in (png(tmp_path, picture), strips(tmp_path, picture)):
         refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid", error=WsiFlError)  # noqa: B023
 
 
@@ -332,10 +312,7 @@ def unlike(picture):
     }
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["palette", "cmyk", "clear tiff", "turned png"],
-)
+@pytest.mark.parametrize("what", ["palette", "cmyk", "clear tiff", "turned png"])
 def test_a_plain_picture_is_seen_as_it_is_meant(unlike, tmp_path, what):
     write, meant = unlike[what]
     with Slide(write(tmp_path), MPP) as slide:
@@ -399,8 +376,7 @@ def test_pixels_that_are_no_colours_are_refused(tmp_path, what):
 
 
 def test_the_slide_of_an_ome_tiff_is_its_largest_picture(picture, tmp_path):
-    pytest.importorskip("zarr")
-    pytest.importorskip("imagecodecs")
+    needs("zarr", "imagecodecs")
     path = tmp_path / "a.ome.tif"
     with tifffile.TiffWriter(path, ome=True) as tif:
         for pixels, mpp in ((picture[:300, :200], 8.0), (picture, MPP)):

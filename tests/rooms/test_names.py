@@ -72,17 +72,16 @@ def test_a_server_by_another_name_is_left(called, monkeypatch, checked):
 @pytest.mark.parametrize("module", ["client", "job", "jobs"])
 def test_all_that_connects_checks_names(module, monkeypatch):
     """A client and its jobs as soon as they are processes, the coordinator's commands as soon as they connect."""
-    from importlib import import_module
+    from wsi_fl.hospitals.flare import jobs, processes
 
     checked = []
-    part = import_module(f"wsi_fl.hospitals.flare.{module}")
     monkeypatch.setattr(
-        part, "find_the_way", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
+        processes, "find_the_way", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
     )
     monkeypatch.setenv("WSI_FL_STARTED_BY", "1")
-    monkeypatch.setattr(part, "require_server", lambda _: None, raising=False)
-    monkeypatch.setattr(part, "end_with", lambda _: None, raising=False)
+    monkeypatch.setattr(jobs, "require_server", lambda _: None)
+    monkeypatch.setattr(processes, "_end_with", lambda _: None)
     kit = SimpleNamespace(role="coordinator", path="kit", document={"server": "localhost:1"})
     with pytest.raises(SystemExit):
-        part.main() if module != "jobs" else part.connected(kit)
+        processes.main(module) if module != "jobs" else jobs.connected(kit)
     assert checked

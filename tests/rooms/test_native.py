@@ -14,10 +14,9 @@ from PIL import Image
 
 from wsi_fl.demo.phantom import tiff as writer
 from wsi_fl.slides.reading import native, sweep
-from wsi_fl.slides.reading import sweep as reading
+from wsi_fl.slides.reading.native import tiled_images
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.slides.reading.tiff import tiled_images
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
@@ -102,6 +101,22 @@ def damage(path, number, how="garbage"):
             file.write(b"\xff\xd9" + bytes(n - n // 2 - 2))
 
 
+def grid(step, start=0):
+    return np.array([(x, y) for y in range(start, 610, step) for x in range(start, 730, step)])
+
+
+def read_all(path, corners, spec, **how):
+    record = SlideRecord(path, path.stem, "p", "s", "negative", positive=False)
+    return np.concatenate([some for _, some in read_patches(record, corners, spec, **{"threads": 2} | how)])
+
+
+def assert_openslides(path, corners, pixels, mpp=MPP):
+    """The patches are those that OpenSlide gives."""
+    with Slide(path, reader="openslide") as judge:
+        for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
+            assert np.array_equal(patch, judge.read((x, y), len(patch), mpp)), (x, y)
+
+
 def differences(path, n=40, seed=0, **given):
     """The largest and the largest mean difference of native patches and OpenSlide's over random patches."""
     rng = np.random.default_rng(seed)
@@ -162,32 +177,22 @@ def test_a_damaged_tile_spoils_its_own_patches_alone(tmp_path, how, number):
     broken = write_slide(tmp_path / "broken.tif")
     damage(broken, number, how)
     column, row = number % 12, number // 12
-    corners = np.array([(x, y) for y in range(0, 610, 50) for x in range(0, 730, 50)])
-    spec = GridSpec(50, MPP, 50)
+    corners, spec = grid(50), GridSpec(50, MPP, 50)
     aside: dict[int, str] = {}
-    record = SlideRecord(broken, "broken", "p", "s", "negative", positive=False)
     with Slide(broken) as slide:
         assert slide.reader == "native"
-    batches = list(read_patches(record, corners, spec, threads=3, aside=aside))
-    touching = {
-        k
-        for k, (x, y) in enumerate(corners)
-        if x < column * 64 + 64 and x + 50 > column * 64 and y < row * 64 + 64 and y + 50 > row * 64
-    }
-    assert set(aside) == touching
+    pixels = read_all(broken, corners, spec, threads=3, aside=aside)
+    near = np.abs(corners + 25 - (np.array([column, row]) * 64 + 32)) < 25 + 32
+    assert set(aside) == set(np.flatnonzero(near.all(1)).tolist())
     for k, reason in aside.items():
         place = f"({corners[k][0]}, {corners[k][1]})"
         assert reason.startswith(
             f"broken.tif: cannot be read at level-0 pixel {place}: native tile in column"
         )
         assert "\n" not in reason
-    good = [k for k in range(len(corners)) if k not in aside]
-    pixels = np.concatenate([b for _, b in batches])
-    with Slide(whole, reader="openslide") as slide:
-        for k, patch in zip(good, pixels, strict=True):
-            assert np.array_equal(patch, slide.read(tuple(corners[k].tolist()), 50, MPP))
+    assert_openslides(whole, np.delete(corners, list(aside), 0), pixels)
     with pytest.raises(WsiFlError, match=r"broken\.tif: cannot be read at"):
-        list(read_patches(record, corners, spec, threads=3))
+        read_all(broken, corners, spec, threads=3)
 
 
 @pytest.mark.parametrize("off", [3, 1])
@@ -235,17 +240,10 @@ def test_a_native_stream_is_the_slides_own_bytes_and_decodes_to_the_patch(tmp_pa
 def test_there_is_no_native_stream_where_a_patch_is_not_one_whole_tile(tmp_path):
     path = write_slide(tmp_path / "s.tif")
     with Slide(path) as slide:
-        for xy, size, mpp in (
-            ((1, 0), 64, MPP),
-            ((0, 0), 32, MPP),
-            ((0, 0), 128, MPP),
-            ((0, 0), 64, 2 * MPP),
-            ((-64, 0), 64, MPP),
-            ((704, 0), 64, MPP),
-            ((0, 576), 64, MPP),
-            ((768, 0), 64, MPP),
-        ):
-            assert slide.native_stream(xy, size, mpp) is None, (xy, size, mpp)
+        for xy in ((1, 0), (-64, 0), (704, 0), (0, 576), (768, 0)):
+            assert slide.native_stream(xy, 64, MPP) is None, xy
+        for size, mpp in ((32, MPP), (128, MPP), (64, 2 * MPP)):
+            assert slide.native_stream((0, 0), size, mpp) is None, (size, mpp)
     with Slide(path, reader="openslide") as slide:
         assert slide.native_stream((0, 0), 64, MPP) is None
 
@@ -254,16 +252,13 @@ def test_there_is_no_native_stream_where_a_patch_is_not_one_whole_tile(tmp_path)
 def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, threads, stride):
     path = write_slide(tmp_path / "s.tif", tile_px=48)
     corners = np.array([(x, y) for y in range(0, 600, stride) for x in range(0, 700, stride)])
-    spec = GridSpec(100, MPP, stride)
-    record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
     decoded = []
     original = jpeg.decode
     monkeypatch.setattr(jpeg, "decode", lambda *given: (decoded.append(1), original(*given))[1])
     with Slide(path):
         checking = len(decoded)
     decoded.clear()
-    n = sum(len(b) for _, b in read_patches(record, corners, spec, threads=threads))
-    assert n == len(corners)
+    assert len(read_all(path, corners, GridSpec(100, MPP, stride), threads=threads)) == len(corners)
     width, height = (
         -(-min(extent, last + 100) // 48) for extent, last in zip((730, 610), corners[-1], strict=True)
     )
@@ -273,23 +268,20 @@ def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(("stride", "reach"), [(100, 1), (60, 40), (60, 10_000)])
 def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, monkeypatch, stride, reach):
     path = write_slide(tmp_path / "s.tif", tile_px=48)
-    corners = np.array([(x, y) for y in range(-30, 610, stride) for x in range(-30, 730, stride)])
+    corners = grid(stride, -30)
     corners = np.random.default_rng(stride).permutation(np.concatenate([corners, corners[:9]]))
     monkeypatch.setattr(sweep, "_REACH_BYTES", reach * 100**2 * 3)
-    spec, record = GridSpec(100, MPP, stride), SlideRecord(path, "s", "p", "s", "negative", positive=False)
     made: list[int] = []
-    original = sweep.Sweep._decode
+    original = sweep._Sweep._decode
 
     def decode(self, level, cuts, number):
         original(self, level, cuts, number)
         made.append(max(k for k, strip in self._strips.items() if strip.pixels is not None) - number)
 
-    monkeypatch.setattr(sweep.Sweep, "_decode", decode)
-    pixels = np.concatenate([some for _, some in read_patches(record, corners, spec, threads=1)])
+    monkeypatch.setattr(sweep._Sweep, "_decode", decode)
+    pixels = read_all(path, corners, GridSpec(100, MPP, stride), threads=1)
     assert max(made) <= max(1, reach) + 2  # the thread may be two strips ahead
-    with Slide(path, reader="openslide") as judge:
-        for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
-            assert np.array_equal(patch, judge.read((x, y), 100, MPP)), (x, y)
+    assert_openslides(path, corners, pixels)
 
 
 @pytest.mark.parametrize("stride", [100, 50])
@@ -305,9 +297,8 @@ def test_a_tile_that_the_disk_does_not_give_spoils_its_patches_alone(tmp_path, m
 
     monkeypatch.setattr(native.os, "pread", pread)
     corners = np.array([(x, y) for y in range(0, 510, stride) for x in range(0, 630, stride)])
-    record, aside = SlideRecord(path, "s", "p", "s", "negative", positive=False), {}
-    spec = GridSpec(100, MPP, stride)
-    n = sum(len(pixels) for _, pixels in read_patches(record, corners, spec, threads=2, aside=aside))
+    aside = {}
+    n = len(read_all(path, corners, GridSpec(100, MPP, stride), aside=aside))
     over = {k for k, (x, y) in enumerate(corners) if 156 < x < 320 and 92 < y < 256}
     assert set(aside) == over and n == len(corners) - len(over)
     assert all("Input/output error" in reason for reason in aside.values())
@@ -350,37 +341,25 @@ def test_patches_of_a_lower_level_are_that_levels_own_pixels(tmp_path, downsampl
     """Where levels are not in whole proportion, some patches lie between pixels."""
     size = (round(730 / downsample), round(610 / downsample))
     path = write_slide(tmp_path / "s.tif", levels=(IMAGE, np.asarray(Image.fromarray(IMAGE).resize(size))))
-    record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
-    with Slide(path, reader="openslide") as judge:
-        mpp = MPP * judge.level_downsamples[1]
-        corners = np.array([(x, y) for y in (-20, *range(0, 610, 120)) for x in (-20, *range(0, 730, 120))])
-        with Slide(path) as slide:
-            _, _, tiled = slide.native_positions(corners, 60, mpp)
-            assert slide._native.level(1) is not None and tiled.any()
-            assert tiled.all() == (downsample == 2)
-        pixels = np.concatenate(
-            [some for _, some in read_patches(record, corners, GridSpec(60, mpp, 60), threads=2)]
-        )
-        for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
-            assert np.array_equal(patch, judge.read((x, y), 60, mpp)), (x, y)
+    corners = np.array([(x, y) for y in (-20, *range(0, 610, 120)) for x in (-20, *range(0, 730, 120))])
+    with Slide(path) as slide:
+        mpp = MPP * slide.level_downsamples[1]
+        _, _, tiled = slide.native_positions(corners, 60, mpp)
+        assert slide._native.level(1) is not None and tiled.any()
+        assert tiled.all() == (downsample == 2)
+    assert_openslides(path, corners, read_all(path, corners, GridSpec(60, mpp, 60)), mpp)
 
 
 @pytest.mark.parametrize("number", [0, 40])
 def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, monkeypatch, number):
     path = write_slide(tmp_path / "s.tif", vendor="Aperio Image\r\n730x610|MPP = 0.5", apart=True)
     set_bytes(path, number, 0)
-    monkeypatch.setattr(reading, "_BATCH", 1)  # whole strips without tiles
-    corners = np.array([(x, y) for y in range(0, 610, 100) for x in range(0, 730, 100)])
-    record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
-    pixels = np.concatenate(
-        [some for _, some in read_patches(record, corners, GridSpec(100, MPP, 100), threads=2)]
-    )
+    monkeypatch.setattr(sweep, "_BATCH", 1)  # whole strips without tiles
+    corners = grid(100)
     with Slide(path) as slide:
         _, _, tiled = slide.native_positions(corners, 100, MPP)
         assert 1 <= (~tiled).sum() <= 4
-    with Slide(path, reader="openslide") as judge:
-        for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
-            assert np.array_equal(patch, judge.read((x, y), 100, MPP)), (x, y)
+    assert_openslides(path, corners, read_all(path, corners, GridSpec(100, MPP, 100)))
 
 
 @pytest.mark.skipif(not ODD.exists(), reason="the material beside the project is not there")

@@ -14,20 +14,20 @@ from conftest import SHARED, nightly, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.patching.masks import read_mask
-from wsi_fl.slides.patching.patches import PlanParams, plan_slide
-from wsi_fl.slides.patching.quality import KINDS, QualityParams, first_reason
+from wsi_fl.slides.patching.patches import AllSetAside, PlanParams, plan_slide
+from wsi_fl.slides.patching.quality import KINDS, QualityParams
 from wsi_fl.slides.patching.regions import area_mean
+from wsi_fl.slides.patching.survey import _read_mask
 from wsi_fl.slides.patching.tissue import TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.quality import quality_lines
+from wsi_fl.stages.prepare.tables import quality_lines
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.work.console import Line
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
+from wsi_fl.types import GridSpec, SlideRecord
 from wsi_fl.viewer.viewing import gallery
 
 MPP = 0.5
@@ -105,23 +105,9 @@ def counts(folder, picture, hurt, where, kind, least=0.5):
     kept = _KEPT[id(picture)]
     share = area_mean(where, kept.astype(np.float64), PATCH_PX)
     plan = planned(folder, hurt, (kind,))
-    good, blamed = rows(plan.xy_l0), rows(plan.aside_xy_l0)
-    gone = rows(kept[share >= least]) - good  # set aside, or no tissue any more
-    return (
-        len(gone),
-        int((share >= least).sum()),
-        len(blamed & rows(kept[share == 0])),
-        int((share == 0).sum()),
-    )
-
-
-def of_all(folder, pictures, make, kind, least=0.5):
-    """Recall and false alarms of a fault over pictures."""
-    found = np.zeros(4)
-    for picture in pictures:
-        found += counts(folder, picture, *make(picture), kind, least)
-    assert found[1] >= 20 and found[3] >= 20
-    return found[0] / found[1], found[2] / found[3]
+    gone = rows(kept[share >= least]) - rows(plan.xy_l0)  # set aside, or no tissue any more
+    wrong = rows(plan.aside_xy_l0) & rows(kept[share == 0])
+    return len(gone), int((share >= least).sum()), len(wrong), int((share == 0).sum())
 
 
 def stroked(seed, width_um=220):
@@ -133,46 +119,55 @@ def middle(picture):
     return artefacts.disc((height, width), (0.45 * width, 0.5 * height), 0.3 * min(height, width))
 
 
-def made_with(where, hurt):
-    return lambda picture: (hurt(picture, where(picture)), where(picture))
+def inked(colour, how=artefacts.inked):
+    return lambda picture, where: how(picture, where, colour)
 
 
 FAULTS = {
-    "black pen": ("pen", made_with(stroked(0), lambda p, w: artefacts.inked(p, w, "black"))),
-    "blue pen": ("pen", made_with(stroked(1), lambda p, w: artefacts.inked(p, w, "blue"))),
-    "black": ("black", made_with(stroked(7), artefacts.blackened)),
-    "blur": ("blur", made_with(middle, lambda p, w: artefacts.blurred(p, w, 2, MPP))),
+    "black pen": ("pen", stroked(0), inked("black"), 0.9),
+    "blue pen": ("pen", stroked(1), inked("blue"), 0.9),
+    "translucent pen": ("pen", stroked(0), inked("green", artefacts.translucent), 0.8),
+    "black": ("black", stroked(7), artefacts.blackened, 0.9),
+    "blur": ("blur", middle, lambda picture, where: artefacts.blurred(picture, where, 2, MPP), 0.9),
+    **{
+        f"thin {colour}": ("pen", stroked(0, 30), inked(colour), 0.95)
+        for colour in ("black", "blue", "green", "red")
+    },
 }
+"""Kind, where it is, how it is made, and how much of it is found at least."""
+EVERYDAY = ("black pen", "translucent pen", "blur", "thin black")
+"""Looked for in two pictures; the others in all."""
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("fault", ["black pen", "blur", *nightly("blue pen", "black")])
+@pytest.mark.parametrize("fault", [*EVERYDAY, *nightly(*sorted(FAULTS.keys() - {*EVERYDAY}))])
 def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
-    kind, make = FAULTS[fault]
-    recall, false = of_all(tmp_path, tissue, make, kind)
-    assert recall >= 0.9 and false <= 0.02, (recall, false)
-
-
-@pytest.mark.parametrize("colour", ["black", *nightly("blue", "green", "red")])
-def test_a_thin_line_of_ink_is_found_however_little_of_a_patch_it_covers(tissue, tmp_path, colour):
-    thin = made_with(stroked(0, 30), lambda picture, where: artefacts.inked(picture, where, colour))
-    recall, false = of_all(tmp_path, tissue, thin, "pen", least=0.08)
-    assert recall >= 0.95 and false <= 0.02, (recall, false)
-    for picture in tissue:  # a line of ink does not choose how tissue is found
-        small = np.asarray(Image.fromarray(thin(picture)[0]).reduce(4))
-        assert find_tissue(small, 4 * MPP).method == "saturation"
-
-
-def test_ink_that_tissue_shows_through_is_found(tissue, tmp_path):
-    make = made_with(stroked(2), lambda picture, where: artefacts.translucent(picture, where, "green"))
-    recall, false = of_all(tmp_path, tissue, make, "pen")
-    assert recall >= 0.8 and false <= 0.02, (recall, false)
+    kind, place, hurt, least = FAULTS[fault]
+    thin = fault.startswith("thin")
+    found = np.zeros(4)
+    for picture in tissue[:2] if fault in EVERYDAY else tissue:
+        where = place(picture)
+        seen = hurt(picture, where)
+        found += counts(tmp_path, picture, seen, where, kind, least=0.08 if thin else 0.5)
+        if thin:  # a line of ink does not choose how tissue is found
+            small = np.asarray(Image.fromarray(seen).reduce(4))
+            assert find_tissue(small, 4 * MPP).method == "saturation"
+    assert found[1] >= 20 and found[3] >= 20
+    recall, false = found[0] / found[1], found[2] / found[3]
+    assert recall >= least and false <= 0.02, (recall, false)
 
 
 def test_nothing_is_found_on_sound_tissue(sound, tmp_path):
     plan = planned(tmp_path, sound, tuple(kind for kind in KINDS if kind != "fold"))
     assert len(plan.aside_xy_l0) <= 0.02 * len(plan.xy_l0)
     assert len(planned(tmp_path, sound).aside_xy_l0) == 0
+
+
+def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(painted, tmp_path, monkeypatch):
+    monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
+    with pytest.raises(AllSetAside, match=r"all \d+ are set aside \(\d+ blur\); see tile\.qc") as failure:
+        planned(tmp_path, painted[0], ("blur",))
+    assert set(failure.value.reasons) == {"blur"}
 
 
 def test_a_bubble_is_found(sound, tmp_path):
@@ -191,14 +186,6 @@ def test_a_fold_is_found_where_tissue_is_even(tmp_path):
     where = artefacts.disc(picture.shape[:2], (700, 800), 300)
     found, of, false, clean = counts(tmp_path, picture, artefacts.folded(picture, where, 40), where, "fold")
     assert found >= 0.9 * of > 5 and false == 0 < clean
-
-
-def test_the_first_fault_of_a_patch_is_its_reason():
-    found = {
-        "blur": np.array([0.9, 0.9, 0.0, 0.4], np.float32),
-        "pen": np.array([0.9, 0.0, 0.0, 0.05], np.float32),
-    }
-    assert first_reason(found, QualityParams(("blur", "pen"))).tolist() == ["pen", "blur", "", ""]
 
 
 # pale tissue
@@ -237,6 +224,13 @@ def kept_of(pictures, change, side_px=32, um_per_px=4.0):
     return still / kept
 
 
+def stained_blue(picture):
+    """The picture as if haematoxylin alone had stained it, bluer than beside eosin."""
+    density = -0.8 * np.log((picture.astype(float) + 1) / 256).mean(-1, keepdims=True)
+    over = density * np.array([1.3, 1.15, 0.55])
+    return (256 * np.exp(-over) - 1).clip(0, 255).round().astype(np.uint8)
+
+
 @pytest.mark.parametrize("change", [pale, immunostained])
 def test_pale_tissue_is_kept(tissue, change):
     assert kept_of(tissue, change) >= 0.95
@@ -256,27 +250,15 @@ def test_ink_on_an_ordinary_slide_is_no_more_tissue_than_by_saturation(tissue, i
         assert (found & inked).sum() <= (before & inked).sum() + 0.02 * inked.sum()
 
 
-def stained_blue(picture):
-    """The picture as if haematoxylin alone had stained it, bluer than beside eosin."""
-    density = -0.8 * np.log((picture.astype(float) + 1) / 256).mean(-1, keepdims=True)
-    over = density * np.array([1.3, 1.15, 0.55])
-    return (256 * np.exp(-over) - 1).clip(0, 255).round().astype(np.uint8)
-
-
-def test_a_blue_stain_is_tissue_in_a_coarse_thumbnail_too(tissue):
-    for picture in tissue[:4]:
+def test_a_blue_stain_is_tissue_also_in_a_coarse_thumbnail_and_no_pen(tissue, tmp_path):
+    for picture in tissue:
         small = np.asarray(Image.fromarray(picture).reduce(8))
         before = find_tissue(small, 8 * MPP, TissueParams(method="saturation")).mask
         after = find_tissue(stained_blue(small), 8 * MPP).mask
         assert (before & after).sum() >= 0.9 * before.sum()
-
-
-def test_a_blue_stain_is_tissue_and_no_pen(tissue, tmp_path):
-    blamed = kept = 0
-    for picture in tissue[:4]:
-        plan = planned(tmp_path, stained_blue(picture), ("pen",))
-        blamed, kept = blamed + len(plan.aside_xy_l0), kept + len(plan.xy_l0)
-    assert kept > 100 and blamed <= 0.05 * kept, (blamed, kept)
+    plan = planned(tmp_path, stained_blue(tissue[0]), ("pen",))
+    blamed, kept = len(plan.aside_xy_l0), len(plan.xy_l0)
+    assert kept > 25 and blamed <= 0.05 * kept, (blamed, kept)
 
 
 def test_what_only_absorbs_light_is_found_by_density_and_its_gain_is_told():
@@ -326,13 +308,13 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
     with (study.root / "stores/C1/quality.csv").open(newline="") as file:
         lines = {line["slide"]: line for line in csv.DictReader(file)}
     assert int(lines[slide]["pen"]) == len(pens) and int(lines[slide]["good"]) == len(kept)
-    picture = np.asarray(Image.open(study.root / f"stores/C1/overview/{slide}.png").convert("RGB")).astype(
-        int
-    )
-    assert (np.abs(picture - (213, 94, 0)).sum(-1) < 60).sum() > 50
+    with Image.open(study.root / f"stores/C1/overview/{slide}.png") as picture:
+        assert (np.abs(np.asarray(picture.convert("RGB"), int) - (213, 94, 0)).sum(-1) < 60).sum() > 50
     first = shard(study, slide).read_bytes()
+    with h5py.File(shard(study, slide), "r+") as file:
+        file["aside_xy_l0"][0, 0] += 1
     tile(study, site="C1", overrides=QC)
-    assert shard(study, slide).read_bytes() == first
+    assert shard(study, slide).read_bytes() == first, "the damage is noticed and mended"
     with monkeypatch.context() as at_start:
         at_start.setattr(
             PatchStore, "shard", lambda *_: pytest.fail("a shard was opened before it was asked for")
@@ -363,26 +345,6 @@ def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
     tile(study, site="C1", overrides=[*SETTINGS, "tile.qc={pen=0.6,black=0.05,blur=0.4}"])
     with h5py.File(shard(study, slide)) as file:
         assert 0 < len(file["aside_reason"]) < some
-
-
-@pytest.mark.slow
-def test_damage_of_what_was_set_aside_is_noticed_and_mended(hurt):
-    study, slide = hurt
-    tile(study, site="C1", overrides=QC)
-    whole = shard(study, slide).read_bytes()
-    with h5py.File(shard(study, slide), "r+") as file:
-        file["aside_xy_l0"][0, 0] += 1
-    tile(study, site="C1", overrides=QC)
-    assert shard(study, slide).read_bytes() == whole
-
-
-def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt, monkeypatch):
-    monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
-    study, _ = hurt
-    overrides = [*SETTINGS, "tile.qc={blur=0}"]
-    refused(
-        lambda: tile(study, site="C1", overrides=overrides), "set aside", "blur", "tile.qc", error=WsiFlError
-    )
 
 
 @pytest.mark.slow
@@ -450,7 +412,7 @@ def test_an_island_in_a_hole_is_tissue_in_whatever_order_outlines_come(tmp_path,
     rings = [[square(100, 900), square(300, 700)], [square(400, 600)]][::order]
     path = tmp_path / "a.geojson"
     path.write_text(json.dumps([{"type": "Polygon", "coordinates": one} for one in rings]))
-    mask = read_mask(path, (100, 100), 10.0)
+    mask = _read_mask(path, (100, 100), 10.0)
     assert mask[42:58, 42:58].all() and not mask[32:38, 32:68].any() and mask[12:28, 12:88].all()
 
 
@@ -473,7 +435,7 @@ def overlay():
 )
 def test_a_mask_says_by_labels_brightness_or_opacity_where_tissue_is(tmp_path, pixels):
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    mask = read_mask(tmp_path / "a.png", (50, 50), 2.0)
+    mask = _read_mask(tmp_path / "a.png", (50, 50), 2.0)
     np.testing.assert_array_equal(mask, np.pad(np.ones((30, 30), bool), 10))
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
-import openslide
 import pytest
 import tifffile
 from hypothesis import HealthCheck, given, settings
@@ -17,8 +14,6 @@ from wsi_fl.slides.reading import reader
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError, WsiFlError
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
 MPP = 0.5
 IMAGE = np.random.default_rng(0).integers(0, 256, (300, 420, 3), np.uint8)
 _Y, _X = np.mgrid[:300, :420]
@@ -41,16 +36,6 @@ def write_slide(path, levels=(IMAGE,), mpp: tuple[float, float] | None = (MPP, M
                 **tags,
             )
     return path
-
-
-def damage_tile(path, index):
-    """Overwrites the compressed bytes of one tile."""
-    with tifffile.TiffFile(path) as tif:
-        page = tif.pages[0]
-        offset, n = page.dataoffsets[index], page.databytecounts[index]
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(b"\xff" * n)
 
 
 def area_average(image, left, top, scale, size):
@@ -81,14 +66,6 @@ def smooth_slide(tmp_path_factory):
         yield opened
 
 
-def test_a_slide_says_what_it_is(slide):
-    assert slide.size_l0 == (420, 300)
-    assert slide.mpp == pytest.approx(MPP)
-    assert slide.vendor == "generic-tiff"
-    assert len(slide.quickhash) == 64
-    assert slide.level_downsamples == (1.0,)
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(x=st.integers(-40, 450), y=st.integers(-40, 330), size=st.integers(1, 90))
 def test_pixels_are_the_slides_own_and_white_beyond_its_edge(slide, x, y, size):
@@ -113,8 +90,7 @@ def test_other_scales_neither_shift_nor_stretch_the_picture(smooth_slide, x, y, 
 
 
 @pytest.mark.parametrize(
-    ("mpp", "level"),
-    [(0.5, 0), (0.9, 0), (1.0, 1), (0.9999, 1), (1.9, 1), (2.0, 2), (7.0, 2)],
+    ("mpp", "level"), [(0.5, 0), (0.9, 0), (1.0, 1), (0.9999, 1), (1.9, 1), (2.0, 2), (7.0, 2)]
 )
 def test_the_coarsest_level_that_is_fine_enough_is_read(tmp_path, mpp, level):
     colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200)]
@@ -141,37 +117,32 @@ def test_levels_of_odd_size_do_not_shift_the_picture(tmp_path):
             assert np.abs(got - area_average(ramp, x, 0, 6, 20)[5, :, 0]).max() < 2
 
 
-@pytest.mark.parametrize("unit", ["CENTIMETER", "INCH"])
-def test_mpp_comes_from_tiff_resolution_tags(tmp_path, unit):
-    with Slide(write_slide(tmp_path / "s.tif", mpp=(0.25, 0.25), unit=unit)) as slide:
-        assert slide.mpp == pytest.approx(0.25, rel=1e-4)
-
-
-@pytest.mark.parametrize("mpp", [None, (352.8, 352.8), (0.01, 0.01)])
-def test_without_a_plausible_mpp_only_mpp_fails_and_says_how_to_give_it(tmp_path, mpp):
-    path = write_slide(tmp_path / "bare.tif", mpp=mpp)
+@pytest.mark.parametrize(
+    ("mpp", "unit", "said"),
+    [
+        ((0.25, 0.25), "CENTIMETER", 0.25),
+        ((0.25, 0.25), "INCH", 0.25),
+        ((0.5, 0.51), "CENTIMETER", 0.505),
+        ((0.5, 0.6), "CENTIMETER", "pixels are not square"),
+        (None, "CENTIMETER", r"mpp_override = 0\.5 in sites/<site>\.toml$"),
+        ((352.8, 352.8), "CENTIMETER", r"plausibly .*mpp_override"),
+        ((0.01, 0.01), "CENTIMETER", r"plausibly .*mpp_override"),
+    ],
+)
+def test_mpp_is_what_the_slide_says_plausibly_or_what_is_given(tmp_path, mpp, unit, said):
+    path = write_slide(tmp_path / "s.tif", mpp=mpp, unit=unit)
     with Slide(path) as slide:
         assert slide.thumbnail(100)[0].shape[1] == 100
-        with pytest.raises(WsiFlError, match=r"^bare\.tif: .*mpp_override = 0\.5 in sites/<site>\.toml$"):
-            _ = slide.mpp
+        if isinstance(said, float):
+            assert slide.mpp == pytest.approx(said, rel=1e-4)
+        else:
+            with pytest.raises(WsiFlError, match=rf"^s\.tif: .*{said}"):
+                _ = slide.mpp
     with Slide(path, mpp_override=0.4) as slide:
         assert slide.mpp == 0.4
-
-
-@pytest.mark.parametrize("override", [0.0, -1.0, float("nan")])
-def test_an_override_must_be_a_positive_number(tmp_path, override):
-    with pytest.raises(UsageError, match="positive"):
-        Slide(write_slide(tmp_path / "s.tif"), mpp_override=override)
-
-
-def test_oblong_pixels_are_refused_unless_slight(tmp_path):
-    with (
-        Slide(write_slide(tmp_path / "oblong.tif", mpp=(0.5, 0.6))) as slide,
-        pytest.raises(WsiFlError, match="square"),
-    ):
-        _ = slide.mpp
-    with Slide(write_slide(tmp_path / "slight.tif", mpp=(0.5, 0.51))) as slide:
-        assert slide.mpp == pytest.approx(0.505, rel=1e-4)
+    for override in (0.0, -1.0, float("nan")):
+        with pytest.raises(UsageError, match="positive"):
+            Slide(path, mpp_override=override)
 
 
 @pytest.mark.parametrize(("max_px", "strip_px"), [(1000, 1 << 24), (420, 5000), (100, 1 << 24), (33, 5000)])
@@ -194,98 +165,30 @@ def test_threads_share_one_handle(slide):
         np.testing.assert_array_equal(patch[: len(cut), : cut.shape[1]], cut)
 
 
-@pytest.fixture
-def damaged(tmp_path):
+def test_a_damaged_tile_is_named_and_the_others_still_read(tmp_path):
     path = write_slide(tmp_path / "damaged.tif")
-    damage_tile(path, 8)  # second row of tiles, x from 64
-    return path
-
-
-def test_a_damaged_tile_is_named_and_the_others_still_read(damaged):
-    with Slide(damaged) as slide:
+    with tifffile.TiffFile(path) as tif:  # second row of tiles, x from 64
+        offset, n = tif.pages[0].dataoffsets[8], tif.pages[0].databytecounts[8]
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xff" * n)
+    with Slide(path) as slide:
         for _ in range(3):
             with pytest.raises(
-                WsiFlError, match=r"^damaged\.tif: cannot be read at level-0 pixel \(80, 80\): [^\n]+$"
+                WsiFlError, match=r"^damaged\.tif: cannot be read at level-0 pixel \(80, 80\): .+$"
             ):
                 slide.read((80, 80), 16, MPP)
             np.testing.assert_array_equal(slide.read((200, 200), 16, MPP), IMAGE[200:216, 200:216])
 
 
-def unusable(folder: Path, kind: str) -> Path:
-    path = folder / f"{kind}.tif"
-    if kind == "text":
-        path.write_text("not a slide")
-    elif kind == "empty":
-        path.touch()
-    elif kind == "truncated":
-        path.write_bytes(write_slide(folder / "whole.tif").read_bytes()[:900])
-    elif kind == "folder":
-        path.mkdir()
-    return path
-
-
 @pytest.mark.parametrize("kind", ["missing", "text", "empty", "truncated", "folder"])
 def test_what_is_no_slide_fails_in_one_line_that_names_it(tmp_path, kind):
+    path = tmp_path / f"{kind}.tif"
+    if kind == "folder":
+        path.mkdir()
+    elif kind != "missing":
+        whole = write_slide(tmp_path / "whole.tif").read_bytes()
+        path.write_bytes({"text": b"not a slide", "empty": b"", "truncated": whole[:900]}[kind])
     with pytest.raises(WsiFlError, match=f"{kind}.tif: ") as failure:
-        Slide(unusable(tmp_path, kind))
+        Slide(path)
     assert "\n" not in str(failure.value)
-
-
-@needs_shared
-def test_a_folder_of_dicom_files_is_a_slide(tmp_path):
-    for path in (SHARED / "slides_odd").glob("*.dcm"):
-        shutil.copy(path, tmp_path)
-    with Slide(tmp_path) as slide:
-        assert slide.vendor == "dicom"
-        assert slide.read((0, 0), 16, slide.mpp).std() > 0
-
-
-@needs_shared
-def test_a_real_slide_reads_as_openslide_reads_it():
-    path = SHARED / "slides" / "CMU-1-Small-Region.svs"
-    raw = np.asarray(openslide.OpenSlide(str(path)).read_region((700, 900), 0, (256, 256)))[..., :3]
-    with Slide(path) as slide:
-        assert slide.mpp == 0.499
-        np.testing.assert_array_equal(slide.read((700, 900), 256, 0.499), raw)
-
-
-@needs_shared
-def test_every_real_slide_gives_the_same_patches_through_both_readers():
-    compared, native = 0, 0
-    for path in sorted((SHARED / "slides").glob("*.svs")) + sorted((SHARED / "slides_odd").iterdir()):
-        try:
-            fast, slow = Slide(path, 0.5, "auto"), Slide(path, 0.5, "openslide")
-        except WsiFlError:
-            continue
-        for size_px, mpp in ((64, 0.5), (96, 0.73), (50, 1.0)):
-            for xy in ((0, 0), (131, 77), (fast.size_l0[0] - 40, fast.size_l0[1] - 40)):
-                try:
-                    expected = slow.read(xy, size_px, mpp)
-                except WsiFlError:
-                    with pytest.raises(WsiFlError):
-                        fast.read(xy, size_px, mpp)
-                    continue
-                apart = np.abs(fast.read(xy, size_px, mpp).astype(int) - expected)
-                assert apart.max() <= 2 and apart.mean() < 0.1, path.name
-                compared += 1
-        native += fast.reader == "native"
-        fast.close()
-        slow.close()
-    assert compared >= 20 and native >= 2
-
-
-@needs_shared
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("histolab_broken.svs", "not a slide format"),
-        ("openslide-python_unopenable.tiff", "cannot be opened"),
-        ("openslide-python_unreadable.svs", "cannot be read at"),
-    ],
-)
-def test_unusable_real_files_fail_in_one_line(name, reason):
-    with (
-        pytest.raises(WsiFlError, match=f"^{name}: {reason}[^\n]*$"),
-        Slide(SHARED / "slides_odd" / name) as slide,
-    ):
-        slide.read((0, 0), 16, slide.mpp)

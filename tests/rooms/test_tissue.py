@@ -12,7 +12,6 @@ from PIL import Image
 
 from wsi_fl.slides.patching import regions
 from wsi_fl.slides.patching.tissue import NoTissueError, tissue_fraction, tissue_mask
-from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -151,17 +150,6 @@ def test_real_patches_with_tissue_are_kept_and_empty_cells_are_not():
     assert kept[~tumor & coloured].mean() >= 0.95
     ring = np.array([(c, r) for c in range(24) for r in range(20) if not (2 <= c < 22 and 2 <= r < 17)])
     assert tissue_fraction(mask, ring * 96, 96.0, downsample).max() < 0.15
-
-
-@needs_shared
-def test_the_tissue_of_a_real_slide():
-    with Slide(SHARED / "slides" / "CMU-1-Small-Region.svs") as slide:
-        thumbnail, downsample = slide.thumbnail()
-        mask = tissue_mask(thumbnail, downsample * slide.mpp)
-    assert 0.35 < mask.mean() < 0.45
-    assert mask[500:900, 310:500].mean() > 0.95
-    assert not mask[450:, :150].any()
-    assert not mask[:, 700:].any()
 
 
 @pytest.mark.parametrize("radius", [1.0, 9.9])

@@ -12,8 +12,7 @@ import pytest
 from conftest import refused
 from opened import Opened
 
-from wsi_fl.hospitals.children import Place, children
-from wsi_fl.hospitals.demo import federation_demo
+from wsi_fl.hospitals.demo import Place, children, federation_demo
 from wsi_fl.types import WsiFlError
 
 needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")

@@ -1,4 +1,4 @@
-"""The line of a folder over real servers of WebDAV and SFTP, on 127.0.0.1: letters both ways, refusals, a restart."""
+"""The line of a folder over a real server of WebDAV, on 127.0.0.1: letters both ways, refusals, a restart."""
 
 import threading
 import time
@@ -14,11 +14,6 @@ from wsi_fl.hospitals.lines.share import Share
 TOPIC = "cd" * 32
 PAUSES = {"pauses_s": (0.02, 0.2), "settled_s": 0.5}
 USER, PASSWORD = "lymph", "not-a-secret"
-
-
-def lacks(*modules):
-    missing = [name for name in modules if find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 @contextmanager
@@ -40,79 +35,23 @@ def webdav(folder):
     server.prepare()
     threading.Thread(target=server.serve, daemon=True).start()
     try:
-        base = f"http://127.0.0.1:{server.bind_addr[1]}"
-        yield "webdav://", {"webdav": {"base_url": base, "auth": (USER, PASSWORD)}}
+        yield {"base_url": f"http://127.0.0.1:{server.bind_addr[1]}", "auth": (USER, PASSWORD)}
     finally:
         server.stop()
 
 
-@contextmanager
-def sftp(folder):
-    """A share by asyncssh, and what fsspec is told of it."""
-    import asyncio
-
-    import asyncssh
-
-    class Guard(asyncssh.SSHServer):
-        def begin_auth(self, username):
-            return True
-
-        def password_auth_supported(self):
-            return True
-
-        def validate_password(self, username, password):
-            return (username, password) == (USER, PASSWORD)
-
-    loop, port = asyncio.new_event_loop(), []
-
-    async def serve():
-        server = await asyncssh.create_server(
-            Guard,
-            "127.0.0.1",
-            0,
-            server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")],
-            sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=str(folder).encode()),
-        )
-        port.append(server.sockets[0].getsockname()[1])
-
-    async def stop():
-        mine = asyncio.current_task()
-        rest = [task for task in asyncio.all_tasks() if task is not mine]
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
-
-    loop.run_until_complete(serve())
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        told = {"port": port[0], "username": USER, "password": PASSWORD}
-        yield "sftp://127.0.0.1/lymph", {"sftp": told}
-    finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(5)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
-
-
-SERVERS = [
-    pytest.param(webdav, marks=lacks("wsgidav", "cheroot", "webdav4")),
-    pytest.param(sftp, marks=lacks("asyncssh", "paramiko")),
-]
-
-
-@pytest.fixture(params=SERVERS)
-def line_of(request, tmp_path, monkeypatch):
+@pytest.fixture
+def line_of(tmp_path, monkeypatch):
     """Makes ends of the line over a server, whose address holds no password."""
     from fsspec.config import conf
 
     (tmp_path / "lymph").mkdir()
     made = []
-    with request.param(tmp_path) as (address, told):
-        for protocol, options in told.items():
-            monkeypatch.setitem(conf, protocol, options)
+    with webdav(tmp_path) as told:
+        monkeypatch.setitem(conf, "webdav", told)
 
         def make(name):
-            made.append(FolderLine(address, name, TOPIC, **PAUSES))
+            made.append(FolderLine("webdav://", name, TOPIC, **PAUSES))
             return made[-1]
 
         yield make
@@ -150,6 +89,9 @@ def send(line, to, place, letter):
     )[0]
 
 
+@pytest.mark.skipif(
+    not all(map(find_spec, ("wsgidav", "cheroot", "webdav4"))), reason="needs wsgidav, cheroot and webdav4"
+)
 def test_letters_go_both_ways_are_refused_and_survive_a_restart(line_of):
     answers, seen = {"C1": "taken", "C2": "taken"}, {"C1": [], "C2": []}
 

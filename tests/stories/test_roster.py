@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, larger, metrics, model, nightly
+from conftest import larger, metrics, model, nightly
 from conftest import larger_study as make_study
 from safetensors.torch import load_file
 
@@ -22,7 +22,6 @@ from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.privacy.accounting import epsilon, plan
-from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
@@ -53,6 +52,36 @@ def limit(study, site, rounds):
 def push_of(path, site, round_):
     state = load_file(path / "sites" / site / "state" / f"round_{round_:05d}.safetensors")
     return state.get("push/x")
+
+
+class Cut(BaseException):
+    pass
+
+
+@contextmanager
+def cut_at(name, number):
+    """Within it training is interrupted before a site's checkpoint of a round."""
+    real = loop.checkpoint
+
+    def cut(site, round_):
+        if (site.name, round_) == (name, number):
+            raise Cut
+        real(site, round_)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
+        patch.setattr(loop, "checkpoint", cut)
+        yield
+
+
+def interrupted(study, *cuts, method="proxyfl", overrides=()):
+    """A run that was interrupted before (a site's, checkpoint), without some sites; return how it ends with all."""
+    for number, (site, round_, *without) in enumerate(cuts):
+        with cut_at(site, round_):
+            if number:
+                resume(study, "1", without=without, backend="local")
+            else:
+                local(study, method, *overrides)
+    return resume(study, "1", backend="local")
 
 
 # --- leaving with the budget spent ---------------------------------------------------------------------------
@@ -135,43 +164,38 @@ def test_leaving_survives_a_restart(study):
 # --- nonsense from a peer ------------------------------------------------------------------------------------
 
 
-class Liar(LocalComm):
-    """Changes what site 2 sends from some round on."""
-
-    def __init__(self, n_sites, change, since=1):
-        super().__init__(n_sites)
-        self.change, self.since = change, since
-
-    def exchange(self, outgoing, expected, *, round_, hop, size):
-        messages = super().exchange(outgoing, expected, round_=round_, hop=hop, size=size)
-        return [self.change(m) if m.sender == 2 and round_ >= self.since else m for m in messages]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda m: replace(m, vector=m.vector * np.float32("nan")), "not finite"),
-        (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* from the own model"),
-        (lambda m: replace(m, weight=1e9), r"its weight is 1e\+09"),
-        *nightly(
-            (lambda m: replace(m, weight=0.0), "its weight is 0"),
-            (lambda m: replace(m, refused="it has 2 values", vector=m.vector[:2]), "it has 2 values"),
-        ),
-        (lambda m: replace(m, schema="00" * 32), "another architecture"),
-    ],
+LIES = (
+    (lambda m: replace(m, vector=m.vector * np.float32("nan")), "not finite"),
+    (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* from the own model"),
+    (lambda m: replace(m, weight=1e9), r"its weight is 1e\+09"),
+    (lambda m: replace(m, weight=0.0), "its weight is 0"),
+    (lambda m: replace(m, refused="it has 2 values", vector=m.vector[:2]), "it has 2 values"),
+    (lambda m: replace(m, schema="00" * 32), "another architecture"),
 )
+
+
+class Liar(LocalComm):
+    """Changes what site 2 sends, in another way in every round."""
+
+    def exchange(self, outgoing, expected, *, round_, **given):
+        messages = super().exchange(outgoing, expected, round_=round_, **given)
+        return [LIES[round_ - 1][0](m) if m.sender == 2 else m for m in messages]
+
+
 @pytest.mark.parametrize("method", ["proxyfl", *nightly("fedavg")])
-def test_a_broken_model_is_rejected_and_training_goes_on(study, monkeypatch, method, change, words):
-    monkeypatch.setattr(stage, "LocalComm", lambda n, running: Liar(n, change))
-    summary = local(study, method)
-    path = study.root / summary["run"]
-    rejected = [line for k in range(4) for one in metrics(path, f"S{k}") for line in one.get("rejected", ())]
-    assert rejected
-    assert sum(row["rejected"] for row in summary["sites"]) == len(rejected)
-    assert all(re.search(f"^site 2: .*{words}", line) for line in rejected)
+def test_a_broken_model_is_rejected_and_training_goes_on(study, monkeypatch, method):
+    monkeypatch.setattr(stage, "LocalComm", lambda n, running: Liar(n))
+    summary = local(study, method, f"train.rounds={len(LIES)}")
+    path, rejected = study.root / summary["run"], {}
     for k in range(4):
+        for line in metrics(path, f"S{k}"):
+            rejected.setdefault(line["round"], []).extend(line.get("rejected", ()))
         for tensors in path.glob(f"sites/S{k}/p*.safetensors"):
             assert all(bool(value.isfinite().all()) for value in load_file(tensors).values())
+    for round_, (_, words) in enumerate(LIES, 1):
+        assert rejected[round_]
+        assert all(re.search(f"^site 2: .*{words}", line) for line in rejected[round_]), rejected
+    assert sum(row["rejected"] for row in summary["sites"]) == sum(map(len, rejected.values()))
     receiver = "S3" if method == "proxyfl" else "S0"
     assert "rejected the model from site 2" in (path / "sites" / receiver / "log.txt").read_text()
 
@@ -188,14 +212,8 @@ def test_honest_models_are_never_rejected(pair):
 def started(study, *overrides, timeout_s=60):
     sets = [part for o in (*overrides, f"comm.timeout_s={timeout_s}") for part in ("--set", o)]
     command = [sys.executable, "-m", "wsi_fl", "train", "--json", *sets]
-    return subprocess.Popen(
-        command,
-        cwd=study.root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=study.root, start_new_session=True, **piped)
 
 
 def pid_of(run_path, rank, n=4):
@@ -272,11 +290,7 @@ def test_a_run_goes_on_without_a_site_that_is_left_out(study):
 
 
 def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study):
-    with cut_at("S3", 2):
-        local(study, "proxyfl", "train.rounds=8")
-    with cut_at("S3", 6):
-        resume(study, "1", without=["S1"], backend="local")
-    summary = resume(study, "1", backend="local")
+    summary = interrupted(study, ("S3", 2), ("S3", 6, "S1"), overrides=["train.rounds=8"])
     path = study.root / summary["run"]
     took_part = {line["round"]: line["takes_part"] for line in metrics(path, "S1")}
     assert took_part == {1: True, 5: False, 6: False, 7: True, 8: True}  # others had trained round 6 already
@@ -322,50 +336,11 @@ def test_what_launchers_say_of_a_killed_rank(text):
 # --- what an interruption at a bad moment must not do ----------------------------------------------------------
 
 
-class Cut(BaseException):
-    pass
-
-
-@contextmanager
-def cut_at(name, number):
-    """Within it training is interrupted before a site's checkpoint of a round."""
-    real = loop.checkpoint
-
-    def cut(site, round_):
-        if (site.name, round_) == (name, number):
-            raise Cut
-        real(site, round_)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
-        patch.setattr(loop, "checkpoint", cut)
-        yield
-
-
-def test_a_round_that_was_sent_is_never_recorded_again(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "S.jsonl", site="S", run="r", terms=Terms(1e-5))
-    mechanism = plan(36, 8, 1, 1.4, 0.7)
-    for _ in range(2):
-        ledger.record(1, mechanism)  # redone before it was sent: once on the account
-    assert ledger.epsilon() == pytest.approx(spent(1))
-    ledger.sending(1)
-    with pytest.raises(WsiFlError, match="round 1 of run r was sent already and is never redone"):
-        ledger.record(1, mechanism)
-
-
 @pytest.mark.slow
 def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path):
     study = make_study(tmp_path / "two", n_sites=2)
-    rounds = "train.rounds=12"
-    with cut_at("S1", 3):
-        local(study, "proxyfl", rounds)
-    with cut_at("S0", 5):
-        resume(study, "1", without=["S1"], backend="local")
-    with cut_at("S1", 9):
-        resume(study, "1", backend="local")
-    with cut_at("S1", 11):
-        resume(study, "1", without=["S0"], backend="local")
-    summary = resume(study, "1", backend="local")
-    assert summary["lost"] == []
+    cuts = [("S1", 3), ("S0", 5, "S1"), ("S1", 9), ("S1", 11, "S0")]
+    assert interrupted(study, *cuts, overrides=["train.rounds=12"])["lost"] == []
     for site in study.site_names():
         lines = [json.loads(line) for line in study.ledger(site).read_text().splitlines()]
         sent = [line["round"] for line in lines if line.get("sending") and not line.get("again")]
@@ -374,25 +349,25 @@ def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path):
 
 @pytest.mark.slow
 def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study):
-    with cut_at("S0", 1):
-        local(study)
-    with cut_at("S2", 1):
-        resume(study, "1", without=["S1"], backend="local")
-    assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
+    rows = interrupted(study, ("S0", 1), ("S2", 1, "S1"))["sites"]
+    assert [row["rounds"] for row in rows] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
-    "rounds", [3, *nightly(5)]
-)  # at once, and after rounds that its ledger does not know
-def test_an_interrupted_return_can_be_resumed(study, rounds):
+    ("method", "rounds"), [("proxyfl", 3), *nightly(("proxyfl", 5)), ("regular", 3), *nightly(("joint", 3))]
+)
+def test_who_was_away_until_the_end_catches_up_and_may_be_interrupted(study, method, rounds):
+    """At once, after rounds that its ledger does not know, and where nobody waits for it."""
     with cut_at("S3", 2):
-        local(study, "proxyfl", f"train.rounds={rounds}")
+        local(study, method, f"train.rounds={rounds}")
     assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
-    with cut_at("S1", rounds):
-        resume(study, "1", backend="local")
+    if method == "proxyfl":
+        with cut_at("S1", rounds):
+            resume(study, "1", backend="local")
     back = resume(study, "1", backend="local")
-    assert [row["site"] for row in back["sites"]] == study.site_names()
-    assert back["lost"] == []
+    assert [row["site"] for row in back["sites"]] == study.site_names() and back["lost"] == []
+    if method != "proxyfl":
+        assert [row["rounds"] for row in back["sites"]] == [rounds] * 4
 
 
 @pytest.mark.slow
@@ -406,39 +381,16 @@ def test_a_raised_budget_counts_from_the_next_round_on(study):
     assert [row["rounds"] for row in rows] == [3, 1, 3, 3]
 
 
-@pytest.mark.parametrize("method", ["regular", *nightly("joint")])
-def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, method):
-    with cut_at("S2", 2):
-        local(study, method)
-    assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
-    assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "overrides"),
-    [
-        ("proxyfl", ()),
-        ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5")),
-    ],
+    [("proxyfl", ()), ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5"))],
 )
 def test_who_was_away_for_long_is_no_stranger(study, method, overrides):
-    with cut_at("S3", 7):
-        local(study, method, "train.rounds=40", *overrides)
-    with cut_at("S3", 30):
-        resume(study, "1", without=["S1"], backend="local")
-    rows = resume(study, "1", backend="local")["sites"]
+    overrides = ["train.rounds=40", *overrides]
+    rows = interrupted(study, ("S3", 7), ("S3", 30, "S1"), method=method, overrides=overrides)["sites"]
     assert [row["rejected"] for row in rows] == [0, 0, 0, 0]
     assert rows[1]["rounds"] > 10
-
-
-def test_a_real_site_whose_ledger_vanished_half_way_is_refused(tmp_path):
-    study = make_study(tmp_path / "real", n_sites=1, site_extra=REAL)
-    with cut_at("S0", 3):
-        local(study)
-    study.ledger("S0").unlink()
-    with pytest.raises(WsiFlError, match=r"ledgers/S0\.jsonl is missing"):
-        local(study)
 
 
 def test_a_site_is_late_only_as_long_as_somebody_says_so(monkeypatch):

@@ -15,10 +15,10 @@ from conftest import REAL, Told, interrupted_after, larger, nightly, refused, wr
 from conftest import larger_study as make_study
 
 from wsi_fl.federation import loop
+from wsi_fl.federation.cross_site_evaluation import _Counted, _Present
 from wsi_fl.federation.preflight import Brought
-from wsi_fl.federation.roster import Arrival, RosterEntry, Standing
-from wsi_fl.federation.scoring import Counted, Present
-from wsi_fl.federation.shared import Holds, Offer, Pieces
+from wsi_fl.federation.roster import RosterEntry, Standing, _Arrival
+from wsi_fl.federation.shared import _Holds, _Offer, _Pieces
 from wsi_fl.hospitals.trust.letters import Head, Hello
 from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.learning.examples import Examples
@@ -122,15 +122,15 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
         Brought,
         Standing,
         RosterEntry,
-        Arrival,
+        _Arrival,
         SummaryRow,
         _Proposal,
         _Claimed,
         mpcpa.Size,
-        Present,
-        Counted,
+        _Present,
+        _Counted,
     )
-    kinds += (Begun, Runs, Hello, Head, Seen, Offer, Holds, Pieces)
+    kinds += (Begun, Runs, Hello, Head, Seen, _Offer, _Holds, _Pieces)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:
@@ -310,12 +310,14 @@ def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
 # what a run keeps
 
 
-def test_a_run_keeps_its_site_files_and_names_what_changed(study, capsys):
-    options = ["train.rounds=1"]
-    run = train(study, method="regular", overrides=options, backend="local")["run"]
-    before = evaluate(study, run)
-    file = study.root / "sites" / "S2.toml"
-    file.write_text(file.read_text() + 'private_model = "cnn2"\nmax_epsilon = 2.0\n')
+def test_a_run_keeps_its_site_files_and_names_what_changed_and_what_is_withdrawn_since_stays_so(
+    study, capsys
+):
+    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
+    before, file = evaluate(study, run), study.root / "sites" / "S2.toml"
+    began = file.read_text()
+    assert before["merged"] is not None
+    file.write_text(began + 'private_model = "cnn2"\nmax_epsilon = 2.0\n')
     capsys.readouterr()
     assert evaluate(study, run) == before
     said = capsys.readouterr().err
@@ -323,13 +325,7 @@ def test_a_run_keeps_its_site_files_and_names_what_changed(study, capsys):
     assert 'private_model = "cnn2" now, not set in this run' in said
     file.unlink()  # a hospital that is no longer listed has taken part all the same
     assert evaluate(study, run) == before
-
-
-def test_what_a_hospital_has_withdrawn_since_stays_withdrawn(study):
-    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
-    assert evaluate(study, run)["merged"] is not None
-    file = study.root / "sites" / "S2.toml"
-    file.write_text(file.read_text().replace("real = false", REAL))
+    file.write_text(began.replace("real = false", REAL))
     assert evaluate(study, run)["merged"] is None
     site = as_begun(study, RunFolder(study.run(run))).site("S2")
     assert (site.real, site.allow, site.max_epsilon) == (True, [], 50.0)
@@ -360,20 +356,11 @@ def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta
 )
 def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other):
     def released(*overrides):
-        run = train(
-            study,
-            method="proxyfl",
-            overrides=["train.rounds=2", "privacy.insecure_seed=5", "sites=['S0', 'S1']", *overrides],
-            backend="local",
-        )["run"]
-        lines = [
-            json.loads(line) for site in ("S0", "S1") for line in study.ledger(site).read_text().splitlines()
-        ]
-        return [
-            line["released"]
-            for line in lines
-            if line["run"].startswith(Path(run).name) and line.get("released")
-        ]
+        fixed = ["train.rounds=2", "privacy.insecure_seed=5", "sites=['S0', 'S1']"]
+        run = train(study, method="proxyfl", overrides=[*fixed, *overrides], backend="local")["run"]
+        texts = [study.ledger(site).read_text().splitlines() for site in ("S0", "S1")]
+        lines = [line for text in texts for line in map(json.loads, text) if line.get("released")]
+        return [line["released"] for line in lines if line["run"].startswith(Path(run).name)]
 
     first = released()
     assert first == released(other) and len(first) == 4

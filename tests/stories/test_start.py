@@ -38,16 +38,13 @@ def test_a_job_ends_with_the_client_that_started_it():
     assert _ended(job)
 
 
-MODULES = "wsi_fl.hospitals.flare"
-STARTED = f"""
+STARTED = """
 import os, sys, time
-import nvflare.private.fed.app.client.worker_process as theirs
-from {MODULES} import client, job, server
-wait = lambda *_, **__: time.sleep(60)
-for one in (client.client_train, server.server_train, theirs):
-    one.parse_arguments = wait
+from wsi_fl.hospitals.flare import processes
+for one in (processes.client_train, processes.server_train, processes.worker_process):
+    one.parse_arguments = lambda *_, **__: time.sleep(60)
 print(os.getpid(), flush=True)
-{{"client": client, "job": job, "server": server}}[sys.argv[1]].main()
+processes.main(sys.argv[1])
 """
 STARTER = """
 import os, subprocess, sys, time

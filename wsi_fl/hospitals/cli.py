@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from wsi_fl.cli.options import Json, Pipeline, Set, find_study, show
 from wsi_fl.federation.methods import names_of
@@ -21,17 +22,14 @@ app = typer.Typer(
     no_args_is_help=True, help="Hospitals that learn together: kits, plans, and what joins them."
 )
 
-KitOption = Annotated[Path, typer.Option(metavar="DIR", help="Your kit, the folder with federation.json.")]
-KitOrRoot = Annotated[
-    Path,
-    typer.Option("--kit", metavar="DIR", help="Your kit; for a request, the folder that `provision` made."),
+_KitOption = Annotated[Path, Option(metavar="DIR", help="Your kit, the folder with federation.json.")]
+_KitOrRoot = Annotated[
+    Path, Option("--kit", metavar="DIR", help="Your kit; for a request, the folder that `provision` made.")
 ]
-KitFolder = Annotated[Path, typer.Argument(metavar="KIT", help="The folder of the kit.")]
-PlanFile = Annotated[
-    Path | None, typer.Option("--plan", metavar="FILE", help="The plan that all have signed.")
-]
-StudyFolder = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="The study. Default: the one at or above this folder.")
+_KitFolder = Annotated[Path, Argument(metavar="KIT", help="The folder of the kit.")]
+_PlanFile = Annotated[Path | None, Option("--plan", metavar="FILE", help="The plan that all have signed.")]
+_StudyFolder = Annotated[
+    Path | None, Option(metavar="DIR", help="The study. Default: the one at or above this folder.")
 ]
 
 
@@ -41,19 +39,24 @@ def _study(folder: Path | None) -> Study:
     return find_study() if folder is None else Study.find(folder)
 
 
+def _kit(folder: Path) -> Kit:
+    from wsi_fl.hospitals.trust.kit import Kit
+
+    return Kit.open(folder)
+
+
 @app.command()
 def provision(
-    folder: Annotated[Path, typer.Argument(help="A new folder, for the root and the first kits.")],
-    name: Annotated[str, typer.Option(help="Of the federation.")] = "wsi-fl",
+    folder: Annotated[Path, Argument(help="A new folder, for the root and the first kits.")],
+    name: Annotated[str, Option(help="Of the federation.")] = "wsi-fl",
     server: Annotated[
-        str | None,
-        typer.Option(metavar="HOST", help="Where hospitals reach the server; HOST:PORT if not on 443."),
+        str | None, Option(metavar="HOST", help="Where hospitals reach the server; HOST:PORT if not on 443.")
     ] = None,
     shared: Annotated[
         str | None,
-        typer.Option("--folder", metavar="ADDRESS", help="Without a server: a folder that all can reach."),
+        Option("--folder", metavar="ADDRESS", help="Without a server: a folder that all can reach."),
     ] = None,
-    sites: Annotated[str, typer.Option(help="A test bed: kits of these hospitals too, as in A,B,C.")] = "",
+    sites: Annotated[str, Option(help="A test bed: kits of these hospitals too, as in A,B,C.")] = "",
     as_json: Json = False,
 ) -> None:
     """Found a federation: its root, and the kits of its server and its coordinator."""
@@ -66,13 +69,9 @@ def provision(
 
 @app.command()
 def request(
-    site: Annotated[
-        str, typer.Argument(help="The hospital's name in the federation, that of its site file.")
-    ],
-    kit: Annotated[
-        Path, typer.Option(help="A new folder for the kit; the key is made there and stays there.")
-    ],
-    organization: Annotated[str, typer.Option(help="The hospital's full name.")],
+    site: Annotated[str, Argument(help="The hospital's name in the federation, that of its site file.")],
+    kit: Annotated[Path, Option(help="A new folder for the kit; the key is made there and stays there.")],
+    organization: Annotated[str, Option(help="The hospital's full name.")],
     as_json: Json = False,
 ) -> None:
     """Make a key at a hospital, and the request that is sent to the coordinator."""
@@ -83,12 +82,10 @@ def request(
 
 @app.command()
 def join(
-    file: Annotated[
-        Path, typer.Argument(help="The certificate, or withdrawn.pem, that the coordinator sent.")
-    ],
-    kit: Annotated[Path, typer.Option(help="The kit that the request was made in.")],
+    file: Annotated[Path, Argument(help="The certificate, or withdrawn.pem, that the coordinator sent.")],
+    kit: Annotated[Path, Option(help="The kit that the request was made in.")],
     fingerprint: Annotated[
-        str | None, typer.Option(help="The root's, as the coordinator read it out; another one is refused.")
+        str | None, Option(help="The root's, as the coordinator read it out; another one is refused.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -104,19 +101,15 @@ def join(
 
 @app.command()
 def plan(
-    method: Annotated[
-        str, typer.Option(help=f"What the hospitals run: {names_of(lambda row: bool(row.shares))}.")
-    ],
+    method: Annotated[str, Option(help=f"What the hospitals run: {names_of(lambda row: bool(row.shares))}.")],
     pipeline: Pipeline = None,
     overrides: Set = None,
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("plan.json"),
+    out: Annotated[Path, Option(help="The file to write.")] = Path("plan.json"),
     kit: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="The founded folder: the plan pins the keys that it gave certificates."
-        ),
+        Option(metavar="DIR", help="The founded folder: the plan pins the keys that it gave certificates."),
     ] = None,
-    study: StudyFolder = None,
+    study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
     """Write the plan that hospitals sign: what runs, what leaves, what it costs, and what never leaves."""
@@ -137,17 +130,16 @@ def plan(
 
 @app.command()
 def approve(
-    file: Annotated[Path, typer.Argument(help="A plan, or a certificate request.")],
-    kit: KitOrRoot,
+    file: Annotated[Path, Argument(help="A plan, or a certificate request.")],
+    kit: _KitOrRoot,
     fingerprint: Annotated[
-        str | None,
-        typer.Option(help="Of a certificate request: what the hospital read to you by telephone."),
+        str | None, Option(help="Of a certificate request: what the hospital read to you by telephone.")
     ] = None,
-    study: StudyFolder = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Sign without being asked.")] = False,
+    study: _StudyFolder = None,
+    yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
     yes_per_row: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--yes-per-row",
             help="Say yes also to an ε per row that is above max_epsilon for the patient with the most rows.",
         ),
@@ -168,10 +160,9 @@ def approve(
 def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
     from wsi_fl.hospitals.plans.approving import above_words, look, look_lines, sign, signed_lines
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import render
 
-    identity = Kit.open(kit).identity()
+    identity = _kit(kit).identity()
     looked = look(study, Plan.load(file), identity.name)
     render(look_lines(looked))
     if (
@@ -186,17 +177,12 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
     if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
         raise WsiFlError(f"{file}: nothing was signed")
     path = sign(study, looked, identity)
-    document: dict[str, Any] = {
+    costs = ("epsilon", "lifetime_epsilon", "detection", "most_epsilon", "rounds", "group", "lifetime_group")
+    document = {
         "site": identity.name,
         "plan": looked.plan.digest,
         "approval": study.relative(path),
-        "epsilon": looked.cost.epsilon if looked.cost else None,
-        "lifetime_epsilon": looked.cost.lifetime_epsilon if looked.cost else None,
-        "detection": looked.cost.detection if looked.cost else None,
-        "most_epsilon": looked.cost.most_epsilon if looked.cost else None,
-        "rounds": looked.cost.rounds if looked.cost else None,
-        "group": looked.cost.group if looked.cost else None,
-        "lifetime_group": looked.cost.lifetime_group if looked.cost else None,
+        **{key: getattr(looked.cost, key) if looked.cost else None for key in costs},
         "notes": list(looked.notes),
     }
     show(document, as_json, signed_lines)
@@ -204,23 +190,23 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
 
 @app.command()
 def start(
-    kit: KitFolder,
-    study: StudyFolder = None,
+    kit: _KitFolder,
+    study: _StudyFolder = None,
     shared: Annotated[
         str | None,
-        typer.Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it."),
+        Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it."),
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="SITE", help="Over a folder: go on without it. Repeatable.")
+        list[str] | None, Option(metavar="SITE", help="Over a folder: go on without it. Repeatable.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Start a hospital's client, or the server; over a folder, take part until the run is done."""
-    from wsi_fl.hospitals.trust.kit import Kit
-    from wsi_fl.hospitals.work.start import start
+    from wsi_fl.hospitals.work.start import start, take_part_by_folder
+    from wsi_fl.stages.training.train import summary_lines
     from wsi_fl.stages.work.console import say
 
-    opened = Kit.open(kit)
+    opened = _kit(kit)
     found = _study_to_start(opened, study)
     if shared is None and opened.folder is None:
         if without:
@@ -229,9 +215,6 @@ def start(
         return
     if found is None:
         raise UsageError(f"{kit} is the kit of a {opened.role}; over a folder hospitals alone start")
-    from wsi_fl.hospitals.work.start import take_part_by_folder
-    from wsi_fl.stages.training.train import summary_lines
-
     summary = take_part_by_folder(found, opened, folder=shared, without=without or [])
     show(summary, as_json, partial(summary_lines, again="wsi-fl federation start"))
 
@@ -248,24 +231,22 @@ def _study_to_start(kit: Kit, folder: Path | None) -> Study | None:
 
 @app.command()
 def submit(
-    kit: KitOption,
-    plan: PlanFile = None,
-    method: Annotated[str | None, typer.Option(help="That of the plan; another one is refused.")] = None,
+    kit: _KitOption,
+    plan: _PlanFile = None,
+    method: Annotated[str | None, Option(help="That of the plan; another one is refused.")] = None,
     resume: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Go on with a run of this plan, or with the last."),
+        str | None, Option(metavar="RUN", help="Go on with a run of this plan, or with the last.")
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="SITE", help="With --resume: go on without it. Repeatable.")
+        list[str] | None, Option(metavar="SITE", help="With --resume: go on without it. Repeatable.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="New folder for what comes back. Default: result-RUN beside the plan.")
+        Path | None, Option(help="New folder for what comes back. Default: result-RUN beside the plan.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Let the hospitals of a signed plan do it together."""
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.submit import submit, submitted_lines
     from wsi_fl.stages.work.console import Bars
 
@@ -277,7 +258,7 @@ def submit(
         raise UsageError("--without is for going on with a run; give --resume RUN too")
     with Bars("federation") as bars:
         document = submit(
-            Kit.open(kit),
+            _kit(kit),
             agreed,
             out=out,
             beside=file.parent,
@@ -299,36 +280,34 @@ def _plan_here(study: Study | None = None) -> Path:
 
 
 @app.command()
-def status(kit: KitOption, as_json: Json = False) -> None:
+def status(kit: _KitOption, as_json: Json = False) -> None:
     """Say which hospitals are connected, and what became of the jobs."""
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.submit import status, status_lines
 
-    show(status(Kit.open(kit)), as_json, status_lines)
+    show(status(_kit(kit)), as_json, status_lines)
 
 
 @app.command()
 def abort(
-    job: Annotated[str, typer.Argument(help="The job's id, as `status` has it.")],
-    kit: KitOption,
+    job: Annotated[str, Argument(help="The job's id, as `status` has it.")],
+    kit: _KitOption,
     as_json: Json = False,
 ) -> None:
     """End a job at all hospitals; what was finished stays."""
-    from wsi_fl.hospitals.trust.kit import Kit
-    from wsi_fl.hospitals.work.submit import abort
+    from wsi_fl.hospitals.flare import jobs
     from wsi_fl.stages.work.console import Line
 
-    show(abort(Kit.open(kit), job), as_json, lambda one: [Line(f"job {one['aborted']} was ended")])
+    jobs.abort(_kit(kit), job)
+    show({"aborted": job}, as_json, lambda _: [Line(f"job {job} was ended")])
 
 
 @app.command()
-def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
+def check(kit: _KitFolder, plan: _PlanFile = None, as_json: Json = False) -> None:
     """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.submit import check, check_lines
 
-    document = check(Kit.open(kit), Plan.load(plan) if plan else None)
+    document = check(_kit(kit), Plan.load(plan) if plan else None)
     show(document, as_json, check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
@@ -336,9 +315,7 @@ def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="A new folder, for everybody's own folders.")] = Path(
-        "federation-demo"
-    ),
+    out: Annotated[Path, Option(help="A new folder, for everybody's own folders.")] = Path("federation-demo"),
     as_json: Json = False,
 ) -> None:
     """Let a server and four hospitals of painted slides, all processes of this machine, learn together."""
@@ -349,12 +326,12 @@ def demo(
 
 @app.command()
 def dossier(
-    site: Annotated[str | None, typer.Option(help="Whose dossier. Default: the kit's hospital.")] = None,
+    site: Annotated[str | None, Option(help="Whose dossier. Default: the kit's hospital.")] = None,
     kit: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Your kit; it knows who has signed and what joins you.")
+        Path | None, Option(metavar="DIR", help="Your kit; it knows who has signed and what joins you.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The page; its JSON lies beside it.")] = Path("dossier.html"),
-    study: StudyFolder = None,
+    out: Annotated[Path, Option(help="The page; its JSON lies beside it.")] = Path("dossier.html"),
+    study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
     """Write one page for data protection and network people: what leaves, by which way, and what it cost so far."""
@@ -366,9 +343,9 @@ def dossier(
 
 @app.command()
 def renew(
-    kit: KitOption,
+    kit: _KitOption,
     new_key: Annotated[
-        bool, typer.Option("--new-key", help="Ask for another key, which the present one vouches for.")
+        bool, Option("--new-key", help="Ask for another key, which the present one vouches for.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -380,8 +357,8 @@ def renew(
 
 @app.command()
 def revoke(
-    site: Annotated[str, typer.Argument(help="Whose certificates are withdrawn.")],
-    kit: Annotated[Path, typer.Option(metavar="DIR", help="The folder that `provision` made.")],
+    site: Annotated[str, Argument(help="Whose certificates are withdrawn.")],
+    kit: Annotated[Path, Option(metavar="DIR", help="The folder that `provision` made.")],
     as_json: Json = False,
 ) -> None:
     """Withdraw the certificates of a hospital; the list of them is signed by the root, and everybody's kit takes it."""
@@ -392,46 +369,40 @@ def revoke(
 
 @app.command()
 def leave(
-    kit: KitOption,
-    study: StudyFolder = None,
+    kit: _KitOption,
+    study: _StudyFolder = None,
     delete_approval: Annotated[
-        bool, typer.Option("--delete-approval", help="Delete your approval, so that no further run starts.")
+        bool, Option("--delete-approval", help="Delete your approval, so that no further run starts.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="The file to write, JSON.")] = Path("leaving.json"),
+    out: Annotated[Path, Option(help="The file to write, JSON.")] = Path("leaving.json"),
     as_json: Json = False,
 ) -> None:
     """Write down for your records what you released to whom, what of it stays with others, and what is left to do."""
     from wsi_fl.hospitals.dossier.page import leave, leaving_lines
-    from wsi_fl.hospitals.trust.kit import Kit
 
-    show(
-        leave(_study(study), Kit.open(kit), out=out, delete_approval=delete_approval), as_json, leaving_lines
-    )
+    show(leave(_study(study), _kit(kit), out=out, delete_approval=delete_approval), as_json, leaving_lines)
 
 
 @app.command()
 def backup(
-    kit: KitOption,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write; it holds the key.")],
-    study: StudyFolder = None,
+    kit: _KitOption,
+    out: Annotated[Path, Option(metavar="FILE", help="The file to write; it holds the key.")],
+    study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
     """Copy key, certificates, approvals, plan and ledger into one file."""
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.backup import backup
 
-    opened = Kit.open(kit)
+    opened = _kit(kit)
     made = backup(opened, _study_to_start(opened, study), out)
     show(made, as_json, lambda one: [f"{one['file']} holds the key of {one['name']}: protect it as the kit"])
 
 
 @app.command()
 def restore(
-    file: Annotated[Path, typer.Argument(help="What `backup` wrote.")],
-    kit: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the kit, new or damaged.")],
-    study: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A hospital's study, new or damaged.")
-    ] = None,
+    file: Annotated[Path, Argument(help="What `backup` wrote.")],
+    kit: Annotated[Path, Option(metavar="DIR", help="The folder of the kit, new or damaged.")],
+    study: Annotated[Path | None, Option(metavar="DIR", help="A hospital's study, new or damaged.")] = None,
     as_json: Json = False,
 ) -> None:
     """Put back what is missing of a kit and a study, and no ledger in the place of a newer one."""
@@ -443,37 +414,36 @@ def restore(
 
 @app.command()
 def frame(
-    kit: KitOption,
-    epsilon: Annotated[float | None, typer.Option(help="Of all plans together, by your own ledger.")] = None,
-    until: Annotated[str, typer.Option(metavar="DATE", help="The last day, as in 2027-03-31.")] = "",
+    kit: _KitOption,
+    epsilon: Annotated[float | None, Option(help="Of all plans together, by your own ledger.")] = None,
+    until: Annotated[str, Option(metavar="DATE", help="The last day, as in 2027-03-31.")] = "",
     method: Annotated[
-        list[str] | None, typer.Option(help="What plans may run. Repeatable. Default: the plan's.")
+        list[str] | None, Option(help="What plans may run. Repeatable. Default: the plan's.")
     ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="How many runs at most.")] = 20,
+    runs: Annotated[int, Option(min=1, help="How many runs at most.")] = 20,
     partner: Annotated[
-        list[str] | None, typer.Option(metavar="SITE", help="Who may take part. Repeatable. Default: all.")
+        list[str] | None, Option(metavar="SITE", help="Who may take part. Repeatable. Default: all.")
     ] = None,
     code: Annotated[
-        list[str] | None, typer.Option(metavar="SHA256", help="Of another wsi-fl to allow. Repeatable.")
+        list[str] | None, Option(metavar="SHA256", help="Of another wsi-fl to allow. Repeatable.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What plans are like. Default: the one you signed.")
+        Path | None, Option(metavar="FILE", help="What plans are like. Default: the one you signed.")
     ] = None,
     add_code: Annotated[
-        bool, typer.Option("--add-code", help="Allow in your frame the wsi-fl that is installed now too.")
+        bool, Option("--add-code", help="Allow in your frame the wsi-fl that is installed now too.")
     ] = False,
-    study: StudyFolder = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Sign without being asked.")] = False,
+    study: _StudyFolder = None,
+    yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
     as_json: Json = False,
 ) -> None:
     """Sign a frame: plans within it run here for weeks without a further signature, all others are refused."""
     from wsi_fl.hospitals.plans.admitting import frame_lines, make_frame, with_code
     from wsi_fl.hospitals.plans.frames import require_frame, write_frame
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import render
 
-    found, identity, codes = _study(study), Kit.open(kit).identity(), code or []
+    found, identity, codes = _study(study), _kit(kit).identity(), code or []
     if add_code:
         made = with_code(require_frame(found, identity), codes)
     else:
@@ -496,47 +466,43 @@ def frame(
 
 
 @app.command()
-def withdraw(kit: KitOption, study: StudyFolder = None, as_json: Json = False) -> None:
+def withdraw(kit: _KitOption, study: _StudyFolder = None, as_json: Json = False) -> None:
     """End your frame at once, and all approvals made in its name; a run under way ends at its next round."""
     from wsi_fl.hospitals.plans.frames import withdraw
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import Line
 
-    ended = withdraw(_study(study), Kit.open(kit).identity())
+    ended = withdraw(_study(study), _kit(kit).identity())
     show(dict(ended), as_json, lambda one: [Line(f"the frame until {one['until']} was withdrawn")])
 
 
 @app.command()
 def census(
-    kit: KitOption,
-    files: Annotated[list[Path] | None, typer.Argument(help="With --collect: what hospitals sent.")] = None,
+    kit: _KitOption,
+    files: Annotated[list[Path] | None, Argument(help="With --collect: what hospitals sent.")] = None,
     column: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE,…", help="A column of your table, and the values to count. Repeatable."
-        ),
+        Option(metavar="NAME=VALUE,…", help="A column of your table, and the values to count. Repeatable."),
     ] = None,
     epsilon: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Per patient: of the census (0.1), or with --collect of the plan (1)."),
+        Option(min=0.001, help="Per patient: of the census (0.1), or with --collect of the plan (1)."),
     ] = None,
     only_enough: Annotated[
-        bool, typer.Option("--only-enough", help="Tell only whether there are at least 20 of a value.")
+        bool, Option("--only-enough", help="Tell only whether there are at least 20 of a value.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="The file to send. Default: census-SITE.json.")] = None,
+    out: Annotated[Path | None, Option(help="The file to send. Default: census-SITE.json.")] = None,
     collect: Annotated[
-        bool, typer.Option("--collect", help="At the coordinator: say what all hospitals can answer.")
+        bool, Option("--collect", help="At the coordinator: say what all hospitals can answer.")
     ] = False,
-    study: StudyFolder = None,
+    study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
     """Count patients by the values of a column, with noise, before there is a plan; or collect what hospitals sent."""
     from wsi_fl.hospitals.plans import census as censuses
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import Line
     from wsi_fl.system.files import write_json
 
-    identity = Kit.open(kit).identity()
+    identity = _kit(kit).identity()
     if collect:
         found = [censuses.read_census(path, identity.root) for path in files or []]
         show(censuses.collect(found, epsilon or 1.0), as_json, censuses.census_lines)
@@ -556,10 +522,10 @@ def census(
 @app.command()
 def board(
     kit: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Your kit, the coordinator's or a hospital's.")
+        Path | None, Option(metavar="DIR", help="Your kit, the coordinator's or a hospital's.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write it as a page too.")] = None,
-    study: StudyFolder = None,
+    out: Annotated[Path | None, Option(help="Write it as a page too.")] = None,
+    study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
     """Say who takes part, how far everybody is, what came of it, and what is to be done next, by whom."""
@@ -571,45 +537,41 @@ def board(
 
 @app.command()
 def rehearse(
-    file: Annotated[Path, typer.Argument(help="A plan, signed or not.")],
-    kit: KitOption,
-    study: StudyFolder = None,
+    file: Annotated[Path, Argument(help="A plan, signed or not.")],
+    kit: _KitOption,
+    study: _StudyFolder = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Fewer than the plan's: all take as long as all sites in turn.")
+        int | None, Option(min=1, help="Fewer than the plan's: all take as long as all sites in turn.")
     ] = None,
-    keep: Annotated[
-        Path | None, typer.Option(help="A new folder to keep the run in, private models too.")
-    ] = None,
+    keep: Annotated[Path | None, Option(help="A new folder to keep the run in, private models too.")] = None,
     as_json: Json = False,
 ) -> None:
     """Do a plan with your own data alone: how long, how much memory, what ε; nothing leaves and nothing is spent."""
     from wsi_fl.hospitals.plans.rehearsing import rehearse, rehearsed_lines
     from wsi_fl.hospitals.plans.signed import Plan
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import Bars
 
     with Bars("rehearse") as bars:
         document = rehearse(
-            _study(study), Plan.load(file), Kit.open(kit).name, rounds=rounds, keep=keep, watcher=bars
+            _study(study), Plan.load(file), _kit(kit).name, rounds=rounds, keep=keep, watcher=bars
         )
     show(document, as_json, rehearsed_lines)
 
 
 @app.command()
 def evidence(
-    kit: KitOption,
-    study: StudyFolder = None,
-    out: Annotated[Path, typer.Option(help="A new folder.")] = Path("evidence"),
+    kit: _KitOption,
+    study: _StudyFolder = None,
+    out: Annotated[Path, Option(help="A new folder.")] = Path("evidence"),
     verify: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Check such a folder instead, whosever it is.")
+        Path | None, Option(metavar="DIR", help="Check such a folder instead, whosever it is.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write what security, data protection and registers ask of a hospital, in one signed folder; or check one."""
     from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
-    from wsi_fl.hospitals.trust.kit import Kit
 
-    opened = Kit.open(kit)
+    opened = _kit(kit)
     if verify is None:
         show(make_evidence(_study(study), opened, out), as_json, lambda _: [str(out / "index.html")])
         return

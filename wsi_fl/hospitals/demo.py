@@ -6,16 +6,25 @@ send files by mail, this process copies: requests, certificates, the plan, appro
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from wsi_fl.demo.encoder import write_untrained
 from wsi_fl.demo.phantom import paint_archive
-from wsi_fl.hospitals.children import Children, Place, children
+from wsi_fl.demo.run import write_untrained
 from wsi_fl.hospitals.flare.files import need_flare
 from wsi_fl.learning.counts import results
 from wsi_fl.stages.answers.evaluate import between_lines
@@ -25,8 +34,13 @@ from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
+_T = TypeVar("_T")
+
+_READY = "Ctrl-C ends it"
+_READY_S, _END_S, _POLL_S = 90.0, 45.0, 0.2
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PIPELINE, _METHOD = "hospitals", "proxyfl"
-_N_HOSPITALS, _PATIENTS, _SLIDE_PX = 4, 8, 1024
+_N_HOSPITALS = 4
 _WEIGHTS = Path("weights") / "untrained.safetensors"
 _KIT = Path("..") / "kit"
 _FOUNDED = Path("..") / "federation"
@@ -37,25 +51,140 @@ _DONE = "demo.json"
 
 
 @dataclass(frozen=True)
-class _Bed:
-    """Everybody's places in the folder of a demo."""
+class Place:
+    """A machine of the demo: a folder that nobody else's commands read or write.
 
-    root: Path
+    Attributes:
+        name: of whoever sits there.
+        folder: all that it has, its user's state and what its commands said too.
+        here: where its commands are given, in `folder`.
+    """
+
+    name: str
+    folder: Path
+    here: Path
 
     @property
-    def hospitals(self) -> dict[str, Place]:
-        return {name: self._place(name, "study") for name in (f"C{k + 1}" for k in range(_N_HOSPITALS))}
+    def log(self) -> Path:
+        """What the commands said."""
+        return self.folder / "commands.txt"
 
-    @property
-    def coordinator(self) -> Place:
-        return self._place("coordinator", "study")
+    def environment(self) -> dict[str, str]:
+        """The variables of this machine's user; one core for each process unless somebody says otherwise."""
+        return {"OMP_NUM_THREADS": "1", **os.environ, "XDG_STATE_HOME": str(self.folder / "state")}
 
-    @property
-    def server(self) -> Place:
-        return self._place("server", ".")
 
-    def _place(self, name: str, here: str) -> Place:
-        return Place(name, self.root / name, self.root / name / here)
+class Children:
+    """The processes that run now; `children()` ends them all."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
+        self._over = False
+
+    def run(self, place: Place, *arguments: str | Path) -> dict[str, Any]:
+        """Give a command and return its `--json` document; WsiFlError with its last line when it fails."""
+        said = _words(arguments)
+        say(f"  {place.name}$ {said}")
+        with place.log.open("a+b") as log:
+            process = self._start(place, [*arguments, "--json"], stdout=subprocess.PIPE, stderr=log)
+            output, _ = process.communicate()
+        with self._lock:
+            self._running.pop(process.pid, None)
+        if process.returncode:
+            raise WsiFlError(f"{place.name}: {said}: {_last_line(place.log)}")
+        return dict(json.loads(output))
+
+    def start(self, place: Place, *arguments: str | Path) -> None:
+        """Give a command that goes on, and wait until it says that it is ready; WsiFlError when it does not."""
+        said = _words(arguments)
+        say(f"  {place.name}$ {said} &")
+        file = place.folder / "start.txt"
+        with file.open("wb") as log:
+            process = self._start(place, arguments, stdout=log, stderr=log)
+        deadline = time.monotonic() + _READY_S
+        while _READY not in file.read_text(errors="replace"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise WsiFlError(f"{place.name}: {said}: {_last_line(file)}")
+            time.sleep(_POLL_S)
+
+    def each(self, work: Callable[[_T], object], things: Sequence[_T]) -> None:
+        """Do the work for each, several at the same time; when one fails, all end."""
+        with ThreadPoolExecutor(max(1, min(len(things), os.cpu_count() or 1))) as pool:
+            jobs = [pool.submit(work, thing) for thing in things]
+            try:
+                for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+                    job.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.end()
+                raise
+
+    def end(self) -> None:
+        """End what runs, politely first, and start nothing any more."""
+        with self._lock:
+            self._over, running = True, list(self._running.values())
+            self._running = {}
+        for process in running:
+            _signal(process, signal.SIGTERM)
+        deadline = time.monotonic() + _END_S
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            _signal(process, signal.SIGKILL)
+
+    def _start(
+        self, place: Place, arguments: Sequence[str | Path], *, stdout: Any, stderr: Any
+    ) -> subprocess.Popen[bytes]:
+        """A process in a group of its own, so that Ctrl-C reaches this process alone, which ends the others."""
+        with self._lock:
+            if self._over:
+                raise WsiFlError("the demo has ended")
+            process = subprocess.Popen(
+                [sys.executable, "-m", "wsi_fl", *map(str, arguments)],
+                cwd=place.here,
+                env=place.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+            self._running[process.pid] = process
+        return process
+
+
+@contextmanager
+def children() -> Iterator[Children]:
+    """Give commands within; whatever still runs afterwards is ended, also by Ctrl-C, a failure or a closed terminal."""
+    found = Children()
+    ends = [sign for sign in _ENDS if signal.getsignal(sign) is not signal.SIG_IGN]  # as of nohup
+    before = {sign: signal.signal(sign, _interrupt) for sign in ends}
+    try:
+        yield found
+    finally:
+        for sign in before:
+            signal.signal(sign, signal.SIG_IGN)  # what ends is not interrupted a second time
+        found.end()
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _signal(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, sign)
+
+
+def _words(arguments: Sequence[str | Path]) -> str:
+    return shlex.join(["wsi-fl", *map(str, arguments)])
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("wsi-fl: error: ") if lines else f"it said nothing; see {log}"
 
 
 def federation_demo(folder: Path) -> dict[str, Any]:
@@ -73,156 +202,137 @@ def federation_demo(folder: Path) -> dict[str, Any]:
         WsiFlError: when a command fails, with its last line, or when it is interrupted.
     """
     need_flare()
-    bed = _Bed(folder.resolve())
-    if (bed.root / _DONE).is_file():
+    root = folder.resolve()
+    if (root / _DONE).is_file():
         say(f"{folder}: this demo has finished; for another one remove the folder, or choose another --out")
-        return dict(read_json(bed.root / _DONE))
-    if bed.root.exists() and any(bed.root.iterdir()):
+        return dict(read_json(root / _DONE))
+    if root.exists() and any(root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no finished demo; remove it, or choose another --out")
     try:
-        document = _demonstrated(bed)
+        with children() as crew:
+            document = _Demo(root, crew).document()
     except KeyboardInterrupt:
         raise WsiFlError(f"interrupted; all processes were ended; to begin again, remove {folder}") from None
-    write_json(bed.root / _DONE, document)
+    write_json(root / _DONE, document)
     return document
 
 
-def _demonstrated(bed: _Bed) -> dict[str, Any]:
-    """The document of a demo, once everything is done."""
-    began = time.monotonic()
-    with children() as crew:
+class _Demo:
+    """Everybody's places in the folder of a demo, and what is done there in turn."""
+
+    def __init__(self, root: Path, crew: Children) -> None:
+        self.root, self.crew, self.run = root, crew, crew.run
+        self.hospitals = [self._place(f"C{k + 1}") for k in range(_N_HOSPITALS)]
+        self.chief, self.server = self._place("coordinator"), self._place("server", ".")
+
+    def _place(self, name: str, here: str = "study") -> Place:
+        return Place(name, self.root / name, self.root / name / here)
+
+    def document(self) -> dict[str, Any]:
+        began = time.monotonic()
         _say("Painting each hospital's own slides")
-        _paint(bed)
+        self._paint()
         _say("Each hospital makes its study and its key")
-        crew.each(lambda place: _settle(crew, place), list(bed.hospitals.values()))
-        _found(crew, bed)
-        _say("Each hospital joins, and cuts its slides into patches and features")
-        crew.each(lambda place: _join(crew, bed, place), list(bed.hospitals.values()))
-        _agree(crew, bed)
-        summary = _learn(crew, bed)
-        _say("Each hospital evaluates and reports, on its own data")
-        reports = _report(crew, bed, summary["run"])
-    return {
-        "folder": str(bed.root),
-        "seconds": round(time.monotonic() - began, 1),
-        "run": summary["run"],
-        "sites": summary["sites"],
-        "scores": results(read_json(bed.coordinator.here / summary["out"] / "scores.json")),
-        "report": str(bed.coordinator.here / summary["report"]),
-        "reports": reports,
-    }
-
-
-def _paint(bed: _Bed) -> None:
-    """Give each hospital its slides, and everybody who learns the weights of the public encoder."""
-    for index, place in enumerate(bed.hospitals.values()):
-        paint_archive(
-            place.folder / "archive",
-            n_sites=_N_HOSPITALS,
-            patients_per_site=_PATIENTS,
-            size_px=_SLIDE_PX,
-            only=index,
+        self.crew.each(self._settle, self.hospitals)
+        _say(
+            "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints too"
         )
-    weights = bed.coordinator.here / _WEIGHTS
-    write_untrained(weights)
-    for place in bed.hospitals.values():
-        _send(weights, place.here / _WEIGHTS)
+        self._found()
+        _say("Each hospital joins, and cuts its slides into patches and features")
+        self.crew.each(self._join, self.hospitals)
+        _say("The coordinator makes a plan, and every hospital signs it")
+        self._plan()
+        self.crew.each(self._sign, self.hospitals)
+        _say(
+            "The server and the hospitals start; the coordinator looks whether all is well, and lets them learn"
+        )
+        summary = self._learn()
+        _say("Each hospital evaluates and reports, on its own data")
+        self.crew.each(lambda place: self._report(place, summary["run"]), self.hospitals)
+        return {
+            "folder": str(self.root),
+            "seconds": round(time.monotonic() - began, 1),
+            "run": summary["run"],
+            "sites": summary["sites"],
+            "scores": results(read_json(self.chief.here / summary["out"] / "scores.json")),
+            "report": str(self.chief.here / summary["report"]),
+            "reports": {
+                place.name: str(place.here / summary["run"] / "report" / "index.html")
+                for place in self.hospitals
+            },
+        }
 
+    def _paint(self) -> None:
+        """Give each hospital its slides, and everybody who learns the weights of the public encoder."""
+        weights = self.chief.here / _WEIGHTS
+        write_untrained(weights)
+        for index, place in enumerate(self.hospitals):
+            archive = place.folder / "archive"
+            paint_archive(archive, n_sites=_N_HOSPITALS, patients_per_site=8, size_px=1024, only=index)
+            _send(weights, place.here / _WEIGHTS)
 
-def _settle(crew: Children, place: Place) -> None:
-    """Make a hospital's study, which lets counts of its test part go, and its request to join."""
-    archive = Path("..") / "archive"
-    crew.run(place, "init", ".", "--from", archive, "--real", "--pipeline", _PIPELINE)
-    site = place.here / "sites" / f"{place.name}.toml"
-    write_text(site, f"{site.read_text(encoding='utf-8').rstrip()}\n{_ALLOW}\n")
-    organization = f"Hospital {place.name} of the demo"
-    crew.run(place, "federation", "request", place.name, "--kit", _KIT, "--organization", organization)
+    def _settle(self, place: Place) -> None:
+        """Make a hospital's study, which lets counts of its test part go, and its request to join."""
+        self.run(place, "init", ".", "--from", Path("..") / "archive", "--real", "--pipeline", _PIPELINE)
+        site = place.here / "sites" / f"{place.name}.toml"
+        write_text(site, f"{site.read_text(encoding='utf-8').rstrip()}\n{_ALLOW}\n")
+        organization = f"Hospital {place.name} of the demo"
+        self.run(place, "federation", "request", place.name, "--kit", _KIT, "--organization", organization)
 
+    def _found(self) -> None:
+        """Found the federation, give the server its kit, and approve the hospitals' requests."""
+        chief, address = self.chief, f"localhost:{free_port()}"
+        self.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
+        self.server.folder.mkdir()
+        shutil.move(chief.here / _FOUNDED / "server", self.server.folder / "kit")
+        for place in self.hospitals:
+            name = f"request-{place.name}.json"
+            _send(place.folder / "kit" / name, chief.folder / name)
+            self.run(chief, "federation", "approve", Path("..") / name, "--kit", _FOUNDED)
 
-def _found(crew: Children, bed: _Bed) -> None:
-    """Found the federation, give the server its kit, and approve the hospitals' requests."""
-    chief = bed.coordinator
-    _say(
-        "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints too"
-    )
-    address = f"localhost:{free_port()}"
-    crew.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
-    bed.server.folder.mkdir()
-    shutil.move(chief.here / _FOUNDED / "server", bed.server.folder / "kit")
-    for name, place in bed.hospitals.items():
-        request = _send(place.folder / "kit" / f"request-{name}.json", chief.folder / f"request-{name}.json")
-        crew.run(chief, "federation", "approve", Path("..") / request.name, "--kit", _FOUNDED)
+    def _join(self, place: Place) -> None:
+        """Complete a hospital's kit, and make what it learns from."""
+        name = f"certificate-{place.name}.json"
+        _send(self.chief.folder / name, place.folder / name)
+        self.run(place, "federation", "join", Path("..") / name, "--kit", _KIT)
+        self.run(place, "tile", "--site", place.name)
+        self.run(place, "features", "--site", place.name)
 
+    def _plan(self) -> None:
+        """Make the plan of what the hospitals promise."""
+        chief, what = self.chief, ("--method", _METHOD, "--pipeline", _PIPELINE)
+        self.run(chief, "init", ".")
+        for place in self.hospitals:
+            site = Study(place.here).site(place.name)
+            told = "".join(f"{key} = {toml_value(getattr(site, key))}\n" for key in _TOLD)
+            write_text(chief.here / "sites" / f"{place.name}.toml", told)
+        self.run(chief, "federation", "plan", *what, "--out", "plan.json", "--kit", _FOUNDED)
 
-def _join(crew: Children, bed: _Bed, place: Place) -> None:
-    """Complete a hospital's kit, and make what it learns from."""
-    name = f"certificate-{place.name}.json"
-    _send(bed.coordinator.folder / name, place.folder / name)
-    crew.run(place, "federation", "join", Path("..") / name, "--kit", _KIT)
-    crew.run(place, "tile", "--site", place.name)
-    crew.run(place, "features", "--site", place.name)
-
-
-def _agree(crew: Children, bed: _Bed) -> None:
-    """Make the plan of what the hospitals promise, and let all sign it."""
-    chief, plan = bed.coordinator, "plan.json"
-    _say("The coordinator makes a plan, and every hospital signs it")
-    crew.run(chief, "init", ".")
-    for name, place in bed.hospitals.items():
-        write_text(chief.here / "sites" / f"{name}.toml", _promises(Study(place.here), name))
-    crew.run(
-        chief,
-        "federation",
-        "plan",
-        "--method",
-        _METHOD,
-        "--pipeline",
-        _PIPELINE,
-        "--out",
-        plan,
-        "--kit",
-        _FOUNDED,
-    )
-
-    def sign(place: Place) -> None:
-        _send(chief.here / plan, place.here / plan)
-        crew.run(place, "federation", "approve", plan, "--kit", _KIT, "--yes")
+    def _sign(self, place: Place) -> None:
+        _send(self.chief.here / "plan.json", place.here / "plan.json")
+        self.run(place, "federation", "approve", "plan.json", "--kit", _KIT, "--yes")
         approval = Path("federation") / f"approval-{place.name}.json"
-        _send(place.here / approval, chief.here / approval)
+        _send(place.here / approval, self.chief.here / approval)
 
-    crew.each(sign, list(bed.hospitals.values()))
+    def _learn(self) -> dict[str, Any]:
+        chief, kit = self.chief, _FOUNDED / "coordinator"
+        self.crew.start(self.server, "federation", "start", "kit")
+        self.crew.each(lambda place: self.crew.start(place, "federation", "start", _KIT), self.hospitals)
+        self.run(chief, "federation", "check", kit, "--plan", "plan.json")
+        return self.run(chief, "federation", "submit", "--kit", kit, "--plan", "plan.json", "--out", "result")
 
-
-def _learn(crew: Children, bed: _Bed) -> dict[str, Any]:
-    """Start the server and the hospitals' clients, look whether all reach each other, and let them learn."""
-    chief, kit = bed.coordinator, _FOUNDED / "coordinator"
-    _say("The server and the hospitals start; the coordinator looks whether all is well, and lets them learn")
-    crew.start(bed.server, "federation", "start", "kit")
-    crew.each(lambda place: crew.start(place, "federation", "start", _KIT), list(bed.hospitals.values()))
-    crew.run(chief, "federation", "check", kit, "--plan", "plan.json")
-    return crew.run(chief, "federation", "submit", "--kit", kit, "--plan", "plan.json", "--out", "result")
-
-
-def _report(crew: Children, bed: _Bed, run: str) -> dict[str, str]:
-    """Let every hospital evaluate its models and write its own page; return the pages."""
-
-    def report(place: Place) -> None:
-        crew.run(place, "evaluate", run)
-        crew.run(place, "report", run)
-
-    crew.each(report, list(bed.hospitals.values()))
-    return {name: str(place.here / run / "report" / "index.html") for name, place in bed.hospitals.items()}
+    def _report(self, place: Place, run: str) -> None:
+        self.run(place, "evaluate", run)
+        self.run(place, "report", run)
 
 
-def _promises(study: Study, name: str) -> str:
-    """The site file of a hospital as its coordinator has it: promises, and no paths."""
-    site = study.site(name)
-    return "".join(f"{key} = {toml_value(getattr(site, key))}\n" for key in _TOLD)
-
-
-def _send(source: Path, target: Path) -> Path:
+def _send(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copyfile(source, target))
+    shutil.copyfile(source, target)
+
+
+def _say(text: str) -> None:
+    say(text, style="bold")
 
 
 def free_port() -> int:
@@ -230,10 +340,6 @@ def free_port() -> int:
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return int(place.getsockname()[1])
-
-
-def _say(text: str) -> None:
-    say(text, style="bold")
 
 
 def federation_demo_lines(document: dict[str, Any]) -> Lines:

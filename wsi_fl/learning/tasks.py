@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ class Task(ABC):
         scores: the names of its scores. The first is the most telling one, and better when it is higher.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[Literal["classes", "number", "survival"]]
     scores: ClassVar[tuple[str, ...]]
 
     @abstractmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from wsi_fl.privacy.tails import found as found_at
+from wsi_fl.privacy.audit import found as found_at
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
 from wsi_fl.report.words import DASH, Finding, Json, known, number
 
@@ -117,7 +117,8 @@ def tables(audit: Json) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
             row["site"],
             str(row["n"]),
             number(row["length"], 1),
-            *map(_percent, (row["moved"], row["answers_changed"])),
+            _percent(row["moved"]),
+            _percent(row["answers_changed"]),
         ]
         for row in audit.get("influence") or ()
     ]

@@ -44,10 +44,8 @@ def _table(hospitals: list[str], models: Mapping[str, Json], metric: str) -> dic
     """Each cell is a score, and how far the exact one may lie from it (`within`), None where it is exact."""
 
     def cell(scores: Json) -> dict[str, Any]:
-        return {
-            "value": scores[metric],
-            "within": scores.get("auroc_within") if metric == "auroc" else None,
-        }
+        within = scores.get("auroc_within") if metric == "auroc" else None
+        return {"value": scores[metric], "within": within}
 
     rows: list[dict[str, Any]] = [
         {

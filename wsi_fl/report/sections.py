@@ -88,29 +88,21 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     private = has_proxy and all(s.get("with", "private") == "private" for s in evaluated)
     shared = (page.evaluation or {}).get("shared")
     return {
-        "setting": _setting(page.method, n_sites),
-        "n": evaluated[0].get("n") if evaluated else None,
-        "slides": ((evaluated[0].get("slides") or {}).get("n")) if evaluated else None,
-        "merged": merged,
+        "setting": setting(page.method, n_sites),
         "reached": reached,
         "whose": "shared models" if shared else "private models" if private else "models",
         "references": references,
         "verdicts": [_verdict(merged, run, name, score) for name, run in alone.items()],
         "gain": _gain(merged, *next(iter(alone.items())), score) if alone else None,
-        "score": score,
-        "article": "an" if words.SCORES[score][0] in "AR" else "a",
-        "measure": words.SCORES[score].lower(),
-        "tiles": [name for name in (score, "auroc", "mae", "integrated_brier") if name in page.scores],
         "majority": _majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "rounds": max(
             (n for s in page.summary.get("sites", ()) if known(n := s.get("rounds"))), default=None
         ),
-        "lost": list(page.summary.get("lost", ())),
         "events": list(_events(page)),
     }
 
 
-def _setting(method: str, n_sites: int) -> str:
+def setting(method: str, n_sites: int) -> str:
     """What was done, in one sentence."""
     word = _NUMBER_WORDS[n_sites] if n_sites < len(_NUMBER_WORDS) else str(n_sites)
     who, spoken = f"{word} site{'' if n_sites == 1 else 's'}", words.method_name(method)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -17,49 +18,52 @@ from numpy.typing import NDArray
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
-from wsi_fl.viewer.layers import Layer, encoded, finite
 from wsi_fl.viewer.tiles import TILE_PX, Pyramid, Recent, TileReader
 
 _OPEN_SLIDES = 8
 _LAYERS_BYTES = 64 << 20
 
-TilePlace = tuple[int, int, int]
-"""Level, column and row."""
+Layer = Mapping[str, Any]
+"""What the page gets of a layer, beside its name and kind. All coordinates are whole level-0 pixels, [x, y, x, y, …] in
+one list."""
+
+
+def encoded(document: Mapping[str, Any]) -> bytes:
+    """Return a document as JSON."""
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def finite(number: float | None) -> float | None:
+    """Return a number that JSON can say, or None."""
+    return number if number is not None and isfinite(number) else None
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """A layer that can be drawn over a slide.
-
-    Attributes:
-        name: what the page calls it; the same on every slide.
-        kind: how the page draws it: lines, squares by group, or squares by value.
-        draw: makes its document from the open slide, when it is first asked for.
-    """
+    """A layer that can be drawn over a slide."""
 
     name: str
+    """What the page calls it; the same on every slide."""
     kind: Literal["outlines", "patches", "values"]
+    """How the page draws it: lines, squares by group, or squares by value."""
     draw: Callable[[Slide], Layer]
+    """Makes its document from the open slide, when it is first asked for."""
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One slide of the list.
-
-    Attributes:
-        name: what people call it.
-        path: its file; None where it is not shown.
-        note: what is said beside its name, or why it is not shown.
-        score: by which the list can be sorted.
-        overlays: its layers, in the order in which they are drawn.
-    """
+    """One slide of the list."""
 
     name: str
     path: Path | None
+    """None where it is not shown."""
     note: str = ""
+    """What is said beside its name, or why it is not shown."""
     score: float | None = None
+    """By which the list can be sorted."""
     mpp_override: float | None = None
     overlays: Sequence[Overlay] = ()
+    """Its layers, in the order in which they are drawn."""
 
 
 @dataclass
@@ -72,12 +76,8 @@ class _Lent:
 
 
 class Gallery:
-    """What a viewer shows, and nothing else; all methods may be called from several threads.
-
-    Args:
-        title: of the page.
-        patients_of: real sites whose patients' slides are shown.
-    """
+    """What a viewer shows, and nothing else; `patients_of` are the real sites whose patients' slides are shown. All
+    methods may be called from several threads."""
 
     def __init__(self, title: str, exhibits: Sequence[Exhibit], patients_of: Sequence[str] = ()) -> None:
         self.title, self.exhibits, self.patients_of = title, tuple(exhibits), tuple(patients_of)
@@ -95,19 +95,17 @@ class Gallery:
         return {"title": self.title, "patients_of": self.patients_of, "slides": slides}
 
     def describe(self, number: int) -> dict[str, Any] | None:
-        """Return size, resolution and layers of a slide; None where there is no such slide.
-
-        Raises:
-            WsiFlError: when it cannot be opened.
-        """
+        """Return size, resolution and layers of a slide; None where there is no such slide."""
         if (exhibit := self._exhibit(number)) is None:
             return None
         with self.lent(number) as slide:
-            pyramid = Pyramid(slide.size_l0)
+            pyramid, mpp = Pyramid(slide.size_l0), None
+            with suppress(WsiFlError):
+                mpp = slide.mpp
             return {
                 "name": exhibit.name,
                 "size": slide.size_l0,
-                "mpp": _mpp(slide),
+                "mpp": mpp,
                 "tile": TILE_PX,
                 "first": pyramid.first,
                 "last": pyramid.last,
@@ -115,11 +113,7 @@ class Gallery:
             }
 
     def layer(self, number: int, which: int) -> bytes | None:
-        """Return a layer of a slide as JSON; None where there is no such slide or layer. It is drawn once.
-
-        Raises:
-            WsiFlError: when it cannot be drawn.
-        """
+        """Return a layer of a slide as JSON, drawn once; None where there is no such slide or layer."""
         exhibit = self._exhibit(number)
         if exhibit is None or not 0 <= which < len(exhibit.overlays):
             return None
@@ -131,31 +125,27 @@ class Gallery:
 
         return self._layers.get((number, which), drawn)
 
-    def tile(self, number: int, place: TilePlace, awaited: Callable[[], bool]) -> NDArray[np.uint8] | None:
+    def tile(
+        self, number: int, level: int, column: int, row: int, awaited: Callable[[], bool]
+    ) -> NDArray[np.uint8] | None:
         """Return the pixels uint8[h, w, 3] of a tile; None where there is no such slide or tile.
 
-        Args:
-            awaited: whether somebody still wants it.
-
         Raises:
-            NotAwaited: when nobody does.
+            NotAwaited: when nobody wants it any more.
             WsiFlError: when the slide cannot be decoded there.
         """
         if self._exhibit(number) is None:
             return None
         with self.lent(number) as slide:
-            return self._tiles.read(slide, *place, awaited)
+            return self._tiles.read(slide, level, column, row, awaited)
 
     def open_first(self) -> None:
         """Open the slide that the page shows first, so that it is there when somebody comes; errors are told then."""
-        shown = [number for number in range(len(self.exhibits)) if self._exhibit(number) is not None]
-        if shown:
-            with suppress(Exception), self.lent(max(shown, key=lambda k: (self._rank(k), -k))):
+        scores = [(finite(one.score), -k) for k, one in enumerate(self.exhibits) if one.path is not None]
+        if scores:
+            _, number = max((-inf if score is None else score, k) for score, k in scores)
+            with suppress(Exception), self.lent(-number):
                 pass
-
-    def _rank(self, number: int) -> float:
-        score = finite(self.exhibits[number].score)
-        return -inf if score is None else score
 
     def _exhibit(self, number: int) -> Exhibit | None:
         found = self.exhibits[number] if 0 <= number < len(self.exhibits) else None
@@ -170,8 +160,13 @@ class Gallery:
             one.readers += 1
         try:
             with one.opening:
-                slide = one.slide = one.slide or self._opened(number)
-            yield slide
+                if one.slide is None:
+                    shown = self.exhibits[number]
+                    assert shown.path is not None
+                    # OpenSlide opens at once and keeps few tiles; native tiles pay where all patches are read.
+                    check_opens_safely(shown.path, shown.mpp_override, "openslide")
+                    one.slide = Slide(shown.path, shown.mpp_override, "openslide")
+            yield one.slide
         finally:
             with self._lock:
                 one.readers -= 1
@@ -182,22 +177,8 @@ class Gallery:
         with self._lock:
             self._close_idle(0)
 
-    def _opened(self, number: int) -> Slide:
-        exhibit = self.exhibits[number]
-        assert exhibit.path is not None
-        # OpenSlide opens at once and keeps few tiles; the native reader pays where every patch of a slide is read.
-        check_opens_safely(exhibit.path, exhibit.mpp_override, "openslide")
-        return Slide(exhibit.path, exhibit.mpp_override, "openslide")
-
     def _close_idle(self, most: int) -> None:
         idle = [number for number, one in self._lent.items() if not one.readers]
         for number in idle[: max(0, len(self._lent) - most)]:
             if (slide := self._lent.pop(number).slide) is not None:
                 slide.close()
-
-
-def _mpp(slide: Slide) -> float | None:
-    try:
-        return slide.mpp
-    except WsiFlError:
-        return None

@@ -15,9 +15,8 @@ import re
 import secrets
 import signal
 import webbrowser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -30,8 +29,7 @@ from typing import Any
 from wsi_fl.stages.work.console import Lines
 from wsi_fl.system import jpeg
 from wsi_fl.types import UsageError, WsiFlError, one_line
-from wsi_fl.viewer.gallery import Gallery
-from wsi_fl.viewer.layers import encoded
+from wsi_fl.viewer.gallery import Gallery, encoded
 from wsi_fl.viewer.tiles import NotAwaited
 
 _QUALITY = 85
@@ -47,14 +45,11 @@ _FILES = {
 _JSON = "application/json; charset=utf-8"
 _NUMBER = "(0|[1-9][0-9]{0,6})"
 
-HttpResponse = tuple[HTTPStatus, str, bytes]
+_HttpResponse = tuple[HTTPStatus, str, bytes]
 """Status, content type and content."""
 
-Awaited = Callable[[], bool]
-"""Whether somebody still waits for the answer."""
 
-
-class Refused(Exception):
+class _Refused(Exception):
     """A request that gets no answer but its status, and in one line why."""
 
     def __init__(self, status: HTTPStatus, why: str = "") -> None:
@@ -62,66 +57,44 @@ class Refused(Exception):
         self.status = status
 
 
-def answer(gallery: Gallery, path: str, awaited: Awaited) -> HttpResponse:
-    """Return what a path behind the token asks for.
-
-    Raises:
-        Refused: when it has none of the known forms, or there is no such slide, layer or tile.
-        NotAwaited: when nobody waits for a tile any more.
-        WsiFlError: when a slide or a layer cannot be read.
-    """
+def _answer(gallery: Gallery, path: str, awaited: Callable[[], bool]) -> _HttpResponse:
+    """What a path behind the token asks for, which is refused where there is no such slide, layer or tile."""
     if path in _FILES:
         name, kind = _FILES[path]
-        return HTTPStatus.OK, kind, _content(name)
-    for pattern, route in _ROUTES:
+        return HTTPStatus.OK, kind, (files("wsi_fl.viewer") / "page" / name).read_bytes()
+    for pattern, kind, route in _ROUTES:
         if (found := pattern.fullmatch(path)) is not None:
-            return route(gallery, awaited, *map(int, found.groups()))
-    raise Refused(HTTPStatus.NOT_FOUND)
+            content = route(gallery, awaited, *map(int, found.groups()))
+            if content is not None:
+                return HTTPStatus.OK, kind, content
+    raise _Refused(HTTPStatus.NOT_FOUND)
 
 
-def document(said: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> HttpResponse:
-    """Return a JSON answer."""
-    return status, _JSON, encoded(said)
+def _slide(gallery: Gallery, _: Callable[[], bool], number: int) -> bytes | None:
+    said = gallery.describe(number)
+    return None if said is None else encoded(said)
 
 
-def _catalogue(gallery: Gallery, awaited: Awaited) -> HttpResponse:
-    return document(gallery.catalogue())
+def _tile(gallery: Gallery, awaited: Callable[[], bool], *place: int) -> bytes | None:
+    number, level, column, row = place
+    pixels = gallery.tile(number, level, column, row, awaited)
+    return None if pixels is None else jpeg.encode(pixels, _QUALITY)
 
 
-def _slide(gallery: Gallery, awaited: Awaited, number: int) -> HttpResponse:
-    if (said := gallery.describe(number)) is None:
-        raise Refused(HTTPStatus.NOT_FOUND)
-    return document(said)
-
-
-def _layer(gallery: Gallery, awaited: Awaited, number: int, which: int) -> HttpResponse:
-    if (text := gallery.layer(number, which)) is None:
-        raise Refused(HTTPStatus.NOT_FOUND)
-    return HTTPStatus.OK, _JSON, text
-
-
-def _tile(gallery: Gallery, awaited: Awaited, number: int, level: int, column: int, row: int) -> HttpResponse:
-    if (pixels := gallery.tile(number, (level, column, row), awaited)) is None:
-        raise Refused(HTTPStatus.NOT_FOUND)
-    return HTTPStatus.OK, "image/jpeg", jpeg.encode(pixels, _QUALITY)
-
-
-_ROUTES: tuple[tuple[re.Pattern[str], Callable[..., HttpResponse]], ...] = (
-    (re.compile(r"slides\.json"), _catalogue),
-    (re.compile(rf"slides/{_NUMBER}\.json"), _slide),
-    (re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"), _layer),
-    (re.compile(rf"slides/{_NUMBER}/tiles/{_NUMBER}/{_NUMBER}_{_NUMBER}\.jpg"), _tile),
+_ROUTES: tuple[tuple[re.Pattern[str], str, Callable[..., bytes | None]], ...] = (
+    (re.compile(r"slides\.json"), _JSON, lambda gallery, _: encoded(gallery.catalogue())),
+    (re.compile(rf"slides/{_NUMBER}\.json"), _JSON, _slide),
+    (
+        re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"),
+        _JSON,
+        lambda gallery, _, number, which: gallery.layer(number, which),
+    ),
+    (re.compile(rf"slides/{_NUMBER}/tiles/{_NUMBER}/{_NUMBER}_{_NUMBER}\.jpg"), "image/jpeg", _tile),
 )
 
 
-@cache
-def _content(name: str) -> bytes:
-    """A file of the page, by a name of this module and never of a request."""
-    return (files("wsi_fl.viewer") / "page" / name).read_bytes()
-
-
 ADDRESS = "127.0.0.1"
-USUAL_PORT = 8642
+_USUAL_PORT = 8642
 _IDLE_S = 120
 """Seconds after which a connection without a request ends."""
 _HEAD_S = 10
@@ -144,16 +117,10 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves a gallery on 127.0.0.1 until it is closed; a context manager, as its base class is.
+    """Serves a gallery on 127.0.0.1, at `url`, until it is closed; a context manager, as its base class is.
 
-    The slide that the page shows first is opened at once, in a thread.
-
-    Args:
-        port: where it listens; None takes the usual port, or a free one where that is taken.
-        token: what every address must hold; by default a new random one.
-
-    Attributes:
-        url: the address of the page.
+    The slide that the page shows first is opened at once, in a thread. Without a port it takes the usual one, or a free
+    one where that is taken. Every address must hold a new random token.
 
     Raises:
         UsageError: when the port that was asked for is taken or not allowed.
@@ -163,13 +130,13 @@ class ViewServer(ThreadingHTTPServer):
     daemon_threads = False  # Python may hang where it ends under a thread that is at work
     request_queue_size = _MOST_CONNECTIONS
 
-    def __init__(self, gallery: Gallery, port: int | None = None, token: str | None = None) -> None:
+    def __init__(self, gallery: Gallery, port: int | None = None) -> None:
         self.gallery = gallery
         self._connections: set[socket] = set()
         self._first = Thread(target=gallery.open_first)
-        self.token = token or secrets.token_urlsafe(_TOKEN_BYTES)
+        self.token = secrets.token_urlsafe(_TOKEN_BYTES)
         try:
-            super().__init__((ADDRESS, USUAL_PORT if port is None else port), _Handler)
+            super().__init__((ADDRESS, _USUAL_PORT if port is None else port), _Handler)
         except OSError as error:
             if port is not None:
                 raise UsageError(
@@ -248,8 +215,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # a body is not read
         try:
-            self._say(*self._answer())
-        except Refused as refused:
+            self._say(*self._asked())
+        except _Refused as refused:
             self._say(refused.status, _TEXT, str(refused).encode())
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
@@ -275,28 +242,26 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _answer(self) -> HttpResponse:
+    def _asked(self) -> _HttpResponse:
         if self.command not in ("GET", "HEAD"):
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED)
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED)
         if self.headers.get("Host", "") not in self.server.hosts:
-            port = self.server.port
-            raise Refused(
-                HTTPStatus.FORBIDDEN,
-                f"open this page as {ADDRESS}:{port} or localhost:{port}; a tunnel needs that port on both sides",
-            )
+            hosts = f"{ADDRESS}:{self.server.port} or localhost:{self.server.port}"
+            said = f"open this page as {hosts}; a tunnel needs that port on both sides"
+            raise _Refused(HTTPStatus.FORBIDDEN, said)
         before, _, path = self.path.partition("/")
         given, slash, path = path.partition("/")
         if before or not hmac.compare_digest(given.encode(), self.server.token.encode()):
-            raise Refused(HTTPStatus.FORBIDDEN)
+            raise _Refused(HTTPStatus.FORBIDDEN)
         if not slash:  # relative addresses of the page need it
-            raise Refused(HTTPStatus.NOT_FOUND)
+            raise _Refused(HTTPStatus.NOT_FOUND)
         try:
-            return answer(self.server.gallery, path, self._is_awaited)
-        except (Refused, NotAwaited):
+            return _answer(self.server.gallery, path, self._is_awaited)
+        except (_Refused, NotAwaited):
             raise
         except Exception as error:  # what a library chokes on must not end the other slides
             said = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
-            return document({"error": said + one_line(error)}, HTTPStatus.INTERNAL_SERVER_ERROR)
+            return HTTPStatus.INTERNAL_SERVER_ERROR, _JSON, encoded({"error": said + one_line(error)})
 
     def _is_awaited(self) -> bool:
         """Whether the client has not hung up, as a browser does that shows another slide by now."""

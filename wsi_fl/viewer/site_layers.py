@@ -1,10 +1,10 @@
-"""What lies over a slide in `view`: what the site's table and stores say of it."""
+"""What lies over a slide in `view`: what the site's table and stores say of it, and what models do."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -18,11 +18,10 @@ from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.patching.patches import PlanParams, plan_slide
 from wsi_fl.slides.patching.quality import KINDS
-from wsi_fl.slides.patching.tissue import TissueParams
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.quality import read_set_aside, tissue_of
-from wsi_fl.stages.prepare.tile import spec_of
+from wsi_fl.stages.prepare.tables import read_set_aside
+from wsi_fl.stages.prepare.tile_plans import spec_of, tissue_of
 from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.fields import read_marked
@@ -31,55 +30,104 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import read_json
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
-from wsi_fl.viewer.gallery import Overlay
-from wsi_fl.viewer.layers import Layer, finite, outlines, patches, tissue_rings, values
+from wsi_fl.viewer.gallery import Layer, Overlay, finite
 
 _NO_ROWS = np.empty(0, np.int64)
+_ATTENTION = "attention"
+_DECIMALS = 4
 
 
-@dataclass(frozen=True)
+def _outlines(rings: Iterable[NDArray[np.float64]]) -> Layer:
+    """A layer of closed lines through points [m, 2] each."""
+    return {"rings": [_flat(ring) for ring in rings if len(ring) > 2]}
+
+
+def _tissue_rings(mask: NDArray[np.bool_], downsample: float) -> list[NDArray[np.float64]]:
+    """The edges [m, 2] of a mask bool[h, w] in level-0 pixels, thinned to a quarter of a pixel of the mask."""
+    from skimage.measure import approximate_polygon, find_contours
+
+    edges = find_contours(np.pad(mask.astype(np.float32), 1), 0.5)
+    # Row and column count from the middle of a pixel, and from before the frame of one pixel.
+    return [(approximate_polygon(edge, 0.25)[:, ::-1] - 0.5) * downsample for edge in edges]
+
+
+def patches(
+    xy_l0: NDArray[np.int64],
+    side_l0: float,
+    group: NDArray[np.int64],
+    groups: Sequence[str],
+    *,
+    first: int = 0,
+    crossed: bool = False,
+) -> Layer:
+    """Return a layer of squares with top-left corners [n, 2], coloured by their group [n], a position in `groups`.
+
+    `first` is the colour of the first group, after those of another layer; squares may be crossed out.
+    """
+    said = {"group": group.tolist(), "groups": list(groups), "first": first, "crossed": crossed}
+    return {"xy": _flat(xy_l0), "side": float(side_l0), **said}
+
+
+def values(
+    xy_l0: NDArray[np.int64], side_l0: float, columns: Mapping[str, NDArray[np.float64]], shown: str
+) -> Layer:
+    """Return a layer of squares coloured by a column of values [n] from 0 to 1 that people choose; first by `shown`."""
+    rounded = [[*map(finite, np.round(column, _DECIMALS).tolist())] for column in columns.values()]
+    names = list(columns)
+    return {
+        "xy": _flat(xy_l0),
+        "side": float(side_l0),
+        "columns": names,
+        "values": rounded,
+        "shown": names.index(shown),
+    }
+
+
+def _flat(points: NDArray[Any]) -> list[int]:
+    found: list[int] = np.round(points).astype(np.int64).ravel().tolist()
+    return found
+
+
 class SiteLayers:
-    """The layers that a site's own table and stores have for its slides.
+    """The layers that a site's own table and stores have for its slides; `store` and `mosaic` are what there is of it.
 
-    Attributes:
-        store, mosaic: what there is of the site.
-        set_aside: slide → how many of its patches were set aside for which fault.
+    Raises:
+        WsiFlError: when a store is damaged, or another site's.
     """
 
-    pipeline: Pipeline
-    tissue: TissueParams
-    store: PatchStore | None
-    mosaic: BagStore | None
-    set_aside: Mapping[str, Mapping[str, int]]
-    _rows: Mapping[str, NDArray[np.int64]]
-    _bags: Mapping[str, int]
-    _reading: Lock = field(default_factory=Lock)
-
-    @staticmethod
-    def of(study: Study, site: str, pipeline: Pipeline) -> SiteLayers:
-        """Open the stores that a site has.
-
-        Raises:
-            WsiFlError: when a store is damaged, or another site's.
-        """
-        store = open_store(study, site) if study.store(site).exists() else None
-        mosaic = open_bags(study, site, "mosaics") if study.mosaic(site).exists() else None
-        aside = {} if store is None else read_set_aside(study.store(site).parent / "quality.csv")
-        rows = {} if store is None else _rows_by_slide(store.table.slide)
-        bags = {} if mosaic is None else {str(name): k for k, name in enumerate(mosaic.table.slide)}
-        return SiteLayers(pipeline, tissue_of(study, pipeline), store, mosaic, aside, rows, bags)
+    def __init__(self, study: Study, site: str, pipeline: Pipeline) -> None:
+        self._pipeline, self._found_by = pipeline, tissue_of(study, pipeline)
+        self.store: PatchStore | None = None
+        self.mosaic: BagStore | None = None
+        self._set_aside: Mapping[str, Mapping[str, int]] = {}
+        """Slide → how many of its patches were set aside for which fault."""
+        self._rows: Mapping[str, NDArray[np.int64]] = {}
+        self._bags: Mapping[str, int] = {}
+        self._reading = Lock()
+        if study.store(site).exists():
+            self.store = open_store(study, site)
+            self._set_aside = read_set_aside(study.store(site).parent / "quality.csv")
+            self._rows = _rows_by_slide(self.store.table.slide)
+        if study.mosaic(site).exists():
+            self.mosaic = open_bags(study, site, "mosaics")
+            self._bags = {str(name): k for k, name in enumerate(self.mosaic.table.slide)}
 
     @property
-    def spec(self) -> GridSpec:
+    def _spec(self) -> GridSpec:
         """The grid of the site's patches; where it has none yet, the pipeline's."""
-        return self.store.meta.spec if self.store is not None else spec_of(self.pipeline)
+        return self.store.meta.spec if self.store is not None else spec_of(self._pipeline)
 
     def over(self, record: SlideRecord) -> list[Overlay]:
         """Return the layers of a slide, in the order in which they are drawn."""
-        layers = [
-            *self._kept(record.slide),
-            Overlay("tissue", "outlines", partial(self._tissue, record)),
-        ]
+        layers, slide = [], record.slide
+        if slide in self._rows:
+            layers.append(Overlay("kept patches", "patches", partial(self._of_store, slide)))
+            if self._set_aside.get(slide):
+                layers.append(Overlay("set aside", "patches", partial(self._aside, slide)))
+        if self.mosaic is not None and slide in self._bags:
+            draw = partial(_mosaic, self.mosaic, self._bags[slide])
+            layers.append(Overlay("mosaic", "patches", draw))
+        layers.append(Overlay("tissue", "outlines", partial(self._tissue, record)))
         if record.annotation is not None:
             layers.append(Overlay("annotation", "outlines", partial(self._annotation, record.annotation)))
         return layers
@@ -91,34 +139,18 @@ class SiteLayers:
             rows = self._rows.get(slide, _NO_ROWS)
             labels = np.bincount(store.table.label[rows], minlength=len(store.meta.classes))
             counts = [f"{n} {name}" for n, name in zip(labels, store.meta.classes, strict=True) if n]
-            parts += [
-                ", ".join(counts) or self._why_none(slide),
-                *np.unique(store.table.split[rows]).tolist(),
-            ]
+            faults = ", ".join(f"{n} {kind}" for kind, n in self._set_aside.get(slide, {}).items())
+            none = f"no patch kept: all set aside ({faults})" if faults else "no patch kept"
+            parts = [", ".join(counts) or none, *np.unique(store.table.split[rows]).tolist()]
         if self.mosaic is not None and slide in self._bags:
             parts.append(f"mosaic of {self.mosaic.sizes[self._bags[slide]]}")
         return " · ".join(parts)
-
-    def _why_none(self, slide: str) -> str:
-        faults = ", ".join(f"{n} {kind}" for kind, n in self.set_aside.get(slide, {}).items())
-        return f"no patch kept: all set aside ({faults})" if faults else "no patch kept"
-
-    def _kept(self, slide: str) -> list[Overlay]:
-        layers = []
-        if slide in self._rows:
-            layers.append(Overlay("kept patches", "patches", partial(self._of_store, slide)))
-            if self.set_aside.get(slide):
-                layers.append(Overlay("set aside", "patches", partial(self._aside, slide)))
-        if self.mosaic is not None and slide in self._bags:
-            draw = partial(_mosaic, self.mosaic, self._bags[slide])
-            layers.append(Overlay("mosaic", "patches", draw))
-        return layers
 
     def _of_store(self, name: str, slide: Slide) -> Layer:
         """The patches of a slide in the colours of their labels."""
         assert self.store is not None
         table, rows = self.store.table, self._rows[name]
-        side_l0 = size_in_l0(self.spec, slide.mpp)
+        side_l0 = size_in_l0(self._spec, slide.mpp)
         return patches(table.xy_l0[rows], side_l0, table.label[rows], self.store.meta.classes)
 
     def _aside(self, name: str, slide: Slide) -> Layer:
@@ -130,22 +162,22 @@ class SiteLayers:
         corners = np.array([(x, y) for x, y, _ in aside], np.int64).reshape(-1, 2)
         reason = np.array([groups.index(why) for _, _, why in aside], np.int64)
         after = len(self.store.meta.classes)
-        return patches(corners, size_in_l0(self.spec, slide.mpp), reason, groups, first=after, crossed=True)
+        return patches(corners, size_in_l0(self._spec, slide.mpp), reason, groups, first=after, crossed=True)
 
     def _tissue(self, record: SlideRecord, slide: Slide) -> Layer:
         """The tissue as `tile` and `predict` find it, which do not ask what the slide is labelled with for that."""
         plain = replace(record, annotation=None, supervision="negative", positive=False)
-        params = PlanParams(min_tissue=self.pipeline.tile.min_tissue, tissue=self.tissue)
-        reader = self.pipeline.slides.reader
+        params = PlanParams(min_tissue=self._pipeline.tile.min_tissue, tissue=self._found_by)
+        reader = self._pipeline.slides.reader
         check_opens_safely(record.path, record.mpp_override, reader)
-        plan = plan_slide(plain, self.spec, params, reader=reader)
-        return outlines(tissue_rings(plan.tissue, plan.downsample))
+        plan = plan_slide(plain, self._spec, params, reader=reader)
+        return _outlines(_tissue_rings(plan.tissue, plan.downsample))
 
     def _annotation(self, path: Path, slide: Slide) -> Layer:
         """The outlines of tumour, and those of which nobody said what they hold."""
-        found = read_annotations(path, self.pipeline.tile.groups)
-        rings = shapely.get_rings([*_parts(found.tumor), *_parts(found.unsure)])
-        return outlines(shapely.get_coordinates(ring) for ring in rings)
+        found = read_annotations(path, self._pipeline.tile.groups)
+        rings = shapely.get_rings(shapely.get_parts([found.tumor, found.unsure]))
+        return _outlines(shapely.get_coordinates(ring) for ring in rings)
 
 
 def _rows_by_slide(slides: NDArray[np.str_]) -> dict[str, NDArray[np.int64]]:
@@ -153,10 +185,6 @@ def _rows_by_slide(slides: NDArray[np.str_]) -> dict[str, NDArray[np.int64]]:
     order = np.argsort(slides, kind="stable")
     names, first = np.unique(slides[order], return_index=True)
     return dict(zip(names.tolist(), np.split(order, first[1:]), strict=True)) if len(names) else {}
-
-
-def _parts(geometry: Any) -> list[Any]:
-    return [part for part in shapely.get_parts(geometry) if part.geom_type == "Polygon"]
 
 
 def _mosaic(store: BagStore, bag: int, slide: Slide) -> Layer:
@@ -168,24 +196,15 @@ def _mosaic(store: BagStore, bag: int, slide: Slide) -> Layer:
     return patches(found.xy_l0, side_l0, np.zeros(len(found.xy_l0), np.int64), ["mosaic"])
 
 
-_ATTENTION = "attention"
-
-
 @dataclass(frozen=True)
 class Prediction:
-    """What `predict` wrote of one slide.
-
-    Attributes:
-        folder: with its files.
-        score: the document `score.json`.
-    """
+    """What `predict` wrote of one slide: the folder with its files, and the document `score.json`."""
 
     folder: Path
     score: Mapping[str, Any]
 
     @property
     def slide(self) -> str:
-        """The slide's name."""
         return str(self.score["slide"])
 
     @property
@@ -195,11 +214,7 @@ class Prediction:
 
     @property
     def value(self) -> float | None:
-        """The number by which slides are ranked; None where there is none.
-
-        Raises:
-            WsiFlError: when the document says it otherwise than `predict` does.
-        """
+        """The number by which slides are ranked; None where there is none."""
         score = self.score
         try:
             if "score" in score:
@@ -211,26 +226,26 @@ class Prediction:
 
     @property
     def words(self) -> str:
-        """What was said of the slide."""
         said = self.score.get("class") or self.score.get("target") or "risk"
         return f"{said} {self.value:.2f}" if self.value is not None else str(said)
 
     def overlays(self) -> list[Overlay]:
         """Return its layers: what is said of each patch, and the attention of models of whole slides.
 
-        Raises:
-            WsiFlError: when its table is missing.
+        Patches of imported features may have no place.
         """
-        columns, placed = _heading(self.folder / "patches.csv")
-        layers = []
-        if placed and any(name != _ATTENTION for name in columns):
-            said = partial(self._draw, [name for name in columns if name != _ATTENTION])
-            layers.append(Overlay(f"model of {self.site}", "values", said))
-        if placed and _ATTENTION in columns:
-            layers.append(
-                Overlay(f"{_ATTENTION} of {self.site}", "values", partial(self._draw, [_ATTENTION]))
-            )
-        return layers
+        with _opened(self.folder / "patches.csv") as file:
+            rows = csv.DictReader(file)
+            first, names = next(rows, None), rows.fieldnames or []
+        if not (first and first["size_l0"]):
+            return []
+        said = [name for name in names if name.startswith(("p_", "without_event_"))]
+        shown = {"model": said, _ATTENTION: [name for name in names if name == _ATTENTION]}
+        return [
+            Overlay(f"{what} of {self.site}", "values", partial(self._draw, columns))
+            for what, columns in shown.items()
+            if columns
+        ]
 
     def _draw(self, columns: Sequence[str], slide: Slide) -> Layer:
         """A layer of some columns of the table; attention as a share of the highest, as in the heatmap."""
@@ -261,16 +276,6 @@ def of_folder(folder: Path) -> Prediction:
 
 def _foreign(folder: Path) -> WsiFlError:
     return WsiFlError(f"{folder}/score.json: not what `wsi-fl predict` writes; predict the slide again")
-
-
-def _heading(path: Path) -> tuple[list[str], bool]:
-    """(columns of a patches.csv that are shares, whether patches have places)."""
-    with _opened(path) as file:
-        rows = csv.DictReader(file)
-        first = next(rows, None)
-        names = rows.fieldnames or []
-    shares = ("p_", "without_event_", _ATTENTION)
-    return [name for name in names if name.startswith(shares)], bool(first and first["size_l0"])
 
 
 def _read(

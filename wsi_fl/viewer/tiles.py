@@ -24,17 +24,15 @@ TILE_PX = 512
 _STRIP_PX = 1 << 24
 """Most pixels of a slide that are held while a tile is averaged from them."""
 _LEVEL_TOLERANCE = 1.01
-
 _COARSE_PX = 4096
-
-TileBox = tuple[int, int, int, int]
-"""Left, top, width, height in pixels of a level."""
 _COARSE_BYTES = 256 << 20
 _MOST_REDUCTION = 4
 """Pixels of a slide's level per pixel of a tile, in each direction, beyond which a tile is cut from a coarse level."""
-
-
-T = TypeVar("T", bytes, NDArray[np.uint8])
+_Box = tuple[int, int, int, int]
+"""Left, top, width, height in pixels of a level."""
+_Awaited = Callable[[], bool]
+"""Whether somebody still wants a tile; asked before each part of it is read."""
+_T = TypeVar("_T", bytes, NDArray[np.uint8])
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Pyramid:
         width, height = (ceil(extent / self.scale(level)) for extent in self.size_l0)
         return width, height
 
-    def box(self, level: int, column: int, row: int) -> TileBox | None:
+    def box(self, level: int, column: int, row: int) -> _Box | None:
         """Return where a tile lies in its level; None where there is no such tile."""
         if not 0 <= level <= self.last:
             return None
@@ -95,26 +93,12 @@ def _downsample_for(slide: Slide, scale: float) -> float:
     return max((d for d in slide.level_downsamples if d <= scale * _LEVEL_TOLERANCE), default=1.0)
 
 
-def read_tile(
-    slide: Slide, level: int, column: int, row: int, awaited: Callable[[], bool] = lambda: True
-) -> NDArray[np.uint8] | None:
-    """Return the pixels uint8[h, w, 3] of a tile, averaged by area; None where there is no such tile.
+def _averaged(slide: Slide, scale: float, box: _Box, awaited: _Awaited = lambda: True) -> NDArray[np.uint8]:
+    """The pixels uint8[h, w, 3] of a box of a level with so many level-0 pixels per pixel, averaged by area.
 
     Averages of neighbouring tiles share no pixel of the slide, so tiles need no overlap.
-
-    Args:
-        awaited: whether somebody still wants the tile; asked before each of its strips is read.
-
-    Raises:
-        NotAwaited: when nobody does.
-        WsiFlError: when the slide cannot be decoded there.
     """
-    pyramid = Pyramid(slide.size_l0)
-    box = pyramid.box(level, column, row)
-    if box is None:
-        return None
     left, top, width, height = box
-    scale = float(pyramid.scale(level))
     out = np.empty((height, width, 3), np.uint8)
     step = max(1, int(_STRIP_PX / (width * (scale / _downsample_for(slide, scale)) ** 2)))
     for first in range(0, height, step):
@@ -125,20 +109,17 @@ def read_tile(
     return out
 
 
-class Recent(Generic[T]):
-    """The values that were asked for last; all methods may be called from several threads.
-
-    Args:
-        most_bytes: of all that are kept; the latest is kept whatever its size.
-    """
+class Recent(Generic[_T]):
+    """The values that were asked for last, of so many bytes; the latest is kept whatever its size. All methods may be
+    called from several threads."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._values: OrderedDict[Hashable, T] = OrderedDict()
+        self._values: OrderedDict[Hashable, _T] = OrderedDict()
         self._making: dict[Hashable, Lock] = {}
         self._lock = Lock()
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """Return the value of a key; whoever asks while it is made waits for it, and nobody else does.
 
         Args:
@@ -154,16 +135,12 @@ class Recent(Generic[T]):
             value = make()
             with self._lock:
                 self._values[key] = value
-                self._drop()
+                kept = self._values.values()
+                sizes = [len(one) if isinstance(one, bytes) else one.nbytes for one in kept]
+                while len(self._values) > 1 and sum(sizes) > self._most_bytes:
+                    self._values.popitem(last=False)
+                    sizes.pop(0)
         return value
-
-    def _drop(self) -> None:
-        while len(self._values) > 1 and sum(map(_n_bytes, self._values.values())) > self._most_bytes:
-            self._values.popitem(last=False)
-
-
-def _n_bytes(value: bytes | NDArray[np.uint8]) -> int:
-    return len(value) if isinstance(value, bytes) else value.nbytes
 
 
 class TileReader:
@@ -174,18 +151,11 @@ class TileReader:
         self._coarse: Recent[NDArray[np.uint8]] = Recent(_COARSE_BYTES)
 
     def read(
-        self, slide: Slide, level: int, column: int, row: int, awaited: Callable[[], bool] = lambda: True
+        self, slide: Slide, level: int, column: int, row: int, awaited: _Awaited = lambda: True
     ) -> NDArray[np.uint8] | None:
-        """Return the pixels of a tile, as `read_tile` does.
+        """Return the pixels uint8[h, w, 3] of a tile; None where there is none. NotAwaited: nobody wants it.
 
         If no pyramid level is coarse enough, build one in memory and cache it.
-
-        Args:
-            awaited: whether somebody still wants it; asked before each part is read.
-
-        Raises:
-            NotAwaited: when nobody does.
-            WsiFlError: when the slide cannot be decoded there.
         """
         pyramid = Pyramid(slide.size_l0)
         box = pyramid.box(level, column, row)
@@ -193,27 +163,24 @@ class TileReader:
             return None
         scale = pyramid.scale(level)
         if level > pyramid.coarse or scale <= _MOST_REDUCTION * _downsample_for(slide, scale):
-            return self._read(slide, level, column, row, awaited)
+            with self._slots:
+                return _averaged(slide, scale, box, awaited)
         whole = self._coarse.get(str(slide.path), lambda: self._coarse_level(slide, pyramid, awaited))
         factor = scale // pyramid.scale(pyramid.coarse)
         left, top, width, height = (extent * factor for extent in box)
         part = np.ascontiguousarray(whole[top : top + height, left : left + width])
         return np.asarray(Image.fromarray(part).reduce(factor))
 
-    def _read(
-        self, slide: Slide, level: int, column: int, row: int, awaited: Callable[[], bool]
-    ) -> NDArray[np.uint8] | None:
-        with self._slots:
-            return read_tile(slide, level, column, row, awaited)
-
-    def _coarse_level(self, slide: Slide, pyramid: Pyramid, awaited: Callable[[], bool]) -> NDArray[np.uint8]:
+    def _coarse_level(self, slide: Slide, pyramid: Pyramid, awaited: _Awaited) -> NDArray[np.uint8]:
         """A whole level, uint8[h, w, 3]."""
         width, height = pyramid.size(pyramid.coarse)
         out = np.empty((height, width, 3), np.uint8)
         for row in range(-(-height // TILE_PX)):
             for column in range(-(-width // TILE_PX)):
-                tile = self._read(slide, pyramid.coarse, column, row, awaited)
-                assert tile is not None
-                top, left = row * TILE_PX, column * TILE_PX
-                out[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
+                box = pyramid.box(pyramid.coarse, column, row)
+                assert box is not None
+                with self._slots:
+                    tile = _averaged(slide, pyramid.scale(pyramid.coarse), box, awaited)
+                left, top, across, down = box
+                out[top : top + down, left : left + across] = tile
         return out

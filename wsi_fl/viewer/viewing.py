@@ -20,7 +20,7 @@ from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import SetAside, SlideRecord, UsageError, natural
+from wsi_fl.types import SlideRecord, UsageError, natural
 from wsi_fl.viewer.gallery import Exhibit, Gallery
 from wsi_fl.viewer.site_layers import Prediction, SiteLayers, of_folder
 
@@ -33,12 +33,9 @@ def gallery(
     predictions: Path | None = None,
     pipeline: str | None = None,
 ) -> Gallery:
-    """Return what a viewer shows: a site's slides, or those that were predicted.
+    """Return what a viewer shows: a site's slides, or those that were predicted in a run or into a folder.
 
     Args:
-        site: whose slides.
-        run: whose predictions.
-        predictions: a folder that `predict --out` wrote.
         pipeline: how the site's slides are cut, where it has no store.
 
     Raises:
@@ -54,28 +51,16 @@ def gallery(
 
 
 def _gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) -> Gallery:
-    """Return the slides that a site's table names, with what its stores kept of them.
-
-    Raises:
-        UsageError, WsiFlError: when its slides cannot be found, or a store is damaged.
-    """
+    """The slides that a site's table names, with what its stores kept of them."""
     site, pipeline = study.site(name), study.pipeline(study.pipeline_name(pipeline_name))
-    records, aside = _listed(study, site)
-    layers = SiteLayers.of(study, name, pipeline)
+    records, aside = list_site(site.layout, sources_of(study, site))
+    layers = SiteLayers(study, name, pipeline)
     if layers.store is None and layers.mosaic is None:
-        say(
-            f"  site {name} has no store yet (`wsi-fl tile --site {name}`); its slides are shown as they are",
-            "yellow",
-        )
+        said = f"has no store yet (`wsi-fl tile --site {name}`); its slides are shown as they are"
+        say(f"  site {name} {said}", "yellow")
     exhibits = [
-        Exhibit(
-            record.slide,
-            record.path,
-            layers.note(record.slide),
-            mpp_override=record.mpp_override,
-            overlays=layers.over(record),
-        )
-        for record in records
+        Exhibit(one.slide, one.path, layers.note(one.slide), None, one.mpp_override, layers.over(one))
+        for one in records
     ]
     exhibits += [Exhibit(one.slide, None, one.reason) for one in aside]
     return Gallery(f"slides of {name}", _ordered(exhibits), _real([site]))
@@ -84,15 +69,9 @@ def _gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) 
 def _gallery_of_predictions(
     study: Study, run_name: str | None, folder: Path | None, site: str | None
 ) -> Gallery:
-    """Return the slides that were predicted, with what models said of them and what their site kept of them.
+    """The slides that were predicted, with what models said of them and what their site kept of them.
 
-    Args:
-        run_name: None for the run that the predictions in `folder` name.
-        folder: what `predict --out` wrote, of one slide or of several; None for all of the run.
-        site: whose predictions; None for those that may be shown together.
-
-    Raises:
-        UsageError, WsiFlError: when there are none, or none may be shown.
+    Without a site, predictions that may be shown together.
     """
     found = _predictions(study, run_name, folder)
     run = RunFolder(study.run(run_name or str(found[0].score["run"])))
@@ -108,7 +87,7 @@ def _gallery_of_predictions(
             slides.setdefault(key, []).append(one)
     for one in found:
         key = str(_stated(study, one)), one.slide
-        if one.site not in rooms and key in slides and _model_may_be_seen(study, one):
+        if one.site not in rooms and key in slides and _may_be_seen(study, one):
             slides[key].append(one)
     names = study.site_names() if site is None else []
     whose = {*rooms, *(name for name in names if study.site(name).allows("patches"))}
@@ -123,20 +102,20 @@ class _Room:
 
     def __init__(self, study: Study, site: SiteFile, pipeline: Pipeline) -> None:
         self._study, self.site = study, site
-        self.layers = SiteLayers.of(study, site.name, pipeline)
+        self.layers = SiteLayers(study, site.name, pipeline)
         try:
-            records = _listed(study, site)[0]
+            records = list_site(site.layout, sources_of(study, site))[0]
         except UsageError:  # the archive is elsewhere by now; predictions say where their slides were
             records = []
         self._by_file = {record.path.resolve(): record for record in records}
         self._by_name = {record.slide: record.path.resolve() for record in records}
 
     def file(self, prediction: Prediction) -> Path | None:
-        """Return where the slide is: where it was predicted, else the site's slide of that name; None for nowhere."""
+        """Where the slide is: where it was predicted, else the site's slide of that name; None for nowhere."""
         return _stated(self._study, prediction) or self._by_name.get(prediction.slide)
 
     def record(self, path: Path, name: str) -> SlideRecord:
-        """Return what the site's table says of a slide; of others what `predict` assumes."""
+        """What the site's table says of a slide; of others what `predict` assumes."""
         site = self.site
         new = SlideRecord(path, name, "", site.name, "negative", False, mpp_override=site.mpp_override)
         return self._by_file.get(path, new)
@@ -195,15 +174,12 @@ def _shown_sites(study: Study, run: RunFolder, found: Sequence[Prediction], site
     shown = names if len(names) == 1 else [name for name in names if study.site(name).allows("patches")]
     if not shown:
         raise UsageError(f"{run.name}: predictions of several real sites lie here; name one with --site")
-    if left := [name for name in names if name not in shown]:
-        say(
-            f"  predictions of {', '.join(left)} are left out: real sites, to be shown alone with --site",
-            "yellow",
-        )
+    if left := ", ".join(name for name in names if name not in shown):
+        say(f"  predictions of {left} are left out: real sites, to be shown alone with --site", "yellow")
     return shown
 
 
-def _model_may_be_seen(study: Study, prediction: Prediction) -> bool:
+def _may_be_seen(study: Study, prediction: Prediction) -> bool:
     """Whether a model of another site left its hospital, or may leave."""
     return prediction.score["with"] == "proxy" or study.site(prediction.site).allows("private_model")
 
@@ -212,11 +188,6 @@ def _stated(study: Study, prediction: Prediction) -> Path | None:
     """The slide's file as its prediction names it, where it still is there."""
     path = study.root / str(prediction.score.get("path") or "?")
     return path.resolve() if path.exists() else None
-
-
-def _listed(study: Study, site: SiteFile) -> tuple[list[SlideRecord], list[SetAside]]:
-    """A site's slides as its archive has them."""
-    return list_site(site.layout, sources_of(study, site))
 
 
 def _owners(study: Study) -> dict[Path, set[str]]:

@@ -86,7 +86,7 @@ class Facts:
             self.members[name] = replace(self.members[name], **known)
 
 
-class Step(NamedTuple):
+class _Step(NamedTuple):
     """What somebody does next; `command` is "" where no command of wsi-fl does it."""
 
     who: str
@@ -94,42 +94,42 @@ class Step(NamedTuple):
     command: str = ""
 
 
-def _table() -> tuple[dict[str, str], list[tuple[str, list[Step]]]]:
-    said = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text("utf-8"))
-    named = [(one["problem"].replace(_SITE, r"(?P<site>[\w.-]+)"), one["steps"]) for one in said["remedy"]]
-    return said["command"], [(problem, [Step(*step) for step in steps]) for problem, steps in named]
+_SAID = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text("utf-8"))
+_COMMANDS: dict[str, str] = _SAID["command"]
+"""Commands with places for what is known."""
+_REMEDIES = [
+    (one["problem"].replace(_SITE, r"(?P<site>[\w.-]+)"), [_Step(*step) for step in one["steps"]])
+    for one in _SAID["remedy"]
+]
+"""(problem, steps) of each known problem."""
 
 
-_COMMANDS, _REMEDIES = _table()
-"""Commands with places for what is known, and (problem, steps) of each known problem."""
-
-
-def next_steps(facts: Facts) -> list[Step]:
+def next_steps(facts: Facts) -> list[_Step]:
     """Return what is to be done next, the most pressing first, each once; what is unknown asks nothing of anybody."""
     return list(dict.fromkeys(_steps(facts)))
 
 
-def _steps(facts: Facts) -> Iterator[Step]:
+def _steps(facts: Facts) -> Iterator[_Step]:
     if facts.run:
         done = _step(facts, facts.me, "done: make the report", "report")
-        yield Step(facts.me, f"done: open {facts.report}") if facts.report else done
+        yield _Step(facts.me, f"done: open {facts.report}") if facts.report else done
     for line in facts.trouble:
         yield from _remedied(facts, line)
     for member in facts.members.values():
         yield from _renewal(facts, member)
     if not facts.me:
-        yield Step("", "say --kit too: without it nothing is known of signatures, server and folder")
+        yield _Step("", "say --kit too: without it nothing is known of signatures, server and folder")
     elif not facts.plan:
         yield _step(facts, COORDINATOR, "make the plan, and send it to every hospital", "plan")
     elif facts.running:
-        yield Step(_ALL, "wait: the hospitals work")
+        yield _Step(_ALL, "wait: the hospitals work")
     elif not facts.run:
         yield from _to_a_run(facts)
     elif facts.reason:  # a further run was tried
         yield from _remedied(facts, facts.reason)
 
 
-def _to_a_run(facts: Facts) -> Iterator[Step]:
+def _to_a_run(facts: Facts) -> Iterator[_Step]:
     """What is missing for a run of the plan to begin, or to go on."""
     hospitals = [one for one in facts.members.values() if one.role == "hospital"]
     missing = [step for one in hospitals for step in _from_hospital(facts, one)]
@@ -142,7 +142,7 @@ def _to_a_run(facts: Facts) -> Iterator[Step]:
         yield _step(facts, COORDINATOR, what, "submit")
 
 
-def _from_hospital(facts: Facts, one: Member) -> Iterator[Step]:
+def _from_hospital(facts: Facts, one: Member) -> Iterator[_Step]:
     waited_for = one.heard if facts.over == "folder" else None  # a server says itself who is gone
     if one.signed is False:
         yield _step(facts, one.name, "sign the plan, and send the approval to the coordinator", "approve")
@@ -152,7 +152,7 @@ def _from_hospital(facts: Facts, one: Member) -> Iterator[Step]:
         yield _step(facts, one.name, f"silent since {waited_for:%Y-%m-%d %H:%M}: start again", "start")
 
 
-def _renewal(facts: Facts, one: Member) -> Iterator[Step]:
+def _renewal(facts: Facts, one: Member) -> Iterator[_Step]:
     if one.until is None or (days := (one.until - facts.now).days) >= SOON_DAYS:
         return
     when = f"ends in {days} days" if days >= 0 else f"ended on {one.until:%Y-%m-%d}"
@@ -161,7 +161,7 @@ def _renewal(facts: Facts, one: Member) -> Iterator[Step]:
     yield _step(facts, one.name, "put the new certificate into the kit", "join")
 
 
-def _remedied(facts: Facts, line: str) -> Iterator[Step]:
+def _remedied(facts: Facts, line: str) -> Iterator[_Step]:
     """What is to be done about a problem; one that nobody knows is shown as it is."""
     for problem, steps in _REMEDIES:
         if found := re.search(problem, line):
@@ -169,10 +169,10 @@ def _remedied(facts: Facts, line: str) -> Iterator[Step]:
             for who, what, command in steps:
                 yield _step(facts, site if who == _SITE else who, what, command, site)
             return
-    yield Step(facts.me, line)
+    yield _Step(facts.me, line)
 
 
-def _step(facts: Facts, who: str, what: str, command: str, site: str = "") -> Step:
+def _step(facts: Facts, who: str, what: str, command: str, site: str = "") -> _Step:
     """A step with what is known put into its places: own paths for oneself, words in capitals for others."""
     if facts.over == "folder" and command in ("submit", "resume"):  # there every hospital goes on by itself
         who, what, command = _ALL, "start; to start again is always right", "start"
@@ -187,4 +187,4 @@ def _step(facts: Facts, who: str, what: str, command: str, site: str = "") -> St
         "site": site or who,
     }
     quoted = {name: shlex.quote(value) for name, value in places.items()}
-    return Step(who, what.format(**places), _COMMANDS[command].format(**quoted) if command else "")
+    return _Step(who, what.format(**places), _COMMANDS[command].format(**quoted) if command else "")

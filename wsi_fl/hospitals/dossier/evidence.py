@@ -38,11 +38,10 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
         raise UsageError(f"{out}: it holds something already; give a new folder")
     identity = kit.identity()
     dossier = make_dossier(study, site=None, kit=kit.path, out=out / "dossier.html")
+    software, audit = out / "sbom.json", out / "vulnerabilities.json"
     tools = {
-        "sbom": _tool("cyclonedx_py", "cyclonedx-bom", ["environment", "--of", "JSON"], out / "sbom.json"),
-        "vulnerabilities": _tool(
-            "pip_audit", "pip-audit", ["--format", "json"], out / "vulnerabilities.json"
-        ),
+        "sbom": _tool("cyclonedx_py", "cyclonedx-bom", ["environment", "--of", "JSON"], software),
+        "vulnerabilities": _tool("pip_audit", "pip-audit", ["--format", "json"], audit),
     }
     known = dossier | _facts(dossier) | tools
     document = {

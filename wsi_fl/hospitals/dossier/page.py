@@ -14,17 +14,15 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from wsi_fl import __version__
+from wsi_fl.hospitals.plans.contents import filled
 from wsi_fl.hospitals.plans.making import PlanDocument, document_of
 from wsi_fl.hospitals.plans.signed import Plan, approval_path, approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import applied, epsilon_of, guarantee_of, of_hospital, rounds_of, units_of
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile, run_id
 from wsi_fl.report.fill import fill
-from wsi_fl.report.words import size
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import Group, group_words, open_ledger, terms_of
 from wsi_fl.stages.training.going_on import runs_of_plan
@@ -39,8 +37,6 @@ _MOST_LINES = 12
 _WIDEST = 36
 """Characters of a line in the drawing."""
 _SAID = tomllib.loads(Path(__file__).with_name("dossier.toml").read_text("utf-8"))
-_TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
-_TEMPLATES.filters["size"] = size
 
 
 def _render(dossier: Mapping[str, Any]) -> str:
@@ -135,11 +131,11 @@ def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> dic
         "warning": warning,
         "accounts": _accounts(study, site.name, entries, delta, rows),
         "audits": audits,
-        **said_beside(said, site, kit, promised, audited=bool(audits)),
+        **_said_beside(said, site, kit, promised, audited=bool(audits)),
     }
 
 
-def said_beside(
+def _said_beside(
     plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool
 ) -> dict[str, Any]:
     """Return who connects to whom, what is not protected, and the draft of an assessment: {"heading", "facts", "gaps"}.
@@ -158,17 +154,13 @@ def said_beside(
         "scores": any("scores" in one["allow"] for one in plan["sites"]),
     }
 
-    def lines(text: str, **more: Any) -> list[str]:
-        rendered = _TEMPLATES.from_string(text).render(known | more)
-        return [line for line in rendered.splitlines() if line]
-
-    known["not_protected"] = "\n".join(lines(_SAID["not_protected"]))
+    known["not_protected"] = "\n".join(filled(_SAID["not_protected"], **known))
     known |= _reached(kit)
     rows = _SAID["network"]["folder" if known["folder"] else "server"]
     return {
-        "network": [{key: "".join(lines(text)) for key, text in row.items()} for row in rows],
-        "not_protected": lines(_SAID["not_protected"]),
-        "assessment": [part | {"facts": lines(part["facts"])} for part in _SAID["assessment"]],
+        "network": [{key: "".join(filled(text, **known)) for key, text in row.items()} for row in rows],
+        "not_protected": filled(_SAID["not_protected"], **known),
+        "assessment": [part | {"facts": filled(part["facts"], **known)} for part in _SAID["assessment"]],
     }
 
 
@@ -293,14 +285,9 @@ def _group_of(entries: Sequence[Entry], delta: float, rows: int | None) -> Group
 
 
 def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> dict[str, Any]:
-    """Write down what a hospital has released to whom, and what is left to be done; return the document.
+    """Write down, as JSON, what a hospital has released to whom, and what is left to be done; return the document.
 
-    Args:
-        out: the file to write, JSON.
-        delete_approval: delete the hospital's approval of its plan, so that no further run of it starts.
-
-    Raises:
-        WsiFlError: when the approval is to be deleted and a process of the hospital still runs.
+    Where its approval is to be deleted too, so that no further run starts, no process of it may still run.
     """
     site, approval = study.site(kit.name), approval_path(study, kit.name)
     entries = [one for one in LedgerFile(study.ledger(site.name)).entries if one.site == site.name]

@@ -15,19 +15,18 @@ from wsi_fl.hospitals.trust.kit import bracketed
 from wsi_fl.system.files import write_json
 from wsi_fl.types import UsageError
 
-HOSPITAL = "wsi_fl.hospitals.flare.roles.Hospital"
+_HOSPITAL = "wsi_fl.hospitals.flare.roles.Hospital"
 _TOGETHER = "wsi_fl.hospitals.flare.roles.Together"
-JOB = "wsi_fl.hospitals.flare.job"
-"""The module that is a hospital's process of a job."""
+PROCESSES = "wsi_fl.hospitals.flare.processes"
+"""The module that every process of FLARE is."""
 STARTED_BY = "WSI_FL_STARTED_BY"
 """Environment variable with the id of the process that a process ends with: `federation start`, or a job's client."""
+STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
+"""Environment variables by which a hospital tells its own processes where its study and its kit are."""
 HEARTBEAT_S = 30
 """A hospital that is not heard of for so long is lost."""
-SERVER = "server"
-"""What the server's certificate calls it."""
-COORDINATOR = "coordinator"
-_ANY = "0.0.0.0"
-_MAIN_LOG = "log.txt"
+SERVER, COORDINATOR = "server", "coordinator"
+"""What their certificates call them."""
 SAID = "said.json"
 """What each hospital said of a job, in the job's folder on the server."""
 
@@ -45,21 +44,24 @@ def need_flare() -> None:
 def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:
     """Write the files that FLARE reads, all but key and certificates, into a kit."""
     startup, local = kit / "startup", kit / "local"
-    listens = _ANY if ":" in host else host  # FLARE's server reads no IPv6 address, but listens on all
+    listens = "0.0.0.0" if ":" in host else host  # FLARE's server reads no IPv6 address, but listens on all
     host = bracketed(host)
-    address = f"{host}:{port}"
-    if role == "server":
-        write_json(startup / "fed_server.json", _server(federation, f"{listens}:{port}", port))
-        write_json(local / "resources.json", _server_resources(kit))
-    elif role == "coordinator":
+    if role == "coordinator":
         write_json(startup / "fed_admin.json", _admin(federation, name, host, port))
         write_json(local / "resources.json", {"format_version": 1, "admin": {"idle_timeout": 900.0}})
         return
+    if role == "server":
+        own = {"admin_server": SERVER, "admin_port": port} | _secured("server")
+        server = _reached(federation, f"{listens}:{port}") | own
+        write_json(startup / "fed_server.json", {"format_version": 2, "servers": [server]})
+        write_json(local / "resources.json", _server_resources(kit.resolve() / "storage"))
     else:
-        write_json(startup / "fed_client.json", _client(federation, name, address))
+        server = _reached(federation, f"{host}:{port}") | {"identity": SERVER}
+        client = _secured("client") | {"fqsn": name, "is_leaf": True}
+        write_json(startup / "fed_client.json", {"format_version": 2, "servers": [server], "client": client})
         write_json(local / "resources.json", _hospital_resources())
     write_json(local / "authorization.json", _RIGHTS)
-    write_json(local / "log_config.json", _logging())
+    write_json(local / "log_config.json", _LOGGING)
     (kit / "transfer").mkdir(exist_ok=True)
 
 
@@ -72,59 +74,21 @@ def job_files(folder: Path, sites: list[str], job: dict[str, Any]) -> None:
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True)
-    write_json(
-        folder / "meta.json",
-        {
-            "name": f"wsi-fl {job['what']}",
-            "resource_spec": {},
-            "min_clients": len(sites),
-            "mandatory_clients": sites,
-            "deploy_map": {"app": [SERVER, *sites]},
-        },
-    )
+    meta = {"name": f"wsi-fl {job['what']}", "resource_spec": {}, "deploy_map": {"app": [SERVER, *sites]}}
+    write_json(folder / "meta.json", meta | {"min_clients": len(sites), "mandatory_clients": sites})
     together = {"id": "together", "path": _TOGETHER, "args": {"sites": sites, "job": job}}
     write_json(config / "config_fed_server.json", {"format_version": 2, "workflows": [together]})
-    hospital = {"tasks": ["ready", "work"], "executor": {"path": HOSPITAL, "args": {}}}
+    hospital = {"tasks": ["ready", "work"], "executor": {"path": _HOSPITAL, "args": {}}}
     write_json(config / "config_fed_client.json", {"format_version": 2, "executors": [hospital]})
 
 
-def _client(federation: str, name: str, address: str) -> dict[str, Any]:
-    return {
-        "format_version": 2,
-        "servers": [
-            {
-                "name": federation,
-                "service": {"target": address, "scheme": "http"},
-                "identity": SERVER,
-            }
-        ],
-        "client": {
-            "ssl_private_key": "client.key",
-            "ssl_cert": "client.crt",
-            "ssl_root_cert": "rootCA.pem",
-            "fqsn": name,
-            "is_leaf": True,
-            "connection_security": "mtls",
-        },
-    }
+def _reached(federation: str, address: str) -> dict[str, Any]:
+    return {"name": federation, "service": {"target": address, "scheme": "http"}}
 
 
-def _server(federation: str, address: str, port: int) -> dict[str, Any]:
-    return {
-        "format_version": 2,
-        "servers": [
-            {
-                "name": federation,
-                "service": {"target": address, "scheme": "http"},
-                "admin_server": SERVER,
-                "admin_port": port,
-                "ssl_private_key": "server.key",
-                "ssl_cert": "server.crt",
-                "ssl_root_cert": "rootCA.pem",
-                "connection_security": "mtls",
-            }
-        ],
-    }
+def _secured(stem: str) -> dict[str, Any]:
+    files = {"ssl_private_key": f"{stem}.key", "ssl_cert": f"{stem}.crt", "ssl_root_cert": "rootCA.pem"}
+    return files | {"connection_security": "mtls"}
 
 
 def _admin(federation: str, name: str, host: str, port: int) -> dict[str, Any]:
@@ -149,57 +113,49 @@ def _admin(federation: str, name: str, host: str, port: int) -> dict[str, Any]:
     }
 
 
-_RIGHTS = {
-    "format_version": "1.0",
-    "permissions": {
-        "project_admin": {
-            "submit_job": "any",
-            "clone_job": "none",
-            "manage_job": "any",
-            "download_job": "any",
-            "view": "any",
-            "operate": "none",
-            "shell_commands": "none",
-            "byoc": "none",
-        },
-    },
-}
+_COORDINATORS = dict.fromkeys(("submit_job", "manage_job", "download_job", "view"), "any")
+_NOBODYS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none")
+_RIGHTS = {"format_version": "1.0", "permissions": {"project_admin": _COORDINATORS | _NOBODYS}}
 """What the coordinator may do here. Other roles may do nothing, `shell_commands` (which read files) are nobody's, and
 `byoc` (bring your own code) is refused."""
 
 
-def _resources(allowed: str) -> dict[str, Any]:
+def _resources(allowed: str, *components: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "format_version": 2,
         "class_list_enforcement_mode": "enforce",
         "class_allow_list": [allowed],
         "allow_log_streaming": False,
+        "components": [{"id": name, "path": path, "args": given} for name, path, given in components],
     }
 
 
 def _hospital_resources() -> dict[str, Any]:
     common = "nvflare.app_common"
+    manager = f"{common}.resource_managers.gpu_resource_manager.GPUResourceManager"
+    consumer = f"{common}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
     gpus = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
-    return _resources(HOSPITAL) | {
-        "client": {"retry_timeout": HEARTBEAT_S, "compression": "Gzip"},
-        "components": [
-            _component(
-                "resource_manager",
-                f"{common}.resource_managers.gpu_resource_manager.GPUResourceManager",
-                gpus,
-            ),
-            _component(
-                "resource_consumer", f"{common}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
-            ),
-            _component("process_launcher", f"{JOB}.Launcher"),
-        ],
-    }
+    return _resources(
+        _HOSPITAL,
+        ("resource_manager", manager, gpus),
+        ("resource_consumer", consumer, {}),
+        ("process_launcher", f"{PROCESSES}.Launcher", {}),
+    ) | {"client": {"retry_timeout": HEARTBEAT_S, "compression": "Gzip"}}
 
 
-def _server_resources(kit: Path) -> dict[str, Any]:
-    common, storage = "nvflare.app_common", kit.resolve() / "storage"
+def _server_resources(storage: Path) -> dict[str, Any]:
+    common = "nvflare.app_common"
     files = f"{common}.storages.filesystem_storage.FilesystemStorage"
-    return _resources(_TOGETHER) | {
+    scheduler = f"{common}.job_schedulers.job_scheduler.DefaultJobScheduler"
+    manager = "nvflare.apis.impl.job_def_manager.SimpleJobDefManager"
+    launcher = f"{common}.job_launcher.server_process_launcher.ServerProcessJobLauncher"
+    return _resources(
+        _TOGETHER,
+        ("job_scheduler", scheduler, {"max_jobs": 1}),
+        ("job_manager", manager, {"uri_root": str(storage / "jobs"), "job_store_id": "job_store"}),
+        ("job_store", files, {}),
+        ("process_launcher", launcher, {}),
+    ) | {
         "servers": [
             {
                 "admin_storage": "transfer",
@@ -216,50 +172,32 @@ def _server_resources(kit: Path) -> dict[str, Any]:
                 "storage": {"path": files, "args": {"root_dir": str(storage / "snapshots"), "uri_root": "/"}},
             },
         },
-        "components": [
-            _component(
-                "job_scheduler", f"{common}.job_schedulers.job_scheduler.DefaultJobScheduler", {"max_jobs": 1}
-            ),
-            _component(
-                "job_manager",
-                "nvflare.apis.impl.job_def_manager.SimpleJobDefManager",
-                {"uri_root": str(storage / "jobs"), "job_store_id": "job_store"},
-            ),
-            _component("job_store", files),
-            _component(
-                "process_launcher", f"{common}.job_launcher.server_process_launcher.ServerProcessJobLauncher"
-            ),
-        ],
     }
 
 
-def _component(name: str, path: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"id": name, "path": path, "args": arguments or {}}
-
-
-def _logging() -> dict[str, Any]:
-    """Warnings, and what a client says of its registration, in one file of the kit."""
-    handler = {
-        "class": "logging.handlers.RotatingFileHandler",
-        "level": "DEBUG",
-        "formatter": "lines",
-        "filename": _MAIN_LOG,
-        "mode": "a",
-        "maxBytes": 20 << 20,
-        "backupCount": 5,
-    }
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {
-            "lines": {
-                "()": "nvflare.fuel.utils.log_utils.BaseFormatter",
-                "fmt": "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
-            }
-        },
-        "handlers": {"logFileHandler": handler},
-        "loggers": {
-            "root": {"level": "WARNING", "handlers": ["logFileHandler"]},
-            "nvflare.private.fed.client.fed_client": {"level": "INFO"},
-        },
-    }
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {
+        "lines": {
+            "()": "nvflare.fuel.utils.log_utils.BaseFormatter",
+            "fmt": "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
+        }
+    },
+    "handlers": {
+        "logFileHandler": {
+            "class": "logging.handlers.RotatingFileHandler",
+            "level": "DEBUG",
+            "formatter": "lines",
+            "filename": "log.txt",
+            "mode": "a",
+            "maxBytes": 20 << 20,
+            "backupCount": 5,
+        }
+    },
+    "loggers": {
+        "root": {"level": "WARNING", "handlers": ["logFileHandler"]},
+        "nvflare.private.fed.client.fed_client": {"level": "INFO"},
+    },
+}
+"""Warnings, and what a client says of its registration, in one file of the kit."""

@@ -8,31 +8,38 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
-
-from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoClientsAvailable, NoConnection
-from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+from typing import TYPE_CHECKING, Any
 
 from wsi_fl.federation.documents import NotAgreed
-from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, job_files
-from wsi_fl.hospitals.flare.processes import find_the_way
+from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, job_files, need_flare
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, require_server
 from wsi_fl.hospitals.work.said import agreed
 from wsi_fl.hospitals.work.taking_part import LAST
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
+if TYPE_CHECKING:
+    from nvflare.fuel.flare_api.flare_api import Session
+
+_CONNECT_S, _POLL_S, _LOOK_S = 15.0, 1.0, 10.0
 _GO_ON = f"go on with `wsi-fl federation submit --resume {LAST}`, or --without a site that stays away"
-_LOOK_S = 10.0
 _BEGIN_S = 120.0
 """A job that has not begun by then never does; usually it takes some 20 s."""
 _AWAY_S = 20.0
 """A hospital, or a job on the server, that is missed for so long is gone, and was not just about to begin or end."""
-_TRIES = 4
+_SETTLE_S = 3.0
+"""So long after its process has ended the server may still call a job running."""
 _BEGUN = ("RUNNING", "DISPATCHED")
 """What the server calls a job that has begun and not ended, even if it was stopped meanwhile and has forgotten it."""
+_TRIES, _MOST_ASKED = 4, 5
+"""How often the server is asked who answers, and of how many failed jobs it is asked at once why they did."""
+_LOST = ("was lost", "took nothing", "did not answer")
+"""Words of failures after which the others can go on."""
+_NAMED = re.compile(rf"site (\S+) (?:{'|'.join(_LOST)}|failed|withdrew)")
+"""How such a failure names the hospital."""
 
 
 class JobFailed(WsiFlError):
@@ -49,19 +56,13 @@ class JobFailed(WsiFlError):
 
 
 class SiteBack(WsiFlError):
-    """A hospital that a job is not for is there again, and the job was ended for its sake.
-
-    Attributes:
-        sites: those that are there again.
-    """
-
-    def __init__(self, sites: Sequence[str]) -> None:
-        super().__init__(f"{', '.join(sites)} is there again; the job was ended")
-        self.sites = tuple(sites)
+    """Hospitals that a job is not for are there again, and the job was ended for their sake."""
 
 
-def answering(session: Session) -> list[str]:
-    """Return the hospitals whose clients answer now; the server lists one that was stopped for half a minute more."""
+def _answering(session: Session) -> list[str]:
+    """The hospitals whose clients answer now; the server lists one that was stopped for half a minute more."""
+    from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoClientsAvailable, NoConnection
+
     for left in reversed(range(_TRIES)):
         try:
             if not (listed := [client.name for client in session.get_connected_client_list()]):
@@ -75,69 +76,48 @@ def answering(session: Session) -> list[str]:
     raise AssertionError
 
 
-def at_work(session: Session) -> set[str]:
-    """Return the ids of the jobs that have a process on the server."""
+def _at_work(session: Session) -> set[str]:
+    """The ids of the jobs that have a process on the server."""
     return {str(job.job_id) for job in session.get_system_info().job_info}
 
 
-class Watch:
-    """Looks now and then who is there while a job has not ended.
+@dataclass
+class _Watch:
+    """Looks now and then who is there while a job has not ended; the arguments are those of `run_job`."""
 
-    Args:
-        sites: that take part.
-        patience_s: how long a hospital may be away from a job that has begun.
-        awaited: hospitals that the job is not for, and for whose sake it ends when they are there again.
-    """
+    session: Session
+    job: str
+    sites: Sequence[str]
+    patience_s: float
+    awaited: Sequence[str]
 
-    def __init__(
-        self,
-        session: Session,
-        job: str,
-        sites: Sequence[str],
-        patience_s: float,
-        awaited: Sequence[str] = (),
-    ) -> None:
-        self._session, self._job, self._sites = session, job, sites
-        self._patience_s, self._awaited = patience_s, awaited
-        self._back: dict[str, float] = {}
+    def __post_init__(self) -> None:
         self._free = self._looked = time.monotonic()
         self._missed: dict[str, float] = {}
+        self._back: dict[str, float] = {}
 
     def look(self, status: str) -> None:
-        """Look who is there, if it is time to.
-
-        Args:
-            status: of the job, as the server has it.
-
-        Raises:
-            JobFailed: when the job cannot end any more; it was ended on the server too.
-            SiteBack: when an awaited hospital has been there for a while.
-        """
-        now = time.monotonic()
+        """Look who is there, if it is time to; end a job that cannot end any more, or that another one is due for."""
+        now, begun = time.monotonic(), status in _BEGUN
         if now - self._looked < _LOOK_S:
             return
         self._looked = now
         try:
-            here, at_work_now = answering(self._session), at_work(self._session)
+            here, at_work = _answering(self.session), _at_work(self.session)
         except Exception:  # nothing is known then; whoever asks for the status next is told why
             return
-        self._judge(status, here, at_work_now, now)
-
-    def _judge(self, status: str, here: Sequence[str], at_work_now: set[str], now: float) -> None:
-        begun = status in _BEGUN
-        self._back = {site: self._back.get(site, now) for site in self._awaited if site in here}
+        self._back = {site: self._back.get(site, now) for site in self.awaited if site in here}
         if back := [site for site, since in self._back.items() if begun and now - since >= _AWAY_S]:
-            self._end()
-            raise SiteBack(back)
-        away = {site for site in self._sites if site not in here}
-        away |= {self._job} if begun and self._job not in at_work_now else set()
+            self._end(SiteBack(f"{', '.join(back)} is there again; the job was ended"))
+        away = {site for site in self.sites if site not in here}
+        away |= {self.job} if begun and self.job not in at_work else set()
         self._missed = {one: self._missed.get(one, now) for one in away}
-        if at_work_now - {self._job}:  # the server does one at a time
+        if at_work - {self.job}:  # the server does one at a time
             self._free = now
-        patience_s = max(_AWAY_S, self._patience_s) if begun else _AWAY_S
-        if now - self._missed.get(self._job, now) >= _AWAY_S:
-            self._give_up(f"the server was stopped while job {self._job} ran; {_GO_ON}")
-        gone = [site for site in self._sites if now - self._missed.get(site, now) >= patience_s]
+        if now - self._missed.get(self.job, now) >= _AWAY_S:
+            self._give_up(f"the server was stopped while job {self.job} ran; {_GO_ON}")
+        patience_s = max(_AWAY_S, self.patience_s) if begun else _AWAY_S
+        gone = [site for site in self.sites if now - self._missed.get(site, now) >= patience_s]
         if gone and begun:
             self._give_up(f"site {gone[0]} was lost: its client does not answer; {_GO_ON}", gone)
         if gone:
@@ -146,40 +126,28 @@ class Watch:
             )
         if not begun and now - self._free >= _BEGIN_S:
             self._give_up(
-                f"job {self._job} has not begun within {_BEGIN_S:.0f} s, so it was withdrawn; see the server's log, "
+                f"job {self.job} has not begun within {_BEGIN_S:.0f} s, so it was withdrawn; see the server's log, "
                 "and submit again"
             )
 
     def _give_up(self, why: str, blamed: Sequence[str] = ()) -> None:
-        self._end()
-        raise JobFailed(why, blamed, again=True)
+        self._end(JobFailed(why, blamed, again=True))
 
-    def _end(self) -> None:
+    def _end(self, why: WsiFlError) -> None:
         with suppress(Exception):  # it may have ended by itself, or be forgotten
-            self._session.abort_job(self._job)
-
-
-_CONNECT_S = 15.0
-_POLL_S = 1.0
-_SETTLE_S = 3.0
-"""So long after its process has ended the server may still call a job running."""
-_MOST_ASKED = 5
-"""Failed jobs whose reasons are fetched from the server at once."""
-_LOST = ("was lost", "took nothing", "did not answer")
-"""Words of failures after which the others can go on."""
-_NAMED = re.compile(r"site (\S+) (?:was lost|took nothing|did not answer|failed|withdrew)")
-"""How such a failure names the hospital."""
-Outcome = Mapping[str, Any]
+            self.session.abort_job(self.job)
+        raise why
 
 
 @contextmanager
 def _session(kit: Kit) -> Iterator[Session]:
-    """A connection to the server as coordinator; what FLARE prints and logs meanwhile is nobody's business.
+    """A connection to the server as coordinator; what FLARE prints and logs meanwhile is nobody's business."""
+    need_flare()
+    from nvflare.fuel.flare_api.api_spec import NoConnection
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-    Raises:
-        UsageError: when the kit is not the coordinator's, or the federation has no server.
-        WsiFlError: when the server does not let the coordinator in, or goes away meanwhile.
-    """
+    from wsi_fl.hospitals.flare.processes import find_the_way
+
     if kit.role != "coordinator":
         raise UsageError(f"{kit.path} is the kit of a {kit.role}; this is for the coordinator's")
     require_server(kit)
@@ -213,7 +181,7 @@ def _session(kit: Kit) -> Iterator[Session]:
 def connected(kit: Kit) -> list[str]:
     """Return the hospitals whose clients are connected to the server and answer."""
     with _session(kit) as session:
-        return answering(session)
+        return _answering(session)
 
 
 def jobs(kit: Kit, known: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -227,9 +195,9 @@ def jobs(kit: Kit, known: Collection[str] = ()) -> list[dict[str, Any]]:
     """
     with _session(kit) as session:
         found = _listed(session)
-        if {one["id"] for one in found if one["status"] in _BEGUN} - at_work(session):
+        if {one["id"] for one in found if one["status"] in _BEGUN} - _at_work(session):
             time.sleep(_SETTLE_S)
-            found, working = _listed(session), at_work(session)
+            found, working = _listed(session), _at_work(session)
             for one in found:
                 if one["status"] in _BEGUN and one["id"] not in working:
                     one |= {"status": "DEAD", "reason": f"the server was stopped while it ran; {_GO_ON}"}
@@ -268,11 +236,7 @@ def _reason_of(session: Session, job: str, status: str) -> str:
 
 
 def abort(kit: Kit, job: str) -> None:
-    """End a job at all hospitals.
-
-    Raises:
-        WsiFlError: when the server knows no such job, or it has ended.
-    """
+    """End a job at all hospitals; WsiFlError when the server knows no such job, or it has ended."""
     with _session(kit) as session:
         try:
             session.abort_job(job)
@@ -289,7 +253,7 @@ def run_job(
     waiting: Callable[[float], None],
     patience_s: float = HEARTBEAT_S,
     awaited: Sequence[str] = (),
-) -> Outcome:
+) -> dict[str, Any]:
     """Submit a job, wait for its end, and return what each hospital said.
 
     A job that has not begun within two minutes, while the server has no other, is withdrawn. One whose hospitals or
@@ -310,7 +274,7 @@ def run_job(
         job_files(folder, sites, job)
         number = session.submit_job(str(folder))
         told(number)
-        began, watch = time.monotonic(), Watch(session, number, sites, patience_s, awaited)
+        began, watch = time.monotonic(), _Watch(session, number, sites, patience_s, awaited)
         while not (status := _status(session, number)).startswith("FINISHED"):
             waiting(time.monotonic() - began)
             watch.look(status)

@@ -1,31 +1,57 @@
-"""What every process of NVIDIA FLARE is given: the way to the right server, whom to refuse, and its own end.
+"""Every process of NVIDIA FLARE: the way to the right server, its own end, and at a hospital deafness to much else.
 
-FLARE 2.9 looks at no name in certificates and at no list of withdrawn ones, knows no proxy and reads no IPv6 address,
-and nobody would be there to end what goes on after its parent.
+    python -m wsi_fl.hospitals.flare.processes client|job|server …, with what FLARE's own process takes
+
+FLARE 2.9 looks at no name in certificates and at no list of withdrawn ones, knows no proxy and reads no IPv6 address.
+It lets whoever may send to a client ask for its files, have folders deleted and shells run, and asks for rights only
+where the message says that it should. So nothing is left in a client that could answer: it takes jobs, tells how they
+stand, and ends them.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
+from io import BytesIO
+from pathlib import Path, PurePosixPath
 from ssl import SSLContext
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
+from zipfile import BadZipFile, ZipFile
 
 import aiohttp
+from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
 from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
+from nvflare.private.admin_defs import error_reply
+from nvflare.private.defs import RequestHeader
+from nvflare.private.fed.app.client import client_train, worker_process
+from nvflare.private.fed.app.server import server_train
+from nvflare.private.fed.client.admin import RequestProcessor
+from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
+from nvflare.private.fed.client.scheduler_cmds import StartJobProcessor
+from nvflare.private.fed.client.training_cmds import AbortAppProcessor, DeployProcessor
 
+from wsi_fl.hospitals.flare.files import PROCESSES, STARTED_BY
 from wsi_fl.hospitals.trust.kit import address_of, bracketed, proxy_to, refuse_withdrawn
 
 _LOOK_S = 0.25
 _made, _connect = net_utils.get_ssl_context, aio_http_driver.AioHttpDriver.connect
+_PARTS = {"client": client_train, "server": server_train, "job": worker_process}
+_KEPT = {
+    *("ClientStatusProcessor", "ScopeInfoProcessor", "AbortAppProcessor", "DeployProcessor"),
+    *("ClientInfoProcessor", "StartJobProcessor", "CheckResourceProcessor", "CancelResourceProcessor"),
+    *("ReportResourcesProcessor", "ReportVersionProcessor", "NotifyJobStatusProcessor"),
+}
+_OF_A_JOB = {"config_fed_client.json", "config_fed_server.json", ".__nvfl_sig.json", ".__nvfl_submitter.crt"}
+_MOST_BYTES = 1 << 20
 
 
 def find_the_way() -> None:
@@ -63,12 +89,8 @@ def _checking(params: dict[str, Any], ssl_server: bool) -> SSLContext | None:
     return refuse_withdrawn(context, Path(params[DriverParams.CA_CERT.value]))
 
 
-def end_with(parent: int) -> None:
-    """Let this process end at once when its parent has ended, in whatever way that did.
-
-    Args:
-        parent: its process id, from before this process began.
-    """
+def _end_with(parent: int) -> None:
+    """Let this process end at once when its parent has ended, in whatever way that did."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -76,3 +98,84 @@ def end_with(parent: int) -> None:
         os._exit(1)  # at once: threads of libraries would wait for each other
 
     threading.Thread(target=watch, daemon=True, name="end with parent").start()
+
+
+class _OfOneJob(RequestProcessor):  # type: ignore[misc]
+    """Hands on what concerns a job by its id, and refuses every other name: the kit has folders too."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def get_topics(self) -> list[str]:
+        """Return what the inner processor answers to."""
+        return list(self._inner.get_topics())
+
+    def process(self, req: Any, app_ctx: Any) -> Any:
+        """Answer where the message names a job by a UUID."""
+        job = str(req.get_header(RequestHeader.JOB_ID))
+        if not _is_job(job):
+            return error_reply(f"{job!r} is no job")
+        if isinstance(self._inner, DeployProcessor) and (problem := brings_more(req.body)):
+            return error_reply(problem)
+        return self._inner.process(req, app_ctx)
+
+
+def brings_more(body: bytes) -> str:
+    """Return what a job's archive holds beside its two configurations and FLARE's signatures; "" for nothing."""
+    if len(body) > _MOST_BYTES:
+        return f"a job of {len(body)} bytes is refused; it holds two short configurations"
+    try:
+        names = ZipFile(BytesIO(body)).namelist()
+    except BadZipFile:
+        return "a job that is no archive is refused"
+    more = [name for name in names if not name.endswith("/") and PurePosixPath(name).name not in _OF_A_JOB]
+    deep = [name for name in names if len(PurePosixPath(name).parts) > 2 or ".." in PurePosixPath(name).parts]
+    return f"a job that brings {(more + deep)[0]!r} is refused; jobs bring no files" if more + deep else ""
+
+
+def _is_job(name: str) -> bool:
+    try:
+        return str(uuid.UUID(name)) == name
+    except ValueError:
+        return False
+
+
+def narrow() -> None:
+    """Take away all that a client of wsi-fl must not answer."""
+    left = [one for one in ClientRequestProcessors.request_processors if type(one).__name__ in _KEPT]
+    if missing := _KEPT - {type(one).__name__ for one in left}:
+        raise SystemExit(f"this NVIDIA FLARE has no {min(missing)}; wsi-fl needs version 2.9")
+    of_jobs = (AbortAppProcessor, DeployProcessor, StartJobProcessor)  # they make, use and remove its folder
+    ClientRequestProcessors.request_processors[:] = [
+        _OfOneJob(one) if isinstance(one, of_jobs) else one for one in left
+    ]
+
+
+class Launcher(ClientProcessJobLauncher):  # type: ignore[misc]
+    """Starts this module where FLARE would start its own process of a job."""
+
+    def get_command(self, job_meta: Any, fl_ctx: Any) -> str:
+        """Return FLARE's command line, with this module in it."""
+        theirs, module = str(super().get_command(job_meta, fl_ctx)), f"-m {worker_process.__name__} "
+        if module not in theirs:
+            raise RuntimeError("this NVIDIA FLARE starts jobs in another way; wsi-fl needs version 2.9")
+        return theirs.replace(module, f"-m {PROCESSES} job ")
+
+
+def main(role: str) -> None:
+    """Be FLARE's client, its server, or a job's process, with the arguments that FLARE's own takes."""
+    _end_with(int(os.environ[STARTED_BY]))
+    find_the_way()
+    if role == "client":
+        os.environ[STARTED_BY] = str(os.getpid())  # for the processes of jobs
+        narrow()
+    theirs = _PARTS[role]
+    if role != "job":
+        theirs.version_check()
+    given = theirs.parse_arguments()
+    place = str(Path(given.workspace, given.job_id)) if role == "job" else given.workspace
+    sys.exit(theirs.mpm.run(main_func=theirs.main, run_dir=place, args=given))
+
+
+if __name__ == "__main__":
+    main(sys.argv.pop(1))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 from nvflare.apis.controller_spec import ClientTask, Task
@@ -30,24 +31,22 @@ from nvflare.fuel.f3.cellnet.defs import ReturnCode as CellCode
 from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
 from nvflare.fuel.f3.message import Message
 
-from wsi_fl.hospitals.flare.files import SAID
+from wsi_fl.hospitals.flare.files import KIT, SAID, STUDY
 from wsi_fl.hospitals.lines.relayed import Answer
 from wsi_fl.hospitals.plans.signed import Plan
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Buffer
 from wsi_fl.hospitals.work.said import answered, failed
 from wsi_fl.hospitals.work.taking_part import greet, known_to_all, take_part
+from wsi_fl.runs.site import note
 from wsi_fl.stages.training.launch import naming
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json
 from wsi_fl.types import KnownToAll, WsiFlError, one_line
 
-STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
-"""Environment variables by which a hospital tells its own processes where its study and its kit are."""
 _CHANNEL = "wsi_fl"
 _ALIVE, _BEAT_S, _SILENT_S = "wsi_fl_alive", 0.2, 1.0
 _READY_S = 120
-Outcome = Mapping[str, Any]
 
 
 class Together(Controller):  # type: ignore[misc]
@@ -121,32 +120,36 @@ class Together(Controller):  # type: ignore[misc]
         folder = Path(self._engine.get_workspace().get_run_dir(fl_ctx.get_job_id()))
         write_json(folder / SAID, self._said)
 
-    def start_controller(self, fl_ctx: FLContext) -> None:
-        """Nothing is to be prepared."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """FLARE asks for more than there is to do."""
 
-    def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Nothing is to be cleaned up."""
-
-    def process_result_of_unknown_task(self, *arguments: Any, **named: Any) -> None:
-        """Leave it alone."""
+    start_controller = stop_controller = process_result_of_unknown_task = _nothing
 
 
 class _CellLine:
-    """A line over FLARE's cells: straight from one hospital's job process to another's, by way of the server.
-
-    Args:
-        engine: of this job process.
-        arrived: hands over what the cell was sent, once somebody listens.
-        job: FLARE's id of the job.
-    """
+    """A line over FLARE's cells: straight from one hospital's job process to another's, by way of the server."""
 
     lag_s = 60.0
 
-    def __init__(self, engine: Any, arrived: _Arrived, job: str, stopped: Signal) -> None:
-        self._cell, self._arrived, self._job, self._stopped = engine.get_cell(), arrived, job, stopped
+    def __init__(self) -> None:
+        self._take: Callable[[Buffer], Answer] | None = None
+        self._stopped: Signal | None = None
+
+    def attach(self, fl_ctx: FLContext) -> None:
+        """Be called for every letter; before somebody listens it is asked for again later."""
+        self._cell, self._job = fl_ctx.get_engine().get_cell(), fl_ctx.get_job_id()
+        self._cell.register_request_cb(channel=_CHANNEL, topic=_CHANNEL, cb=self._arrived)
+
+    def until(self, stopped: Signal) -> None:
+        """Carry nothing any more once FLARE has stopped the job."""
+        self._stopped = stopped
+
+    def _arrived(self, request: Message) -> Message:
+        take = self._take
+        return make_cell_reply(CellCode.OK, body="later" if take is None else take(request.payload))
 
     def listen(self, take: Callable[[Buffer], Answer]) -> None:
-        self._arrived.take = take
+        self._take = take
 
     def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
         del name
@@ -165,29 +168,15 @@ class _CellLine:
         return "" if reply.payload == "taken" else "it was not taken"
 
     def broken(self) -> str:
-        return (
-            "the job was ended by the coordinator, or because a site was lost"
-            if self._stopped.triggered
-            else ""
-        )
+        stopped = self._stopped is not None and self._stopped.triggered
+        return "the job was ended by the coordinator, or because a site was lost" if stopped else ""
 
     def silent_s(self, site: str) -> float:
         del site
         return inf
 
     def close(self) -> None:
-        self._arrived.take = None
-
-
-class _Arrived:
-    """What the cell calls for every letter; before somebody listens it asks for it again later."""
-
-    def __init__(self) -> None:
-        self.take: Callable[[Buffer], Answer] | None = None
-
-    def __call__(self, request: Message) -> Message:
-        take = self.take
-        return make_cell_reply(CellCode.OK, body="later" if take is None else take(request.payload))
+        self._take = None
 
 
 @contextmanager
@@ -210,66 +199,52 @@ class Hospital(Executor):  # type: ignore[misc]
     """A hospital's part of a job, in a process of its own that FLARE's client started.
 
     A job is {"what": "work", "plan": SHA-256, "text": the plan, "resume": RUN or null, "without": [SITE, …],
-    "withdrawn": list}, or
-    {"what": "check", …}, which goes to see every peer and trains nothing.
+    "withdrawn": list}, or {"what": "check", …}, which goes to see every peer and trains nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._arrived = _Arrived()
+        self._line = _CellLine()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Listen from the beginning, before any task, so that no letter is lost."""
         if event_type == EventType.START_RUN:
-            cell = fl_ctx.get_engine().get_cell()
-            cell.register_request_cb(channel=_CHANNEL, topic=_CHANNEL, cb=self._arrived)
+            self._line.attach(fl_ctx)
 
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
         """Do what the job says; whatever fails is told in one line."""
         try:
+            self._line.until(abort_signal)
             with _signs_of_life(fl_ctx.get_engine(), fl_ctx.get_job_id()):
-                said = self._do(shareable["job"], fl_ctx, abort_signal) if task_name == "work" else {}
+                said = self._do(shareable["job"]) if task_name == "work" else {}
         except Exception as error:
-            known = isinstance(error, KnownToAll)
             name = fl_ctx.get_identity_name()
-            text = one_line(error) if known else f"site {name} failed; its own log says why"
             with suppress(OSError):
-                _note_failure(name, error)
+                note(Study(Path(os.environ[STUDY])).runs / f"{name}.log", "".join(format_exception(error)))
             reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
-            reply["said"] = text
+            reply["said"] = (
+                one_line(error)
+                if isinstance(error, KnownToAll)
+                else f"site {name} failed; its own log says why"
+            )
             return reply
         reply = make_reply(ReturnCode.OK)
         reply["said"] = json.dumps(said)
         return reply
 
-    def _do(self, job: Mapping[str, Any], fl_ctx: FLContext, stopped: Signal) -> Outcome:
+    def _do(self, job: Mapping[str, Any]) -> dict[str, Any]:
         study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
         kit.take(str(job["withdrawn"]))
         identity = kit.identity()
-        line = _CellLine(fl_ctx.get_engine(), self._arrived, fl_ctx.get_job_id(), stopped)
-        asked = str(job["plan"])
-        brought = Plan(str(job["text"])) if "text" in job else None
+        given: dict[str, Any] = {
+            "plan": str(job["plan"]),
+            "brought": Plan(str(job["text"])) if "text" in job else None,
+        }
         if job["what"] == "check":
-            return greet(study, identity, line, plan=asked, brought=brought)
+            return greet(study, identity, self._line, **given)
         with naming(study.runs, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
-            summary = take_part(
-                study,
-                identity,
-                line,
-                resume=job["resume"],
-                without=job["without"],
-                plan=asked,
-                brought=brought,
-            )
+            given |= {"resume": job["resume"], "without": job["without"]}
+            summary = take_part(study, identity, self._line, **given)
         return known_to_all(study, identity.name, summary)
-
-
-def _note_failure(site: str, error: BaseException) -> None:
-    import traceback
-
-    from wsi_fl.runs.site import note
-
-    text = "".join(traceback.format_exception(error))
-    note(Study(Path(os.environ[STUDY])).runs / f"{site}.log", text)

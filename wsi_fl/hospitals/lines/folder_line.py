@@ -41,7 +41,7 @@ def _folder_of(topic: str) -> str:
     return f"wsi-fl-{topic[:16]}"
 
 
-class Lying(NamedTuple):
+class _Lying(NamedTuple):
     """A letter or a sign of life in the folder: when it was written, where the share tells, and what a hello says."""
 
     sender: str
@@ -50,7 +50,7 @@ class Lying(NamedTuple):
     content: bytes
 
 
-def lying(address: str, topic: str) -> list[Lying]:
+def lying(address: str, topic: str) -> list[_Lying]:
     """Return what of a topic lies in a folder now; its backend raises what it likes where it cannot."""
     share, found = Share(address), []
     share.check()
@@ -61,9 +61,9 @@ def lying(address: str, topic: str) -> list[Lying]:
                 if said := _FILE.fullmatch(name):
                     hello = said["place"] == HELLO
                     content = share.read(_MOST_HELLO, *inbox, name) if hello else b""
-                    found.append(Lying(said["sender"], said["place"], entry.time, content))
+                    found.append(_Lying(said["sender"], said["place"], entry.time, content))
                 elif to == _ALIVE:
-                    found.append(Lying(name.partition("~")[0], to, entry.time, b""))
+                    found.append(_Lying(name.partition("~")[0], to, entry.time, b""))
     return found
 
 
@@ -140,7 +140,7 @@ class FolderLine:
         try:
             self._begin()
             if (to, file) not in self._laid:
-                before = _inboxes(self._there(self._sending, to))
+                before = _inboxes(self._sending.entries(self._topic, to))
                 self._sending.write(letter, self._topic, to, file)
                 with self._beginning:
                     self._laid[to, file] = before
@@ -157,7 +157,7 @@ class FolderLine:
         """Return the signs of life that lie in the folder, by site; those of a process that lives change."""
         found: dict[str, set[str]] = {}
         try:
-            for name in self._there(share or self._sending, _ALIVE):
+            for name in (share or self._sending).entries(self._topic, _ALIVE):
                 found.setdefault(name.partition("~")[0], set()).add(name)
         except Exception as error:
             self._note(error)
@@ -205,13 +205,13 @@ class FolderLine:
         """Watch a letter until it was collected; return "" when it was taken, or what became of it."""
         deadline, pause = time.monotonic() + limit_s, self._pauses[0]
         while True:
-            there = self._there(self._sending, to)
+            there = self._sending.entries(self._topic, to)
             known, now = self._laid[to, file], _inboxes(there)
             if file in there:
                 self._laid[to, file] = known | now
             elif now:
                 # once more: a listing may have begun before what its receiver left, and ended after the letter went
-                there = self._there(self._sending, to)
+                there = self._sending.entries(self._topic, to)
                 if file in there:
                     continue
                 del self._laid[to, file]
@@ -260,7 +260,7 @@ class FolderLine:
 
     def _collect(self, take: Callable[[Buffer], Answer], stop: threading.Event) -> bool:
         """Look once into the inbox; return whether something was taken or refused."""
-        there = self._there(self._looking, self._me)
+        there = self._looking.entries(self._topic, self._me)
         if not _inboxes(there):
             self._looking.write(b"", self._topic, self._me, f"{_INBOX}{token_hex(4)}")
         found = [(said, there[name]) for name in there if (said := _FILE.fullmatch(name))]
@@ -309,13 +309,6 @@ class FolderLine:
             since = time.monotonic()
             self._growing[entry.name] = (size, since)
         return time.monotonic() - since < self._settled_s
-
-    def _there(self, share: Share, to: str) -> Mapping[str, Entry]:
-        """What lies in an inbox; nothing where there is none."""
-        try:
-            return share.entries(self._topic, to)
-        except FileNotFoundError:
-            return {}
 
     def _discard(self, share: Share, to: str, file: str) -> None:
         try:

@@ -3,6 +3,11 @@
 Each process introduces itself with a hello. All hellos together make the session; what comes afterwards is sealed,
 signed and bound to it (`letters`). A line may be slow, lose, repeat, reorder, alter or invent: what does not verify is
 refused, what was lost is sent again until the deadline, and what came twice is taken once.
+
+Where the others go on without a site that fell silent, every process keeps, for each site, the newest hello that it
+knows, and the hello of a process that is believed gone. A hello tells what its sender believes, and beliefs are put
+together by the later time, so that all who hear each other come to believe the same. Only a newer hello of the site
+itself ends such a belief. As a session binds the hellos of all its members, sites that disagree exchange nothing.
 """
 
 from __future__ import annotations
@@ -21,20 +26,15 @@ import numpy as np
 from wsi_fl.federation.comm import PeerLate, Traffic, count
 from wsi_fl.federation.documents import NotAgreed, decoded, encoded
 from wsi_fl.federation.message import HEADER_BYTES, NUMBERS, Message, Outgoing, PayloadType, pack, received
-from wsi_fl.hospitals.lines.attendance import Attendance, LeftOut, SiteReturned, SitesGone
 from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, fingerprint
 from wsi_fl.hospitals.trust.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
-from wsi_fl.types import KnownToAll
+from wsi_fl.types import Interrupted, KnownToAll
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 Answer = Literal["taken", "later", "refused"]
 """What a receiver says of a letter: it has it, it cannot judge it yet, or it never will take it."""
-_END, _WITHDRAWN = "end", "withdrawn"
-_ENDS = {
-    _END: "ended the run; its own log says why",
-    _WITHDRAWN: "withdrew its approval of this plan",
-}
+_ENDS = {"end": "ended the run; its own log says why", "withdrawn": "withdrew its approval of this plan"}
 """Places of the last letter of a site, and what it tells."""
 MOST_BYTES = 1 << 30
 """The longest letter that is taken, where the signed plan does not say what to expect."""
@@ -44,6 +44,71 @@ _SKEW_S = 900.0
 _END_S = 5.0
 _MOST_HELD = 64
 """Letters of one peer that wait to be read: a site is never more than a few places ahead."""
+
+
+class SiteReturned(Interrupted):
+    """A peer's process began anew, so that all begin again from their checkpoints."""
+
+
+class SitesGone(Interrupted):
+    """Peers fell silent or ended, or they went on without this site; all who are there begin again.
+
+    Attributes:
+        sites: who is gone.
+    """
+
+    def __init__(self, message: str, sites: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.sites = tuple(sites)
+
+
+@dataclass
+class Attendance:
+    """What one process knows of who is there; it outlives the process's sessions.
+
+    Args:
+        identity: of this site.
+        names: of all sites of the plan, this one among them.
+        at_least: how many must be there for a session, where the others go on without a site that fell silent; more
+            than half must be in any case, lest two groups that do not hear each other both go on. By default all are
+            needed, and nobody is ever gone.
+    """
+
+    identity: Identity
+    names: Sequence[str]
+    at_least: int | None = None
+    gone: dict[str, float] = field(default_factory=dict)
+    """Site → time of the hello of its newest process that is gone; 0 for a site that never said hello."""
+    why: dict[str, str] = field(default_factory=dict)
+    """Site → why this process believed it gone; what others say of it has no reason."""
+
+    def __post_init__(self) -> None:
+        self.writer = Writer(self.identity, time.time())
+
+    def is_gone(self, name: str) -> bool:
+        """Return whether the newest process of a site is gone."""
+        return name in self.gone and self.writer.heard.get(name, 0.0) <= self.gone[name]
+
+    def lacking(self) -> list[str]:
+        """Return those that are gone, of whom some must come back before there are enough; none where there are."""
+        gone = [name for name in self.names if name != self.identity.name and self.is_gone(name)]
+        enough = len(self.names) - len(gone) >= max(self.at_least or 0, len(self.names) // 2 + 1)
+        return [] if enough else gone
+
+    def note_gone(self, names: Sequence[str], why: str) -> None:
+        """Believe that the newest process of each of some sites is gone, remember in words why, and say a new hello."""
+        self.gone |= {name: self.writer.heard.get(name, 0.0) for name in names}
+        self.why |= dict.fromkeys(names, why)
+        self.writer = self.writer.anew(self.gone.get(self.identity.name, 0.0))
+
+    def learn(self, told: Mapping[str, float]) -> bool:
+        """Believe what a peer's hello tells, where it is of a later process; return whether this one is left out."""
+        if self.at_least is None:
+            return False
+        for name, time_ in told.items():
+            if name in self.names:
+                self.gone[name] = max(time_, self.gone.get(name, 0.0))
+        return self.gone.get(self.identity.name, -1.0) >= self.writer.since
 
 
 class Line(Protocol):
@@ -57,7 +122,6 @@ class Line(Protocol):
 
     def listen(self, take: Callable[[Buffer], Answer]) -> None:
         """From now on hand over what arrives, from any thread."""
-        ...
 
     def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
         """Carry a letter to a site; return "" once it is there, or why not, and it may be tried again.
@@ -77,15 +141,6 @@ class Line(Protocol):
 
     def close(self) -> None:
         """Stop listening."""
-        ...
-
-
-@dataclass
-class _Peer:
-    """What is known of a peer since its hello."""
-
-    hello: Hello
-    holder: Holder
 
 
 @dataclass
@@ -103,10 +158,9 @@ class RelayedComm:
         most_bytes: of a letter.
         keys: the fingerprint of each site's key, where the plan pins them: no other key speaks for the site.
         waiting: called now and then while this process waits.
-        writer: of this process; the same one when it begins again, so that its peers need not. Default: a new one.
-        attendance: who is there, where the others may go on without a site; then `running` becomes those of the
-            session, and a site that falls silent or ends makes every call raise `SitesGone`. By default all of
-            `running` are needed.
+        attendance: of this process; the same one when it begins again, so that its peers need not. Where the others
+            may go on without a site, `running` becomes those of the session, and a site that falls silent or ends makes
+            every call raise `SitesGone`. By default all of `running` are needed.
         standing: asked before anything is sent, returns in words why this site takes part no longer; "" while it does.
 
     Raises:
@@ -125,10 +179,9 @@ class RelayedComm:
     plan: str = ""
     most_bytes: int = MOST_BYTES
     keys: Mapping[str, str] = field(default_factory=dict)
-    waiting: Callable[[], None] | None = None
-    writer: Writer | None = None
+    waiting: Callable[[], None] = lambda: None
     attendance: Attendance | None = None
-    standing: Callable[[], str] | None = None
+    standing: Callable[[], str] = lambda: ""
     line_bytes: int = 0
     """All that was sent: letters with heads and signatures, documents too."""
     refused: list[str] = field(default_factory=list)
@@ -142,16 +195,17 @@ class RelayedComm:
         self.traffic: dict[int, Traffic] = {me: Traffic()}
         self._others = {self.names[k]: k for k in self.running if k != me}
         self._invited = set(self._others)
-        self._writer = self.writer or Writer(self.identity, since=time.time())
+        self._attendance = self.attendance or Attendance(self.identity, self.names)
+        self._writer, self._few = self._attendance.writer, self._attendance.at_least is not None
         self._gathered, self._session = 0, ""
         self._met_s, self._steps = time.monotonic(), 0
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, tuple[Hello, Holder]] = {}
         self._held: dict[tuple[str, str], Letter] = {}
         self._read: set[tuple[str, str]] = set()
         self._over: KnownToAll | None = None
         self._left: KnownToAll | None = None
         """What a peer did to end the run; while sites may be lost, nobody heeds it."""
-        self._lossy, self._last = False, _END
+        self._lossy, self._last = False, "end"
         self._changed = threading.Condition()
         self.line.listen(self._take)
         self._introduce()
@@ -168,30 +222,35 @@ class RelayedComm:
         lossy: bool = False,
     ) -> list[Message]:
         """Send releases and receive those that are expected; see `Comm`."""
-        began, mine, place = time.perf_counter(), self.sites[0], f"x{round_}.{hop}"
-        where = f" in round {round_}"
+        began, mine = time.perf_counter(), self.sites[0]
         contents: dict[str, Sequence[Buffer]] = {}
         for item in outgoing:
             head, vector = pack(item, round_, hop)
             contents[self.names[item.receiver]] = (head, np.ascontiguousarray(vector).data.cast("B"))
         senders = [sender for sender, receiver in expected if receiver == mine]
-        arrived = self._swap(place, contents, senders, where, lossy=lossy)
+        arrived = self._swap(f"x{round_}.{hop}", contents, senders, lossy=lossy)
         count(self.traffic, outgoing, time.perf_counter() - began)
-        return [_message(content, sender, mine, round_, size, kind) for sender, content in arrived.items()]
+        messages = []
+        for sender, content in arrived.items():
+            body = content[HEADER_BYTES:]
+            vector = np.frombuffer(body[: len(body) - len(body) % kind.itemsize], kind)
+            head = bytes(content[:HEADER_BYTES])
+            messages.append(received(head, vector, sender, mine, round_, size, kind=kind))
+        return messages
 
-    def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+    def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return one document of every site; see `Comm`."""
         (document,) = documents
         mine = encoded(document, kind, self.identity.name)
         contents, senders = dict.fromkeys(self._others, (mine,)), list(self._others.values())
-        texts = self._swap(self._place(), contents, senders, "", patient=patient)
+        texts = self._swap(self._place(), contents, senders, patient=patient)
         texts[self.sites[0]] = memoryview(mine)
         self._met_s, self._steps = time.monotonic(), 0
         return [decoded(bytes(texts[k]), kind, self.names[k]) for k in self.running]
 
     def hand(
-        self, documents: Mapping[tuple[int, int], T], kind: type[T], expected: Collection[tuple[int, int]]
-    ) -> dict[tuple[int, int], T]:
+        self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], _T]:
         """Give documents to single sites; see `Comm`."""
         mine = self.sites[0]
         contents = {
@@ -199,7 +258,7 @@ class RelayedComm:
             for (_, to), document in documents.items()
         }
         senders = [sender for sender, receiver in expected if receiver == mine]
-        texts = self._swap(self._place(), contents, senders, "", lossy=True)
+        texts = self._swap(self._place(), contents, senders, lossy=True)
         return {(k, mine): decoded(bytes(text), kind, self.names[k]) for k, text in texts.items()}
 
     def _place(self) -> str:
@@ -212,7 +271,7 @@ class RelayedComm:
         del code
         if self._session and self._over is self._left is None:
             with suppress(Exception):  # the line may be what failed
-                self._send(self._last, dict.fromkeys(self._others, (b"",)), _END_S, "")
+                self._send(self._last, dict.fromkeys(self._others, (b"",)), _END_S)
         self.close()
 
     def close(self) -> None:
@@ -232,55 +291,52 @@ class RelayedComm:
             time=self._writer.since,
             version=self.version,
             code=self.code,
-            gone=dict(self.attendance.gone) if self.attendance else {},
+            gone=dict(self._attendance.gone),
         )
         letter = self._writer.hello(said, self.plan)
-        self._deliver(HELLO, dict.fromkeys(self._others, letter), self.timeout_s, " to say hello")
+        self._deliver(HELLO, dict.fromkeys(self._others, letter), self.timeout_s)
         with self._changed:
-            self._wait_for(lambda: self.attendance.lacking() if self.attendance else [], inf, "")
+            self._wait_for(HELLO, self._attendance.lacking, inf)
             self._wait_for(
-                lambda: [n for n in self._expected() if n not in self._peers],
-                self.timeout_s,
-                " to say hello",
+                HELLO, lambda: [name for name in self._expected() if name not in self._peers], self.timeout_s
             )
             self._others = {name: self._others[name] for name in self._expected()}
             self._peers = {name: self._peers[name] for name in self._others}
             self.running = tuple(sorted((*self.sites, *self._others.values())))
-            hellos = [(name, peer.hello["public"]) for name, peer in self._peers.items()]
+            hellos = [(name, hello["public"]) for name, (hello, _) in self._peers.items()]
             self._session = session_of([*hellos, (self.identity.name, self._writer.public)], self.plan)
 
     def _expected(self) -> list[str]:
-        """Return the peers of the session that begins."""
-        return self.attendance.expected() if self.attendance else list(self._others)
+        """The peers of the session that begins."""
+        return [name for name in self._others if not self._attendance.is_gone(name)]
 
     def _meet(self, letter: Letter) -> Answer:
         """Take a hello: the first one, or that of a process that began anew."""
         said, holder = letter.hello(self.identity.root)
-        name = holder.name
-        known, heard = self._peers.get(name), self._writer.heard.get(name, 0.0)
-        if said["time"] < heard or (known is not None and said["time"] == heard):
+        name, met = holder.name, holder.name in self._peers
+        heard = self._writer.heard.get(name, 0.0)
+        if said["time"] < heard or (met and said["time"] == heard):
             return "taken"  # again, or one of a process that ended
-        if why := self._stranger(said, holder):
+        if why := self._stranger(said, name):
             return self._refuse(why)
-        problem = self._unlike(said, holder, letter)
-        if problem and self.attendance:  # the others go on without it
-            return self._refuse(problem)
-        if problem:
+        if problem := self._unlike(said, name, letter):
+            if self._few:  # the others go on without it
+                return self._refuse(problem)
             self._left = KnownToAll(f"{problem}; nothing was trained")
-        elif self._session:
-            self._left = SiteReturned(f"site {name} began anew")
         else:
-            self._peers[name] = _Peer(said, holder)
-        if not problem:
+            if self._session:
+                self._left = SiteReturned(f"site {name} began anew")
+            else:
+                self._peers[name] = (said, holder)
             self._writer.heard[name] = said["time"]
-            self._hear_of_others(said)
+            if self._attendance.learn(said["gone"]):
+                self._left = SitesGone(f"the others went on without {self.identity.name}, which was silent")
         self._changed.notify_all()
         return "taken"
 
-    def _stranger(self, said: Hello, holder: Holder) -> str:
+    def _stranger(self, said: Hello, name: str) -> str:
         """Why a hello is none of this run's; empty where it is one."""
-        name, print_ = holder.name, fingerprint(said["certificate"])
-        behind_s = time.time() - said["time"]
+        print_, behind_s = fingerprint(said["certificate"]), time.time() - said["time"]
         if name not in self._invited:
             return f"{name} said hello, and takes no part in this run"
         if self.keys.get(name, print_) != print_:
@@ -289,28 +345,17 @@ class RelayedComm:
             return f"{name} said hello {behind_s / 3600:.1f} h ago by this clock"
         return ""
 
-    def _unlike(self, said: Hello, holder: Holder, letter: Letter) -> str:
+    def _unlike(self, said: Hello, name: str, letter: Letter) -> str:
         """What a peer has otherwise than this site; empty where it is alike."""
-        name, me = holder.name, self.identity.name
-        ahead_s = max([said["time"], *said["gone"].values()]) - time.time()
+        me, ahead_s = self.identity.name, max([said["time"], *said["gone"].values()]) - time.time()
         if ahead_s > _SKEW_S:
             return f"the clock of {name} is {ahead_s / 3600:.1f} h ahead"
         if letter.head["session"] != self.plan:
             return f"{name} has approved another plan than {me}"
         if (said["version"], said["code"]) != (self.version, self.code):
-            return (
-                f"{name} has wsi-fl {said['version']} ({said['code'][:8]}), {me} has {self.version} "
-                f"({self.code[:8]})"
-            )
+            theirs, ours = f"{said['version']} ({said['code'][:8]})", f"{self.version} ({self.code[:8]})"
+            return f"{name} has wsi-fl {theirs}, {me} has {ours}"
         return ""
-
-    def _hear_of_others(self, said: Hello) -> None:
-        """Believe what a peer says of who is gone."""
-        if self.attendance is None:
-            return
-        self.attendance.learn(said["gone"])
-        if self.attendance.left_out(self._writer.since):
-            self._left = LeftOut(f"the others went on without {self.identity.name}, which was silent")
 
     # what arrives
 
@@ -336,7 +381,7 @@ class RelayedComm:
         peer = self._peers.get(head["sender"])
         if peer is None or not self._session or self._is_full(letter):
             return "later"
-        letter.check(peer.holder)
+        letter.check(peer[1])
         if head["to"] != self.identity.name or head["session"] != self._session:
             return self._refuse(f"a letter of {head['sender']} is of another session or for somebody else")
         key = (head["sender"], head["place"])
@@ -344,7 +389,7 @@ class RelayedComm:
             return "taken"
         if head["place"] in _ENDS:
             why = f"site {head['sender']} {_ENDS[head['place']]}"
-            self._left = SitesGone(why, [head["sender"]]) if self.attendance else KnownToAll(why)
+            self._left = SitesGone(why, [head["sender"]]) if self._few else KnownToAll(why)
         self._held[key] = letter
         self._changed.notify_all()
         return "taken"
@@ -365,7 +410,6 @@ class RelayedComm:
         place: str,
         contents: Mapping[str, Sequence[Buffer]],
         senders: Sequence[int],
-        where: str,
         *,
         patient: bool = False,
         lossy: bool = False,
@@ -383,29 +427,25 @@ class RelayedComm:
         keys = {k: (self.names[k], place) for k in senders}
         late_is_lost = suppress(PeerLate) if lossy else nullcontext()
         with late_is_lost:
-            self._send(place, contents, left_s(), where)
+            self._send(place, contents, left_s())
         with self._changed:
             with late_is_lost:
                 self._wait_for(
-                    lambda: [name for name, _ in keys.values() if (name, place) not in self._held],
-                    left_s(),
-                    where,
+                    place, lambda: [key[0] for key in keys.values() if key not in self._held], left_s()
                 )
             letters = {k: self._held.pop(key) for k, key in keys.items() if key in self._held}
             self._read |= set(keys.values())
         return {k: self._writer.open(letter) for k, letter in letters.items()}
 
-    def _wait_for(self, missing: Callable[[], list[str]], limit_s: float, where: str) -> None:
+    def _wait_for(self, place: str, missing: Callable[[], list[str]], limit_s: float) -> None:
         """Wait, holding the lock, until nobody is missing."""
         deadline = time.monotonic() + limit_s
         while late := missing():
             self._check_over()
-            left = deadline - time.monotonic()
-            if left <= 0 and (silent := self._silent(late)):
-                raise self._late(silent, where, "did not answer")
+            if (left := deadline - time.monotonic()) <= 0:
+                self._give_up(place, dict.fromkeys(late, "did not answer"))
             self._changed.wait(min(left, _WAKE_S) if left > 0 else _WAKE_S)
-            if self.waiting is not None:
-                self.waiting()
+            self.waiting()
 
     def _check_over(self) -> None:
         if self._over is None and (broken := self.line.broken()):
@@ -414,35 +454,35 @@ class RelayedComm:
         if over is not None:
             raise over
 
-    def _silent(self, late: Sequence[str]) -> list[str]:
-        """Return those who gave no sign of life either; where late sites are left out, all who are late."""
-        return [n for n in late if self._lossy or self.line.silent_s(n) >= self.timeout_s]
-
-    def _late(self, late: Sequence[str], where: str, what: str) -> PeerLate | SitesGone:
+    def _give_up(self, place: str, late: Mapping[str, str]) -> None:
+        """Raise that sites are late, if some gave no sign of life either; where the late are left out, in any case."""
+        silent = [name for name in late if self._lossy or self.line.silent_s(name) >= self.timeout_s]
+        if not silent:
+            return
+        where = " to say hello" if place == HELLO else ""
+        if place.startswith("x"):
+            where = f" in round {place[1:].partition('.')[0]}"
         last = f"; last refused here: {self.refused[-1]}" if self.refused else ""
-        text = f"site {late[0]} {what} for {self.timeout_s:g} s{where} (comm.timeout_s){last}"
-        if self.attendance is not None and not self._lossy:
-            return SitesGone(text, late)
-        return PeerLate(text, [self._others[name] for name in late])
+        first = silent[0]
+        text = f"site {first} {late[first]} for {self.timeout_s:g} s{where} (comm.timeout_s){last}"
+        if self._few and not self._lossy:
+            raise SitesGone(text, silent)
+        raise PeerLate(text, [self._others[name] for name in silent])
 
     # what is sent
 
-    def _send(self, place: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float, where: str) -> None:
+    def _send(self, place: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float) -> None:
         """Seal and deliver one letter to each of some sites."""
         letters = {
-            name: self._writer.letter(name, self._peers[name].hello["public"], self._session, place, parts)
+            name: self._writer.letter(name, self._peers[name][0]["public"], self._session, place, parts)
             for name, parts in contents.items()
         }
-        self._deliver(place, letters, limit_s, where)
+        self._deliver(place, letters, limit_s)
 
-    def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float, where: str) -> None:
-        """Send letters, all at once, until each has been taken.
-
-        Raises:
-            KnownToAll: when this site takes part no longer; nothing was sent then.
-        """
-        if place not in _ENDS and self.standing is not None and (why := self.standing()):
-            self._last = _WITHDRAWN
+    def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float) -> None:
+        """Send letters, all at once, until each has been taken; nothing where this site takes part no longer."""
+        if place not in _ENDS and (why := self.standing()):
+            self._last = "withdrawn"
             raise KnownToAll(f"site {self.identity.name} {why}; the run ends here")
         deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
         with ThreadPoolExecutor(max(1, len(left))) as pool:
@@ -458,20 +498,9 @@ class RelayedComm:
                     return
                 if place not in _ENDS:
                     self._check_over()
-                if time.monotonic() >= deadline and (silent := self._silent(list(failed))):
-                    raise self._late(silent, where, f"took nothing ({failed[silent[0]]})")
+                if time.monotonic() >= deadline:
+                    self._give_up(place, {name: f"took nothing ({why})" for name, why in failed.items()})
                 with self._changed:
                     self._changed.wait(pause)
                 pause = min(2 * pause, _PAUSES_S[1])
-                if self.waiting is not None:
-                    self.waiting()
-
-
-def _message(
-    content: memoryview, sender: int, receiver: int, round_: int, size: int, kind: PayloadType
-) -> Message:
-    """What a letter of an exchange holds: header and values, or why it is of no use."""
-    body = content[HEADER_BYTES:]
-    whole = len(body) - len(body) % kind.itemsize
-    vector = np.frombuffer(body[:whole], kind)
-    return received(bytes(content[:HEADER_BYTES]), vector, sender, receiver, round_, size, kind=kind)
+                self.waiting()

@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -70,38 +71,25 @@ class Share:
             return
 
     def entries(self, *parts: str) -> dict[str, Entry]:
-        """Return the files of a folder by name; FileNotFoundError where it is not there."""
-
-        def look(fs: Any, root: str) -> dict[str, Entry]:
-            fs.invalidate_cache()
-            listed = fs.ls("/".join([root, *parts]), detail=True)
-            files = [one for one in listed if one.get("type") == "file" and not one.get("islink")]
-            found = (
-                Entry(str(one["name"]).rsplit("/", 1)[-1], int(one.get("size") or 0), _written(one))
-                for one in files
-            )
-            return {one.name: one for one in found}
-
-        found: dict[str, Entry] = self.do(look)
-        return found
+        """Return the files of a folder by name; none where it is not there."""
+        found = [one for one in self._listed(*parts) if one.get("type") == "file" and not one.get("islink")]
+        return {one["name"]: Entry(one["name"], int(one.get("size") or 0), _written(one)) for one in found}
 
     def folders(self, *parts: str) -> list[str]:
         """Return the names of the folders in a folder; none where it is not there."""
+        return [one["name"] for one in self._listed(*parts) if one["type"] == "directory"]
 
-        def look(fs: Any, root: str) -> list[str]:
+    def _listed(self, *parts: str) -> list[dict[str, Any]]:
+        """What a folder holds now, as fsspec says it, but for names, which are without the path."""
+
+        def look(fs: Any, root: str) -> Any:
             fs.invalidate_cache()
-            listed = fs.ls("/".join([root, *parts]), detail=True)
-            return [
-                str(one["name"]).rstrip("/").rsplit("/", 1)[-1]
-                for one in listed
-                if one["type"] == "directory"
-            ]
+            return fs.ls("/".join([root, *parts]), detail=True)
 
         try:
-            found: list[str] = self.do(look)
+            return [one | {"name": str(one["name"]).rstrip("/").rsplit("/", 1)[-1]} for one in self.do(look)]
         except FileNotFoundError:
             return []
-        return found
 
     def read(self, most_bytes: int, *parts: str) -> bytes:
         """Return the content of a file, and no more than one byte beyond what is allowed."""
@@ -110,28 +98,28 @@ class Share:
             with fs.open("/".join([root, *parts]), "rb") as file:
                 return bytes(file.read(most_bytes + 1))
 
-        content: bytes = self.do(read)
-        return content
+        return bytes(self.do(read))
 
     def write(self, content: bytes, *parts: str) -> None:
         """Write a file, which is there whole or not at all."""
 
         def write(fs: Any, root: str) -> None:
             _require_root(fs, root)
-            folder, path = "/".join([root, *parts[:-1]]), "/".join([root, *parts])
+            path = "/".join([root, *parts])
             for depth in range(1, len(parts)):
                 _make_folder(fs, root, "/".join([root, *parts[:depth]]))
             if not _protocols(fs).isdisjoint(_WHOLE_AT_ONCE):
                 fs.pipe_file(path, content)
                 return
-            temporary = f"{folder}/.{parts[-1]}.{token_hex(8)}.partial"
+            temporary = "/".join([root, *parts[:-1], f".{parts[-1]}.{token_hex(8)}.partial"])
             try:
                 with _made(fs, temporary) as file:
                     file.write(content)
                 _open_up(fs, root, temporary)
                 fs.mv(temporary, path)
             except Exception:
-                _remove(fs, temporary)
+                with suppress(Exception):  # the share is what failed
+                    fs.rm_file(temporary)
                 raise
 
         self.do(write)
@@ -185,10 +173,3 @@ def _open_up(fs: Any, root: str, path: str) -> None:
     if "file" in _protocols(fs):
         mode = stat.S_IMODE(Path(root).stat().st_mode) & 0o3777
         Path(path).chmod(mode if Path(path).is_dir() else mode & 0o666)
-
-
-def _remove(fs: Any, path: str) -> None:
-    try:
-        fs.rm_file(path)
-    except Exception:  # the share is what failed
-        return

@@ -161,12 +161,10 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
 
 
 def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None = None) -> Path:
-    """Sign a plan in the name of the hospital that looked; return where the approval is, which the coordinator needs.
+    """Sign a plan in the name of the hospital that looked, or of its frame where no person does.
 
-    The plan's other sites get a file in `sites/` that holds what the plan says of them, where there is none.
-
-    Args:
-        frame: in whose name a process signs, where no person does.
+    The plan's other sites get a file in `sites/` that holds what the plan says of them, where there is none. Returns
+    where the approval is, which the coordinator needs.
     """
     check_withdrawn(looked.plan, identity.root, looked.plan.sites)
     check_key(looked.plan, identity.certificate, looked.site)

@@ -5,12 +5,16 @@ What leaves are the shares of the plan's method, in words. What is learned is as
 
 from __future__ import annotations
 
-from typing import Literal
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, cast
 
+from jinja2 import Environment, StrictUndefined
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.methods import HUB, Share
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
+from wsi_fl.report.words import size
 from wsi_fl.stages.site.account import guarantee_of, spends
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import open_directions
@@ -21,44 +25,14 @@ from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 _FLOAT_BYTES = 4
 _SUM_BYTES = 8
 """Of a number in a sum that is masked."""
-_WHAT = {
-    "central model": "central model ({model})",
-    "proxy model": "proxy model ({model})",
-    "classifier": "classifier ({model})",
-    "sums": "sums of features ({model})",
-    "masked sums": "masked sums, of which only the total over all sites can be read ({model})",
-    "buffer": "buffer of {n} synthetic samples",
-    "generator": "diffusion model of the hospital's patches",
-}
-"""What leaves, in words."""
-_TO = {
-    "none": "nobody",
-    "star": "the first site, which sends the mean of all back to all",
-    "ring": "the next site in order",
-    "exponential": "one other site, another one in each round",
-    "complete": "all sites",
-    "random": "the next site in an order drawn anew in each round",
-    HUB: "the first site",
-}
-"""Who gets what goes along a graph."""
-_OFTEN = {
-    "rounds": "in each of {rounds} rounds",
-    "mixed": "once or more in each of {rounds} rounds, as the graph says",
-    "once": "once",
-    "before": "once, before the first round",
-    "after": "once, after the last round",
-    "tried": (
-        f"once; where a site spoils the sum, at most {MOST_ATTEMPTS} times under one approval, at its ε each time"
-    ),
-}
-_PROTECTED = {
-    "dp": "differential privacy per {unit}, {worth}; each release is a line of the site's ledger",
-    "leave": 'no differential privacy; the site allows it by name (allow = ["{content}"])',
-    "generator": (
-        'no differential privacy; the site allows it by name (allow = ["{content}"]), and the model is checked for '
-        "copies of training patches before it leaves"
-    ),
-}
+WORDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("plan.toml").read_text("utf-8"))
+_TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
+_TEMPLATES.filters["size"] = size
+
+
+def filled(text: str, **known: Any) -> list[str]:
+    """Return the lines of a jinja2 template that are not empty once it is filled with what is known."""
+    return [line for line in _TEMPLATES.from_string(text).render(known).splitlines() if line]
 
 
 class Leaving(TypedDict):
@@ -93,45 +67,43 @@ def leaving(party: RunContext, shape: Shape | None, n_classes: int | None) -> li
         rows.append(own := _row(party, share, shape, n_classes))
         if share.what == "generator" and share.by != HUB:
             others = len(party.names) - 1
-            handed_on: Leaving = {
-                **own,
-                "what": f"package of the {others} other sites' diffusion models, from the first site alone",
-                "to": "each site",
-                "bytes": None if own["bytes"] is None else own["bytes"] * others,
-                "protected_by": "no differential privacy; each model in it has left its own site before",
-            }
-            rows.append(handed_on)
+            n_bytes = None if own["bytes"] is None else own["bytes"] * others
+            rows.append(_as(own, "handed_on", bytes=n_bytes, others=others))
     if any(party.tells_scores(name) for name in party.names):
         if (passed := party.method.mixed) is not None:
-            only = "" if spends(party.pipeline) else '; only a site with allow = ["scores"] passes its own on'
             last = _row(party, passed, shape, n_classes)
-            once_more: Leaving = {
-                **last,
-                "what": "a site's last release once more, to be scored",
-                "to": "all sites",
-                "often": "once, after the last round, unless all sites hold the same model then",
-                "times": 1,
-                "bytes": _bytes(party, passed, shape, n_classes, _FLOAT_BYTES),
-                "protected_by": last["protected_by"] + only,
-            }
-            rows.append(once_more)
-        rows.append(_SCORES)
-    return [*rows, *_documents(party.pipeline.train.rounds)]
+            if not spends(party.pipeline):
+                last["protected_by"] += '; only a site with allow = ["scores"] passes its own on'
+            n_bytes = _bytes(party, passed, shape, n_classes, _FLOAT_BYTES)
+            rows.append(_as(last, "once_more", times=1, bytes=n_bytes))
+        rows.append(_as(_SMALL, "scores"))
+    rounds = party.pipeline.train.rounds
+    return [
+        *rows,
+        _as(_SMALL, "documents", of_records=False),
+        _as(_SMALL, "tallies", of_records=False, times=rounds, rounds=rounds),
+        _as(_SMALL, "final", times=1),
+    ]
+
+
+_SMALL = Leaving(
+    what="", to="", often="", times=None, bytes=None, large=False, of_records=True, protected_by=""
+)
+"""What is of a few kB."""
+
+
+def _as(row: Leaving, name: str, **more: Any) -> Leaving:
+    """A row with the words of that name, and other values of its keys; the rest of what is given fills the words."""
+    said = {key: text.format(**more) for key, text in WORDS[name].items()}
+    return cast("Leaving", row | said | {key: value for key, value in more.items() if key in row})
 
 
 def staying(party: RunContext) -> list[str]:
     """Return what never leaves a hospital under a plan."""
     lets_go = any("private_model" in site.allow for site in party.sites)
-    kept = "" if party.method.travels == "private" or lets_go else ", the private model"
-    kept += ", the lone model" if party.method.keeps_lone and party.pipeline.train.alone else ""
-    return [
-        "slides, patches, features, masks and outlines",
-        "labels, and the names of slides and patients",
-        f"stores, checkpoints, the state of optimisers{kept}",
-        "accuracies, losses, predictions and heatmaps of single slides or patients",
-        "how long a real hospital's training took, and why something failed there",
-        "the private key of the hospital's kit",
-    ]
+    private = party.method.travels != "private" and not lets_go
+    lone = party.method.keeps_lone and party.pipeline.train.alone
+    return filled(WORDS["texts"]["stays"], private=private, lone=lone)
 
 
 def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | None) -> Leaving:
@@ -143,14 +115,14 @@ def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | 
     model, part = _architecture(party, share.of), pipeline.model.train
     model += "" if part == "all" else f", model.train = {part}"
     return {
-        "what": _WHAT[kind].format(model=model, n=value_of(pipeline, "replay.buffer")),
-        "to": "all sites" if masked else _TO[HUB] if generator else _receivers(party, share),
-        "often": _OFTEN["tried" if masked else often].format(rounds=rounds),
+        "what": WORDS["what"][kind].format(model=model, n=value_of(pipeline, "replay.buffer")),
+        "to": "all sites" if masked else WORDS["to"][HUB] if generator else _receivers(party, share),
+        "often": WORDS["often"]["tried" if masked else often].format(rounds=rounds, attempts=MOST_ATTEMPTS),
         "times": MOST_ATTEMPTS if masked else rounds if share.times == "rounds" else 1,
         "bytes": _bytes(party, share, shape, n_classes, _SUM_BYTES if masked else _FLOAT_BYTES),
         "large": True,
         "of_records": True,
-        "protected_by": _PROTECTED[bare if share.is_bare(spends(pipeline)) else "dp"].format(
+        "protected_by": WORDS["protected"][bare if share.is_bare(spends(pipeline)) else "dp"].format(
             unit=pipeline.privacy.unit, worth=guarantee_of(party.method, pipeline), content=share.content
         ),
     }
@@ -178,48 +150,7 @@ def _receivers(party: RunContext, share: Share) -> str:
     if graph is not None and graph.endswith(".json"):
         return f"the sites that the graph of {graph} names"
     by = graph or share.by
-    return _TO.get(by if isinstance(by, str) else "", "other sites, as the method's graph says")
-
-
-def _small(
-    what: str, to: str, often: str, times: int | None, protected_by: str, *, of_records: bool = True
-) -> Leaving:
-    """What is of a few kB."""
-    return {
-        "what": what,
-        "to": to,
-        "often": often,
-        "times": times,
-        "bytes": None,
-        "large": False,
-        "of_records": of_records,
-        "protected_by": protected_by,
-    }
-
-
-_SCORES = _small(
-    "counts of test examples by score and class",
-    "all sites and the coordinator",
-    "when a run is evaluated over all sites",
-    None,
-    'no differential privacy; only a site that allows it by name sends them (allow = ["scores"])',
-)
-
-
-def _documents(rounds: int) -> list[Leaving]:
-    """What all sites tell each other about the run itself."""
-    open_to = "settings and shapes, the ledger's totals, and the number of records, which is public"
-    documents = (
-        "documents: version, settings, shapes, classes, the run's number, rounds the budget is enough for"
-    )
-    tallies = "tallies: which round a site has done, and whether it goes on"
-    final = "final row: ε, δ, what it is worth, rounds, number of records, messages and bytes"
-    each = f"in each of {rounds} rounds"
-    return [
-        _small(documents, "all sites", "a few, before the first round", None, open_to, of_records=False),
-        _small(tallies, "all sites", each, rounds, open_to, of_records=False),
-        _small(final, "all sites and the coordinator", "once, at the end", 1, open_to),
-    ]
+    return WORDS["to"].get(by if isinstance(by, str) else "", "other sites, as the method's graph says")
 
 
 def _bytes(

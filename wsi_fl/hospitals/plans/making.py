@@ -19,7 +19,16 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.methods import names_of
-from wsi_fl.hospitals.plans.contents import Learned, Leaving, learned_by, leaving, shape_of, staying
+from wsi_fl.hospitals.plans.contents import (
+    WORDS,
+    Learned,
+    Leaving,
+    filled,
+    learned_by,
+    leaving,
+    shape_of,
+    staying,
+)
 from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, code_digest, packages
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.report.words import duration
@@ -28,7 +37,7 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, pipeline_model
+from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.system.files import write_text
@@ -166,6 +175,7 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
     rows = leaving(party, shape_of(learned), len(learned["classes"] or ()) or None)
     sizes = [row["bytes"] for row in rows if row["large"]]
     unknown = _UNKNOWN_SUMS if party.method.once else _UNKNOWN
+    patience = duration(pipeline.comm.timeout_s)
     largest = max((unknown if size is None else size for size in sizes), default=0)
     # as TOML that is the same once it was read: numbers by default are as those that were written
     settings = dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
@@ -192,25 +202,15 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
         "learns": learned,
         "rounds": pipeline.train.rounds,
         "epochs_per_round": pipeline.train.epochs_per_round,
-        "waits": _waits(len(party.names), pipeline),
+        "waits": " ".join(
+            filled(WORDS["texts"]["waits"], n=len(party.names), patience=patience, train=pipeline.train)
+        ),
         "privacy": _protection(party),
         "leaves": rows,
         "stays": staying(party),
         "most_bytes": 2 * largest + _ROOM,
         "settings": settings,
     }
-
-
-def _waits(n: int, pipeline: Pipeline) -> str:
-    """Say who must be there, how long others wait, and until when."""
-    patience, least = duration(pipeline.comm.timeout_s), pipeline.train.at_least
-    until = f" The last day is {pipeline.train.until}." if pipeline.train.until else ""
-    if least is None:
-        return f"All {n} hospitals are needed; when one is silent for {patience}, training stops.{until}"
-    return (
-        f"A hospital that is silent for {patience} is left out and comes back when it can; the others go on while at "
-        f"least {least} of {n} are there, over a folder more than half.{until}"
-    )
 
 
 def document_of(plan: Plan) -> PlanDocument:
@@ -250,20 +250,18 @@ def sites_of(document: PlanDocument) -> tuple[SiteFile, ...]:
 
 
 _SAMPLED = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
-_PER_ROW = (
-    " A patient with many rows is protected much less: for all k rows together ε is about k times as large, or more; "
-    "each site is told how large as it approves."
-)
 
 
 def _protection(party: RunContext) -> _Protection:
     """Return what differential privacy promises in a plan, in numbers and in words."""
     privacy, train = party.pipeline.privacy, party.pipeline.train
     on, own = spends(party.pipeline), privacy.target_epsilon is not None
-    sampled = on and not party.method.once
+    sampled, guarantee = on and not party.method.once, guarantee_of(party.method, party.pipeline)
+    known = {"privacy": privacy, "own": own, "guarantee": guarantee, "attempts": MOST_ATTEMPTS}
+    says = filled(WORDS["texts"]["promise"], beta=weights_of(party.pipeline).beta, **known)
     return {
         "differential_privacy": on,
-        "guarantee": guarantee_of(party.method, party.pipeline),
+        "guarantee": guarantee,
         "unit": privacy.unit,
         "epsilon": privacy.target_epsilon if on else None,
         "delta": privacy.delta,
@@ -271,40 +269,8 @@ def _protection(party: RunContext) -> _Protection:
         "clip": privacy.clip if on else None,
         "batch_size": train.batch_size if sampled and not own else None,
         "sampling": _SAMPLED if sampled else None,
-        "says": _in_words(party, own=own),
+        "says": " ".join(says),
     }
-
-
-def _in_words(party: RunContext, *, own: bool) -> str:
-    """The promise in a few sentences."""
-    privacy = party.pipeline.privacy
-    if privacy.insecure_seed is not None:
-        return (
-            "There is no differential privacy: the noise comes from a fixed seed, for tests alone. Never sign this "
-            "with data of patients."
-        )
-    if not privacy.noisy:
-        return "There is no differential privacy. Whoever receives what leaves a hospital may learn of single patients."
-    per_patient = privacy.unit == "patient"
-    whom = "all rows of one patient" if per_patient else "one row of the store"
-    less = "" if per_patient else _PER_ROW
-    noise = "chosen by each site so that ε is kept" if own else f"σ = {privacy.sigma:g}"
-    worth = {
-        "guaranteed": "Its ε is a guarantee, also against the other sites together",
-        "shared": (
-            f"Its ε is that of one attempt at the sum, of which an approval allows {MOST_ATTEMPTS}, and rests on the "
-            f"noise of the other sites, of which at most {privacy.colluding} may collude"
-            + (f" and {privacy.dropouts} go away while it is made" if privacy.dropouts else "")
-        ),
-        "nominal": (
-            f"Its ε is nominal and no guarantee, since the proxy also learns from the private model "
-            f"(β = {weights_of(party.pipeline).beta:g})"
-        ),
-    }[guarantee_of(party.method, party.pipeline)]
-    return (
-        f"Differential privacy of {whom}; noise: {noise}. {worth}.{less} Each site's ε follows from its "
-        "own number of records, and its own max_epsilon is a limit that nothing crosses."
-    )
 
 
 def made_lines(document: dict[str, Any]) -> Lines:

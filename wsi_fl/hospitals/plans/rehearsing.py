@@ -140,9 +140,8 @@ def rehearsed_lines(document: dict[str, Any]) -> Lines:
         f"  {document['rounds']} rounds, {duration(document['seconds_per_round'])} each at {document['site']} alone; "
         f"at most {size(document['peak_bytes'])} of memory for all sites in one process"
     )
-    yield Line(
-        f"  {document['site']} would send {size(document['sent_bytes'])}, all {size(document['all_bytes'])}"
-    )
+    sent, by_all = (size(document[key]) for key in ("sent_bytes", "all_bytes"))
+    yield Line(f"  {document['site']} would send {sent}, all {by_all}")
     yield Line(
         f"  not finite: {wrong}; do not sign this" if wrong else "  all models are finite",
         "red" if wrong else "",

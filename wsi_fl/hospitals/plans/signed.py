@@ -128,11 +128,7 @@ def cost_path(study: Study, site: str) -> Path:
 
 
 def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = None) -> dict[str, Any]:
-    """Sign a plan in the name of a hospital of it, and keep both in its study.
-
-    Args:
-        frame: in whose name a process signs, where no person does.
-    """
+    """Sign a plan in the name of a hospital of it, or of its frame where no person does; keep both in its study."""
     if identity.name not in plan.sites:
         raise UsageError(f"site {identity.name} is not in this plan, which has {', '.join(plan.sites)}")
     plan_path(study).parent.mkdir(exist_ok=True)

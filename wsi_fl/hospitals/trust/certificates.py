@@ -105,14 +105,11 @@ class Holder:
 
 
 def signer_of(document: Mapping[str, Any], root: str, purpose: bytes, what: str) -> Holder:
-    """Return who signed a document, once every word of it is known to be what was signed.
+    """Return who signed a document, once every word of it is known to be what was signed, else UsageError.
 
     Args:
         root: what is trusted, PEM.
         what: the document is, for messages.
-
-    Raises:
-        UsageError: in one line that says what is wrong.
     """
     try:
         holder = verified(str(document["certificate"]), root)
@@ -131,11 +128,7 @@ def _signed_bytes(document: Mapping[str, Any], purpose: bytes) -> bytes:
 def verified(certificate: str, root: str, *, now: datetime | None = None) -> Holder:
     """Return whom a certificate (PEM) names, once it is known to be one of the federation that holds at a time.
 
-    Args:
-        root: what is trusted, PEM.
-
-    Raises:
-        NotTrusted: in one line that says what is wrong.
+    NotTrusted, by what is trusted (PEM), says in one line what is wrong.
     """
     if not _issued_by(certificate, root):
         raise NotTrusted("a certificate does not belong to this federation")

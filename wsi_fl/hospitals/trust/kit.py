@@ -120,10 +120,11 @@ class Kit:
         """Return how to renew a certificate that ends soon, "" where it does not; UsageError as of `identity`."""
         identity = self.identity()
         left = (verified(identity.certificate, identity.root).until - datetime.now(UTC)).days
-        how = (
+        if left >= SOON_DAYS:
+            return ""
+        return (
             f"the certificate of {self.name} ends in {left} days: `wsi-fl federation renew --kit {self.path}`"
         )
-        return how if left < SOON_DAYS else ""
 
 
 def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
@@ -136,7 +137,7 @@ def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
 
 @dataclass(frozen=True)
 class _Step:
-    """One thing that was looked at, in a few words, and what was found or what to do."""
+    """One thing that was looked at, and what was found or what to do."""
 
     what: str
     ok: bool
@@ -167,7 +168,7 @@ def look(kit: Kit) -> Iterator[_Step]:
                 raise WsiFlError(unknown) from None
             yield _Step(what, True, f"{host} is {found}")
             what = "port"
-        connection = connected(host, port)
+        connection = _connected(host, port)
     except WsiFlError as error:
         yield _Step(what, False, str(error))
         return
@@ -184,7 +185,7 @@ def likely_reason(kit: Kit) -> str:
 
 def require_server(kit: Kit) -> None:
     """Fail where the kit knows no server, or where there is no way through to its port."""
-    connected(*server_of(kit)).close()
+    _connected(*server_of(kit)).close()
 
 
 def server_of(kit: Kit) -> tuple[str, int]:
@@ -222,7 +223,11 @@ def _stranger(kit: Kit, host: str, port: int) -> str:
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # it is looked at, and nothing is sent
-    with suppress(OSError, WsiFlError), connected(host, port) as plain, context.wrap_socket(plain) as secured:
+    with (
+        suppress(OSError, WsiFlError),
+        _connected(host, port) as plain,
+        context.wrap_socket(plain) as secured,
+    ):
         shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
         if names := stranger(shown, (kit.path / "startup" / ROOT).read_text()):
             return (
@@ -283,7 +288,7 @@ def proxy_to(host: str) -> _Proxy | None:
         raise WsiFlError(f"HTTPS_PROXY names no proxy that can be used; {_WRITE}") from None
 
 
-def connected(host: str, port: int) -> socket.socket:
+def _connected(host: str, port: int) -> socket.socket:
     """Return a connection to a host, the way that `federation start` takes too; WsiFlError says what is in the way."""
     if proxy := proxy_to(host):
         return _connected_by(proxy, host, port)

@@ -61,7 +61,7 @@ class Hello(TypedDict):
         time: seconds since 1970 by its clock.
         version: of wsi-fl.
         code: SHA-256 of the installed package.
-        gone: site → time of the hello of its process that the sender believes gone; see `lines.attendance`.
+        gone: site → time of the hello of its process that the sender believes gone; see `lines.relayed`.
     """
 
     certificate: Annotated[str, Field(max_length=4000)]
@@ -113,13 +113,10 @@ class Letter:
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes and opens the letters of one site in one process.
+    """Writes and opens the letters of one site in one process, which began at `since`, in seconds since 1970.
 
-    Attributes:
-        identity: whose letters they are.
-        since: when the process began, in seconds since 1970.
-        heard: the time of the newest hello of each site that the process has met; older ones are of processes that
-            ended.
+    `heard` has the time of the newest hello of each site that the process has met; older ones are of processes that
+    ended.
     """
 
     identity: Identity
@@ -169,11 +166,9 @@ class Writer:
 
 
 def session_of(hellos: Sequence[tuple[str, str]], plan: str) -> str:
-    """Return what all sites' hellos make: nobody's letters of an earlier process pass for letters of this one's.
+    """Return what all sites' hellos, (site, public key) in any order, and the SHA-256 of the signed plan (or "") make.
 
-    Args:
-        hellos: (site, public key) of all, in any order.
-        plan: SHA-256 of the signed plan, or "".
+    So nobody's letters of an earlier process pass for letters of this one's.
     """
     said = "\n".join([plan, *(f"{site} {public}" for site, public in sorted(hellos))])
     return hashlib.sha256(said.encode()).hexdigest()

@@ -72,9 +72,10 @@ def provision(
     write_text(folder / "root" / "rootCA.pem", root)
     reached = {"server": f"{bracketed(host)}:{port}"} if server else {"folder": shared_folder}
     write_json(folder / "root" / "federation.json", {"federation": federation, **reached})
-    members: dict[str, Role] = {SERVER: "server"} if server else {}
-    members |= {COORDINATOR: "coordinator"} | dict.fromkeys(sites, "hospital")
-    for name, role in members.items():
+    members: list[tuple[str, Role]] = [(COORDINATOR, "coordinator"), *[(site, "hospital") for site in sites]]
+    if server:
+        members.insert(0, (SERVER, "server"))
+    for name, role in members:
         request(folder / name, name=name, organization=federation, role=role)
         certificate = approve_request(folder / name / f"request-{name}.json", folder)
         join(Path(certificate["file"]), folder / name)
@@ -82,7 +83,7 @@ def provision(
         "federation": federation,
         "root": str(folder / "root"),
         "fingerprint": fingerprint(root),
-        "kits": {name: str(folder / name) for name in members},
+        "kits": {name: str(folder / name) for name, _ in members},
         **reached,
     }
 
@@ -239,9 +240,8 @@ def provisioned_lines(document: dict[str, Any]) -> Lines:
 
 def requested_lines(document: dict[str, Any]) -> Lines:
     """Say what to send, and what to read out."""
-    yield Line(
-        f"send {document['file']} to the coordinator, and read out by telephone, unless it renews one:"
-    )
+    file = document["file"]
+    yield Line(f"send {file} to the coordinator, and read out by telephone, unless it renews one:")
     yield fingerprint_line("the request", document["fingerprint"])
 
 
@@ -258,11 +258,9 @@ def approved_lines(document: dict[str, Any]) -> Lines:
 
 def joined_lines(document: dict[str, Any]) -> Lines:
     """Say what the kit is, and what comes next."""
-    by = document.get("server") or document.get("folder")
-    yield Line(
-        f"{document['kit']} is the kit of {document['name']} in {document['federation']} until {document['until']}"
-    )
-    yield Line(f"  reached by {by}")
+    whose = f"of {document['name']} in {document['federation']} until {document['until']}"
+    yield Line(f"{document['kit']} is the kit {whose}")
+    yield Line(f"  reached by {document.get('server') or document.get('folder')}")
     yield fingerprint_line("the root", document["fingerprint"])
     yield Line(f"next: wsi-fl federation check {document['kit']}")
 

@@ -24,20 +24,14 @@ from wsi_fl.types import UsageError, WsiFlError
 
 _DOCUMENT, _LEDGER = PurePosixPath("kit/federation.json"), PurePosixPath("ledger.jsonl")
 _KIT, _STUDY = ("*.json", "jobs.jsonl", "startup/*"), ("federation/*.json", "sites/{}.toml")
-Files = dict[PurePosixPath, bytes]
+_Files = dict[PurePosixPath, bytes]
 
 
 def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, Any]:
     """Copy what a kit's holder must not lose into one file with mode 0600; a client may run meanwhile.
 
-    Args:
-        study: of the hospital; None for the kit of a server or a coordinator.
-
     Returns:
         {"file", "name", "files": how many, "lines": of the ledger, None without one}.
-
-    Raises:
-        WsiFlError: when the ledger is damaged, or older than its heads know.
     """
     found, lines = _files("kit", kit.path, _KIT), None
     if study is not None:
@@ -92,11 +86,7 @@ def restore(file: Path, kit: Path, study: Study | None) -> dict[str, Any]:
 
 
 def _put_ledger(study: Study, site: str, data: bytes) -> list[str]:
-    """Put a ledger back, unless the one that is here goes on from it, and let its heads know.
-
-    Raises:
-        WsiFlError: when it is older than its heads know, or another one is here.
-    """
+    """Put a ledger back, unless the one that is here goes on from it, and let its heads know."""
     path = study.ledger(site)
     if made := _put(path, data):
         try:
@@ -114,12 +104,12 @@ def _opened(study: Study, site: str) -> LedgerFile:
     return LedgerFile(study.ledger(site), heads_of(study, site) if study.site(site).real else [])
 
 
-def _files(part: str, root: Path, patterns: Sequence[str]) -> Files:
+def _files(part: str, root: Path, patterns: Sequence[str]) -> _Files:
     paths = [path for pattern in patterns for path in root.glob(pattern) if path.is_file()]
     return {PurePosixPath(part, path.relative_to(root).as_posix()): path.read_bytes() for path in paths}
 
 
-def _read(file: Path) -> Files:
+def _read(file: Path) -> _Files:
     """The files of a backup by name; none of them leads out of its folder."""
     try:
         with tarfile.open(ordinary(file), "r:") as tar:

@@ -22,11 +22,11 @@ _MOST_VALUES = 1 << 21
 """Of an answer: a hundred models that a hundred hospitals counted."""
 
 
-class Ready(TypedDict):
+class _Ready(TypedDict):
     """A hospital's process listens."""
 
 
-class Failed(TypedDict):
+class _Failed(TypedDict):
     """Why a hospital did not do what it was asked."""
 
     error: Words
@@ -40,30 +40,25 @@ class _Reached(TypedDict):
     seconds: Amount
 
 
-class Done(Summary):
+class _Done(Summary):
     """The summary of a run, and the counts that left the hospitals; None where none did."""
 
     scores: Scores | None
 
 
-_KINDS: dict[str, Any] = {"ready": Ready, "check": _Reached, "work": Done}
+_KINDS: dict[str, Any] = {"ready": _Ready, "check": _Reached, "work": _Done}
 
 
-def failed(text: str) -> Failed:
+def failed(text: str) -> _Failed:
     """Return a reason as the document that tells it: one printable line of at most 1000 characters."""
     return {"error": printable(" ".join(text.split()))[:_LONGEST]}
 
 
 def answered(text: str, site: str, what: str) -> dict[str, Any]:
-    """Return what a hospital says, once it is known to be what was agreed on.
+    """Return what a hospital says in JSON, once it is known to be what was agreed on; else NotAgreed, which names it.
 
     Args:
-        text: JSON.
-        site: who says it.
         what: was asked: "ready", "check" or "work".
-
-    Raises:
-        NotAgreed: in one line that names the site.
     """
     said: dict[str, Any] = decoded(
         text.encode(errors="surrogatepass"), _KINDS[what], site, most_values=_MOST_VALUES
@@ -74,15 +69,12 @@ def answered(text: str, site: str, what: str) -> dict[str, Any]:
 
 
 def agreed(told: Any, sites: Sequence[str], what: str) -> dict[str, Any]:
-    """Return what the server handed on of each hospital; of failures alone where any hospital failed.
+    """Return what the server handed on of each hospital, or NotAgreed; of failures alone where any hospital failed.
 
     Args:
         told: by site; who has said nothing yet is missing, or has an empty document.
         sites: that were asked.
         what: they were asked.
-
-    Raises:
-        NotAgreed: in one line that names the site.
     """
     if not isinstance(told, Mapping) or not set(told) <= set(sites):
         raise NotAgreed(
@@ -91,7 +83,7 @@ def agreed(told: Any, sites: Sequence[str], what: str) -> dict[str, Any]:
     texts = {site: json.dumps(one) for site, one in told.items() if one != {}}
     failures = [site for site in texts if isinstance(told[site], Mapping) and "error" in told[site]]
     if failures:
-        return {site: decoded(texts[site].encode(), Failed, site) for site in failures}
+        return {site: decoded(texts[site].encode(), _Failed, site) for site in failures}
     return {site: answered(text, site, what) for site, text in texts.items()}
 
 

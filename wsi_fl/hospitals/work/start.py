@@ -1,8 +1,13 @@
-"""Starting FLARE's process for a kit, in the foreground: the server's, or a hospital's client."""
+"""Starting what a kit is for, in the foreground: FLARE's process, or a hospital's part over a folder.
+
+What runs for years must not grow for ever: older logs and older folders of jobs go.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,37 +16,37 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.hospitals.flare.files import STARTED_BY, need_flare, write_flare_files
-from wsi_fl.hospitals.lines.attendance import Attendance, LeftOut, SiteReturned, SitesGone
+from wsi_fl.hospitals.flare.files import KIT, PROCESSES, STARTED_BY, STUDY, need_flare, write_flare_files
 from wsi_fl.hospitals.lines.folder_line import FolderLine
+from wsi_fl.hospitals.lines.relayed import Attendance, SiteReturned, SitesGone
 from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans.admitting import admit
 from wsi_fl.hospitals.plans.frames import frame_path, open_frame
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
-from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.trust.root import exchange_list
-from wsi_fl.hospitals.work.taking_part import take_part
-from wsi_fl.hospitals.work.upkeep import forget_jobs, rotate
+from wsi_fl.hospitals.work.taking_part import LAST, take_part
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import alone
 from wsi_fl.types import Interrupted, KnownToAll, UsageError, WsiFlError, one_line
 
-_REGISTER_S = 30.0
-_POLL_S = 0.2
-_END_S = 10.0
-_TIDY_S = 3600.0
+_REGISTER_S, _POLL_S, _END_S, _TIDY_S = 30.0, 0.2, 10.0, 3600.0
 _REGISTERED = "Successfully registered client"
-_MODULES = {
-    "hospital": "wsi_fl.hospitals.flare.client",
-    "server": "wsi_fl.hospitals.flare.server",
-}
+_LOGS, _JOBS = 5, 20
+"""How many older ones are kept."""
+_JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""FLARE calls the folder of a job after its id."""
+_LAID, _MOST_PLAN = "plan.json", 1 << 20
+"""A plan that lies in the shared folder, and its longest length in bytes."""
+_LEAVING_S = 10.0
+"""How long a site that has the last letter of a run may take to write its summary and to leave."""
 
 
 def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None:
@@ -53,8 +58,7 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
 
     Raises:
         UsageError: when the kit cannot be started so.
-        WsiFlError: when another process has the kit, when it is not registered within 30 s, with the likely reason,
-            or ends by itself.
+        WsiFlError: when another process has the kit, it is not registered within 30 s, or it ends by itself.
     """
     need_flare()
     if kit.role == "coordinator":
@@ -72,15 +76,14 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
 
 def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
     host, port = server_of(kit)
-    federation = str(kit.document["federation"])
+    federation, log = str(kit.document["federation"]), kit.path / "log.txt"
     write_flare_files(kit.path, name=kit.name, role=kit.role, federation=federation, host=host, port=port)
     if study is None:
         _require_port(port)
     else:
-        rotate(study.runs / f"{kit.name}.log")
-    rotate(kit.path / "audit.log")
-    rotate(kit.path / "console.txt", 0)
-    log = kit.path / "log.txt"
+        _rotate(study.runs / f"{kit.name}.log")
+    _rotate(kit.path / "audit.log")
+    _rotate(kit.path / "console.txt", 0)
     seen = log.stat().st_size if log.exists() else 0
     with _process(kit, study) as process:
         if study is None:
@@ -89,15 +92,28 @@ def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
         else:
             _until(lambda: _REGISTERED in _since(log, seen), process, kit)
             told(f"{kit.name} is registered with {host}:{port}; Ctrl-C ends it")
-            for line in _what_it_allows(kit, study):
-                told(line)
+            _say_what_it_allows(kit, study, told)
         code = _followed(process, kit, None if study is None else frame_path(study).with_suffix(".log"), told)
     raise WsiFlError(f"the process of {kit.name} ended (exit code {code}); see {log}")
 
 
-def _what_it_allows(kit: Kit, study: Study) -> list[str]:
-    """Return in lines what a hospital lets happen: which plan it has signed, and what may leave."""
-    site = study.site(kit.name)
+def _rotate(log: Path, most_bytes: int = 20 << 20) -> None:
+    """Call a log that is longer, and that nobody writes now, `….1`, that one `….2`, and so on to five."""
+    if log.is_file() and log.stat().st_size > most_bytes:
+        RotatingFileHandler(log, backupCount=_LOGS, delay=True).doRollover()
+
+
+def _forget_jobs(kit: Path) -> None:
+    """Delete the folders of all but the newest 20 jobs; only call it while no job runs."""
+    folders = [path for path in kit.iterdir() if _JOB.fullmatch(path.name) and path.is_dir()]
+    folders.sort(key=lambda path: path.stat().st_mtime)
+    for folder in folders[:-_JOBS]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say_what_it_allows(kit: Kit, study: Study, told: Callable[[str], None]) -> None:
+    """Tell what a hospital lets happen: which plan it has signed, and what may leave."""
+    site, frame = study.site(kit.name), open_frame(study, kit.identity())
     allowed = ", ".join(site.allow) or "nothing without differential privacy"
     budget = f"ε up to {site.max_epsilon:g}" if site.max_epsilon else "no budget of ε"
     try:
@@ -105,29 +121,20 @@ def _what_it_allows(kit: Kit, study: Study) -> list[str]:
         signed = f"plan {plan.digest[:8]}, {plan.method} with {', '.join(plan.sites)}"
     except UsageError:
         signed = "no plan yet, so no job is taken (`wsi-fl federation approve PLAN`)"
-    frame = open_frame(study, kit.identity())
     framed = f"; a frame until {frame['until']}" if frame else ""
-    return [
-        f"  runs one class of wsi-fl and no code of others; signed: {signed}{framed}",
-        f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone",
-    ]
+    told(f"  runs one class of wsi-fl and no code of others; signed: {signed}{framed}")
+    told(f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone")
 
 
 def _followed(
     process: subprocess.Popen[bytes], kit: Kit, log: Path | None, told: Callable[[str], None]
 ) -> int:
-    """Wait for the end of a process, and tell meanwhile what becomes of plans that come; return its exit code.
-
-    Folders of old jobs are removed now and then, while no job runs.
-
-    Args:
-        log: where the processes of jobs write that; None for a server.
-    """
+    """Wait for the end of a process, remove old jobs, and tell what a log says of plans; return its exit code."""
     seen = log.stat().st_size if log and log.exists() else 0
     tidied = -_TIDY_S
     while (code := process.poll()) is None:
         if time.monotonic() - tidied >= _TIDY_S and not _started_by(process.pid):
-            forget_jobs(kit.path)
+            _forget_jobs(kit.path)
             tidied = time.monotonic()
         if log is not None and (new := _since(log, seen)):
             seen += len(new.encode())
@@ -139,12 +146,12 @@ def _followed(
 @contextmanager
 def _process(kit: Kit, study: Study | None) -> Iterator[subprocess.Popen[bytes]]:
     """FLARE's process and all that it starts; they end with this one."""
-    role = "server" if study is None else "hospital"
-    command = [sys.executable, "-m", _MODULES[role], "-m", str(kit.path), "-s"]
+    role = "server" if study is None else "client"
     own = [] if study is None else [f"uid={kit.name}"]
-    command += [f"fed_{'server' if study is None else 'client'}.json", "--set", "secure_train=true", *own]
-    command += [f"org={kit.document['organization']}", "config_folder=config"]
-    place = {} if study is None else {"WSI_FL_STUDY": str(study.root), "WSI_FL_KIT": str(kit.path)}
+    command = [sys.executable, "-m", PROCESSES, role, "-m", str(kit.path), "-s", f"fed_{role}.json"]
+    command += ["--set", "secure_train=true", *own, f"org={kit.document['organization']}"]
+    command += ["config_folder=config"]
+    place = {} if study is None else {STUDY: str(study.root), KIT: str(kit.path)}
     environment = {"MALLOC_ARENA_MAX": "4", **os.environ, **place, STARTED_BY: str(os.getpid())}
     with (kit.path / "console.txt").open("ab") as console:
         process = subprocess.Popen(
@@ -194,15 +201,10 @@ def _started_by(pid: int) -> list[int]:
 
 
 def _until(done: Callable[[], bool], process: subprocess.Popen[bytes], kit: Kit) -> None:
-    """Wait until a process is where it should be.
-
-    Raises:
-        WsiFlError: after 30 s, or when it ended, with the likely reason.
-    """
+    """Wait for 30 s until a process is where it should be; an error names the likely reason."""
     deadline = time.monotonic() + _REGISTER_S
     while not done():
-        if process.poll() is not None or time.monotonic() > deadline:
-            ended = process.poll() is not None
+        if (ended := process.poll() is not None) or time.monotonic() > deadline:
             what = "its process ended" if ended else f"it is not registered after {_REGISTER_S:.0f} s"
             why = likely_reason(kit) if kit.role == "hospital" else ""
             known = why or f"no reason was found; the end of {kit.path / 'console.txt'} may say more"
@@ -237,12 +239,6 @@ def _since(log: Path, start: int) -> str:
     return ""
 
 
-_LAID, _MOST_PLAN = "plan.json", 1 << 20
-"""A plan that lies in the shared folder, and its longest length in bytes."""
-_LEAVING_S = 10.0
-"""How long a site that has the last letter of a run may take to write its summary and to leave."""
-
-
 class _NobodyWaits(Interrupted):
     """A run that has finished here has finished for everybody."""
 
@@ -257,14 +253,8 @@ def take_part_by_folder(
     To call it again is always right, also from cron. It begins the plan's run, or goes on with the one that all
     sites have, from their checkpoints; what was sent is sent again, and nothing is charged twice but a sum that was
     spoilt. When the run has finished, the summary is returned at once, unless a peer that was stopped before its own
-    end says hello: then this site helps it to finish, as far as that costs nothing. A sum that a site holds is never
-    made again, unless its people approve the plan again. A peer that was stopped and started again makes all begin
-    again from their checkpoints, in the same process.
-
-    The processes of all sites must be alive at the same time: to say hello, and then in every round, as each waits for
-    the others' letters of that round. With `comm.timeout_s` of days a site waits that long for a machine that sleeps,
-    and letters lie in the folder meanwhile; but a process that was stopped has forgotten the key that letters to it
-    were sealed with, so that all begin again. Two processes that are never alive at the same time finish no hello.
+    end says hello: then this site helps it to finish, as far as that costs nothing. The processes of all sites must be
+    alive at the same time, as one that was stopped has forgotten the key that letters to it were sealed with.
 
     Args:
         study: of this hospital, the only other folder that is read or written.
@@ -289,7 +279,7 @@ def take_part_by_folder(
     line = FolderLine(address, identity.name, plan.digest, most_bytes=plan.most_bytes, beat_s=beat_s)
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
     with alone(study.root / "federation" / f".{identity.name}.lock", busy), kit.alone():
-        rotate(study.runs / f"{identity.name}.log")
+        _rotate(study.runs / f"{identity.name}.log")
         return _until_done(study, kit, plan, line, address, without)
 
 
@@ -309,11 +299,9 @@ def _until_done(
 ) -> dict[str, Any]:
     """Take part, and begin again whenever a peer does."""
     identity, train = kit.identity(), plan.pipeline().train
-    writer, peers = Writer(identity), set(plan.sites) - {identity.name, *without}
-    attendance = None
-    if train.at_least is not None and not without:
-        attendance = Attendance(identity.name, tuple(plan.sites), train.at_least, writer.heard)
-    finished = finished_summary(study, plan.digest, plan.sites, without, goes_on=train.at_least is not None)
+    few, peers = train.at_least is not None, set(plan.sites) - {identity.name, *without}
+    attendance = Attendance(identity, plan.sites, None if without else train.at_least)
+    finished = finished_summary(study, plan.digest, plan.sites, without, goes_on=few)
     told = {""}
 
     def notice() -> None:
@@ -334,19 +322,16 @@ def _until_done(
                 study,
                 kit.identity(),
                 line,
+                resume=LAST,
                 without=without,
-                go_on=True,
-                writer=writer,
                 waiting=notice,
                 attendance=attendance,
             )
         except SiteReturned as returned:
             say(f"  {returned}; all begin again from their checkpoints")
-        except (SitesGone, LeftOut) as news:
+        except SitesGone as news:
             say(f"  {news}; those who are there go on", "yellow")
-            assert attendance is not None
-            attendance.note_gone(news.sites if isinstance(news, SitesGone) else (), str(news))
-            writer = writer.anew(attendance.gone.get(identity.name, 0.0))
+            attendance.note_gone(news.sites, str(news))
         except KnownToAll as refusal:
             if finished is None:
                 raise

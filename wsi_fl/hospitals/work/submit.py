@@ -1,15 +1,23 @@
-"""The coordinator's side: asking all hospitals to begin, and what comes back, releases and tallies alone."""
+"""The coordinator's side: asking all hospitals to begin, and what comes back, releases and tallies alone.
+
+A plan that can do without a hospital goes on by itself, job after job, until it is done. A job is for the hospitals
+that are there. When one falls silent or fails, the next job is for the others, from their checkpoints; when it is there
+again, the job under way ends and the next one is for all of them.
+"""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.hospitals.flare.files import HEARTBEAT_S, need_flare
+from wsi_fl.hospitals.flare import jobs
+from wsi_fl.hospitals.flare.files import HEARTBEAT_S
 from wsi_fl.hospitals.plans.signed import Plan, check_withdrawn
 from wsi_fl.hospitals.trust.certificates import withdrawn
 from wsi_fl.hospitals.trust.kit import Kit, look
@@ -27,6 +35,11 @@ _JOBS = "jobs.jsonl"
 """A line for what the coordinator asked the hospitals for, and one for what became of it, in the kit."""
 _KNOWN = ("what", "plan", "method", "sites", "resume", "without", "asked", "run", "reason")
 """What is known of a job; "reason" is why it failed, "run" what came of it, and None stands for neither yet."""
+_LOOK_S = 5.0
+_TRIES = 3
+"""Times that a hospital which is connected may fail before it is left out until it was away, or for its patience."""
+_IN_VAIN = 10
+"""Jobs in a row that fail and name nobody, before people have to look."""
 
 
 def submit(
@@ -55,55 +68,26 @@ def submit(
     """
     if out is not None and (there := out / _SUMMARY).exists():
         raise UsageError(f"{out} holds the result of {read_json(there).get('run')}; give another folder")
-    sites = _taking_part(plan, without)
-    said = _done(kit, plan, sites, resume=resume, without=without, watcher=watcher or Silent())
+    if unknown := sorted(set(without) - set(plan.sites)):
+        raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(plan.sites)}")
+    sites = [site for site in plan.sites if site not in without]
+    watcher = watcher or Silent()
+    if plan.pipeline().train.at_least is None:
+        said = _run(kit, plan, sites, _work(plan, resume, without), watcher)
+    else:
+        said = _until_done(kit, plan, sites, resume, watcher)
     scores = _same_scores({site: one.pop("scores", None) for site, one in said.items()})
     summary: dict[str, Any] = next(iter(said.values()))
-    out = out or _new_result(beside, str(summary["run"]))
+    if out is None:  # hospitals gave the run its name
+        name = "result-" + re.sub(r"[^\w.-]", "_", Path(str(summary["run"])).name)
+        tried = (beside / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
+        out = next(folder for folder in tried if not folder.exists())
     page = out / "report.html"
     write_json(out / _SUMMARY, summary)
     if scores is not None:
         write_json(out / "scores.json", scores)
     write_text(page, render_coordinator(summary, scores))
     return summary | {"out": str(out), "report": str(page)}
-
-
-def _done(
-    kit: Kit, plan: Plan, sites: list[str], *, resume: str | None, without: Sequence[str], watcher: Watcher
-) -> dict[str, Any]:
-    """Return what each hospital said of the job, or of the last one, where a plan goes on by itself."""
-    job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
-    if plan.pipeline().train.at_least is None:
-        return _run(kit, plan, sites, job, watcher)
-    need_flare()
-    from wsi_fl.hospitals.flare import jobs
-    from wsi_fl.hospitals.work.patience import until_done
-
-    asked = any(one["plan"] == plan.digest and one["what"] == "work" for one in asked_for(kit).values())
-
-    def ask(there: list[str], job: dict[str, Any]) -> dict[str, Any]:
-        awaited = [site for site in sites if site not in there]
-        return _run(kit, plan, there, job, watcher, awaited=awaited)
-
-    def connected() -> list[str]:
-        here, gone = jobs.connected(kit), withdrawn(kit.identity().root).keys
-        return [site for site in here if plan.keys.get(site, "") not in gone]
-
-    return until_done(
-        plan,
-        ask,
-        connected,
-        resume=resume or (LAST if asked else None),
-        without=without,
-        watcher=watcher,
-    )
-
-
-def _new_result(beside: Path, run: str) -> Path:
-    """A folder that does not exist yet, called after a run; hospitals gave the run its name."""
-    name = "result-" + re.sub(r"[^\w.-]", "_", Path(run).name)
-    tried = (beside / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
-    return next(folder for folder in tried if not folder.exists())
 
 
 def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
@@ -117,7 +101,103 @@ def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
     return held[first]
 
 
-def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None) -> dict[str, Any]:
+@dataclass
+class _Absences:
+    """Which hospitals a job may be for, from when each was seen or failed last, in seconds of one clock.
+
+    Args:
+        names: of the hospitals, those left out by people aside.
+        patience_s: how long one that is not there is waited for.
+    """
+
+    names: Sequence[str]
+    patience_s: float
+    since: dict[str, float] = field(default_factory=dict)
+    """Hospital → when it was first missed."""
+    failures: dict[str, list[float]] = field(default_factory=dict)
+    """Hospital → when it failed, since it was away or forgiven last."""
+
+    def see(self, here: Sequence[str], now: float) -> None:
+        """Note who is connected now; who was away, or given up for as long as the patience, begins afresh."""
+        self.since = {name: self.since.get(name, now) for name in self.names if name not in here}
+        for name, failed in list(self.failures.items()):
+            if len(failed) >= _TRIES and (name in self.since or now - failed[-1] >= self.patience_s):
+                del self.failures[name]
+
+    def blame(self, names: Sequence[str], now: float) -> None:
+        """Note who made a job fail; who does so again and again is left out for a while."""
+        for name in names:
+            self.failures.setdefault(name, []).append(now)
+
+    def there(self) -> list[str]:
+        """Return the hospitals that a job can be for."""
+        given_up = {name for name, failed in self.failures.items() if len(failed) >= _TRIES}
+        return [name for name in self.names if name not in self.since and name not in given_up]
+
+    def awaited(self, now: float) -> bool:
+        """Return whether any is missed, and not yet for as long as the plan's patience."""
+        return any(now - since < self.patience_s for since in self.since.values())
+
+
+def _until_done(
+    kit: Kit, plan: Plan, sites: list[str], resume: str | None, watcher: Watcher
+) -> dict[str, Any]:
+    """Ask hospitals for a plan's job until one ends well, and return what each of them said.
+
+    Args:
+        sites: of the plan, without those that people leave out.
+        resume: the run to go on with at first; afterwards it is the last one.
+
+    Raises:
+        WsiFlError: when the plan's day is over, or a job failed for a reason that no other job mends.
+    """
+    settings = plan.pipeline()
+    least, until = settings.train.at_least or len(plan.sites), settings.train.until
+    missing, said, in_vain = _Absences(sites, settings.comm.timeout_s), "", 0
+    if any(one["plan"] == plan.digest and one["what"] == "work" for one in asked_for(kit).values()):
+        resume = resume or LAST
+
+    def tell(text: str) -> None:
+        nonlocal said
+        if text != said:
+            watcher.say(f"  {text}", public=True)
+        said = text
+
+    while True:
+        if until and date.today().isoformat() > until:
+            raise WsiFlError(f"the plan was good until {until} (train.until); what was finished is kept")
+        try:
+            here, gone = jobs.connected(kit), withdrawn(kit.identity().root).keys
+        except WsiFlError as error:
+            tell(f"{error}; it is tried again")
+            time.sleep(_LOOK_S)
+            continue
+        now = time.monotonic()
+        missing.see([site for site in here if plan.keys.get(site, "") not in gone], now)
+        there = missing.there()
+        left_out = [name for name in plan.sites if name not in there]
+        awaited = [name for name in sites if name not in there]
+        if missing.awaited(now) or len(there) < least:
+            tell(f"waiting for {', '.join(awaited)}; {len(there)} of {len(plan.sites)} are there")
+            time.sleep(_LOOK_S)
+            continue
+        tell(f"{', '.join(left_out)} left out of this job" if left_out else f"all {len(there)} are there")
+        try:
+            return _run(kit, plan, there, _work(plan, resume, left_out), watcher, awaited=awaited)
+        except jobs.SiteBack as back:
+            tell(str(back))
+            in_vain = 0
+        except jobs.JobFailed as failed:
+            in_vain = 0 if failed.blamed else in_vain + 1
+            if not failed.again or in_vain >= _IN_VAIN:
+                raise
+            tell(str(failed))
+            missing.blame([name for name in failed.blamed if name in there], time.monotonic())
+            time.sleep(_LOOK_S)
+        resume = LAST
+
+
+def check(kit: Kit, plan: Plan | None = None) -> dict[str, Any]:
     """Look whether a kit gets through; the coordinator's lets all hospitals of a plan go to see each other as well.
 
     Args:
@@ -131,23 +211,19 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
     document["ok"] = all(step["ok"] for step in steps)
     if kit.role != "coordinator" or kit.folder is not None or not document["ok"]:
         return document
-    need_flare()
-    from wsi_fl.hospitals.flare import jobs
-
     document["connected"] = jobs.connected(kit)
     if plan is None:
         return document
     try:
         job = {"what": "check", "plan": plan.digest}
-        said = _run(kit, plan, plan.sites, job, watcher or Silent())
+        said = _run(kit, plan, plan.sites, job, Silent())
         document["peers"] = {
             name: {key: one[key] for key in ("peers", "seconds")} for name, one in said.items()
         }
         found = f"all {len(said)} hospitals have this plan, version, code and time, and reach each other"
-        steps.append({"what": "round trip", "ok": True, "said": found})
     except WsiFlError as error:
-        steps.append({"what": "round trip", "ok": False, "said": str(error)})
-        document["ok"] = False
+        found, document["ok"] = str(error), False
+    steps.append({"what": "round trip", "ok": document["ok"], "said": found})
     return document
 
 
@@ -157,9 +233,6 @@ def status(kit: Kit) -> dict[str, Any]:
     A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `_KNOWN`. A "reason" is why it
     failed, also where the server still calls it running.
     """
-    need_flare()
-    from wsi_fl.hospitals.flare import jobs
-
     here, known = jobs.connected(kit), asked_for(kit)
     rows = jobs.jobs(kit, [number for number, one in known.items() if one["reason"]])
     for row in rows:
@@ -170,13 +243,8 @@ def status(kit: Kit) -> dict[str, Any]:
     return {"connected": here, "jobs": rows}
 
 
-def abort(kit: Kit, job: str) -> dict[str, Any]:
-    """End a job at all hospitals; what they had finished stays, and `submit --resume` goes on with it."""
-    need_flare()
-    from wsi_fl.hospitals.flare import jobs
-
-    jobs.abort(kit, job)
-    return {"aborted": job}
+def _work(plan: Plan, resume: str | None, without: Sequence[str]) -> dict[str, Any]:
+    return {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
 
 
 def _run(
@@ -188,29 +256,19 @@ def _run(
     *,
     awaited: Sequence[str] = (),
 ) -> dict[str, Any]:
-    need_flare()
+    """Let hospitals do a job, note in the kit what becomes of it, and return what each of them said."""
     check_withdrawn(plan, kit.identity().root, sites)
     if reminder := kit.reminder():
         watcher.say(f"  {reminder}", public=True)
-    from wsi_fl.hospitals.flare import jobs
-
     # so that every hospital has the plan, which may lie in its frame, and the newest list
     job = job | {"text": plan.text, "withdrawn": kit.withdrawn().text}
-    here = jobs.connected(kit)
+    settings, here = plan.pipeline(), jobs.connected(kit)
     if missing := [site for site in sites if site not in here]:
         why = (
             f"{', '.join(missing)} not connected; there: `wsi-fl federation start KIT --study DIR` "
             f"(connected: {', '.join(here) or 'nobody'})"
         )
-        raise (
-            UsageError(why)
-            if plan.pipeline().train.at_least is None
-            else jobs.JobFailed(why, missing, again=True)
-        )
-
-    def waiting(seconds: float) -> None:
-        watcher.update("job", 0, 1, f"{seconds:.0f} s")
-
+        raise UsageError(why) if settings.train.at_least is None else jobs.JobFailed(why, missing, again=True)
     numbers = []
 
     def told(number: str) -> None:
@@ -218,23 +276,22 @@ def _run(
         _note_asked(kit, number, plan, job, sites)
         watcher.say(f"  job {number}", public=True)
 
-    patience_s = plan.pipeline().comm.timeout_s + HEARTBEAT_S  # others wait so long for a letter
     try:
         said = jobs.run_job(
-            kit, sites, job, told=told, waiting=waiting, patience_s=patience_s, awaited=awaited
+            kit,
+            sites,
+            job,
+            told=told,
+            waiting=lambda seconds: watcher.update("job", 0, 1, f"{seconds:.0f} s"),
+            patience_s=settings.comm.timeout_s + HEARTBEAT_S,  # others wait so long for a letter
+            awaited=awaited,
         )
     except WsiFlError as error:
         for number in numbers:
             _note_ended(kit, number, reason=str(error))
         raise
     _note_ended(kit, numbers[0], run=said[sites[0]].get("run"))
-    return dict(said)
-
-
-def _taking_part(plan: Plan, without: Sequence[str]) -> list[str]:
-    if unknown := sorted(set(without) - set(plan.sites)):
-        raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(plan.sites)}")
-    return [site for site in plan.sites if site not in without]
+    return said
 
 
 def submitted_lines(document: dict[str, Any]) -> Lines:
@@ -286,13 +343,7 @@ def status_lines(document: dict[str, Any]) -> Lines:
 
 
 def _note_asked(kit: Kit, number: str, plan: Plan, job: Mapping[str, Any], sites: list[str]) -> None:
-    """Note that hospitals were asked for a job.
-
-    Args:
-        number: FLARE's id of it.
-        job: as it was submitted.
-        sites: that take part.
-    """
+    """Note by FLARE's number of it that hospitals were asked for a job."""
     line = {"id": number, "what": job["what"], "plan": plan.digest, "method": plan.method, "sites": sites}
     line |= {"resume": job.get("resume"), "without": job.get("without", []), "asked": _now()}
     append_line(kit.path / _JOBS, line)

@@ -14,8 +14,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.documents import Name
-from wsi_fl.hospitals.lines.attendance import Attendance
-from wsi_fl.hospitals.lines.relayed import Line, RelayedComm
+from wsi_fl.hospitals.lines.relayed import Attendance, Line, RelayedComm
 from wsi_fl.hospitals.plans.admitting import admit
 from wsi_fl.hospitals.plans.frames import ended, listed_codes
 from wsi_fl.hospitals.plans.signed import (
@@ -28,7 +27,6 @@ from wsi_fl.hospitals.plans.signed import (
     code_digest,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
-from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
@@ -58,9 +56,7 @@ def take_part(
     without: Sequence[str] = (),
     plan: str | None = None,
     brought: Plan | None = None,
-    go_on: bool = False,
-    writer: Writer | None = None,
-    waiting: Callable[[], None] | None = None,
+    waiting: Callable[[], None] = lambda: None,
     attendance: Attendance | None = None,
 ) -> dict[str, Any]:
     """Do a hospital's part of the plan that it has signed, and return the summary that all sites get to know.
@@ -68,28 +64,34 @@ def take_part(
     Args:
         study: of this hospital, the only folder that is read or written.
         identity: of its kit.
-        resume: a run of this plan to go on with, or "last", as `go_on`; default: a new one.
+        resume: a run of this plan to go on with, or "last": the sites agree on the one of this plan that all have, or
+            begin a new one; default: a new one.
         without: sites that were lost.
         plan: SHA-256 of the plan that is asked for, where somebody asks; another than the signed one is refused.
         brought: that plan as it came; it is approved now where the hospital's frame allows it.
-        go_on: let the sites agree on the run: the one of this plan that all have, or a new one; `resume` is not read.
-        writer: of this process, where it begins again; default: a new one.
         waiting: called now and then while this process waits for others.
-        attendance: who is there, where the sites go on by themselves without one that fell silent, and `without` is
-            not given; default: all others are needed.
+        attendance: of this process, where it begins again by itself; where its sites go on without one that fell
+            silent, `without` is not given. Default: all others are needed.
 
     Raises:
         Interrupted: when a peer's process began anew, or fell silent, so that all begin again.
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
+    last = resume == LAST
     with _told_to_all():
-        (agreed, approved), go_on = _agreed(study, identity, plan, brought), go_on or resume == LAST
-        if resume is None and not go_on:
+        agreed, approved = _agreed(study, identity, plan, brought)
+        if resume is None:
             _refuse_once_more(study, agreed, approved, identity.name)
-        run = _own_run(study, resume) if resume is not None and not go_on else None
-    few = agreed.pipeline().train.at_least is not None
+        run = None if resume is None or last else _own_run(study, resume)
+    least = agreed.pipeline().train.at_least
     asked = Asked(
-        agreed.name, run, go_on, without, begins_without=few, agreement=agreed.digest, approved=approved
+        agreed.name,
+        run,
+        last,
+        without,
+        begins_without=least is not None,
+        agreement=agreed.digest,
+        approved=approved,
     )
     party = RunContext.of(study, agreed.pipeline(), agreed.method)
     if run is not None:
@@ -101,33 +103,31 @@ def take_part(
             return finished
         party = began
     check(party, "mpi", stores=False)
-    least = party.pipeline.train.at_least
     if run is not None:
         note_who_goes_on(party, asked)
         running = party.running
     else:
         if unknown := sorted(set(without) - set(party.names)):
             raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")
-        left_out = without if go_on or least else ()
+        left_out = without if last or least else ()
         running = tuple(k for k, name in enumerate(party.names) if name not in left_out)
     if least is not None and len(running) < least:
         raise KnownToAll(f"the plan is for at least {least} hospitals, and this job for {len(running)}")
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
-    seconds = party.pipeline.comm.timeout_s
+    attendance = attendance or Attendance(identity, agreed.sites)
     comm = _introduced(
         study,
         identity,
         agreed,
         running,
         line,
-        seconds,
+        party.pipeline.comm.timeout_s,
         approved=approved,
         waiting=waiting,
-        writer=writer,
         attendance=attendance,
     )
-    if attendance is not None:
+    if attendance.at_least is not None:
         away = [name for k, name in enumerate(agreed.sites) if k not in comm.running]
         why = {name: attendance.why.get(name, "gone, as other sites say") for name in away}
         asked = replace(asked, without=away, why=why)
@@ -138,15 +138,7 @@ def take_part(
 
 
 def known_to_all(study: Study, site: str, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return what all sites of a run hold alike, for whoever coordinates it: its summary, and as "scores" the counts.
-
-    Args:
-        site: of this hospital.
-        summary: what `take_part` returned.
-
-    Returns:
-        The summary with one more key; "scores" is None where no counts left the hospitals.
-    """
+    """Return what `take_part` did, with one more key: as "scores" the counts that all sites of a run hold, or None."""
     run = RunFolder(study.run(str(summary["run"])))
     return summary | {"scores": run.site(site).kept("scores")}
 
@@ -167,12 +159,7 @@ class Seen(TypedDict):
 
 
 def greet(
-    study: Study,
-    identity: Identity,
-    line: Line,
-    *,
-    plan: str | None = None,
-    brought: Plan | None = None,
+    study: Study, identity: Identity, line: Line, *, plan: str | None = None, brought: Plan | None = None
 ) -> dict[str, Any]:
     """Go to see every other site of the signed plan and train nothing: {"site", "peers", "seconds"}.
 
@@ -194,11 +181,7 @@ def greet(
 
 
 def _own_run(study: Study, asked: str) -> RunFolder:
-    """Return a run that somebody else asks for, once it is known to be one of this study by its plain name.
-
-    Raises:
-        UsageError: for anything else, such as a path that leads out of `runs/`.
-    """
+    """A run that somebody else asks for, once it is known to be one of this study by its plain name."""
     name = Path(asked).name
     if asked not in (name, f"runs/{name}") or not (study.runs / name / "config.toml").is_file():
         raise UsageError("the run that is asked for is not in this hospital's runs/")
@@ -206,11 +189,7 @@ def _own_run(study: Study, asked: str) -> RunFolder:
 
 
 def _refuse_once_more(study: Study, plan: Plan, approved: str, site: str) -> None:
-    """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says.
-
-    Raises:
-        UsageError: which says how to go on, and how to allow another run.
-    """
+    """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says."""
     if (run := begun_under(study, plan.digest, approved, site)) is not None:
         raise UsageError(
             f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
@@ -227,12 +206,11 @@ def _introduced(
     timeout_s: float,
     *,
     approved: str,
-    waiting: Callable[[], None] | None = None,
-    writer: Writer | None = None,
+    waiting: Callable[[], None] = lambda: None,
     attendance: Attendance | None = None,
 ) -> RelayedComm:
     """The sites of a plan, once all have said hello."""
-    if attendance is None:
+    if attendance is None or attendance.at_least is None:
         with _told_to_all():
             check_withdrawn(agreed, identity.root, [agreed.sites[k] for k in running])
     site, frame = identity.name, approved.partition(" frame ")[2]
@@ -253,9 +231,8 @@ def _introduced(
         most_bytes=agreed.most_bytes,
         keys=agreed.keys,
         waiting=waiting,
-        writer=writer,
         attendance=attendance,
-        standing=standing if frame else None,
+        standing=standing if frame else lambda: "",
     )
 
 

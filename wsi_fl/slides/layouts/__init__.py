@@ -58,10 +58,8 @@ def describe(
 ) -> list[ArchiveSite]:
     """The sites of an archive, in order.
 
-    Args:
-        group_by: of TCGA, whether a site is an "institution" (default) or a source site, "tss".
-        clinical: of TCGA, the table of diagnoses where the archive does not hold it.
-        codes: of TCGA, the table of all source sites where the archive does not hold it.
+    Of TCGA, a site is an "institution" (default) or a source site, "tss"; tables of diagnoses and of all source sites
+    are named where the archive does not hold them.
     """
     for option, path in (("--clinical", clinical), ("--codes", codes)):
         if path is not None and not path.is_file():
@@ -103,11 +101,6 @@ def list_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[Se
     if sources.annotations is not None and not sources.annotations.is_dir():
         raise UsageError(f"{sources.label}: annotations: no such folder ({sources.annotations})")
     records, aside = _READ[layout](sources)
-    _check_unique(records, sources)
-    return records, aside
-
-
-def _check_unique(records: list[SlideRecord], sources: Sources) -> None:
     seen: dict[str, Path] = {}
     for record in records:
         if record.slide in seen:
@@ -115,20 +108,18 @@ def _check_unique(records: list[SlideRecord], sources: Sources) -> None:
                 f"{sources.label}: two slides are called {record.slide}: {seen[record.slide]}, {record.path}"
             )
         seen[record.slide] = record.path
+    return records, aside
 
 
 _DESCRIBE: dict[str, Callable[[Path], list[ArchiveSite]]] = {
     "camelyon17": describe_camelyon17,
     "camelyon16": describe_camelyon16,
-    "tcga": describe_tcga,
     "generic": describe_generic,
 }
-
 _READ: dict[str, Callable[[Sources], tuple[list[SlideRecord], list[SetAside]]]] = {
     "camelyon17": read_camelyon17,
     "camelyon16": read_camelyon16,
     "tcga": read_tcga,
     "generic": read_generic,
 }
-
 LAYOUTS = tuple(_READ)

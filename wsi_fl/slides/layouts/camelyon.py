@@ -8,42 +8,33 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from wsi_fl.slides.layouts.common import (
     ArchiveSite,
     Sources,
     divided,
-    first_existing,
     label_of,
+    rows_of,
     sites_of,
     slide_files,
     tiffs,
 )
-from wsi_fl.slides.layouts.rows import TableRow, rows_of
 from wsi_fl.types import SetAside, SlideRecord, Supervision, UsageError
 
 C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)
-
 _C17_FOLDER = re.compile(r"cent(?:er|re)_(\d)", re.IGNORECASE)
-
-_C17_PER_CENTRE = 20
-
-_C17_TRAINING_PATIENTS = 100
-
+_C17_PER_CENTRE, _C17_TRAINING_PATIENTS = 20, 100
 C16_SLIDE = re.compile(r"(normal|tumor)_(\d{3})", re.IGNORECASE)
-
 _C16_RADBOUD = {"normal": 100, "tumor": 70}
 
 
 def describe_camelyon17(archive: Path) -> list[ArchiveSite]:
-    annotations = first_existing(
+    annotations = _first(
         archive, ("annotations", "lesion_annotations", "training/lesion_annotations"), Path.is_dir
     )
-    stages = first_existing(
-        archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file
-    )
+    stages = _first(archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file)
     found = []
     for path in tiffs(archive):
         match = C17_SLIDE.match(path.name)
@@ -60,7 +51,13 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
     rows = rows_of(sources.labels, ("patient", "stage"))
-    stages = _stages(rows)
+    stages: dict[str, str] = {}
+    for (
+        row
+    ) in rows:  # patient_000_node_0.tif,negative; those of patients (patient_000.zip,pN0) are passed over
+        slide, stage = Path(row["patient"]).stem, row["stage"]
+        if C17_SLIDE.match(slide) and stages.setdefault(slide, stage) != stage:
+            raise UsageError(f"{row.where}: {slide} is {stage}, and {stages[slide]} in a line above")
     table = sources.labels.name
 
     def judged(path: Path) -> SlideRecord | SetAside:
@@ -80,7 +77,7 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
 
 def describe_camelyon16(archive: Path) -> list[ArchiveSite]:
     folders = ("training/lesion_annotations", "lesion_annotations", "annotations", "training/annotations")
-    annotations = first_existing(archive, folders, Path.is_dir)
+    annotations = _first(archive, folders, Path.is_dir)
     found = []
     for path in tiffs(archive):
         if match := C16_SLIDE.fullmatch(path.stem):
@@ -101,36 +98,19 @@ def read_camelyon16(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
 
 def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRecord | SetAside:
     """A slide of an archive whose tumour is outlined: a positive one without its outline cannot be used."""
-    negative, partial = label_of(
-        label, f"{sources.labels.name if sources.labels else path.name}: {path.name}"
-    )
+    table = sources.labels.name if sources.labels else path.name
+    negative, partial = label_of(label, f"{table}: {path.name}")
+    supervision: Supervision = "negative" if negative else "weak"
     annotation = None
-    supervision: Supervision = "negative"
-    if not negative and sources.annotations is None:
-        supervision = "weak"
-    elif not negative and sources.annotations is not None:
+    if not negative and sources.annotations is not None:
         annotation = sources.annotations / f"{path.stem}.xml"
         if not annotation.is_file():
             return SetAside(path.stem, f"{label}, but its tumour is not outlined (no {annotation.name})")
         supervision = "partial" if partial else "annotated"
-    return SlideRecord(
-        path,
-        path.stem,
-        patient,
-        sources.site,
-        supervision,
-        not negative,
-        annotation,
-        None,
-        sources.mpp_override,
-    )
+    mpp, site = sources.mpp_override, sources.site
+    return SlideRecord(path, path.stem, patient, site, supervision, not negative, annotation, None, mpp)
 
 
-def _stages(rows: Iterable[TableRow]) -> dict[str, str]:
-    """Rows `patient_000_node_0.tif,negative`; patient rows (`patient_000.zip,pN0`) are passed over."""
-    stages: dict[str, str] = {}
-    for row in rows:
-        slide, stage = Path(row["patient"]).stem, row["stage"]
-        if C17_SLIDE.match(slide) and stages.setdefault(slide, stage) != stage:
-            raise UsageError(f"{row.where}: {slide} is {stage}, and {stages[slide]} in a line above")
-    return stages
+def _first(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:
+    """The first of the archive's files or folders of these names that is there."""
+    return next((str(archive / name) for name in names if test(archive / name)), None)

@@ -1,31 +1,124 @@
-"""What all layouts share: where things lie, tables, labels, splits."""
+"""What all layouts share: tables, read strictly; where things lie; labels and splits."""
 
 from __future__ import annotations
 
+import csv
 import glob
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from wsi_fl.slides.layouts.rows import TableRow, accounted, rows_of
-from wsi_fl.slides.reading.sources import is_zarr
-from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError
+from wsi_fl.slides.reading.formats import is_zarr
+from wsi_fl.system.files import ordinary
+from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError, natural, strange_character
 
+_DELIMITERS = (",", ";", "\t")
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_NAMED = 5
+"""Other sites that a line names; it counts the rest."""
 _NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
-
 _POSITIVE = {"positive", "tumor", "tumour", "metastasis", "metastases", "macro", "micro", "1"}
-
 _PARTIAL = {"itc"}
+
+
+class TableRow(dict[str, str]):
+    """A row by the names of its columns, without spaces around; `where` is the table's name and the line."""
+
+    def __init__(self, where: str, **values: str) -> None:
+        super().__init__(values)
+        self.where = where
+
+
+def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
+    """Read a table whose columns are separated by commas, semicolons or tabs; empty lines are passed over.
+
+    Args:
+        needed: the columns that must be there.
+
+    Raises:
+        UsageError: when a column is missing, or a row has too few or too many fields, an open quote, a field over
+            several lines or a control character. It names the line.
+    """
+    try:
+        data = ordinary(path).read_bytes()
+        text = data.decode("utf-16" if data.startswith(_UTF16) else "utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not a readable CSV (it is not UTF-8); save it as UTF-8") from None
+    header = text.partition("\n")[0].partition("\r")[0]
+    delimiter = max(_DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), [])))
+    records = _records(path, text, delimiter)
+    _, names = next(records, (0, []))
+    names = [name.strip() for name in names]
+    if not any(names):
+        raise UsageError(f"{path}: the table is empty; its first line must name the columns")
+    if missing := [name for name in needed if name not in names]:
+        raise UsageError(f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}")
+    filled = (one for one in records if any(value.strip() for value in one[1]))
+    return [_row(names, fields, f"{path.name} line {line}") for line, fields in filled]
+
+
+def of_site(rows: Sequence[TableRow], site: str) -> list[TableRow]:
+    """Return the rows of a site; all of them where the table has no column `site`."""
+    return [row for row in rows if site_named(row, site) == site]
+
+
+def site_named(row: TableRow, default: str = "") -> str:
+    """Return the site of a row, or the default where the table has no such column."""
+    if not row.get("site", "a site"):
+        raise UsageError(f"{row.where}: site is empty")
+    return row.get("site", default)
+
+
+def accounted(name: str, rows: Sequence[TableRow], own: int, site: str) -> str:
+    """Say what became of every row of the table with a name, of which so many are the site's own."""
+    if own == len(rows):
+        return f"{name}: {own} rows, all of this site"
+    sites = sorted({row["site"] for row in rows if row.get("site", site) != site}, key=natural)
+    more = f" and {len(sites) - _NAMED} more" if len(sites) > _NAMED else ""
+    named = f" ({', '.join(sites[:_NAMED])}{more})" if sites else ""
+    return f"{name}: {len(rows)} rows, {own} of this site, {len(rows) - own} of others{named}"
+
+
+def _records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """(line, fields) of every record, the header first."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            what = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
+            raise UsageError(f"{path}: line {line} is not a readable CSV: {what}") from None
+        for value in fields:
+            if "\n" in value or "\r" in value:
+                raise UsageError(
+                    f"{path}: line {line}: a quoted field goes on over several lines; is a quote left open?"
+                )
+            if (found := strange_character(value.replace("\t", " "))) is not None:
+                raise UsageError(f"{path}: line {line}: a field holds the character {found}")
+        yield line, fields
+
+
+def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
+    """The fields by column; spreadsheets add empty ones at the end, or columns without a name."""
+    given = [field.strip() for field in fields]
+    if len(given) < len(names) or any(given[len(names) :]):
+        raise UsageError(f"{where}: has {len(given)} fields, but the header has {len(names)}")
+    row = TableRow(where)
+    for name, value in zip(names, given, strict=False):
+        if name and row.setdefault(name, value) != value:
+            raise UsageError(f"{where}: column {name!r} is there twice, and says {row[name]!r} and {value!r}")
+    return row
 
 
 @dataclass(frozen=True)
 class ArchiveSite:
-    """One site found in an archive: what its site file will say.
-
-    Attributes:
-        manifests: glob patterns of lists of what the archive should hold.
-        unknown_codes: tissue source site codes in slide names that no table maps to an institution.
-    """
+    """One site found in an archive: what its site file will say."""
 
     name: str
     slides: tuple[str, ...]
@@ -33,35 +126,33 @@ class ArchiveSite:
     labels: str | None
     n_slides: int
     manifests: tuple[str, ...] = ()
+    """Glob patterns of lists of what the archive should hold."""
     unknown_codes: tuple[str, ...] = ()
+    """Tissue source site codes in slide names that no table maps to an institution."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the slides of one site and what is known about them lie.
-
-    Attributes:
-        label: how to name the site file in messages.
-        slides: glob patterns.
-        manifests: glob patterns of lists of what there should be.
-        slide_types: kinds of slides that are taken, where an archive has several.
-        labelled: whether labels and annotations are read; else every slide is unlabelled.
-        columns: how columns of `labels` are called where not as usual.
-        tell: told what became of the rows of each table.
-    """
+    """Where the slides of one site and what is known about them lie."""
 
     site: str
     label: str
+    """How to name the site file in messages."""
     slides: tuple[str, ...]
+    """Glob patterns."""
     annotations: Path | None = None
     labels: Path | None = None
     split: Path | None = None
     mpp_override: float | None = None
     manifests: tuple[str, ...] = ()
+    """Glob patterns of lists of what there should be."""
     slide_types: tuple[str, ...] = ("DX",)
     columns: Mapping[str, str] = field(default_factory=dict)
+    """How columns of `labels` are called where not as usual."""
     tell: Callable[[str], None] | None = None
+    """Told what became of the rows of each table."""
     labelled: bool = True
+    """Whether labels and annotations are read; else every slide is unlabelled."""
 
     def account(self, table: Path, rows: Sequence[TableRow], own: int) -> None:
         """Tell how many rows of a table are of this site, and how many of others."""
@@ -71,16 +162,13 @@ class Sources:
 
 def label_of(text: str, where: str) -> tuple[bool, bool]:
     """(negative, partially outlined) of a slide label."""
-    label = text.strip().lower()
-    if label in _NEGATIVE | _POSITIVE | _PARTIAL:
+    label, known = text.strip().lower(), _NEGATIVE | _POSITIVE | _PARTIAL
+    if label in known:
         return label in _NEGATIVE, label in _PARTIAL
-    known = ", ".join(sorted(_NEGATIVE | _POSITIVE | _PARTIAL))
-    hint = (
-        f'; classes of your own go into [subtypes] of the pipeline: any = ["{label}", "OTHER"]'
-        if label
-        else ""
+    hint = f'; classes of your own go into [subtypes] of the pipeline: any = ["{label}", "OTHER"]'
+    raise UsageError(
+        f"{where}: unknown label {text!r}; known: {', '.join(sorted(known))}{hint if label else ''}"
     )
-    raise UsageError(f"{where}: unknown label {text!r}; known: {known}{hint}")
 
 
 def mpp_of(text: str, where: str) -> float:
@@ -109,39 +197,31 @@ def slide_files(sources: Sources) -> list[Path]:
     return files
 
 
-def _with_splits(records: list[SlideRecord], sources: Sources) -> list[SlideRecord]:
-    """The records with the splits of the site's split table, which names patients or slides."""
+def divided(
+    found: Iterable[SlideRecord | SetAside], sources: Sources
+) -> tuple[list[SlideRecord], list[SetAside]]:
+    """The slides that can be used, with the splits of the site's split table, and those that cannot."""
+    every = list(found)
+    records = [one for one in every if isinstance(one, SlideRecord)]
+    aside = [one for one in every if isinstance(one, SetAside)]
     if sources.split is None:
-        return records
+        return records, aside
     rows = rows_of(sources.split, ("split",))
+    keys = [row.get("slide") or row.get("patient") or "" for row in rows]
     given: dict[str, str] = {}
-    for row in rows:
-        key = _split_key(row)
+    for key, row in zip(keys, rows, strict=True):
         if not key or row["split"] not in SPLITS:
             raise UsageError(f"{row.where}: needs patient or slide, and split ({', '.join(SPLITS)})")
         if given.setdefault(key, row["split"]) != row["split"]:
             raise UsageError(
                 f"{sources.split.name}: {key} is in two splits ({given[key]} and {row['split']})"
             )
-    found = [given.get(r.slide) or given.get(r.path.name) or given.get(r.patient) for r in records]
+    splits = [given.get(r.slide) or given.get(r.path.name) or given.get(r.patient) for r in records]
     here = {name for r in records for name in (r.slide, r.path.name, r.patient)}
-    sources.account(sources.split, rows, sum(_split_key(row) in here for row in rows))
-    if records and not any(found):
+    sources.account(sources.split, rows, sum(key in here for key in keys))
+    if records and not any(splits):
         raise UsageError(f"{sources.label}: split: {sources.split.name} names none of its slides or patients")
-    return [replace(r, split=name or r.split) for r, name in zip(records, found, strict=True)]
-
-
-def _split_key(row: TableRow) -> str:
-    return row.get("slide") or row.get("patient") or ""
-
-
-def divided(
-    found: Iterable[SlideRecord | SetAside], sources: Sources
-) -> tuple[list[SlideRecord], list[SetAside]]:
-    """The slides that can be used, with their splits, and those that cannot."""
-    every = list(found)
-    records = [one for one in every if isinstance(one, SlideRecord)]
-    return _with_splits(records, sources), [one for one in every if isinstance(one, SetAside)]
+    return [replace(r, split=name or r.split) for r, name in zip(records, splits, strict=True)], aside
 
 
 def sites_of(
@@ -159,7 +239,3 @@ def sites_of(
 
 def tiffs(archive: Path) -> list[Path]:
     return sorted(p for suffix in ("tif", "tiff") for p in archive.rglob(f"*.{suffix}") if p.is_file())
-
-
-def first_existing(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:
-    return next((str(archive / name) for name in names if test(archive / name)), None)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable
 from pathlib import Path
 
 from wsi_fl.slides.layouts.common import (
     ArchiveSite,
     Sources,
+    TableRow,
     divided,
     label_of,
     mpp_of,
+    of_site,
+    rows_of,
+    site_named,
     sites_of,
     slide_files,
 )
-from wsi_fl.slides.layouts.rows import TableRow, of_site, rows_of, site_named
 from wsi_fl.types import SPLITS, SetAside, SlideRecord, Supervision, UsageError
 
 
@@ -35,7 +37,8 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         for key in ("slide", "patient"):
             if not row[key]:
                 raise UsageError(f"{row.where}: {key} is empty")
-        named = _files_named(Path(row["slide"]).name, files)
+        name = Path(row["slide"]).name
+        named = [p for p in files if p.name == name] or [p for p in files if p.stem == name]
         if len(named) == 1:
             return _generic_record(sources, row, named[0])
         several = f"several files are called so ({', '.join(path.name for path in named)}); add the suffix"
@@ -47,11 +50,6 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
     sources.account(table, rows, len(mine))
     return divided([judged(row) for row in mine], sources)
-
-
-def _files_named(name: str, files: Iterable[Path]) -> list[Path]:
-    """The file of this very name, else those of this name without their suffix."""
-    return [p for p in files if p.name == name] or [p for p in files if p.stem == name]
 
 
 def _generic_record(sources: Sources, row: TableRow, path: Path) -> SlideRecord:

@@ -1,4 +1,5 @@
-"""TCGA as the GDC's client leaves it: `<id>/<barcode>.<UUID>.svs`, a manifest, a clinical table.
+"""TCGA as the GDC's client leaves it: `<id>/<barcode>.<UUID>.svs`, a manifest, a clinical table of each patient's
+diagnosis and type of tumour.
 
 The second field of a barcode is a tissue source site: an institution *and* a study, so an institution has many. Here
 are those of the four institutions that ProxyFL's study of TCGA has for sites; the table of all, tissueSourceSite.tsv
@@ -12,13 +13,11 @@ import glob
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from wsi_fl.slides.layouts.clinical import Clinical
-from wsi_fl.slides.layouts.common import ArchiveSite, Sources, divided, slide_files
-from wsi_fl.slides.layouts.rows import rows_of
+from wsi_fl.slides.layouts.common import ArchiveSite, Sources, divided, rows_of, sites_of, slide_files
 from wsi_fl.types import SetAside, SlideRecord, UsageError
 
 _BUILT_IN = {
@@ -57,19 +56,6 @@ _SPELLINGS = (
 """How one institution is written in several ways: the whole name in lower case, and what its site is called."""
 
 
-def institutions(table: Path | None = None) -> dict[str, str]:
-    """The institution of each code, as written in the GDC's table.
-
-    Args:
-        table: `TSS Code` and `Source Site`, separated by tabs or commas, besides the codes that are built in.
-    """
-    known = {code: name for name, codes in _BUILT_IN.items() for code in codes.split()}
-    if table is None:
-        return known
-    rows = rows_of(table, ("TSS Code", "Source Site"))
-    return known | {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
-
-
 def site_of(institution: str) -> str:
     """The site that stands for an institution, however it is spelt.
 
@@ -106,37 +92,19 @@ def _manifest_of(sources: Sources) -> dict[str, str]:
     return expected
 
 
-def cut(records: Collection[SlideRecord], expected: Mapping[str, str]) -> list[SetAside]:
-    """The slides whose size is not what the manifest says."""
-    named = [record for record in records if record.path.name in expected]
-    reasons = {record.slide: _wrong_size(record, expected[record.path.name]) for record in named}
-    return [SetAside(slide, reason) for slide, reason in reasons.items() if reason]
-
-
-def _wrong_size(record: SlideRecord, expected: str) -> str | None:
-    n_bytes = record.path.stat().st_size
-    if str(n_bytes) != expected:
-        return f"has {n_bytes} bytes, but the manifest says {expected or 'nothing'}: download it again"
-    return None
-
-
-SUFFIXES = (".svs", ".tif", ".tiff")
-
+_SUFFIXES = (".svs", ".tif", ".tiff")
 GROUPINGS = ("institution", "tss")
-
 _DIAGNOSTIC = ("DX",)
 """Slides of embedded tissue, from which diagnoses are made; TS and BS are frozen sections beside the samples."""
-
 _BARCODE = re.compile(
     r"TCGA-(?P<tss>[A-Z0-9]{2})-(?P<participant>[A-Z0-9]{4})-(?P<sample>\d{2})[A-Z]"
     r"-\d{2}-(?P<kind>DX|TS|BS|MS)(?P<number>[A-Z0-9]+)(?:\.(?P<uuid>[^.]+))?"
 )
-
 _NORMAL = range(10, 20)
 """Sample types that are healthy tissue or blood."""
 
 
-class Barcode(NamedTuple):
+class _Barcode(NamedTuple):
     """The fields of a slide's barcode; all are strings (`05`, `NA`)."""
 
     tss: str
@@ -151,7 +119,7 @@ class Barcode(NamedTuple):
         return f"TCGA-{self.tss}-{self.participant}"
 
 
-def parse_barcode(name: str) -> Barcode | None:
+def parse_barcode(name: str) -> _Barcode | None:
     """The barcode that a slide's file is named by, or None.
 
     Example:
@@ -159,25 +127,18 @@ def parse_barcode(name: str) -> Barcode | None:
         ('05', '4244', '01', 'DX', '1')
     """
     path = Path(name)
-    match = _BARCODE.fullmatch(path.stem if path.suffix.lower() in SUFFIXES else path.name)
-    return Barcode(**match.groupdict()) if match else None
+    match = _BARCODE.fullmatch(path.stem if path.suffix.lower() in _SUFFIXES else path.name)
+    return _Barcode(**match.groupdict()) if match else None
 
 
-def slides_of(archive: Path) -> Iterator[tuple[Path, Barcode]]:
+def slides_of(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
     """The slides below a folder that are named by barcodes, in order."""
     pattern = f"{glob.escape(str(archive))}/**/TCGA-*"
     for name in sorted(glob.glob(pattern, recursive=True)):  # noqa: PTH207 as the site's own pattern will
         path = Path(name)
-        barcode = parse_barcode(path.name) if path.suffix.lower() in SUFFIXES else None
+        barcode = parse_barcode(path.name) if path.suffix.lower() in _SUFFIXES else None
         if barcode is not None and path.is_file():
             yield path, barcode
-
-
-@dataclass
-class _Group:
-    patterns: set[str] = field(default_factory=set)
-    unknown_codes: set[str] = field(default_factory=set)
-    n_slides: int = 0
 
 
 def describe_tcga(
@@ -185,14 +146,24 @@ def describe_tcga(
 ) -> list[ArchiveSite]:
     """The institutions of an archive, or with "tss" its source sites; a site's slides are those of its codes.
 
-    Args:
-        codes: table of all source sites; default: the archive's own tissueSourceSite.tsv, if any.
-        clinical: default: the archive's own clinical*.tsv.
+    The tables of all source sites and of diagnoses are by default the archive's own.
     """
-    known = institutions(codes or _one_of(archive, "tissueSourceSite*.[tc]sv", "--codes"))
-    groups = _grouped(archive, known if group_by == "institution" else None)
-    table = clinical or (_one_of(archive, "clinical*.tsv", "--clinical") if groups else None)
-    if groups and table is None:
+    known = {code: name for name, some in _BUILT_IN.items() for code in some.split()}
+    if table := codes or _one_of(archive, "tissueSourceSite*.[tc]sv", "--codes"):
+        rows = rows_of(table, ("TSS Code", "Source Site"))
+        known |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
+    found: list[tuple[str, str]] = []
+    unknown: dict[str, set[str]] = {}
+    for path, barcode in slides_of(archive):
+        if barcode.kind not in _DIAGNOSTIC:
+            continue
+        institution = known.get(barcode.tss) if group_by == "institution" else None
+        name = site_of(institution) if institution else f"tcga-{barcode.tss.lower()}"
+        found.append((name, f"{glob.escape(str(archive))}/**/TCGA-{barcode.tss}-*{path.suffix}"))
+        if group_by == "institution" and institution is None:
+            unknown.setdefault(name, set()).add(barcode.tss)
+    table = clinical or (_one_of(archive, "clinical*.tsv", "--clinical") if found else None)
+    if found and table is None:
         raise UsageError(
             f"{archive}: no clinical*.tsv in it; name the table of diagnoses with --clinical FILE"
         )
@@ -201,34 +172,11 @@ def describe_tcga(
         for path in sorted(archive.glob("*.txt"))
         if "manifest" in path.name.lower() and path.is_file()
     )
+    sites = sites_of(found, None, str(table.resolve()) if table else None)
     return [
-        ArchiveSite(
-            name,
-            tuple(sorted(group.patterns)),
-            None,
-            str(table.resolve()) if table else None,
-            group.n_slides,
-            manifests,
-            tuple(sorted(group.unknown_codes)),
-        )
-        for name, group in sorted(groups.items())
+        replace(site, manifests=manifests, unknown_codes=tuple(sorted(unknown.get(site.name, ()))))
+        for site in sites
     ]
-
-
-def _grouped(archive: Path, known: dict[str, str] | None) -> dict[str, _Group]:
-    """Diagnostic slides by site: by the institutions that are known, or with None by code."""
-    groups: dict[str, _Group] = {}
-    for path, barcode in slides_of(archive):
-        if barcode.kind not in _DIAGNOSTIC:
-            continue
-        institution = (known or {}).get(barcode.tss)
-        name = site_of(institution) if institution else f"tcga-{barcode.tss.lower()}"
-        group = groups.setdefault(name, _Group())
-        group.patterns.add(f"{glob.escape(str(archive))}/**/TCGA-{barcode.tss}-*{path.suffix}")
-        group.n_slides += 1
-        if known is not None and institution is None:
-            group.unknown_codes.add(barcode.tss)
-    return groups
 
 
 def _one_of(archive: Path, pattern: str, option: str) -> Path | None:
@@ -246,44 +194,41 @@ def _one_of(archive: Path, pattern: str, option: str) -> Path | None:
 def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at the clinical table")
-    clinical = Clinical(sources.labels, sources.columns)
+    clinical = _Clinical(sources.labels, sources.columns)
     expected = _manifest_of(sources)
     files = sorted(slide_files(sources), key=lambda path: path.name)
     patients = {barcode.patient for path in files if (barcode := parse_barcode(path.name))}
-    sources.account(sources.labels, clinical.rows, clinical.n_rows(patients))
+    sources.account(sources.labels, clinical.rows, sum(one in patients for one in clinical.patients))
     found: list[SlideRecord | SetAside] = []
     for path in files:
         barcode = parse_barcode(path.name)
         if barcode is None:
             found.append(SetAside(path.stem, "not named by a TCGA barcode"))
         elif barcode.kind in sources.slide_types:
-            found.append(_record(path, barcode, clinical, sources))
-    found += _absent(expected.keys() - {path.name for path in files}, sources)
+            found.append(_judged(path, barcode, clinical, sources, expected.get(path.name)))
+    for name in expected.keys() - {path.name for path in files}:
+        barcode = parse_barcode(name)
+        if barcode is not None and barcode.kind in sources.slide_types:
+            found.append(SetAside(Path(name).stem, "in the manifest but not in the archive"))
     if not found:
         kinds = ", ".join(sources.slide_types)
         raise UsageError(f"{sources.label}: none of its {len(files)} slides is of slide_types {kinds}")
-    records = [one for one in found if isinstance(one, SlideRecord)]
-    bad = {one.slide: one for one in cut(records, expected)}
-    records, aside = divided((bad.get(one.slide, one) for one in found), sources)
+    records, aside = divided(found, sources)
     return records, sorted(aside, key=lambda one: one.slide)
 
 
-def _absent(names: Collection[str], sources: Sources) -> list[SetAside]:
-    """Slides of the manifest that are not there, as far as they would have been taken."""
-    barcodes = {name: parse_barcode(name) for name in names}
-    return [
-        SetAside(Path(name).stem, "in the manifest but not in the archive")
-        for name, barcode in barcodes.items()
-        if barcode is not None and barcode.kind in sources.slide_types
-    ]
-
-
-def _record(path: Path, barcode: Barcode, clinical: Clinical, sources: Sources) -> SlideRecord | SetAside:
+def _judged(
+    path: Path, barcode: _Barcode, clinical: _Clinical, sources: Sources, expected: str | None
+) -> SlideRecord | SetAside:
+    """A slide of which the manifest says a size, where there is one."""
     if int(barcode.sample) in _NORMAL:
         return SetAside(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
     if reason := clinical.reason(barcode.patient):
         return SetAside(path.stem, reason)
     diagnosis, tumor_type = clinical.labels(barcode.patient)
+    if expected is not None and expected != str(n_bytes := path.stat().st_size):
+        said = f"has {n_bytes} bytes, but the manifest says {expected or 'nothing'}: download it again"
+        return SetAside(path.stem, said)
     return SlideRecord(
         path,
         path.stem,
@@ -295,3 +240,69 @@ def _record(path: Path, barcode: Barcode, clinical: Clinical, sources: Sources) 
         diagnosis=diagnosis,
         tumor_type=tumor_type,
     )
+
+
+_NAMES = {
+    "patient": ("bcr_patient_barcode", "case_submitter_id", "cases.submitter_id"),
+    "diagnosis": ("primary_diagnosis", "diagnoses.primary_diagnosis"),
+    "tumor_type": ("tumor_type",),
+    "project": ("project", "project_id", "project.project_id"),
+}
+"""What columns are called where the site file does not say."""
+_NEEDED = ("patient", "diagnosis")
+_NOTHING = {"", "'--", "--", "na", "n/a", "not reported", "not available", "[not available]", "unknown"}
+_PATIENT_CHARS = len("TCGA-BH-A0B3")
+
+
+class _Clinical:
+    """The patients of a clinical table, as `rows_of` reads it; several rows of a patient must agree.
+
+    `columns` says how columns are called (patient, diagnosis, tumor_type, project) where not as usual. `patients` holds
+    the patient of each of the `rows`.
+    """
+
+    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+        self.path, self.rows = path, rows_of(path, columns.values())
+        if not self.rows:
+            raise UsageError(f"{path}: has no patient")
+        named = {key: _named(path, key, self.rows[0], columns) for key in _NAMES}
+        self.patients: list[str] = []
+        self._cases: dict[str, tuple[list[str], list[str]]] = {}
+        for row in self.rows:
+            value = {key: row.get(name, "") for key, name in named.items()}
+            value = {key: "" if text.lower() in _NOTHING else text for key, text in value.items()}
+            patient = value["patient"].upper()[:_PATIENT_CHARS]
+            self.patients.append(patient)
+            said = value["diagnosis"], value["tumor_type"] or value["project"]
+            for known, one in zip(self._cases.setdefault(patient, ([], [])), said, strict=True):
+                if one and one not in known:
+                    known.append(one)
+
+    def reason(self, patient: str) -> str | None:
+        """Why a patient's slides cannot be labelled, or None."""
+        if patient not in self._cases:
+            return f"patient {patient} is not in {self.path.name}"
+        return None if self._cases[patient][0] else f"patient {patient} has no diagnosis in {self.path.name}"
+
+    def labels(self, patient: str) -> tuple[str, str]:
+        """Diagnosis and tumour type of a patient who has a diagnosis; the latter may be empty."""
+        for found in self._cases[patient]:
+            if len(found) > 1:
+                raise UsageError(
+                    f"{self.path.name}: rows of patient {patient} contradict each other "
+                    f"({found[0]!r} and {found[1]!r}); keep the right one"
+                )
+        diagnoses, tumor_types = self._cases[patient]
+        return diagnoses[0], tumor_types[0] if tumor_types else ""
+
+
+def _named(path: Path, key: str, there: Collection[str], columns: Mapping[str, str]) -> str:
+    """The column of this key; "" where there is none and none is needed."""
+    names = (columns[key],) if key in columns else _NAMES[key]
+    found = next((name for name in names if name in there), "")
+    if not found and key in _NEEDED:
+        raise UsageError(
+            f"{path}: column {names[0]!r} is missing; has {', '.join(there)}; "
+            f"name another with --column {key}=NAME, or {key} in the site file's [columns]"
+        )
+    return found

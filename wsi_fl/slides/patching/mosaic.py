@@ -7,6 +7,7 @@ place is kept.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,40 +43,32 @@ class MosaicParams:
 
 @dataclass(frozen=True)
 class Mosaic:
-    """The m patches that stand for n candidates.
-
-    Attributes:
-        rows: int64[m] of the candidates, ascending.
-        cluster: int64[n] colour group of every candidate, from 0, dark to light.
-        weight: float32[m] share of all candidates that a kept patch stands for; they add up to 1.
-    """
+    """The m patches that stand for n candidates."""
 
     rows: NDArray[np.int64]
+    """[m] of the candidates, ascending."""
     cluster: NDArray[np.int64]
+    """[n] colour group of every candidate, from 0, dark to light."""
     weight: NDArray[np.float32]
+    """[m] share of all candidates that a kept patch stands for; they add up to 1."""
 
 
 @dataclass(frozen=True)
 class MosaicPlan:
-    """The mosaic of one slide, before any of its pixels but a thumbnail's were read.
-
-    Attributes:
-        mpp: µm per level-0 pixel.
-        xy_l0: int64[n, 2] corners (x, y) of the candidates, row by row.
-        mosaic: which of them are kept.
-        note: what people should know of it, or "".
-        thumbnail: uint8[h, w, 3].
-        downsample: level-0 pixels per thumbnail pixel.
-    """
+    """The mosaic of one slide, before any of its pixels but a thumbnail's were read."""
 
     record: SlideRecord
     spec: GridSpec
     mpp: float
+    """µm per level-0 pixel."""
     xy_l0: NDArray[np.int64]
+    """[n, 2] corners (x, y) of the candidates, row by row."""
     mosaic: Mosaic
     note: str
+    """What people should know of it, or ""."""
     thumbnail: NDArray[np.uint8]
     downsample: float
+    """Level-0 pixels per thumbnail pixel."""
 
     @property
     def kept_l0(self) -> NDArray[np.int64]:
@@ -94,22 +87,19 @@ def plan_mosaic(
     """Choose the mosaic of a slide; reads a thumbnail and no more, so memory does not grow with the slide.
 
     The mean colour of a patch is the same at every magnification, so the thumbnail's serves for that at 5×.
-
-    Raises:
-        WsiFlError: when the slide cannot be used: unreadable, without mpp, too coarse, without tissue.
     """
     params = params or MosaicParams()
     seen = survey(
         record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="mosaic", reader=reader
     )
-    rows, note = candidates(seen.tissue, params.min_tissue, params.clusters)
+    rows, note = _candidates(seen.tissue, params.min_tissue, params.clusters)
     xy_l0 = seen.xy_l0[rows]
     colour = _mean_colour(seen.thumbnail, xy_l0, seen.side_l0, seen.downsample)
     mosaic = choose(colour, xy_l0, params.clusters, params.fraction, params.seed)
     return MosaicPlan(record, spec, seen.mpp, xy_l0, mosaic, note, seen.thumbnail, seen.downsample)
 
 
-def candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:
+def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:
     """Which of the patches with these shares of tissue float32[n] may stand for the slide: (rows, note).
 
     Where none has enough, the best few (one at least, each with half the best one's tissue or more) and a note.
@@ -130,16 +120,10 @@ def candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tupl
 def _mean_colour(
     thumbnail: NDArray[np.uint8], xy_l0: NDArray[np.int64], side_l0: float, downsample: float
 ) -> NDArray[np.float64]:
-    """Mean red, green and blue float64[n, 3] (0 to 255) of squares, as far as they lie on the slide.
-
-    Args:
-        xy_l0, side_l0: top-left corners [n, 2] and side of the squares in level-0 pixels.
-        downsample: level-0 pixels per thumbnail pixel.
-    """
+    """Mean red, green and blue float64[n, 3] (0 to 255) of squares, as far as they lie on the slide."""
     inside = tissue_fraction(np.ones(thumbnail.shape[:2], bool), xy_l0, side_l0, downsample)
-    found = np.empty((len(xy_l0), 3))
-    for k in range(3):
-        found[:, k] = area_mean(thumbnail[..., k], xy_l0 / downsample, side_l0 / downsample)
+    corner, side = xy_l0 / downsample, side_l0 / downsample
+    found = np.stack([area_mean(thumbnail[..., k], corner, side) for k in range(3)], axis=1)
     return found / np.maximum(inside, 1e-6)[:, None]
 
 
@@ -153,10 +137,9 @@ def choose(
         weight: list[float] = []
         for group in range(int(cluster.max()) + 1):
             members = np.flatnonzero(cluster == group)
-            n_kept = max(1, round(fraction * len(members)))
-            kept, shares = spread(xy[members], n_kept, seed)
-            rows += members[kept].tolist()
-            weight += (shares / len(colour)).tolist()
+            for kept, share in _spread(xy[members], max(1, round(fraction * len(members))), seed):
+                rows.append(int(members[kept]))
+                weight.append(share / len(colour))
     order = np.argsort(rows)
     return Mosaic(np.array(rows, np.int64)[order], cluster, np.array(weight, np.float32)[order])
 
@@ -168,21 +151,15 @@ def _colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> N
 
     means = KMeans(n_clusters, n_init=_STARTS, random_state=seed).fit(colour)
     order = np.argsort(means.cluster_centers_.sum(axis=1), kind="stable")
-    cluster: NDArray[np.int64] = np.argsort(order)[means.labels_].astype(np.int64)
-    return cluster
+    return np.asarray(np.argsort(order)[means.labels_], np.int64)
 
 
-def spread(xy: NDArray[np.int64], n_kept: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(rows of n_kept places spread over all [n, 2], how many places each stands for)."""
+def _spread(xy: NDArray[np.int64], n_kept: int, seed: int) -> Iterator[tuple[int, int]]:
+    """(row, how many places it stands for) of at most n_kept places spread over all [n, 2]."""
     from sklearn.cluster import KMeans
 
     means = KMeans(n_kept, n_init=_STARTS, random_state=seed).fit(xy.astype(np.float64))
-    kept, shares = [], []
     for k in range(n_kept):
-        own = np.flatnonzero(means.labels_ == k)
-        if not len(own):
-            continue
-        distance = ((xy[own] - means.cluster_centers_[k]) ** 2).sum(axis=1)
-        kept.append(int(own[np.argmin(distance)]))
-        shares.append(len(own))
-    return np.array(kept, np.int64), np.array(shares, np.int64)
+        if len(own := np.flatnonzero(means.labels_ == k)):
+            distance = ((xy[own] - means.cluster_centers_[k]) ** 2).sum(axis=1)
+            yield int(own[np.argmin(distance)]), len(own)

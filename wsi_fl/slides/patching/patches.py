@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from math import ceil
 
 import numpy as np
@@ -13,33 +12,20 @@ import shapely
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.slides.patching.annotations import (
-    Annotations,
-    Outlined,
-    read_annotations,
-    tumor_fraction,
-    unsure_fraction,
-)
-from wsi_fl.slides.patching.quality import (
-    BLUR_MPP,
-    QualityParams,
-    Segmenter,
-    blurred_share,
-    first_reason,
-    said_of,
-    shares,
-)
-from wsi_fl.slides.patching.survey import PICTURE_PX, SlideSurvey, survey
+from wsi_fl.slides.patching.annotations import Annotations, Outlined, read_annotations, share_inside
+from wsi_fl.slides.patching.quality import QualityParams, Segmenter, faults, said_of
+from wsi_fl.slides.patching.survey import PICTURE_PX, survey
 from wsi_fl.slides.patching.tissue import TissueParams
 from wsi_fl.slides.reading.reader import Reader
-from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.system import jpeg
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, Supervision, WsiFlError
 
-HEALTHY, TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")
+_PATCH_IN_THUMBNAIL_PX = 8
+_PICTURE_QUALITY = 90
+_HEALTHY, _TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")
 
 
-def label_patches(
+def _label_patches(
     tissue_fraction: NDArray[np.float32],
     tumor_fraction: NDArray[np.float32],
     supervision: Supervision,
@@ -55,22 +41,18 @@ def label_patches(
     Under weak supervision every patch with tissue takes its slide's label.
 
     Example:
-        >>> keep, label = label_patches(np.float32([1, 1, 1, 0]), np.float32([0, 0.3, 0.9, 0]), "annotated", True,
+        >>> keep, label = _label_patches(np.float32([1, 1, 1, 0]), np.float32([0, 0.3, 0.9, 0]), "annotated", True,
         ...                             min_tissue=0.5, min_tumor=0.5)
         >>> keep.tolist(), label.tolist()
         ([True, False, True, False], [0, 0, 1, 0])
     """
     has_tissue = tissue_fraction >= min_tissue if min_tissue > 0 else np.ones(len(tissue_fraction), bool)
     if supervision in {"weak", "negative", "unlabelled"}:
-        label = TUMOR if positive and supervision == "weak" else HEALTHY
+        label = _TUMOR if positive and supervision == "weak" else _HEALTHY
         return has_tissue, np.full(len(has_tissue), label, np.int64)
     tumor = tumor_fraction >= min_tumor
     healthy = (tumor_fraction == 0) & (supervision == "annotated")
-    return has_tissue & (tumor | healthy), np.where(tumor, TUMOR, HEALTHY).astype(np.int64)
-
-
-_PATCH_IN_THUMBNAIL_PX = 8
-_PICTURE_QUALITY = 90
+    return has_tissue & (tumor | healthy), np.where(tumor, _TUMOR, _HEALTHY).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -131,17 +113,11 @@ class SlidePlan:
 
 
 class AllSetAside(WsiFlError):
-    """A slide of which each patch has a fault.
-
-    Attributes:
-        reasons: [k] kinds of `quality`, one for each patch.
-        tissue_by, tissue_gain: as in `SlidePlan`.
-    """
+    """A slide of which each of k patches has a fault: its reasons [k], and what a `SlidePlan` says of its tissue."""
 
     def __init__(self, slide: str, reasons: NDArray[np.str_], tissue_by: str, tissue_gain: float) -> None:
-        super().__init__(
-            f"{slide}: no patch to keep: all {len(reasons)} are set aside ({said_of(reasons)}); see tile.qc"
-        )
+        said = f"all {len(reasons)} are set aside ({said_of(reasons)})"
+        super().__init__(f"{slide}: no patch to keep: {said}; see tile.qc")
         self.reasons, self.tissue_by, self.tissue_gain = reasons, tissue_by, tissue_gain
 
 
@@ -167,29 +143,30 @@ def plan_slide(
     seen = survey(record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader)
     tissue = seen.tissue
     annotations = _annotations_of(record, seen.size_l0, params)
-    tumor, unsure = _shares(annotations, seen.xy_l0, seen.side_l0, tissue >= params.min_tissue)
+    tumor, unsure = np.zeros((2, len(tissue)), np.float32)
+    if annotations is not None:
+        rows = tissue >= params.min_tissue
+        tumor[rows] = share_inside(annotations.tumor, seen.xy_l0[rows], seen.side_l0)
+        unsure[rows] = share_inside(annotations.unsure, seen.xy_l0[rows], seen.side_l0)
     if record.supervision in {"weak", "unlabelled"}:
         tumor = np.full_like(tumor, np.nan)
-    keep, label = label_patches(
-        tissue,
-        tumor,
-        record.supervision,
-        record.positive,
-        min_tissue=params.min_tissue,
-        min_tumor=params.min_tumor,
-    )
-    keep &= (unsure == 0) | (label == CLASSES.index("tumor"))
+    least = {"min_tissue": params.min_tissue, "min_tumor": params.min_tumor}
+    keep, label = _label_patches(tissue, tumor, record.supervision, record.positive, **least)
+    keep &= (unsure == 0) | (label == _TUMOR)
     if not keep.any():
-        raise WsiFlError(
-            f"{record.path.name}: no patch to keep: {_why_none(record, params, tissue, tumor, unsure)}"
-        )
+        reason = _why_none(record, params, tissue, tumor, unsure)
+        raise WsiFlError(f"{record.path.name}: no patch to keep: {reason}")
     aside = np.flatnonzero(keep)
-    reason = _faults(record, seen, aside, params.quality, reader, segmenter)
-    aside, reason = aside[reason != ""], reason[reason != ""]
+    fault = faults(record, seen, aside, params.quality, reader=reader, segmenter=segmenter)
+    aside, fault = aside[fault != ""], fault[fault != ""]
     keep[aside] = False
     if not keep.any():
-        raise AllSetAside(record.path.name, reason, seen.found.method, seen.found.gain)
-    picture, picture_mask, factor = _reduced(seen.thumbnail, seen.found.mask)
+        raise AllSetAside(record.path.name, fault, seen.found.method, seen.found.gain)
+    picture, mask = seen.thumbnail, seen.found.mask
+    if (factor := ceil(max(mask.shape) / PICTURE_PX)) > 1:  # plans of a whole site are held at once
+        picture = np.array(Image.fromarray(picture).reduce(factor))
+        mask = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)) > 127
+    rings = shapely.get_rings(shapely.get_parts(annotations.tumor)) if annotations is not None else []
     return SlidePlan(
         record,
         spec,
@@ -200,98 +177,36 @@ def plan_slide(
         label[keep],
         tumor[keep],
         jpeg.encode(picture, _PICTURE_QUALITY),
-        np.packbits(picture_mask),
-        picture_mask.shape,
+        np.packbits(mask),
+        mask.shape,
         seen.downsample * factor,
-        _rings(annotations),
+        [shapely.get_coordinates(ring) for ring in rings],
         seen.xy_l0[aside],
-        reason,
+        fault,
         seen.found.method,
         seen.found.gain,
         seen.in_tiles,
     )
 
 
-def _faults(
-    record: SlideRecord,
-    seen: SlideSurvey,
-    rows: NDArray[np.int64],
-    quality: QualityParams,
-    reader: Reader,
-    segmenter: Segmenter | None,
-) -> NDArray[np.str_]:
-    """Return for each of these rows of the grid what it is set aside for, "" where it is good."""
-    known = segmenter.classes if segmenter is not None else ()
-    kinds = tuple(kind for kind in quality.kinds if kind not in known)
-    found = {kind: share[rows] for kind, share in shares(seen, kinds).items()}
-    if "blur" in kinds:
-        glass = float(np.percentile(seen.thumbnail[..., 1], 99))
-        blurred = partial(blurred_share, glass=glass, min_sharpness=quality.min_sharpness)
-        found["blur"] = _measured(blurred, record, seen, rows, BLUR_MPP, reader)
-    if segmenter is not None and (told := [kind for kind in quality.kinds if kind in known]):
-        each = _measured(segmenter.shares, record, seen, rows, segmenter.mpp, reader)
-        found |= {kind: each[:, known.index(kind)] for kind in told}
-    return first_reason(found, quality) if found else np.full(len(rows), "")
-
-
-def _measured(
-    measure: Callable[[NDArray[np.uint8]], NDArray[np.float32]],
-    record: SlideRecord,
-    seen: SlideSurvey,
-    rows: NDArray[np.int64],
-    mpp: float,
-    reader: Reader,
-) -> NDArray[np.float32]:
-    """Return what a measure gives for each patch, read at `mpp` or as fine as the slide is.
-
-    It is 0 for those that cannot be read, which are told when they are tiled.
-    """
-    mpp = max(mpp, seen.mpp)
-    side_px = max(1, round(seen.side_l0 * seen.mpp / mpp))
-    unread: dict[int, str] = {}
-    batches = read_patches(
-        record, seen.xy_l0[rows], GridSpec(side_px, mpp, side_px), threads=1, reader=reader, aside=unread
-    )
-    found = np.concatenate([measure(patches) for _, patches in batches])
-    out = np.zeros((len(rows), *found.shape[1:]), np.float32)
-    out[np.setdiff1d(np.arange(len(rows)), list(unread))] = found
-    return out
-
-
 def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanParams) -> Annotations | None:
     """The slide's outlines, checked against its label; None where labels are weak or nothing is outlined."""
-    outlined = record.supervision in {"annotated", "partial"}
-    if record.supervision == "weak" or (record.annotation is None and not outlined):
-        return None
-    if record.annotation is None:
+    if record.annotation is None and record.supervision in {"annotated", "partial"}:
         raise WsiFlError(
             f"{record.path.name}: its supervision is {record.supervision} but it has no annotation"
         )
+    if record.annotation is None or record.supervision == "weak":
+        return None
     annotations = read_annotations(record.annotation, params.groups)
     inside = shapely.intersects(annotations.tumor, shapely.box(0, 0, *size_l0))
     if record.positive and not inside:
-        found = (
-            "none of its tumour outlines is on the slide"
-            if annotations.tumor.area
-            else "no tumour is outlined"
-        )
-        raise WsiFlError(f"{record.annotation}: {found} {record.slide}, which is labelled tumour")
+        found = "none of its tumour outlines is on" if annotations.tumor.area else "no tumour is outlined on"
+        raise WsiFlError(f"{record.annotation}: {found} the slide {record.slide}, which is labelled tumour")
     if record.supervision == "negative" and inside:
         raise WsiFlError(
             f"{record.annotation}: outlines tumour on {record.slide}, which is labelled negative"
         )
     return annotations
-
-
-def _shares(
-    annotations: Annotations | None, xy_l0: NDArray[np.int64], patch_l0: float, rows: NDArray[np.bool_]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Tumour and unsure share [n] of the chosen rows; zero elsewhere."""
-    tumor, unsure = np.zeros((2, len(xy_l0)), np.float32)
-    if annotations is not None:
-        tumor[rows] = tumor_fraction(annotations, xy_l0[rows], patch_l0)
-        unsure[rows] = unsure_fraction(annotations, xy_l0[rows], patch_l0)
-    return tumor, unsure
 
 
 def _why_none(
@@ -315,23 +230,3 @@ def _why_none(
         f"without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
         f"{record.supervision}; lower tile.size_px"
     )
-
-
-def _reduced(
-    thumbnail: NDArray[np.uint8], mask: NDArray[np.bool_]
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_], int]:
-    """Thumbnail and mask by a whole factor smaller: plans of a whole site are held at once."""
-    factor = ceil(max(mask.shape) / PICTURE_PX)
-    if factor == 1:
-        return thumbnail, mask, 1
-    small = Image.fromarray(thumbnail).reduce(factor)
-    share = Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)
-    return np.array(small), np.asarray(share) > 127, factor
-
-
-def _rings(annotations: Annotations | None) -> list[NDArray[np.float64]]:
-    """Every exterior and hole of the tumour as an array [m, 2]."""
-    if annotations is None:
-        return []
-    rings = shapely.get_rings(shapely.get_parts(annotations.tumor))
-    return [shapely.get_coordinates(ring) for ring in rings]

@@ -6,26 +6,37 @@ were chosen on real tissue that was inked, folded and blurred (docs/quality.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.colours import colours, is_black, is_ink, optical_density
 from wsi_fl.slides.patching.regions import closed, dilated, without_small
 from wsi_fl.slides.patching.survey import SlideSurvey
-from wsi_fl.slides.patching.tissue import Found, ink_beside_any_stain, tissue_fraction
+from wsi_fl.slides.patching.tissue import (
+    Colours,
+    colours,
+    ink_beside_any_stain,
+    optical_density,
+    tissue_fraction,
+)
+from wsi_fl.slides.reading.reader import Reader
+from wsi_fl.slides.reading.sweep import read_patches
+from wsi_fl.types import GridSpec, SlideRecord
 
-Artefact = Literal["pen", "black", "fold", "bubble", "blur"]
-KINDS: tuple[Artefact, ...] = get_args(Artefact)
+_Kind = Literal["pen", "black", "fold", "bubble", "blur"]
+KINDS: tuple[_Kind, ...] = get_args(_Kind)
 """In the order in which a patch is blamed: the first that it has too much of is its reason."""
 
-BLUR_MPP = 2.0
+_BLUR_MPP = 2.0
 """µm per pixel at which sharpness is measured: nuclei are three to five pixels wide there."""
 _BLOCK_PX = 16
 """Side of the parts of a patch that are sharp or not."""
+_MIN_SHARPNESS = 0.35
+"""Least energy of fine detail for each of coarse detail; parts of a patch with less are blurred."""
 _LEAST_FINE = 4.0
 """Energy of fine detail, in squared grey levels, below which only noise is left."""
 _TISSUE_OF_GLASS = 0.93
@@ -42,32 +53,23 @@ _ROUND = 0.7
 
 @dataclass(frozen=True)
 class QualityParams:
-    """What is looked for, and how much of it a patch may have.
+    """For what patches are set aside, and how much of it one may have; nothing is measured for other kinds.
 
-    Attributes:
-        kinds: what patches are set aside for; nothing is measured for the others.
-        max_pen, max_black, max_fold, max_bubble, max_blur: largest share of a patch.
-        min_sharpness: least energy of fine detail for each of coarse detail; parts of a patch with less are blurred.
-        segmenter: SHA-256 of the segmenter's file; "" without one. What another found is not its finding.
+    `segmenter` is the SHA-256 of the segmenter's file, "" without one: what another found is not its finding.
     """
 
-    kinds: tuple[Artefact, ...] = ()
+    kinds: tuple[_Kind, ...] = ()
     max_pen: float = 0.05
     max_black: float = 0.05
     max_fold: float = 0.25
     max_bubble: float = 0.25
     max_blur: float = 0.4
-    min_sharpness: float = 0.35
     segmenter: str = ""
 
 
 class Segmenter(Protocol):
-    """What tells faults pixel by pixel, in place of the measures of this module.
-
-    Attributes:
-        classes: what it tells apart; those that are called as kinds here are faults.
-        mpp: µm per pixel of the patches that it wants.
-    """
+    """What tells faults pixel by pixel, in place of the measures here, on patches of so many µm per pixel. Those of its
+    classes that are called as kinds here are faults."""
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -80,81 +82,58 @@ class Segmenter(Protocol):
         ...
 
 
-def _area_masks(
-    kinds: Iterable[Artefact], thumbnail: NDArray[np.uint8], um_per_px: float, tissue: Found
-) -> dict[Artefact, NDArray[np.bool_]]:
-    """Return masks bool[h, w] of where a thumbnail uint8[h, w, 3] shows pen, black, a fold or a bubble.
-
-    Args:
-        kinds: which; blur is no area of the thumbnail and is passed over.
-        um_per_px: of the thumbnail.
-        tissue: of the thumbnail. Folds are told from its usual density. Where it was not found by saturation, its stain
-            may have the colour of ink.
-    """
-    seen = colours(thumbnail, _SMOOTH_UM / um_per_px) if {"pen", "black"} & set(kinds) else None
-    least_px = max(4, _MIN_SPOT_UM2 / um_per_px**2)
-    found: dict[Artefact, NDArray[np.bool_]] = {}
-    for kind in kinds:
-        if kind == "pen" and seen is not None:  # and the pixel around it, which is mixed of ink and tissue
-            ordinary = tissue.method == "saturation"
-            ink = is_ink(seen) if ordinary else ink_beside_any_stain(thumbnail, seen, um_per_px)
-            found[kind] = dilated(without_small(ink, least_px), 1.0)
-        elif kind == "black" and seen is not None:
-            found[kind] = without_small(is_black(seen), least_px)
-        elif kind == "fold":
-            found[kind] = without_small(_folds(thumbnail, um_per_px, tissue.mask), least_px)
-        elif kind == "bubble":
-            found[kind] = without_small(_bubbles(thumbnail, um_per_px), least_px)
-    return found
-
-
-def blurred_share(
-    patches: NDArray[np.uint8], glass: float, min_sharpness: float = QualityParams.min_sharpness
-) -> NDArray[np.float32]:
-    """Return which share float32[b] of the tissue in patches uint8[b, h, w, 3] at 2 µm per pixel is out of focus.
-
-    Each part of a patch is judged by the energy of a Laplacian on its pixels over that of a Laplacian on means of 2 × 2
-    pixels. The ratio does not depend on how strong the stain is: sharp tissue has 0.5 to 2, tissue blurred by a
-    Gaussian of 2 µm 0.13 to 0.28.
-
-    Args:
-        glass: brightness of the slide's background, from 0 to 255; parts as bright as that are not tissue.
-
-    Example:
-        >>> noise = np.random.default_rng(0).integers(90, 190, (1, 64, 64, 1), np.uint8).repeat(3, 3)
-        >>> blurred_share(noise, glass=240).tolist()
-        [0.0]
-    """
-    green = patches[..., 1].astype(np.float32)
-    block = min(_BLOCK_PX, min(green.shape[1:]) // 2 * 2)
-    if block < 4:
-        return np.zeros(len(patches), np.float32)
-    fine = _block_means(np.square(_laplacian(green)), block)
-    coarse = _block_means(np.square(_laplacian(_block_means(green, 2))), block // 2)
-    tissue = _block_means(green, block) < _TISSUE_OF_GLASS * glass
-    soft = tissue & (fine < np.maximum(min_sharpness * coarse, _LEAST_FINE))
-    return np.asarray(soft.sum((1, 2)) / np.maximum(tissue.sum((1, 2)), 1), np.float32)
-
-
-def shares(look: SlideSurvey, kinds: tuple[Artefact, ...]) -> dict[Artefact, NDArray[np.float32]]:
-    """Return the share float32[n] of each patch of the grid that is pen, black, fold or bubble, for those asked for."""
-    masks = _area_masks(kinds, look.thumbnail, look.downsample * look.mpp, look.found)
-    return {
-        kind: tissue_fraction(mask, look.xy_l0, look.side_l0, look.downsample) for kind, mask in masks.items()
-    }
-
-
-def first_reason(found: dict[Artefact, NDArray[np.float32]], params: QualityParams) -> NDArray[np.str_]:
-    """Return for each of n patches the first kind that it has too much of, "" where it is good.
-
-    Args:
-        found: the share [n] of each kind that was measured.
-    """
-    n = max((len(share) for share in found.values()), default=0)
-    reason = np.full(n, "", "<U6")
+def faults(
+    record: SlideRecord,
+    seen: SlideSurvey,
+    rows: NDArray[np.int64],
+    params: QualityParams,
+    *,
+    reader: Reader,
+    segmenter: Segmenter | None,
+) -> NDArray[np.str_]:
+    """Return for each of these rows of the grid what it is set aside for, "" where it is good."""
+    known = segmenter.classes if segmenter is not None else ()
+    found: dict[_Kind, NDArray[np.float32]] = {}
+    measured = partial(_measured, record, seen, rows, reader)
+    um_per_px = seen.downsample * seen.mpp
+    planes = cache(lambda: colours(seen.thumbnail, _SMOOTH_UM / um_per_px))
+    for kind in [kind for kind in params.kinds if kind not in known]:
+        if kind == "blur":
+            glass = float(np.percentile(seen.thumbnail[..., 1], 99))
+            found[kind] = measured(_BLUR_MPP, partial(_blurred_share, glass=glass))
+        else:
+            mask = _area(kind, seen, um_per_px, planes)
+            found[kind] = tissue_fraction(mask, seen.xy_l0, seen.side_l0, seen.downsample)[rows]
+    if segmenter is not None and (told := [kind for kind in params.kinds if kind in known]):
+        each = measured(segmenter.mpp, segmenter.shares)
+        found |= {kind: each[:, known.index(kind)] for kind in told}
+    reason = np.full(len(rows), "", "<U6")
     for kind in reversed([kind for kind in KINDS if kind in found]):
         reason[found[kind] > getattr(params, f"max_{kind}")] = kind
     return reason
+
+
+def _measured(
+    record: SlideRecord,
+    seen: SlideSurvey,
+    rows: NDArray[np.int64],
+    reader: Reader,
+    mpp: float,
+    measure: Callable[[NDArray[np.uint8]], NDArray[np.float32]],
+) -> NDArray[np.float32]:
+    """What a measure gives for each patch, read at `mpp` or as fine as the slide is.
+
+    It is 0 for those that cannot be read, which are told when they are tiled.
+    """
+    mpp = max(mpp, seen.mpp)
+    side_px = max(1, round(seen.side_l0 * seen.mpp / mpp))
+    unread: dict[int, str] = {}
+    spec = GridSpec(side_px, mpp, side_px)
+    batches = read_patches(record, seen.xy_l0[rows], spec, threads=1, reader=reader, aside=unread)
+    found = np.concatenate([measure(patches) for _, patches in batches])
+    out = np.zeros((len(rows), *found.shape[1:]), np.float32)
+    out[np.setdiff1d(np.arange(len(rows)), list(unread))] = found
+    return out
 
 
 def said_of(reasons: NDArray[np.str_]) -> str:
@@ -167,8 +146,54 @@ def said_of(reasons: NDArray[np.str_]) -> str:
     return ", ".join(f"{n} {kind}" for kind in KINDS if (n := int((reasons == kind).sum())))
 
 
+def _area(
+    kind: _Kind, seen: SlideSurvey, um_per_px: float, planes: Callable[[], Colours]
+) -> NDArray[np.bool_]:
+    """Where the thumbnail [h, w] shows pen, black, a fold or a bubble.
+
+    Folds are told from the usual density of tissue. Where it was not found by saturation, its stain may have the colour
+    of ink.
+    """
+    least_px = max(4, _MIN_SPOT_UM2 / um_per_px**2)
+    if kind == "fold":
+        return without_small(_folds(seen.thumbnail, um_per_px, seen.found.mask), least_px)
+    if kind == "bubble":
+        return without_small(_bubbles(seen.thumbnail, um_per_px), least_px)
+    if kind == "black":
+        return without_small(planes().black, least_px)
+    ordinary = seen.found.method == "saturation"
+    ink = planes().ink if ordinary else ink_beside_any_stain(seen.thumbnail, planes(), um_per_px)
+    return dilated(without_small(ink, least_px), 1.0)  # the pixel around is mixed of ink and tissue
+
+
+def _blurred_share(patches: NDArray[np.uint8], glass: float) -> NDArray[np.float32]:
+    """Which share float32[b] of the tissue in patches uint8[b, h, w, 3] at 2 µm per pixel is out of focus.
+
+    Each part of a patch is judged by the energy of a Laplacian on its pixels over that of a Laplacian on means of 2 × 2
+    pixels. The ratio does not depend on how strong the stain is: sharp tissue has 0.5 to 2, tissue blurred by a
+    Gaussian of 2 µm 0.13 to 0.28.
+
+    Args:
+        glass: brightness of the slide's background, from 0 to 255; parts as bright as that are not tissue.
+
+    Example:
+        >>> noise = np.random.default_rng(0).integers(90, 190, (1, 64, 64, 1), np.uint8).repeat(3, 3)
+        >>> _blurred_share(noise, glass=240).tolist()
+        [0.0]
+    """
+    green = patches[..., 1].astype(np.float32)
+    block = min(_BLOCK_PX, min(green.shape[1:]) // 2 * 2)
+    if block < 4:
+        return np.zeros(len(patches), np.float32)
+    fine = _block_means(np.square(_laplacian(green)), block)
+    coarse = _block_means(np.square(_laplacian(_block_means(green, 2))), block // 2)
+    tissue = _block_means(green, block) < _TISSUE_OF_GLASS * glass
+    soft = tissue & (fine < np.maximum(_MIN_SHARPNESS * coarse, _LEAST_FINE))
+    return np.asarray(soft.sum((1, 2)) / np.maximum(tissue.sum((1, 2)), 1), np.float32)
+
+
 def _laplacian(grey: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return each pixel of [b, h, w] less the mean of its four neighbours; at the edge it is its own neighbour."""
+    """Each pixel of [b, h, w] less the mean of its four neighbours; at the edge it is its own neighbour."""
     wide = np.pad(grey, ((0, 0), (1, 1), (1, 1)), mode="edge")
     out = wide[:, :-2, 1:-1] + wide[:, 2:, 1:-1]
     out += wide[:, 1:-1, :-2]
@@ -179,7 +204,7 @@ def _laplacian(grey: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _block_means(grey: NDArray[np.float32], side: int) -> NDArray[np.float32]:
-    """Return the means of [b, h, w] over squares of this side; what is left over at the edge is left out.
+    """The means of [b, h, w] over squares of this side; what is left over at the edge is left out.
 
     By halves, which is several times faster than a sum over axes.
     """

@@ -47,13 +47,10 @@ def closed(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
 def area_mean(
     image: NDArray[np.bool_] | NDArray[np.uint8], corner: NDArray[np.float64], side: float
 ) -> NDArray[np.float64]:
-    """Mean float64[n] of an image [h, w] over squares; beyond its edge it counts as zero.
+    """Mean float64[n] of an image [h, w] of at most 4096² pixels over squares; beyond its edge it counts as zero.
 
-    Exact also where squares cut pixels: the integral image is bilinear within a pixel.
-
-    Args:
-        image: of at most 4096² pixels.
-        corner, side: top-left corners (x, y) [n, 2] and side of the squares, in pixels of the image.
+    Exact also where squares cut pixels: the integral image is bilinear within a pixel. Corners (x, y) [n, 2] and side
+    of the squares are in pixels of the image.
     """
     height, width = image.shape
     integral = np.zeros((width + 1, height + 1), np.uint32)  # by column and row: sums along memory are fast

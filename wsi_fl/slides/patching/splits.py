@@ -68,7 +68,7 @@ def sample_rows(
     max_per_slide: int | None,
     seed: int,
 ) -> NDArray[np.bool_]:
-    """Choose the patches to keep: at most `max_per_slide` of each slide, then equally many of each label.
+    """Choose the patches bool[n] to keep: at most `max_per_slide` of each slide, then equally many of each label.
 
     Each slide draws alone, from the seed and its name. So without `balance` nothing that is decided about a slide
     depends on another slide, and what ε promises holds from the slides on. Balancing draws from the labels with too
@@ -77,19 +77,15 @@ def sample_rows(
     nothing to balance and all are kept.
 
     Args:
-        label: int64[n], the label of each patch.
-        slide: int64[n], the place in `names` of each patch's slide.
-        names: the slides' names.
-
-    Returns:
-        bool[n]: whether each patch is kept.
+        label, slide: int64[n], the label of each patch, and the place of its slide in `names`.
     """
     keep = np.ones(len(label), bool)
     if max_per_slide is not None:
         order = np.argsort(slide, kind="stable")
         for rows in np.split(order, np.searchsorted(slide[order], np.arange(1, len(names)))):
             if len(rows) > max_per_slide:
-                own = _of_slide(seed, names[slide[rows[0]]])
+                said = f"{seed} {names[slide[rows[0]]]}".encode()
+                own = np.random.default_rng(int.from_bytes(hashlib.sha256(said).digest(), "big"))
                 keep[rows[own.permutation(len(rows))[max_per_slide:]]] = False
     counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label[keep])}
     if balance and len(counts) > 1:
@@ -98,8 +94,3 @@ def sample_rows(
         for c in counts:
             keep[rng.permutation(np.flatnonzero(keep & (label == c)))[fewest:]] = False
     return keep
-
-
-def _of_slide(seed: int, name: str) -> np.random.Generator:
-    """A slide's own generator, whatever other slides there are."""
-    return np.random.default_rng(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest(), "big"))

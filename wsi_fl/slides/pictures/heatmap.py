@@ -1,9 +1,18 @@
-"""The picture of a prediction: where on the slide the model sees tumour, and how sure it is."""
+"""A prediction: where on the slide the model sees tumour, and how sure it is, as a picture and as QuPath's GeoJSON.
+
+The structure of the latter is the one QuPath 0.4 and later write and read (`QuPathTypeAdapters` in QuPath's source,
+"Exporting annotations" in its manual): coordinates are level-0 pixels, `objectType` says what an object is,
+`classification` has a name and a colour [red, green, blue], `measurements` is an object of numbers.
+"""
 
 from __future__ import annotations
 
+import json
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +22,15 @@ from PIL import Image, ImageDraw
 
 from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, enlarged, fitted, font, png
+from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec
 
-THRESHOLD = 0.5
-"""From here on a patch is outlined: of two classes it is the more likely one. The probabilities themselves are in
-patches.csv, for whoever has a better operating point."""
+Color = tuple[int, int, int]
+
 TOP_K = 20
 """Patches whose mean is a slide's score: enough that one odd patch does not decide, few enough for a small lesion."""
+_NAMESPACE = uuid.UUID("0f0d4e0e-4e6b-5d0e-9a43-6f1a1e2f7c55")
+"""Ids are made from names, so that a prediction made again brings the same objects."""
 
 
 @dataclass(frozen=True)
@@ -28,32 +39,28 @@ class Heat:
 
     With two classes every patch has the probability of the second ("tumor"). With more, every patch has its most
     probable class and that probability, and each class has regions of its own.
-
-    Attributes:
-        boxes_l0: int64[n, 4] (left, top, right, bottom) in level-0 pixels.
-        classes: names of all classes.
-        probabilities: float64[n, classes].
-        threshold: patches of this probability or more are outlined.
     """
 
     boxes_l0: NDArray[np.int64]
+    """[n, 4] (left, top, right, bottom) in level-0 pixels."""
     classes: tuple[str, ...]
     probabilities: NDArray[np.float64]
-    threshold: float = THRESHOLD
+    """[n, classes]"""
+    threshold: float = 0.5
+    """Patches of this probability or more are outlined: of two classes it is the more likely one. The probabilities
+    themselves are in patches.csv, for whoever has a better operating point."""
 
     @cached_property
     def kind(self) -> NDArray[np.int64]:
         """[n] the class whose probability a patch shows, as a position in `classes`."""
         if len(self.classes) == 2:
             return np.ones(len(self.probabilities), np.int64)
-        best: NDArray[np.int64] = self.probabilities.argmax(axis=1).astype(np.int64)
-        return best
+        return np.asarray(self.probabilities.argmax(axis=1), np.int64)
 
     @cached_property
     def probability(self) -> NDArray[np.float64]:
         """[n] the probability of `kind`."""
-        p: NDArray[np.float64] = self.probabilities[np.arange(len(self.kind)), self.kind]
-        return p
+        return np.asarray(self.probabilities[np.arange(len(self.kind)), self.kind])
 
     @property
     def above(self) -> NDArray[np.bool_]:
@@ -66,27 +73,20 @@ class Heat:
         return (1,) if len(self.classes) == 2 else tuple(range(len(self.classes)))
 
     @cached_property
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[_Region]:
         """The connected regions of patches above the threshold, largest first."""
-        return sorted(
-            (region for kind in self.shown for region in _regions(self, kind)),
-            key=lambda region: -region.polygon.area,
-        )
+        found = [region for kind in self.shown for region in _regions(self, kind)]
+        return sorted(found, key=lambda region: -region.polygon.area)
 
 
 @dataclass(frozen=True)
-class Region:
-    """Patches of one class above the threshold that share edges.
-
-    Attributes:
-        kind: position in the classes.
-        polygon: valid shapely Polygon in level-0 pixels, its exterior counterclockwise by signed area (RFC 7946).
-        n_patches: how many patches have their centre in it.
-        mean, highest: of their probabilities.
-    """
+class _Region:
+    """The n patches of one class (by position) above the threshold that share edges, and their probabilities' mean and
+    maximum."""
 
     kind: int
     polygon: Any
+    """Valid shapely Polygon in level-0 pixels, its exterior counterclockwise by signed area (RFC 7946)."""
     n_patches: int
     mean: float
     highest: float
@@ -106,12 +106,9 @@ def patch_boxes(
     """
     step = spec.stride_px * spec.mpp / slide_mpp
     cell = np.round(xy_l0 / step)
-    if spec.stride_px == spec.size_px:
-        far = np.round((cell + 1) * step)
-    else:
-        far = np.round(cell * step + size_in_l0(spec, slide_mpp))
-    far = np.minimum(far.astype(np.int64), np.array(size_l0))
-    return np.concatenate([xy_l0, far], axis=1)
+    apart = spec.stride_px == spec.size_px
+    far = np.round((cell + 1) * step if apart else cell * step + size_in_l0(spec, slide_mpp))
+    return np.concatenate([xy_l0, np.minimum(far.astype(np.int64), np.array(size_l0))], axis=1)
 
 
 def score(heat: Heat, kind: int, top_k: int = TOP_K) -> dict[str, float]:
@@ -135,7 +132,7 @@ def leading(heat: Heat) -> int:
     return int(np.bincount(heat.kind[heat.above], minlength=len(heat.classes)).argmax())
 
 
-def _regions(heat: Heat, kind: int) -> list[Region]:
+def _regions(heat: Heat, kind: int) -> list[_Region]:
     rows = np.flatnonzero(heat.above & (heat.kind == kind))
     if not len(rows):
         return []
@@ -146,7 +143,7 @@ def _regions(heat: Heat, kind: int) -> list[Region]:
     which, patch = shapely.STRtree(centres).query(polygons, predicate="contains")
     p = heat.probability[rows]
     return [
-        Region(kind, polygon, len(mine), float(mine.mean()), float(mine.max()))
+        _Region(kind, polygon, len(mine), float(mine.mean()), float(mine.max()))
         for k, polygon in enumerate(polygons)
         for mine in (p[patch[which == k]],)
     ]
@@ -178,14 +175,13 @@ def draw_heatmap(
     downsample: float,
     mpp: float,
     heat: Heat,
-    colors: list[tuple[int, int, int]],
+    colors: Sequence[Color],
     caption: Caption,
 ) -> bytes:
     """PNG of the thumbnail under the probabilities, with outlines, colour bar and scale bar.
 
     Args:
-        thumbnail: uint8[h, w, 3] of the whole slide.
-        downsample: level-0 pixels per thumbnail pixel.
+        thumbnail: uint8[h, w, 3] of the whole slide, with `downsample` level-0 pixels per pixel.
         mpp: µm per level-0 pixel.
         colors: of each class, for outlines where there are more than two.
     """
@@ -196,7 +192,14 @@ def draw_heatmap(
     _draw_regions(picture, heat, colors, to_picture)
     page = Image.new("RGB", (max(size[0], _LEAST_WIDTH_PX), size[1] + _TITLE_PX + _LEGEND_PX), PAPER)
     page.paste(picture, ((page.width - size[0]) // 2, _TITLE_PX))
-    _draw_caption(page, caption)
+    draw, right = ImageDraw.Draw(page), page.width - _MARGIN_PX
+    for y, left_text, right_text, face, ink in (
+        (26, caption.slide, caption.score, font(20, bold=True), INK),
+        (53, caption.origin, caption.detail, font(15), _MUTED),
+    ):
+        draw.text((right, y), right_text, ink, face, anchor="rm")
+        room = right - draw.textlength(right_text, face) - 2 * _MARGIN_PX
+        draw.text((_MARGIN_PX, y), fitted(draw, left_text, room, face), ink, face, anchor="lm")
     _draw_legend(page, heat, colors, caption.legend, um_per_px=mpp / to_picture)
     return png(page)
 
@@ -225,41 +228,23 @@ def _tinted(picture: Image.Image, heat: Heat, to_picture: float) -> Image.Image:
     return Image.fromarray(out.round().astype(np.uint8))
 
 
-def _line_colour(heat: Heat, kind: int, colors: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+def _draw_regions(picture: Image.Image, heat: Heat, colors: Sequence[Color], to_picture: float) -> None:
+    """Every edge of a region, dark on a light rim so that it shows on any ground."""
+    draw = ImageDraw.Draw(picture)
+    for width in (7, 3):
+        for region in heat.regions:
+            fill = PAPER if width == 7 else _line_colour(heat, region.kind, colors)
+            for ring in shapely.get_rings(region.polygon):
+                points = [(float(x), float(y)) for x, y in shapely.get_coordinates(ring) * to_picture]
+                draw.line(points, fill=fill, width=width, joint="curve")
+
+
+def _line_colour(heat: Heat, kind: int, colors: Sequence[Color]) -> Color:
     return INK if len(heat.classes) == 2 else colors[kind]
 
 
-def _draw_regions(
-    picture: Image.Image, heat: Heat, colors: list[tuple[int, int, int]], to_picture: float
-) -> None:
-    """Every edge of a region, dark on a light rim so that it shows on any ground."""
-    draw = ImageDraw.Draw(picture)
-    rings = [
-        (region.kind, shapely.get_coordinates(ring) * to_picture)
-        for region in heat.regions
-        for ring in shapely.get_rings(region.polygon)
-    ]
-    for width in (7, 3):
-        for kind, ring in rings:
-            fill = PAPER if width == 7 else _line_colour(heat, kind, colors)
-            draw.line([(float(x), float(y)) for x, y in ring], fill=fill, width=width, joint="curve")
-
-
-def _draw_caption(page: Image.Image, caption: Caption) -> None:
-    draw = ImageDraw.Draw(page)
-    right = page.width - _MARGIN_PX
-    rows = (
-        (26, caption.slide, caption.score, font(20, bold=True), INK),
-        (53, caption.origin, caption.detail, font(15), _MUTED),
-    )
-    for y, left_text, right_text, face, ink in rows:
-        draw.text((right, y), right_text, ink, face, anchor="rm")
-        room = right - draw.textlength(right_text, face) - 2 * _MARGIN_PX
-        draw.text((_MARGIN_PX, y), fitted(draw, left_text, room, face), ink, face, anchor="lm")
-
-
 def _draw_legend(
-    page: Image.Image, heat: Heat, colors: list[tuple[int, int, int]], said: str, *, um_per_px: float
+    page: Image.Image, heat: Heat, colors: Sequence[Color], said: str, *, um_per_px: float
 ) -> None:
     """Colour bar with numbers, what the outlines are, and a scale bar."""
     draw = ImageDraw.Draw(page)
@@ -268,7 +253,7 @@ def _draw_legend(
     what = f"{heat.classes[1]} probability" if of_two else "probability of the likeliest class"
     left, bar_top = _MARGIN_PX + 6, top + 34
     draw.text((left, top + 16), said or what, INK, font(), anchor="lm")
-    _draw_bar(page, draw, (left, bar_top), heat.threshold)
+    _draw_bar(page, (left, bar_top), heat.threshold)
     x = float(left + _BAR_PX[0] + 36)
     middle = bar_top + _BAR_PX[1] // 2
     for kind in heat.shown:
@@ -279,12 +264,9 @@ def _draw_legend(
     draw_scale_bar(draw, (page.width - _MARGIN_PX, middle + 7), um_per_px, page.width / 6)
 
 
-def _draw_bar(
-    page: Image.Image, draw: ImageDraw.ImageDraw, corner: tuple[int, int], threshold: float
-) -> None:
+def _draw_bar(page: Image.Image, corner: tuple[int, int], threshold: float) -> None:
     """The colours from 0 to 1 as they look on tissue, with numbers and a mark at the threshold."""
-    width, height = _BAR_PX
-    left, top = corner
+    draw, (width, height), (left, top) = ImageDraw.Draw(page), _BAR_PX, corner
     rgb, opacity = _colours(np.linspace(0, 1, width))
     row = _BENEATH + (rgb - _BENEATH) * opacity[:, None]
     page.paste(Image.fromarray(np.broadcast_to(row, (height, width, 3)).round().astype(np.uint8)), corner)
@@ -295,3 +277,66 @@ def _draw_bar(
     x = left + threshold * (width - 1)
     draw.line((x, top - 4, x, top + height), fill=PAPER, width=5)
     draw.line((x, top - 4, x, top + height), fill=INK, width=3)
+
+
+def write_geojson(path: Path, heat: Heat, colors: Sequence[Color], identity: str) -> None:
+    """Write the regions of a slide as annotations and its patches as tiles, feature by feature, in colours of classes.
+
+    Ids of objects are made from the `identity`: run, site and slide.
+    """
+    with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write('{"type": "FeatureCollection", "features": [')
+        separator = "\n"
+        for feature in _features(heat, colors, identity):
+            file.write(separator + json.dumps(feature, ensure_ascii=False, allow_nan=False))
+            separator = ",\n"
+        file.write("\n]}\n")
+
+
+def _features(heat: Heat, colors: Sequence[Color], identity: str) -> Iterator[dict[str, Any]]:
+    """The regions, largest first, then the patches."""
+    seen: dict[int, int] = {}
+    for region in heat.regions:
+        number = seen[region.kind] = seen.get(region.kind, 0) + 1
+        title = _title(heat.classes[region.kind])
+        rings = map(shapely.get_coordinates, shapely.get_rings(region.polygon))
+        yield {
+            "type": "Feature",
+            "id": str(uuid.uuid5(_NAMESPACE, f"{identity}/{title} {number}")),
+            "geometry": {
+                "type": "Polygon",
+                "coordinates": [ring.round().astype(int).tolist() for ring in rings],
+            },
+            "properties": {
+                "objectType": "annotation",
+                "name": f"{title} {number}",
+                "classification": {"name": title, "color": list(colors[region.kind])},
+                "isLocked": False,
+                "measurements": {
+                    f"{title} probability": round(region.mean, 6),
+                    f"{title} probability max": round(region.highest, 6),
+                    "Patches": region.n_patches,
+                },
+            },
+        }
+    # Of two classes a patch belongs to the second from the threshold on, else to the first.
+    titles = [_title(name) for name in heat.classes]
+    of_two = len(titles) == 2
+    own_class = heat.above.astype(np.int64) if of_two else heat.kind
+    columns = heat.boxes_l0, heat.probabilities, own_class
+    for (left, top, right, bottom), p, own in zip(*(one.tolist() for one in columns), strict=True):
+        ring = [[left, top], [right, top], [right, bottom], [left, bottom], [left, top]]
+        yield {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": [ring]},
+            "properties": {
+                "objectType": "tile",
+                "classification": {"name": titles[own], "color": list(colors[own])},
+                "measurements": {f"{titles[k]} probability": round(p[k], 6) for k in heat.shown},
+            },
+        }
+
+
+def _title(name: str) -> str:
+    """QuPath spells its own classes with a capital: Tumor."""
+    return name[:1].upper() + name[1:]

@@ -5,19 +5,25 @@ OpenSlide stays the authority: `trusted` hands out only levels that were found t
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.tiff import TiledImage
 from wsi_fl.system import jpeg
 from wsi_fl.types import WsiFlError
+
+if TYPE_CHECKING:
+    from tifffile import TiffPage
 
 Box = tuple[int, int, int, int]
 """x, y, width, height in pixels of a level."""
@@ -29,19 +35,81 @@ _STRADDLING_ROWS = 3
 """Of these, so many lie under two rows of patches that do not overlap."""
 _GAP_BYTES, _TOGETHER_BYTES = 4096, 1 << 20
 """Between tiles that are read from the file together, and of all of them."""
+_JPEG, _RGB, _YCBCR = 7, 2, 6
+"""Numbers of TIFF."""
+logging.getLogger("tifffile").addHandler(logging.NullHandler())
+"""What it finds odd in a file is no user's business: OpenSlide judges the file."""
+
+
+@dataclass(frozen=True)
+class TiledImage:
+    """One directory of a TIFF. Tiles are numbered row by row."""
+
+    size_px: tuple[int, int]
+    """(width, height) of the picture; tiles of the last column and row may hang over."""
+    tile_px: tuple[int, int]
+    """(width, height)"""
+    offset: NDArray[np.int64]
+    """[n] where each tile's bytes begin in the file."""
+    n_bytes: NDArray[np.int64]
+    """[n]; 0 where the file leaves a tile out."""
+    tables: bytes
+    """JPEG tables that all tiles share, or b""."""
+    rgb: bool
+    """Whether the tiles' components are red, green and blue instead of YCbCr."""
+
+    @cached_property
+    def n_columns(self) -> int:
+        return -(-self.size_px[0] // self.tile_px[0])
+
+    @cached_property
+    def n_rows(self) -> int:
+        return -(-self.size_px[1] // self.tile_px[1])
+
+
+def tiled_images(path: Path) -> list[TiledImage]:
+    """The directories whose tiles are 8-bit colour JPEG, in the file's order; none where the file is no such TIFF.
+
+    Labels, macros and thumbnails in strips are left out, and so is whatever cannot be parsed.
+    """
+    from tifffile import TiffFile, TiffPage
+
+    try:
+        with TiffFile(path) as tif:
+            found = [
+                TiledImage(
+                    (page.imagewidth, page.imagelength),
+                    (page.tilewidth, page.tilelength),
+                    np.asarray(page.dataoffsets, np.int64),
+                    np.asarray(page.databytecounts, np.int64),
+                    page.jpegtables or b"",
+                    page.photometric == _RGB,
+                )
+                for page in tif.pages
+                if isinstance(page, TiffPage) and is_readable(page)
+            ]
+    except Exception:  # whatever a parser stumbles over in a damaged or foreign file: OpenSlide judges it
+        return []
+    return [image for image in found if len(image.offset) == image.n_columns * image.n_rows]
+
+
+def is_readable(page: TiffPage) -> bool:
+    """Return whether a directory's tiles are 8-bit colour JPEG."""
+    return (
+        page.is_tiled
+        and min(page.imagewidth, page.imagelength, page.tilewidth, page.tilelength) > 0
+        and page.compression == _JPEG
+        and page.photometric in {_RGB, _YCBCR}
+        and page.samplesperpixel == 3
+        and page.bitspersample == 8
+        and page.planarconfig == 1
+        and page.imagedepth == 1
+    )
 
 
 class NativeLevel:
-    """One level of an open slide file. All methods may be called from several threads.
-
-    Args:
-        file: its descriptor, which stays the caller's.
-        image: where the tiles lie.
-        background: RGB of what lies beyond the edge.
-
-    Attributes:
-        complete: whether the file has all tiles.
-    """
+    """One level of an open slide file, whose descriptor stays the caller's; `background` lies beyond the edge. All
+    methods may be called from several threads."""
 
     def __init__(self, file: int, image: TiledImage, background: tuple[int, int, int]) -> None:
         self.image = image
@@ -55,51 +123,54 @@ class NativeLevel:
         self._offset, self._n_bytes = image.offset.tolist(), image.n_bytes.tolist()
         self._scratch = threading.local()
         self.complete = bool(image.n_bytes.all())
+        """Whether the file has all tiles."""
 
     def holds(self, box: Box) -> bool:
         """Whether the file has every tile that the box touches."""
         if self.complete:
             return True
-        columns, rows = self._span(box)
         table = self.image.n_bytes.reshape(self.image.n_rows, self.image.n_columns)
-        return bool(table[rows.start : rows.stop, columns.start : columns.stop].all())
+        axes = zip(box[:2], box[2:], self.image.tile_px, strict=True)
+        columns, rows = (
+            slice(max(0, start) // tile, -(-max(0, start + length) // tile)) for start, length, tile in axes
+        )
+        return bool(table[rows, columns].all())
 
     def read(self, box: Box, out: NDArray[np.uint8], *, overlapping: bool = True) -> None:
         """Fill `out` [height, width, 3] with the box, the background's colour beyond the edge.
 
         Args:
-            box: may reach over the edges.
             overlapping: whether other boxes will want the same pixels; if not, only tiles that straddle are kept.
 
         Raises:
             WsiFlError: when a tile in the box is damaged.
         """
         x, y, width, height = box
-        level_width, level_height = self.image.size_px
-        if not self.within(box):
+        (level_width, level_height), (tile_width, tile_height) = self.image.size_px, self.image.tile_px
+        if not self._within(box):
             out[:] = self.background
-        across = pieces(x, width, self.image.tile_px[0], level_width)
-        for row in pieces(y, height, self.image.tile_px[1], level_height):
+        across = pieces(x, width, tile_width, level_width)
+        for row in pieces(y, height, tile_height, level_height):
             for column in across:
                 number = row.number * self.image.n_columns + column.number
                 part = out[row.to, column.to]
-                if overlapping:
-                    part[:] = self._kept_tile(number, _KEPT_ROWS)[row.of, column.of]
-                elif not (row.whole and column.whole):
-                    part[:] = self._kept_tile(number, _STRADDLING_ROWS)[row.of, column.of]
+                if overlapping or not (row.whole and column.whole):
+                    rows = _KEPT_ROWS if overlapping else _STRADDLING_ROWS
+                    most = min(self._most, rows * self.image.n_columns)
+                    part[:] = self._kept.get(number, self._decode, most)[row.of, column.of]
                 elif part.shape == self.tile_shape and part.flags.c_contiguous:
                     self._decode(number, part)
                 else:
                     part[:] = self._decode(number, self.room())[row.of, column.of]
 
-    def within(self, box: Box) -> bool:
+    def _within(self, box: Box) -> bool:
         """Whether no part of the box lies beyond the edge."""
         x, y, width, height = box
         level_width, level_height = self.image.size_px
         return x >= 0 and y >= 0 and x + width <= level_width and y + height <= level_height
 
     def forget(self) -> None:
-        """Lets go of the tiles that were kept."""
+        """Let go of the tiles that were kept."""
         self._kept = _Recent()
 
     def stream(self, box: Box) -> bytes | None:
@@ -111,7 +182,7 @@ class NativeLevel:
         x, y, width, height = box
         tile_width, tile_height = self.image.tile_px
         is_tile = (width, height) == self.image.tile_px and x % tile_width == 0 and y % tile_height == 0
-        if not is_tile or not self.within(box) or not self.holds(box):
+        if not is_tile or not self._within(box) or not self.holds(box):
             return None
         number = y // tile_height * self.image.n_columns + x // tile_width
         try:
@@ -144,35 +215,18 @@ class NativeLevel:
                 for begin, end in zip(begins, ends, strict=True):
                     yield from self._read_together([begin], [end])
             return
-        as_they_are = not (self.image.tables or self.image.rgb)
+        complete = not (self.image.tables or self.image.rgb)
         for begin, end in zip(begins, ends, strict=True):
-            stream = read[begin - start : end - start] if end - start <= len(read) else read[:0]
-            yield stream if as_they_are else self._complete(stream)
-
-    def _complete(self, stream: memoryview) -> jpeg.Stream:
-        try:
-            return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
-        except WsiFlError:
-            return b""
-
-    def _span(self, box: Box) -> tuple[range, range]:
-        """The columns and rows of tiles that a box touches."""
-        columns, rows = (
-            range(
-                max(0, start) // tile, -(-max(0, min(start + length, whole)) // tile) if start < whole else 0
-            )
-            for start, length, whole, tile in zip(
-                box[:2], box[2:], self.image.size_px, self.image.tile_px, strict=True
-            )
-        )
-        return columns, rows
-
-    def _kept_tile(self, number: int, rows: int) -> NDArray[np.uint8]:
-        """uint8 in the tile's shape, kept with so many rows of others."""
-        return self._kept.get(number, self._decode, min(self._most, rows * self.image.n_columns))
+            stream: jpeg.Stream = read[begin - start : end - start] if end - start <= len(read) else b""
+            if not complete:
+                try:
+                    stream = jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
+                except WsiFlError:
+                    stream = b""
+            yield stream
 
     def room(self) -> NDArray[np.uint8]:
-        """Return memory for one tile, the same at each of this thread's calls."""
+        """Memory for one tile, the same at each of this thread's calls."""
         room: NDArray[np.uint8] | None = getattr(self._scratch, "tile", None)
         if room is None:
             room = self._scratch.tile = np.empty(self.tile_shape, np.uint8)
@@ -193,11 +247,7 @@ class NativeLevel:
         return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
 
     def _bytes(self, begin: int, end: int) -> bytes:
-        """What the file has there; it may be less.
-
-        Raises:
-            WsiFlError: when it cannot be read, or is more than any tile takes.
-        """
+        """What the file has there, which may be less."""
         if end - begin > self._most_bytes:
             raise WsiFlError(f"it would take {end - begin} bytes")
         try:
@@ -210,7 +260,7 @@ class NativeLevel:
         return WsiFlError(f"native tile in column {column}, row {row} is damaged: {error}")
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """What one column (or row) of tiles gives to a box."""
 
     number: int
@@ -218,16 +268,11 @@ class Piece(NamedTuple):
     """Of the tile's pixels."""
     to: slice
     """Of the box's."""
-    to_end: bool
-    """Whether it reaches the end of what the tile has of the picture."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether the box takes all that the tile has of the picture."""
-        return self.of.start == 0 and self.to_end
+    whole: bool
+    """Whether the box takes all that the tile has of the picture."""
 
 
-def pieces(start: int, length: int, tile: int, whole: int) -> list[Piece]:
+def pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
     """Along one axis: a box from `start` over tiles of a picture `whole` pixels long.
 
     Example:
@@ -240,8 +285,8 @@ def pieces(start: int, length: int, tile: int, whole: int) -> list[Piece]:
     while at < end:
         number, within = divmod(at, tile)
         n = min(tile - within, end - at)
-        to_end = within + n == tile or at + n == whole
-        found.append(Piece(number, slice(within, within + n), slice(at - start, at - start + n), to_end))
+        all_of_it = within == 0 and (n == tile or at + n == whole)
+        found.append(_Piece(number, slice(within, within + n), slice(at - start, at - start + n), all_of_it))
         at += n
     return found
 

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wsi_fl.slides.reading.tiff import is_readable
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
-    from wsi_fl.slides.reading.reader import Reader, Slide
+    from wsi_fl.slides.reading.reader import Reader
 
-SECONDS, BYTES = 60, 2 << 30
+_SECONDS, _BYTES = 60, 2 << 30
 """What opening a slide may take."""
 _READY = "ready\n"
 _DAMAGED = "the file is damaged"
@@ -38,11 +37,8 @@ _MOST_TILE_PX = 1 << 28
 def check_opens_safely(path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
     """Open a slide in the child process, and read a little of each level, unless this process has done so before.
 
-    What is merely wrong with a slide is for `Slide` to say.
-
-    Raises:
-        WsiFlError: when that ends the child, takes too long or needs too much memory, where the file lies about its
-            tiles, or when no child can be started.
+    What is merely wrong with a slide is for `Slide` to say. WsiFlError says that opening it ends the child, takes too
+    long or too much memory, that the file lies about its tiles, or that no child can be started.
     """
     try:
         status = path.stat()
@@ -80,7 +76,7 @@ class _Child:
         if isinstance(found, str):
             return found
         if found == -signal.SIGALRM:
-            return f"opening it takes more than {SECONDS} s; is its disk slow?"
+            return f"opening it takes more than {_SECONDS} s; is its disk slow?"
         if found == -signal.SIGKILL:
             return "the process that opens it was killed twice (SIGKILL); is there too little memory?"
         return f"opening it ended the reader ({_named(found)}); {_DAMAGED}"
@@ -169,28 +165,24 @@ def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
             if lie := _lie(path, natively=slide.reader == "native"):
                 return f"{lie}; {_DAMAGED}"
             slide.read_no_tiles()
-            _read_levels(slide)
+            x, y = (extent / 2 for extent in slide.size_l0)
+            for downsample in slide.level_downsamples:
+                slide.area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
     except MemoryError:
-        return f"opening it needs more than {BYTES / 1e9:.0f} GB"
+        return f"opening it needs more than {_BYTES / 1e9:.0f} GB"
     except Exception:  # it will be said by whoever uses the slide
         return ""
     return ""
 
 
-def _read_levels(slide: Slide) -> None:
-    """Read a little in the middle of each level."""
-    x, y = (extent / 2 for extent in slide.size_l0)
-    for downsample in slide.level_downsamples:
-        slide.area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
-
-
 def _lie(path: Path, *, natively: bool) -> str:
     """Return what a TIFF says of its tiles that cannot be; "" where all can be.
 
-    Args:
-        natively: whether JPEG tiles are read by `native`, which looks at each tile's length itself.
+    Where JPEG tiles are read natively, each tile's length is looked at when it is read.
     """
     from tifffile import TiffFile, TiffPage
+
+    from wsi_fl.slides.reading.native import is_readable
 
     n_bytes = path.stat().st_size
     try:
@@ -210,7 +202,7 @@ def _lie(path: Path, *, natively: bool) -> str:
     return ""
 
 
-def main() -> None:
+def _main() -> None:
     """Answer for a slide per line until the other side is gone; a slide that takes too long ends the process."""
     import resource
 
@@ -222,17 +214,17 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    most = pages * resource.getpagesize() + BYTES
+    most = pages * resource.getpagesize() + _BYTES
     with suppress(ValueError, OSError):  # a stricter limit is there already
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
     print(_READY, end="", file=answers, flush=True)
     for line in sys.stdin:
         path, mpp_override, reader = json.loads(line)
-        signal.alarm(SECONDS)
+        signal.alarm(_SECONDS)
         said = _opened(Path(path), mpp_override, reader)
         signal.alarm(0)
         print(json.dumps(said), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    _main()

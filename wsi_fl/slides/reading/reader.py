@@ -1,4 +1,4 @@
-"""Slides as arrays. The only module that knows OpenSlide; what OpenSlide does not read, `sources` does.
+"""Slides as arrays. The only module that knows OpenSlide; what OpenSlide does not read, `formats` does.
 
 OpenSlide says what a slide is and is the authority on its pixels. Where a level's own JPEG tiles were found to
 decode to the same pixels, they are read by `native` instead, which takes a fraction of the time.
@@ -7,6 +7,7 @@ decode to the same pixels, they are read by `native` instead, which takes a frac
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import cached_property
 from math import ceil, floor, isfinite
@@ -18,11 +19,7 @@ import openslide
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.slides.reading.formats.source import Source, SourceError
-from wsi_fl.slides.reading.levels import Levels
-from wsi_fl.slides.reading.native import Box, NativeLevel
-from wsi_fl.slides.reading.pixels import Failures, resampled, rgb
-from wsi_fl.slides.reading.sources import (
+from wsi_fl.slides.reading.formats import (
     is_czi,
     is_misread_by_openslide,
     is_ome,
@@ -30,7 +27,8 @@ from wsi_fl.slides.reading.sources import (
     open_source,
     properties_of_ome,
 )
-from wsi_fl.slides.reading.stated import background, stated_mpp
+from wsi_fl.slides.reading.formats.source import Source, SourceError, rgb
+from wsi_fl.slides.reading.native import Box, NativeLevel
 from wsi_fl.slides.reading.trusted import TrustedLevels
 from wsi_fl.types import GridSpec, UsageError, WsiFlError, one_line
 
@@ -41,6 +39,17 @@ _STRIP_PX = 1 << 24
 """Most level pixels held at once while a thumbnail is made."""
 _GENERIC = "generic-tiff"
 """OpenSlide's name of a TIFF of no known scanner."""
+_TOLERANCE = 0.01
+_MAX_DRIFT_PX = 0.5
+"""A patch whose far edge drifts by less than this is taken as it is instead of being resampled."""
+_WHOLE = 1e-6
+_PLAUSIBLE_MPP = (0.05, 20.0)
+"""Others count as missing: a default of 72 dpi reads as 353 µm."""
+_MAX_ANISOTROPY = 0.05
+_UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
+_MOST_FAILURES, _MOST_MISSING = 400, 0.5
+_Area = tuple[slice, slice]
+"""Rows and columns of a picture."""
 
 
 class Slide:
@@ -51,9 +60,9 @@ class Slide:
     Attributes:
         path: as given.
         size_l0: (width, height) in level-0 pixels.
-        level_downsamples: level-0 pixels per pixel of each level.
+        level_downsamples: level-0 pixels per pixel of each level, finest first.
         vendor: OpenSlide's name of the format.
-        quickhash: OpenSlide's quickhash-1, a digest by `sources` where OpenSlide does not read the slide, or "".
+        quickhash: OpenSlide's quickhash-1, a digest of our own where OpenSlide does not read the slide, or "".
 
     Raises:
         WsiFlError: when the file is missing, unreadable or of an unknown format.
@@ -74,22 +83,28 @@ class Slide:
         self._handle = _open(self._file)
         self.size_l0: tuple[int, int] = self._handle.dimensions
         self.level_downsamples: tuple[float, ...] = self._handle.level_downsamples
-        self._levels = Levels(self.level_downsamples)
         self._properties: dict[str, str] = dict(self._handle.properties)
         self.vendor = _vendor(self._handle)
         if self.vendor == _GENERIC:
             self._properties |= properties_of_ome(self._file)
         self.quickhash = self._properties.get(openslide.PROPERTY_NAME_QUICKHASH1, "")
-        self._background = background(self._properties)
+        self._background = _background(self._properties)
         foreign = not isinstance(self._handle, openslide.OpenSlide)
         if foreign and reader == "native":
             self._handle.close()
             raise WsiFlError(
                 f"{path.name}: {self.vendor} has no tiles that are read natively; set reader = auto"
             )
-        self._native = (
-            None if foreign or reader == "openslide" else self._trusted(required=reader == "native")
-        )
+        self._native: TrustedLevels | None = None
+        if not foreign and reader != "openslide":
+            self._native = TrustedLevels(
+                self._file,
+                self._handle.level_dimensions,
+                self._properties,
+                self._background,
+                self._reference,
+                required=reader == "native",
+            )
 
     def __enter__(self) -> Slide:
         return self
@@ -120,7 +135,7 @@ class Slide:
         Raises:
             WsiFlError: when it is missing, or differs between x and y by more than 5 %.
         """
-        return stated_mpp(self._properties, self.path.name) if self._override is None else self._override
+        return _stated_mpp(self._properties, self.path.name) if self._override is None else self._override
 
     def thumbnail(self, max_px: int = 1024) -> tuple[NDArray[np.uint8], float]:
         """(uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
@@ -134,18 +149,14 @@ class Slide:
         width, height = self.size_l0
         downsample = max(1.0, max(width, height) / max_px)
         columns, rows = (ceil(extent / downsample - 1e-6) for extent in self.size_l0)
-        level_scale = downsample / self.level_downsamples[self._levels.coarsest_for(downsample)]
-        step = max(1, int(_STRIP_PX / (columns * level_scale**2)))
+        level_scale = downsample / self.level_downsamples[self._coarsest_for(downsample)]
         out = np.empty((rows, columns, 3), np.uint8)
-        failures = Failures(rows, columns)
 
-        def paint(area: tuple[slice, slice]) -> None:
+        def paint(area: _Area) -> None:
             corner = (area[1].start * downsample, area[0].start * downsample)
             self.area(corner, downsample, out[area], overlapping=False)
 
-        for top in range(0, rows, step):
-            failures.paint(paint, (slice(top, min(top + step, rows)), slice(0, columns)))
-        return failures.mended(out), downsample
+        return _painted(out, paint, max(1, int(_STRIP_PX / (columns * level_scale**2)))), downsample
 
     def read(
         self,
@@ -161,7 +172,6 @@ class Slide:
         pixels where they agree. What was not scanned or lies beyond the edge has the slide's background colour.
 
         Args:
-            xy_l0, size_px, mpp: which patch.
             out: where to write it, instead of into an array of its own.
             overlapping: False promises that no other patch will want the same pixels, which saves memory.
 
@@ -185,10 +195,7 @@ class Slide:
             return None
         number, native = level
         corner, of = np.unique(xy_l0, return_inverse=True)  # both axes have the same scale
-        found = [
-            self._levels.position(number, self._levels.nearest_corner(number, (v, v)))
-            for v in corner.tolist()
-        ]
+        found = [self._position(number, self._nearest_corner(number, (v, v))) for v in corner.tolist()]
         at = np.array([(-1 if xy is None else xy[0]) for xy in found], np.int64)[of].reshape(-1, 2)
         tiled = np.asarray(np.array([xy is not None for xy in found])[of].reshape(-1, 2).all(axis=1), bool)
         if not native.complete:
@@ -205,8 +212,8 @@ class Slide:
         if level is None:
             return None
         number, native = level
-        corner = self._levels.nearest_corner(number, xy_l0)
-        at = self._levels.position(number, corner)
+        corner = self._nearest_corner(number, xy_l0)
+        at = self._position(number, corner)
         try:
             return None if at is None else native.stream((*at, size_px, size_px))
         except WsiFlError as error:
@@ -218,15 +225,6 @@ class Slide:
         on_tiles = spec.stride_px % spec.size_px == 0
         return on_tiles and level is not None and level[1].image.tile_px == (spec.size_px, spec.size_px)
 
-    def _native_level(self, size_px: int, mpp: float) -> tuple[int, NativeLevel] | None:
-        """The level that gives patches unchanged, and its tiles; None where there is none or OpenSlide reads it."""
-        scale = mpp / self.mpp
-        number = self._levels.coarsest_for(scale)
-        if self._native is None or not self._levels.unchanged(number, scale, size_px):
-            return None
-        native = self._native.level(number)
-        return None if native is None else (number, native)
-
     def area(
         self, xy_l0: tuple[float, float], scale: float, out: NDArray[np.uint8], *, overlapping: bool
     ) -> None:
@@ -235,12 +233,14 @@ class Slide:
         Averaged by area, for which no µm need be known; `overlapping` as in `read`, whose errors it raises.
         """
         size = (out.shape[1], out.shape[0])
-        level = self._levels.coarsest_for(scale)
+        level = self._coarsest_for(scale)
         downsample = self.level_downsamples[level]
-        if self._levels.unchanged(level, scale, max(size)):
-            self._pixels(self._levels.nearest_corner(level, xy_l0), level, out, overlapping=overlapping)
+        if self._is_unchanged(level, scale, max(size)):
+            self._pixels(self._nearest_corner(level, xy_l0), level, out, overlapping=overlapping)
             return
-        reduction = self._levels.reduction(level, scale, max(size))
+        reduction = scale / downsample
+        if reduction > 1 and abs(round(reduction) - reduction) * max(size) < _MAX_DRIFT_PX:
+            reduction = float(round(reduction))
         # Whole level pixels around the wanted box, whose edges may be fractional.
         corner = tuple(floor(floor(v / downsample + 1e-9) * downsample) for v in xy_l0)
         left, top = (max(0.0, (v - c) / downsample) for v, c in zip(xy_l0, corner, strict=True))
@@ -248,14 +248,44 @@ class Slide:
         region = np.empty((ceil(box[3] - 1e-6), ceil(box[2] - 1e-6), 3), np.uint8)
         self._pixels((corner[0], corner[1]), level, region, overlapping=overlapping)
         box = (*box[:2], min(box[2], region.shape[1]), min(box[3], region.shape[0]))
-        out[:] = np.asarray(resampled(Image.fromarray(region), size, reduction, box))
+        out[:] = np.asarray(_resampled(Image.fromarray(region), size, reduction, box))
+
+    def _coarsest_for(self, scale: float) -> int:
+        """The coarsest level that does not lose resolution at so many level-0 pixels per output pixel."""
+        fine_enough = [k for k, d in enumerate(self.level_downsamples) if d <= scale * (1 + _TOLERANCE)]
+        return fine_enough[-1] if fine_enough else 0
+
+    def _is_unchanged(self, level: int, scale: float, size_px: int) -> bool:
+        """Whether so long a side takes the level's own pixels instead of resampled ones."""
+        return abs(scale / self.level_downsamples[level] - 1) * size_px < _MAX_DRIFT_PX
+
+    def _nearest_corner(self, level: int, xy_l0: tuple[float, float]) -> tuple[int, int]:
+        """The corner in level-0 pixels nearest to one of the level's pixels: between them OpenSlide would blend."""
+        downsample = self.level_downsamples[level]
+        x, y = (round(round(v / downsample) * downsample) for v in xy_l0)
+        return x, y
+
+    def _position(self, level: int, corner: tuple[int, int]) -> tuple[int, int] | None:
+        """A level-0 corner in pixels of the level; None where it falls between them."""
+        x, y = (v / self.level_downsamples[level] for v in corner)
+        column, row = round(x), round(y)
+        return (column, row) if max(abs(x - column), abs(y - row)) < _WHOLE else None
+
+    def _native_level(self, size_px: int, mpp: float) -> tuple[int, NativeLevel] | None:
+        """The level that gives patches unchanged, and its tiles; None where there is none or OpenSlide reads it."""
+        scale = mpp / self.mpp
+        number = self._coarsest_for(scale)
+        if self._native is None or not self._is_unchanged(number, scale, size_px):
+            return None
+        native = self._native.level(number)
+        return None if native is None else (number, native)
 
     def _pixels(
         self, corner: tuple[int, int], level: int, out: NDArray[np.uint8], *, overlapping: bool
     ) -> None:
         """Fill out [height, width, 3] with the level's pixels at a level-0 corner, by the reader that can."""
         native = None if self._native is None else self._native.level(level)
-        at = self._levels.position(level, corner)
+        at = self._position(level, corner)
         if native is not None and at is not None:
             box = (*at, out.shape[1], out.shape[0])
             if native.holds(box):
@@ -266,49 +296,36 @@ class Slide:
                 return
         out[:] = self._composed(corner, level, (out.shape[1], out.shape[0]))
 
+    def _reference(self, level: int, box: Box) -> NDArray[np.uint8] | None:
+        """OpenSlide's pixels of a box of a level; None where it has none exactly there."""
+        downsample = self.level_downsamples[level]
+        corner = (round(box[0] * downsample), round(box[1] * downsample))
+        return self._composed(corner, level, box[2:]) if self._position(level, corner) == box[:2] else None
+
     def _composed(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
-        """OpenSlide's pixels [height, width, 3] over the background."""
-        return rgb(self._region(corner, level, size), self._background)
+        """OpenSlide's pixels [height, width, 3] at a level-0 corner, over the background.
 
-    def _trusted(self, *, required: bool) -> TrustedLevels:
-        def reference(level: int, box: Box) -> NDArray[np.uint8] | None:
-            downsample = self.level_downsamples[level]
-            corner = (round(box[0] * downsample), round(box[1] * downsample))
-            at = self._levels.position(level, corner)
-            return self._composed(corner, level, box[2:]) if at == box[:2] else None
-
-        return TrustedLevels(
-            self._file,
-            self._handle.level_dimensions,
-            self.vendor,
-            self._properties,
-            self._background,
-            reference,
-            required=required,
-        )
-
-    def _region(self, corner: tuple[int, ...], level: int, size: tuple[int, int]) -> Image.Image:
-        """OpenSlide's RGBA region at a level-0 corner; an error kills the handle, not the slide."""
+        An error kills the handle, not the slide.
+        """
         handle = self._handle
-        region: Image.Image
         try:
-            region = handle.read_region((corner[0], corner[1]), level, size)
+            region = handle.read_region(corner, level, size)
         except SourceError as error:
             raise self._unreadable(corner, error) from None
         except openslide.OpenSlideError:
             # The handle may have died of another thread's region: a handle of its own judges this one.
             with self._lock, closing(_open(self._file)) as own:
                 try:
-                    region = own.read_region((corner[0], corner[1]), level, size)
+                    region = own.read_region(corner, level, size)
                 except openslide.OpenSlideError as error:
                     raise self._unreadable(corner, error) from None
                 finally:
                     # Nobody closes the dead handle: others may be in it, and it goes with its last user.
                     if self._handle is handle:
                         self._handle = _open(self._file)
-        return region
+        return rgb(region, self._background)
 
-    def _unreadable(self, corner: tuple[int, ...], error: Exception) -> WsiFlError:
+    def _unreadable(self, corner: tuple[int, int], error: Exception) -> WsiFlError:
         where = f"{self.path.name}: cannot be read at level-0 pixel ({corner[0]}, {corner[1]})"
         return WsiFlError(f"{where}: {one_line(error)}")
 
@@ -324,7 +341,7 @@ def _open(path: Path) -> Source:
         if not path.is_dir():
             found = openslide.OpenSlide(str(path))
     except openslide.OpenSlideUnsupportedFormatError:
-        found = None
+        pass
     except openslide.OpenSlideError as error:
         if "only one SOP instance in concatenation" in str(error):
             raise WsiFlError(
@@ -352,3 +369,99 @@ def _dicom_member(folder: Path) -> Path:
         if path.is_file() and openslide.OpenSlide.detect_format(str(path)) == "dicom":
             return path
     raise WsiFlError(f"{folder}: a folder without DICOM slide files")
+
+
+def _stated_mpp(properties: Mapping[str, str], name: str) -> float:
+    """The µm per level-0 pixel of a slide: OpenSlide's, else that of the TIFF resolution tags."""
+    low, high = _PLAUSIBLE_MPP
+
+    def stated(axis: str) -> float | None:
+        per_unit = _number(properties, f"tiff.{axis.upper()}Resolution")
+        unit_um = _UNIT_UM.get(properties.get("tiff.ResolutionUnit", "").lower())
+        from_tags = unit_um / per_unit if unit_um and per_unit else None
+        candidates = (_number(properties, f"openslide.mpp-{axis}"), from_tags)
+        return next((v for v in candidates if v is not None and low <= v <= high), None)
+
+    x, y = stated("x"), stated("y")
+    x, y = x or y, y or x
+    if x is None or y is None:
+        value = _number(properties, "openslide.mpp-x")
+        said = "" if value is None else f" plausibly ({value:g}, not within {low:g} to {high:g})"
+        raise WsiFlError(
+            f"{name}: the slide does not say its µm per pixel{said}; "
+            f"give it in the column mpp of the site's table, or for all its slides with mpp_override = 0.5 in "
+            f"sites/<site>.toml"
+        )
+    if abs(x - y) > _MAX_ANISOTROPY * max(x, y):
+        raise WsiFlError(
+            f"{name}: pixels are not square ({x:g} by {y:g} µm); "
+            f"if that is wrong, give mpp_override = {x:g} in sites/<site>.toml"
+        )
+    return (x + y) / 2
+
+
+def _number(properties: Mapping[str, str], key: str) -> float | None:
+    """A property as a finite number; None when it is absent or something else."""
+    try:
+        value = float(properties[key])
+    except (KeyError, ValueError):
+        return None
+    return value if isfinite(value) else None
+
+
+def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
+    """The slide's background colour, white where it names none."""
+    try:
+        red, green, blue = bytes.fromhex(properties.get("openslide.background-color", "FFFFFF"))
+    except ValueError:
+        return 255, 255, 255
+    return red, green, blue
+
+
+def _resampled(
+    region: Image.Image, size: tuple[int, int], reduction: float, box: tuple[float, float, float, float]
+) -> Image.Image:
+    """The box of a region as a picture of that size, averaged by area where it shrinks."""
+    left, top, right, bottom = (round(v) for v in box)
+    whole = all(v == round(v) for v in (reduction, *box))
+    if whole and right - left == size[0] * reduction:
+        small = region.reduce(round(reduction), (left, top, right, bottom))
+        if small.size == size:
+            return small
+    how = Image.Resampling.BOX if reduction > 1 else Image.Resampling.BILINEAR
+    return region.resize(size, how, box=box)
+
+
+def _painted(out: NDArray[np.uint8], painter: Callable[[_Area], None], step: int) -> NDArray[np.uint8]:
+    """The picture [rows, columns, 3] after `painter` was called for strips of so many rows.
+
+    Where it raises WsiFlError it is called for halves of halves. What cannot be painted becomes the nearest pixel that
+    was; the painter's error is raised when too much fails.
+    """
+    rows, columns = out.shape[:2]
+    smallest_px = max(8, max(rows, columns) // 64)
+    missing, n_failures = np.zeros((rows, columns), bool), 0
+    waiting = [(slice(top, min(top + step, rows)), slice(0, columns)) for top in range(0, rows, step)][::-1]
+    while waiting:
+        area = waiting.pop()
+        try:
+            painter(area)
+        except WsiFlError:
+            n_failures += 1
+            axis = int(np.argmax([part.stop - part.start for part in area]))
+            start, stop = area[axis].start, area[axis].stop
+            is_smallest = stop - start <= smallest_px
+            if is_smallest:
+                missing[area] = True
+            if n_failures > _MOST_FAILURES or missing.mean() > _MOST_MISSING:
+                raise
+            if not is_smallest:
+                middle = (start + stop) // 2
+                halves = (slice(middle, stop), slice(start, middle))
+                waiting += [(half, area[1]) if axis == 0 else (area[0], half) for half in halves]
+    if not missing.any():
+        return out
+    from scipy.ndimage import distance_transform_edt
+
+    nearest = distance_transform_edt(missing, return_distances=False, return_indices=True)
+    return np.asarray(out[tuple(nearest)])

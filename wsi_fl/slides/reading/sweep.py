@@ -3,63 +3,46 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.native import NativeLevel, pieces
+from wsi_fl.slides.reading.native import NativeLevel, TiledImage, pieces
 from wsi_fl.slides.reading.reader import Reader, Slide
-from wsi_fl.slides.reading.tiff import TiledImage
 from wsi_fl.system import jpeg
 from wsi_fl.system.bulk import BufferPool
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
-Rows = NDArray[np.int64]
+_Rows = NDArray[np.int64]
 
 
-class Cuts(NamedTuple):
-    """What is decoded and copied, strip after strip.
+class _Cuts(NamedTuple):
+    """What is decoded and copied, strip after strip."""
 
-    Attributes:
-        jobs: [j, 4] strip, tile, first part, end of parts; by strip and tile.
-        parts: [p, 7] patch; first and end row, first and end column in the tile; row and column in the patch.
-    """
+    jobs: _Rows
+    """[j, 4] strip, tile, first part, end of parts; by strip and tile."""
+    parts: _Rows
+    """[p, 7] patch; first and end row, first and end column in the tile; row and column in the patch."""
 
-    jobs: Rows
-    parts: Rows
-
-    def of(self, strip: int) -> Cuts:
+    def of(self, strip: int) -> _Cuts:
         """Those of one strip, whose first part has number 0."""
         begin, end = np.searchsorted(self.jobs[:, 0], (strip, strip + 1))
         jobs = self.jobs[begin:end].copy()
         first, last = (int(jobs[0, 2]), int(jobs[-1, 3])) if len(jobs) else (0, 0)
         jobs[:, 2:] -= first
-        return Cuts(jobs, self.parts[first:last])
+        return _Cuts(jobs, self.parts[first:last])
 
 
-def cut(image: TiledImage, at: Rows, patch: Rows, size_px: int, *, step: int, reach: int) -> Cuts:
-    """The plan for patches that are taken in strips.
+def _cut(image: TiledImage, at: _Rows, patch: _Rows, size_px: int, *, step: int, reach: int) -> _Cuts:
+    """The plan for patches at [n, 2] in the image's pixels, whose numbers [n] ascend; number // step is a strip.
 
     A tile is decoded by the first strip that wants it and gives to all strips up to `reach` further on; of those
     beyond, again the first decodes it.
-
-    Args:
-        image: where the tiles lie.
-        at: (x, y) [n, 2] of patches in the image's pixels; they may reach over its edges.
-        patch: [n] their numbers, ascending; number // step is the strip.
-        size_px: their side.
-        step: patches in a strip.
-        reach: strips.
-
-    Example:
-        >>> tiles = np.arange(4)
-        >>> image = TiledImage((8, 8), (4, 4), tiles, tiles, b"", rgb=False)
-        >>> cut(image, np.array([[0, 0], [2, 4]]), np.arange(2), 4, step=1, reach=1).jobs.tolist()
-        [[0, 0, 0, 1], [1, 2, 1, 2], [1, 3, 2, 3]]
     """
     across, first_across, n_across = _along(at[:, 0], size_px, image.tile_px[0], image.size_px[0])
     down, first_down, n_down = _along(at[:, 1], size_px, image.tile_px[1], image.size_px[1])
@@ -84,10 +67,10 @@ def cut(image: TiledImage, at: Rows, patch: Rows, size_px: int, *, step: int, re
     parts = np.stack(
         [patch[of], row[:, 1], row[:, 2], column[:, 1], column[:, 2], row[:, 3], column[:, 3]], axis=1
     )[order]
-    return Cuts(np.stack([owner[first], tile[first], first, end], axis=1), parts)
+    return _Cuts(np.stack([owner[first], tile[first], first, end], axis=1), parts)
 
 
-def _along(start: Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[Rows, Rows, Rows]:
+def _along(start: _Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[_Rows, _Rows, _Rows]:
     """Along one axis: (pieces [m, 4] as tile, its first and end pixel, pixel of the patch; for patches that start there
     [n] the first of its pieces, and how many it has)."""
     known, of = np.unique(start, return_inverse=True)
@@ -100,14 +83,14 @@ def _along(start: Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[Row
     return table, bounds[of], np.diff(bounds)[of]
 
 
-def _changes(*columns: Rows) -> NDArray[np.bool_]:
+def _changes(*columns: _Rows) -> NDArray[np.bool_]:
     """Where a row differs from the one before; the first does."""
     changes = np.ones(len(columns[0]), bool)
     changes[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     return changes
 
 
-def _last_true(begins: NDArray[np.bool_]) -> Rows:
+def _last_true(begins: NDArray[np.bool_]) -> _Rows:
     """Of each place, the last one at or before it that is true."""
     return np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
 
@@ -119,18 +102,11 @@ _MEMORY = BufferPool(most=8)
 """Of strips that were written."""
 
 
-class Sweep:
-    """Reads patches strip by strip.
+class _Sweep:
+    """Reads patches with corners [n, 2] from an open slide, in strips of `step` patches.
 
     Threads call `fill` once for each strip, about in order. A strip can be taken once its own call and all before it
-    have returned.
-
-    Args:
-        slide: open; it stays open.
-        xy_l0: the patches' corners [n, 2].
-        spec: their size and resolution.
-        step: patches in a strip.
-        first: row of the first patch among all that are read.
+    have returned. `first` is the row of the first patch among all that are read.
     """
 
     def __init__(
@@ -144,7 +120,7 @@ class Sweep:
             self._level, at, tiled = native
             rows = np.flatnonzero(tiled)
             reach = max(1, _REACH_BYTES // (step * spec.size_px**2 * 3))
-            self._cuts = cut(self._level.image, at[rows], rows, spec.size_px, step=step, reach=reach)
+            self._cuts = _cut(self._level.image, at[rows], rows, spec.size_px, step=step, reach=reach)
             ends = at + spec.size_px > self._level.image.size_px
             over = tiled & ((at < 0) | ends).any(axis=1)
         strips = (slice(start, start + step) for start in range(0, len(xy_l0), step))
@@ -169,12 +145,7 @@ class Sweep:
     def take(self, number: int, aside: dict[int, str] | None) -> tuple[int, NDArray[np.uint8]]:
         """(row of the first patch, the good ones' pixels uint8[b, size_px, size_px, 3]); the strip is gone then.
 
-        Args:
-            number: of the strip.
-            aside: row → why it cannot be decoded; the bad ones are added.
-
-        Raises:
-            WsiFlError: when one is bad and `aside` is None.
+        The bad ones are added to `aside`, row → reason. Without it the first raises WsiFlError.
         """
         strip = self._strips.pop(number)
         self._read(strip, sorted(strip.doubtful))
@@ -197,11 +168,15 @@ class Sweep:
             except WsiFlError as error:
                 strip.bad[k] = str(error)
 
-    def _decode(self, level: NativeLevel, cuts: Cuts, number: int) -> None:
+    def _decode(self, level: NativeLevel, cuts: _Cuts, number: int) -> None:
         jobs, parts = cuts.of(number)
         first, end = jobs[:, 2:].T
-        patches, scratch = self._patches(parts[:, 0]), level.room()
-        alone = (end - first == 1) & _whole(parts, level.tile_shape, self._spec.size_px)[first]
+        of, within = (column.tolist() for column in np.divmod(parts[:, 0], self._step))
+        pixels = {strip: self._pixels(self._strips[strip]) for strip in sorted(set(of))}
+        patches = [pixels[strip][k] for strip, k in zip(of, within, strict=True)]
+        scratch, size = level.room(), self._spec.size_px
+        whole = np.all(parts[:, 1:5] == (0, size, 0, size), axis=1) & (level.tile_shape[:2] == (size, size))
+        alone = (end - first == 1) & whole[first]
         served = zip(first.tolist(), end.tolist(), alone.tolist(), strict=True)
         places = parts[:, 1:].tolist()
         for stream, (begin, stop, direct) in zip(level.streams(jobs[:, 1]), served, strict=True):
@@ -213,14 +188,10 @@ class Sweep:
                     self._strips[strip].doubtful.add(k)
                 continue
             if not direct:
-                for part, patch in zip(places[begin:stop], patches[begin:stop], strict=True):
-                    _copy(scratch, part, patch)
-
-    def _patches(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-        """Where these patches go."""
-        strips, k = np.divmod(numbers, self._step)
-        pixels = {strip: self._pixels(self._strips[strip]) for strip in np.unique(strips).tolist()}
-        return [pixels[strip][k] for strip, k in zip(strips.tolist(), k.tolist(), strict=True)]
+                for place, patch in zip(places[begin:stop], patches[begin:stop], strict=True):
+                    top, bottom, left, right, row, column = place
+                    part = scratch[top:bottom, left:right]
+                    patch[row : row + bottom - top, column : column + right - left] = part
 
     def _pixels(self, strip: _Strip) -> NDArray[np.uint8]:
         """The strip's array, made when it is first wanted; patches over the edge have the background's colour."""
@@ -233,30 +204,20 @@ class Sweep:
             return strip.pixels
 
 
+@dataclass
 class _Strip:
-    """Successive patches on their way into one array: their corners, whether tiles make them, whether they lie over
-    the edge."""
+    """Successive patches on their way into one array."""
 
-    def __init__(self, corners: NDArray[np.int64], tiled: NDArray[np.bool_], over: NDArray[np.bool_]) -> None:
-        self.corners, self.tiled, self.over = corners, tiled, over
-        self.pixels: NDArray[np.uint8] | None = None
-        self.doubtful: set[int] = set()
-        """Over a tile that cannot be decoded."""
-        self.bad: dict[int, str] = {}
-        """Patch → why it cannot be read."""
-
-
-def _copy(tile: NDArray[np.uint8], part: Sequence[int], patch: NDArray[np.uint8]) -> None:
-    """Copy a part of a tile, as in `Cuts.parts` without the patch's number, to its place in a patch."""
-    top, bottom, left, right, row, column = part
-    patch[row : row + bottom - top, column : column + right - left] = tile[top:bottom, left:right]
-
-
-def _whole(parts: NDArray[np.int64], tile_shape: tuple[int, ...], size_px: int) -> NDArray[np.bool_]:
-    """[p] whether a part is a whole tile and a whole patch."""
-    if tile_shape[:2] != (size_px, size_px):
-        return np.zeros(len(parts), bool)
-    return np.asarray(np.all(parts[:, 1:5] == (0, size_px, 0, size_px), axis=1))
+    corners: _Rows
+    tiled: NDArray[np.bool_]
+    """Whether tiles make them."""
+    over: NDArray[np.bool_]
+    """Whether they lie over the edge."""
+    pixels: NDArray[np.uint8] | None = None
+    doubtful: set[int] = field(default_factory=set)
+    """Over a tile that cannot be decoded."""
+    bad: dict[int, str] = field(default_factory=dict)
+    """Patch → why it cannot be read."""
 
 
 _BATCH, _BATCH_BYTES = 32, 20 << 20
@@ -281,9 +242,8 @@ def read_patches(
     bounded. A native tile under several patches is decoded once; see `sweep`.
 
     Args:
-        record, xy_l0, spec: which slide, the patches' corners [n, 2], their size and resolution.
+        xy_l0: the patches' corners [n, 2].
         threads: how many decode.
-        reader: see `Slide`.
         aside: row → one-line reason of the patches that cannot be decoded. They are left out of their batch, which
             may become empty; a batch's entries are there when it is yielded.
 
@@ -292,18 +252,13 @@ def read_patches(
     """
     threads = max(1, threads)
     ahead = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))
+    # Strips in hand span about two rows of the grid, whose tiles are kept where patches are resampled from them.
+    in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // ahead) // (spec.size_px**2 * 3)
+    in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
+    step = max(1, min(_BATCH, in_memory, in_two_rows // ahead))
     with Slide(record.path, record.mpp_override, reader) as slide:
-        step = _strip_size(xy_l0, spec, ahead)
         for first in range(0, len(xy_l0), _AT_ONCE):
-            sweep = Sweep(slide, xy_l0[first : first + _AT_ONCE], spec, step, first)
+            sweep = _Sweep(slide, xy_l0[first : first + _AT_ONCE], spec, step, first)
             with closing(in_order(sweep.fill, range(len(sweep)), threads=threads, ahead=ahead)) as filled:
                 for number in filled:
                     yield sweep.take(number, aside)
-
-
-def _strip_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
-    """Patches in each of so many batches; together they span about two rows of the grid, whose tiles are kept where
-    patches are resampled from them."""
-    in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // in_hand) // (spec.size_px**2 * 3)
-    in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
-    return max(1, min(_BATCH, in_memory, in_two_rows // in_hand))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.native import Box, NativeLevel
-from wsi_fl.slides.reading.tiff import TiledImage, levels_of
+from wsi_fl.slides.reading.native import Box, NativeLevel, TiledImage, tiled_images
 from wsi_fl.types import WsiFlError
 
 _VENDORS = {"aperio", "generic-tiff", "philips"}
@@ -19,42 +18,30 @@ _WINDOW_PX = 128
 _MOST_DIFFERENT, _MOST_DIFFERENT_ON_AVERAGE = 2, 0.1
 """Grey levels; what decoders may differ by in rounding."""
 
-Reference = Callable[[int, Box], NDArray[np.uint8] | None]
-"""OpenSlide's pixels of a box of a level; None where it has none exactly there."""
+_Pixels = NDArray[np.uint8]
 
 
 class TrustedLevels:
     """The levels of one slide; each is compared with OpenSlide when it is first wanted.
 
-    Args:
-        path: the slide's file.
-        level_sizes_px: (width, height) of every level that OpenSlide lists.
-        vendor, properties: as OpenSlide says them.
-        background: RGB of what lies beyond the edge.
-        reference: where OpenSlide's pixels come from.
-        required: whether a level that cannot be trusted is an error.
-
-    Raises:
-        WsiFlError: when level 0 cannot be trusted and `required`.
+    Sizes and properties are as OpenSlide lists them. `reference` gives OpenSlide's pixels of a box of a level, None
+    where it has none exactly there. A level that cannot be trusted is None, or a WsiFlError where it is `required`.
     """
 
     def __init__(
         self,
         path: Path,
         level_sizes_px: tuple[tuple[int, int], ...],
-        vendor: str,
         properties: Mapping[str, str],
         background: tuple[int, int, int],
-        reference: Reference,
+        reference: Callable[[int, Box], _Pixels | None],
         *,
         required: bool,
     ) -> None:
-        self._path = path
-        self._background = background
-        self._reference = reference
-        self._required = required
-        suits = vendor in _VENDORS
-        self._images = levels_of(path, level_sizes_px, properties) if suits else [None] * len(level_sizes_px)
+        self._path, self._background = path, background
+        self._reference, self._required = reference, required
+        images = tiled_images(path) if properties.get("openslide.vendor") in _VENDORS else []
+        self._images = [_only(images, k, size, properties) for k, size in enumerate(level_sizes_px)]
         self._levels: dict[int, NativeLevel | None] = {}
         self._lock = threading.Lock()
         self._file = path.open("rb", buffering=0)
@@ -96,15 +83,20 @@ class TrustedLevels:
         return None
 
 
-def _difference(level: NativeLevel, reference: Callable[[Box], NDArray[np.uint8] | None]) -> str | None:
+def _only(
+    images: Sequence[TiledImage], level: int, size_px: tuple[int, int], properties: Mapping[str, str]
+) -> TiledImage | None:
+    """The one directory of the size and tiling that OpenSlide says of a level, or None."""
+    stated = [properties.get(f"openslide.level[{level}].tile-{side}") for side in ("width", "height")]
+    same = [one for one in images if one.size_px == size_px and [str(n) for n in one.tile_px] == stated]
+    return same[0] if len(same) == 1 else None
+
+
+def _difference(level: NativeLevel, reference: Callable[[Box], _Pixels | None]) -> str | None:
     """Why the level must not be read natively, or None.
 
     Compares windows at the first, the middle and the last tile, the latter beyond the edge. A window that one side
     cannot decode says nothing (the tile may be damaged), so another is taken.
-
-    Args:
-        level: what to judge.
-        reference: the authority's pixels of a box, None where it has none exactly there.
     """
     n_compared = 0
     for boxes in _windows(level.image):
@@ -133,15 +125,11 @@ def _windows(image: TiledImage) -> Iterator[list[Box]]:
     """Three places to compare, each with a few to stand in."""
     (width, height), (tile_width, tile_height) = image.size_px, image.tile_px
     side = min(_WINDOW_PX, tile_width, tile_height)
-    last = image.n_columns * image.n_rows - 1
-    middle = image.n_rows // 2 * image.n_columns + image.n_columns // 2
-    numbers = [
-        range(min(3, last + 1)),
-        range(middle, min(middle + 3, last + 1)),
-        range(last, max(-1, last - 3), -1),
-    ]
+    across, n = image.n_columns, image.n_columns * image.n_rows
+    middle = image.n_rows // 2 * across + across // 2
+    numbers = (range(3), range(middle, middle + 3), range(n - 1, n - 4, -1))
     over_the_edge = (max(0, width - side // 2), max(0, height - side // 2))
     for k, some in enumerate(numbers):
-        tiles = [divmod(number, image.n_columns) for number in some]
+        tiles = [divmod(number, across) for number in some if 0 <= number < n]
         corners = [(column * tile_width, row * tile_height) for row, column in tiles]
         yield [(*corner, side, side) for corner in ([over_the_edge, *corners] if k == 2 else corners)]

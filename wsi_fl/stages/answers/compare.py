@@ -66,9 +66,8 @@ def compare(
     if first.member.left_out is not None:
         on = "left_out"
     if on == "own":
-        notes.append(
-            "Not every run has a merged test set: each model is measured on its own site's test part."
-        )
+        own = "each model is measured on its own site's test part"
+        notes.append(f"Not every run has a merged test set: {own}.")
     if lost := sorted({site for run in everything for site in run.summary["lost"]}):
         notes.append(f"Lost during training in some run: {', '.join(lost)}.")
     rows = _grouped(everything, evaluations, on, first)
@@ -215,21 +214,15 @@ class _Row:
             **{metric: self.spread(metric) for metric in (*scores, f"own_{scores[0]}")},
             "sites": {site: fmean(known[site]) if site in known else None for site in seen},
             "communication": self.communication(),
-            "seconds_per_round": mean_of_known(
-                [summary["seconds"] / _rounds(summary) for summary in summaries]
-            ),
+            "seconds_per_round": mean_of_known([one["seconds"] / _rounds(one) for one in summaries]),
         }
 
     def communication(self) -> dict[str, float | None]:
         """Per round: messages and bytes a site sends on average, bytes of the one that sends most, seconds of the
         slowest. The busiest site is known only where the metrics of all sites lie here.
         """
-        found: dict[str, list[float | None]] = {
-            "messages": [],
-            "bytes": [],
-            "busiest_bytes": [],
-            "seconds": [],
-        }
+        kinds = ("messages", "bytes", "busiest_bytes", "seconds")
+        found: dict[str, list[float | None]] = {kind: [] for kind in kinds}
         for run in self.runs:
             total, rounds, n = run.summary["communication"], _rounds(run.summary), len(run.summary["sites"])
             found["messages"].append(total["messages"] / rounds / n)

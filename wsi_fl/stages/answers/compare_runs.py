@@ -287,15 +287,8 @@ def _trained(study: Study, like: Run, watcher: Watcher) -> Run:
     )
     party = RunContext.of(study, like.pipeline, BASELINE)
     backend = "local" if party.may_merge or len(party.sites) == 1 else "mpi"
-    summary = train(
-        study,
-        method=BASELINE,
-        pipeline_name=name,
-        overrides=overrides,
-        backend=backend,
-        watcher=watcher,
-        told=True,
-    )
+    made_by = {"method": BASELINE, "pipeline_name": name, "backend": backend}
+    summary = train(study, overrides=overrides, watcher=watcher, told=True, **made_by)
     return Run.of(study.run(summary["run"]))
 
 

@@ -87,10 +87,10 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
     if several and task.kind == "classes":  # a site weighs its training rows
         rules = aggregated_scores([table.answers for table in answers], answers[0].truth, weights)
         together = {"rule": value_of(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
-    over_parts = {
-        name: _over_sites([row["parts"][name] for row in rows], task)
-        for name in (rows[0]["parts"] if merged else ())
-    }
+    over_parts = None
+    if merged:
+        names = rows[0]["parts"]
+        over_parts = {name: _over_sites([row["parts"][name] for row in rows], task) for name in names}
     return {
         "run": party.study.relative(party.run.path),
         "method": party.name,
@@ -105,7 +105,7 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         "models": _over_models(rows, task, merged=merged),
         "aggregated": together,
         "external_set": _outside(party, taking_part, weights),
-        "parts": over_parts if merged else None,
+        "parts": over_parts,
         "sites": rows,
         "receivers": receivers,
         "between": between_of(party),

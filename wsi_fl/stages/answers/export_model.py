@@ -16,7 +16,9 @@ from torch import nn
 
 from wsi_fl import __version__
 from wsi_fl.models.exporting import Encoded, Reduced, fit_to_leave, input_of, write_onnx, write_torchscript
-from wsi_fl.report.model_card import rendered, warning_of
+from wsi_fl.report import worth
+from wsi_fl.report.fill import fill
+from wsi_fl.report.words import SCORES, SHORT, detected_of, number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare_runs import Run
 from wsi_fl.stages.answers.report import baselines
@@ -128,22 +130,15 @@ def export_model(
         _require_allowed(leaving, private=private)
         name = f"{run.name}-{leaving.site.name}-{called}"
         folder = out or run.path / "exports" / form / f"{leaving.site.name}-{called}"
-        models = answering(
-            run,
-            party.pipeline,
-            leaving.site,
-            leaving.facts["classes"],
-            leaving.shape,
-            torch.device("cpu"),
-            every=True,
-        ).models
+        what = (leaving.facts["classes"], leaving.shape, torch.device("cpu"))
+        models = answering(run, party.pipeline, leaving.site, *what, every=True).models
         network = fit_to_leave(models[leaving.role]).eval().requires_grad_(False)
         for old in _CARD:  # never beside a model that is not its own
             (folder / old).unlink(missing_ok=True)
         made = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}[form](leaving, network, folder, name)
         card = card_of(leaving, name, made, folder)
     write_json(folder / "model_card.json", card)
-    write_text(folder / "MODEL_CARD.md", rendered(card))
+    write_text(folder / "MODEL_CARD.md", _rendered(card))
     run.site(leaving.site.name).log(f"export: the {called} model as {form}, {', '.join(card['files'])}")
     return {
         "run": study.relative(run.path),
@@ -153,7 +148,7 @@ def export_model(
         "out": study.relative(folder),
         "files": sorted((*card["files"], *_CARD)),
         "difference": made.difference,
-        "warning": warning_of(card),
+        "warning": _warning_of(card),
     }
 
 
@@ -385,3 +380,33 @@ def _audited(leaving: Leaving, site: str) -> float | None:
         and (model["model"] == "private") == (leaving.called == "private")
     ]
     return max(bounds, default=None)
+
+
+def _warning_of(card: Mapping[str, Any]) -> str:
+    """What stands first: what somebody who has this file might learn of patients."""
+    private = card["role"] == "private"
+    if card["privacy"]["covered"]:
+        home = "This is a private model, which was to stay at home. " if private else ""
+        return f"{home}Trained with differential privacy; what that is worth stands under Privacy."
+    what = "a private model: it was" if private else "a model that was"
+    return (
+        f"This is {what} trained without differential privacy and may have memorised patients. "
+        "Treat it as you treat the data it learned from."
+    )
+
+
+def _rendered(card: Mapping[str, Any]) -> str:
+    """The card as Markdown."""
+    gain, scores = card["worth"], (card["metrics"] or {}).get("scores", ())
+    joining = None
+    if gain:
+        reached = f"In the run joining reached {number(gain['joined']['mean'], 2)} in {gain['measure']}"
+        joining = worth.finding(gain, reached, "a hospital alone without differential privacy").text
+    context = {
+        "card": card,
+        "warning": _warning_of(card),
+        "measures": {name: SHORT.get(name, SCORES[name].lower()) for name in scores},
+        "detected": detected_of(card["privacy"]["sites"]),
+        "joining": joining,
+    }
+    return fill("model_card", context, form="md") + "\n"

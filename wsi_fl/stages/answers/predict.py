@@ -16,8 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.grid import size_in_l0
-from wsi_fl.slides.pictures.geojson import Color, write_geojson
-from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Heat, draw_heatmap, leading, patch_boxes, score
+from wsi_fl.slides.pictures.heatmap import (
+    TOP_K,
+    Caption,
+    Color,
+    Heat,
+    draw_heatmap,
+    leading,
+    patch_boxes,
+    score,
+    write_geojson,
+)
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
 from wsi_fl.stages.answers.trained import trained_site
 from wsi_fl.stages.work.console import Lines, Table, Watcher, reason_of

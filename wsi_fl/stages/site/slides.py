@@ -169,8 +169,8 @@ class _Bagged(Data):
         meta, store = self.store.meta, self.store
         if self.example != "slide" and not meta.tumor_types:
             return None
-        of_bags = isinstance(table, BagTable)
-        kinds = table.tumor_type if of_bags else store.table.tumor_type[store.bag_of_patch[rows]]
+        whose = table.tumor_type if isinstance(table, BagTable) else None
+        kinds = store.table.tumor_type[store.bag_of_patch[rows]] if whose is None else whose
         allowed = allowed_classes(kinds, meta.classes, meta.tumor_types)
         strange = ~allowed[np.arange(len(table)), table.label] & (not self.receives)
         for row in np.flatnonzero(strange)[:1]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from wsi_fl import types
 from wsi_fl.learning.survival import require_extra
 from wsi_fl.learning.tasks import CLASSES, Number, Survival, Task
-from wsi_fl.slides.layouts.rows import of_site, rows_of
+from wsi_fl.slides.layouts.common import of_site, rows_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Target
 from wsi_fl.study.site import SiteFile

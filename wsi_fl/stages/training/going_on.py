@@ -199,13 +199,7 @@ def choose_run(told: Mapping[str, Runs]) -> str:
 
     A site that the others went on without before it had begun has no part of their run yet, and comes to it. Any other
     run that is not everywhere is left behind where nobody has finished anything in it. Otherwise a site has lost what
-    it had, and a new run would be charged beside it, which nobody does without being told to.
-
-    Args:
-        told: what each site has.
-
-    Raises:
-        KnownToAll: when a site has no run in which another has finished rounds.
+    it had (KnownToAll), and a new run would be charged beside it, which nobody does without being told to.
 
     Example:
         >>> run = {"identity": "0" * 32, "rounds": 2, "lost": []}

@@ -28,12 +28,12 @@ from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import SummaryRow, row_of, summary_of
 from wsi_fl.stages.training.workshop import brought, build_site, leaving_words, remember, schedule_of
-from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
+from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit, reason_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import raise_if_full, write_json
-from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError, one_line
+from wsi_fl.system.files import write_json
+from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError
 
 _AnyComm = TypeVar("_AnyComm", bound=Comm)
 
@@ -92,7 +92,7 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, An
     return rows
 
 
-def _scoring(party: RunContext, sites: Sequence[Site], comm: Comm, report: loop.Report) -> CrossSiteScoring:
+def _scoring(party: RunContext, sites: Sequence[Site], comm: Comm, report: loop._Report) -> CrossSiteScoring:
     """What scores the models that travelled, where hospitals keep their test parts to themselves."""
     rounds = party.pipeline.train.rounds
 
@@ -169,7 +169,7 @@ def _guarded(
         raise
     except BaseException as error:
         kind = UsageError if isinstance(error, UsageError) else WsiFlError
-        text = _in_a_line(error, study)
+        text = reason_of(error, study.runs)
         if real:
             begun = run is not None and run.site(me).checkpoints()  # else its folder is about to go
             log = run.site(me).log_path if run and begun else study.runs / f"{me}.log"
@@ -189,14 +189,6 @@ def _guarded(
 def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     with suppress(OSError):  # a warning ends no run
         note(log, f"{category.__name__}: {message}")
-
-
-def _in_a_line(error: BaseException, study: Study) -> str:
-    try:
-        raise_if_full(error, study.runs)
-    except WsiFlError as full:
-        return one_line(full)
-    return one_line(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {one_line(error)}"
 
 
 def join(
@@ -229,7 +221,7 @@ def take_part(party: RunContext, comm: _AnyComm, run_of: Callable[[_AnyComm], Ru
     return _guarded(comm, study, me, lambda: run_of(comm), work, tell)
 
 
-def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:
+def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop._Report:
     folders = {site.name: site.folder for site in sites}
     rounds, task = pipeline.train.rounds, sites[0].train.task
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import rich.table
@@ -15,8 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.machine import launched_ranks
-from wsi_fl.types import WsiFlError, printable
+from wsi_fl.types import DiskFull, WsiFlError, one_line, printable
 
 if TYPE_CHECKING:
     from wsi_fl.models.encoder import Spent
@@ -268,14 +270,22 @@ _WORDS: dict[type[BaseException], str] = {
 }
 
 
-def reason_of(error: BaseException) -> str:
-    """Return in one line why something failed: the words of an error of our own, else its type too."""
-    if isinstance(error, WsiFlError):
-        return str(error)
-    for kind, words in _WORDS.items():
-        if isinstance(error, kind):
-            return words
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def reason_of(error: BaseException, place: Path | None = None) -> str:
+    """Return in one line why something failed: the words of an error of our own, else its type too.
+
+    Where it wrote to a place, a full disk is said first.
+    """
+    if place is not None:
+        try:
+            raise_if_full(error, place)
+        except DiskFull as full:
+            error = full
+    known = next((words for kind, words in _WORDS.items() if isinstance(error, kind)), None)
+    return (
+        one_line(error)
+        if isinstance(error, WsiFlError)
+        else known or f"{type(error).__name__}: {one_line(error)}"
+    )
 
 
 _MOST_PLACES = 5

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import TypedDict
 
 from wsi_fl.stages.work.console import Silent, Watcher, reason_of
-from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.machine import cores, launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -132,7 +131,8 @@ class Job:
             outcome["result"] = work()
         except Exception as error:
             failure = error
-            outcome = {"error": _told(error), "usage": isinstance(error, UsageError)}
+            place = Path(getattr(error, "filename", None) or "the store")
+            outcome = {"error": reason_of(error, place), "usage": isinstance(error, UsageError)}
         except BaseException:  # Ctrl-C: the others would wait in vain
             self._comm.abort(1)
             raise
@@ -152,17 +152,6 @@ def share_of_cores(mine: tuple[str, list[int]], ranks: Sequence[tuple[str, list[
     host, cores = mine
     sharing = [sum(core in theirs for name, theirs in ranks if name == host) for core in cores]
     return max(1, int(sum(1 / n for n in sharing) + 1e-9))
-
-
-def _told(error: Exception) -> str:
-    """Return why something failed; for a full disk, what to do about it."""
-    if isinstance(error, WsiFlError):
-        return str(error)
-    try:
-        raise_if_full(error, getattr(error, "filename", None) or Path("the store"))
-    except WsiFlError as full:
-        return str(full)
-    return reason_of(error)
 
 
 def device_of_rank() -> torch.device:

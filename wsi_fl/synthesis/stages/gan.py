@@ -187,7 +187,7 @@ class _Gan(GeneratorType):
                 "nearest": {name: asdict(spread(one.nearest[0])) for name, one in found.items()},
             },
             notes=[] if "after" in found else ["The generator was trained without the privacy loss."],
-            distances=distances,
+            distances={str(name): one for name, one in distances.items()},
             axis="LPIPS between a training image and its projection",
             rows=[(name, images[order]) for name, images in shown.items()],  # Fig. 4
             picture=("projections", "projections.png"),

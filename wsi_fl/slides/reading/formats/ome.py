@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +19,11 @@ if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage, TiffPageSeries
 
 _UM = {
-    "m": 1e6,
-    "meter": 1e6,
+    **dict.fromkeys(("m", "meter"), 1e6),
     "cm": 1e4,
-    "mm": 1e3,
-    "millimeter": 1e3,
-    "µm": 1.0,
-    "um": 1.0,
-    "micrometer": 1.0,
-    "nm": 1e-3,
-    "nanometer": 1e-3,
+    **dict.fromkeys(("mm", "millimeter"), 1e3),
+    **dict.fromkeys(("µm", "um", "micrometer"), 1.0),
+    **dict.fromkeys(("nm", "nanometer"), 1e-3),
 }
 _PRIMARIES = ("FF0000", "00FF00", "0000FF")
 
@@ -128,9 +123,8 @@ def of_zarr(path: Path) -> Source:
     known = hashlib.sha256()
     for file in sorted(one for name in (".z*", "zarr.json") for one in path.rglob(name) if one.is_file()):
         known.update(file.relative_to(path).as_posix().encode() + file.read_bytes())
-    return _of_arrays(
-        arrays, axes, vendor="ome-zarr", mpp=_mpp_of_ngff(image, axes), quickhash=known.hexdigest()
-    )
+    mpp = _mpp_of_ngff(image, axes)
+    return _of_arrays(arrays, axes, vendor="ome-zarr", mpp=mpp, quickhash=known.hexdigest())
 
 
 def _said(group: Any) -> Mapping[str, Any]:
@@ -149,9 +143,8 @@ def _require_rgb(path: Path, arrays: Sequence[Any], axes: str, said: Mapping[str
             f"{path.name}: a slide has three channels of 8-bit colours; this Zarr has axes {axes}, shape {shape} "
             f"and {arrays[0].dtype}"
         )
-    colours = [
-        str(one.get("color") or "").lstrip("#").upper() for one in said.get("omero", {}).get("channels", [])
-    ]
+    channels_said = said.get("omero", {}).get("channels", [])
+    colours = [str(one.get("color") or "").lstrip("#").upper() for one in channels_said]
     if any(colour and colour != own for colour, own in zip(colours, _PRIMARIES, strict=False)):
         raise WsiFlError(
             f"{path.name}: a slide has red, green and blue; the channels of this Zarr are {', '.join(colours)}"
@@ -160,11 +153,11 @@ def _require_rgb(path: Path, arrays: Sequence[Any], axes: str, said: Mapping[str
 
 def _mpp_of_ngff(image: Mapping[str, Any], axes: str) -> Mpp:
     """µm per pixel of the first dataset: its own scale times that of all datasets."""
-    transformations = [
-        *image["datasets"][0]["coordinateTransformations"],
-        *image.get("coordinateTransformations", []),
-    ]
-    scales = [one["scale"] for one in transformations if one["type"] == "scale"]
+    own, of_all = (
+        image["datasets"][0]["coordinateTransformations"],
+        image.get("coordinateTransformations", []),
+    )
+    scales = [one["scale"] for one in (*own, *of_all) if one["type"] == "scale"]
     units = {axis["name"]: _UM.get(axis.get("unit", "")) for axis in image["axes"]}
 
     def stated(axis: str) -> float | None:
@@ -174,15 +167,7 @@ def _mpp_of_ngff(image: Mapping[str, Any], axes: str) -> Mpp:
     return stated("x"), stated("y")
 
 
-def _of_arrays(
-    arrays: Sequence[Any],
-    axes: str,
-    *,
-    vendor: str,
-    mpp: Mpp,
-    quickhash: str,
-    close: Callable[[], None] = lambda: None,
-) -> Source:
+def _of_arrays(arrays: Sequence[Any], axes: str, **said: Any) -> Source:
     """A source of arrays that are sliced, as Zarr's: of their axes x, y and c all are read, of others the first."""
 
     def read(level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -192,4 +177,4 @@ def _of_arrays(
         return np.moveaxis(found, [order.index(axis) for axis in "yxc"], [0, 1, 2])
 
     sizes = [(array.shape[axes.index("x")], array.shape[axes.index("y")]) for array in arrays]
-    return Levels(sizes, read, vendor=vendor, mpp=mpp, quickhash=quickhash, close=close)
+    return Levels(sizes, read, **said)

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from PIL.ImageFile import ImageFile
 
-from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest
-from wsi_fl.slides.reading.pixels import rgb
+from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest, rgb
 from wsi_fl.types import WsiFlError
 
-MOST_PLAIN_PX = 1 << 25
+_MOST_PX = 1 << 25
 """Pixels of a plain picture: it takes 134 MB with its sub-resolutions, and twice that while it is opened."""
 _LEAST_PX = 512
 _STRIP_PX = 1 << 22
@@ -27,12 +26,6 @@ warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 """What it finds odd in a file is no user's business: pixels that it cannot read are an error."""
 
 
-def of_picture(path: Path, kind: type[ImageFile]) -> Source:
-    """Open a picture by Pillow's class of its format; `Image.open` would set a limit of its own."""
-    pixels, mpp = _decoded(path, kind)
-    return _in_memory(pixels, mpp, digest(path))
-
-
 def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]:
     """Return a picture as uint8[h, w, 3], turned as it says and white where it is transparent, and its µm per pixel."""
     try:
@@ -42,7 +35,12 @@ def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]
             f"{path.name}: a picture that Pillow does not read ({error}); save it as PNG or as a tiled pyramid"
         ) from None
     with picture:
-        _require_fitting(path, *picture.size)
+        width, height = picture.size
+        if width * height > _MOST_PX:
+            raise WsiFlError(
+                f"{path.name}: a plain picture of {width} × {height} pixels; up to {_MOST_PX // 10**6} million are "
+                "read, so make it a tiled pyramid (vips tiffsave --tile --pyramid)"
+            )
         deep = ";16" in str(picture.tile)  # of which Pillow would keep the upper half
         if deep or picture.mode not in _COLOURS:
             said = _OTHERS.get(picture.mode[0], f"{'16-bit ' * deep}{picture.mode}")
@@ -57,16 +55,12 @@ def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]
     return out, (25_400 / x if x > 0 else None, 25_400 / y if y > 0 else None)
 
 
-def _require_fitting(path: Path, width: int, height: int) -> None:
-    if width * height > MOST_PLAIN_PX:
-        raise WsiFlError(
-            f"{path.name}: a plain picture of {width} × {height} pixels; up to {MOST_PLAIN_PX // 10**6} million are "
-            "read, so make it a tiled pyramid (vips tiffsave --tile --pyramid)"
-        )
+def of_picture(path: Path, kind: type[ImageFile]) -> Source:
+    """Open a picture by Pillow's class of its format, with sub-resolutions by halves.
 
-
-def _in_memory(pixels: NDArray[np.uint8], mpp: Mpp, quickhash: str) -> Source:
-    """A plain picture, with sub-resolutions by halves."""
+    `Image.open` would set a limit of its own.
+    """
+    pixels, mpp = _decoded(path, kind)
     levels = [pixels]
     while max(levels[-1].shape) > _LEAST_PX:
         levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
@@ -75,4 +69,4 @@ def _in_memory(pixels: NDArray[np.uint8], mpp: Mpp, quickhash: str) -> Source:
         return levels[level][at[1] : at[1] + size[1], at[0] : at[0] + size[0]]
 
     sizes = [(one.shape[1], one.shape[0]) for one in levels]
-    return Levels(sizes, read, vendor="plain picture", mpp=mpp, quickhash=quickhash)
+    return Levels(sizes, read, vendor="plain picture", mpp=mpp, quickhash=digest(path))

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest, needed
+from wsi_fl.slides.reading.formats.source import Levels, Source, digest, needed
 from wsi_fl.types import WsiFlError
 
 _COLOURS = {"Bgr24", "Bgr48", "Gray8"}
@@ -39,6 +39,11 @@ def of_czi(path: Path) -> Source:
 
         reader.enumerate_subblocks(noted)
         close = stack.pop_all().close
+    um: dict[str | None, float] = {}
+    for distance in ElementTree.fromstring(xml).iter("Distance"):
+        if value := distance.findtext("Value"):
+            um.setdefault(distance.get("Id"), float(value) * 1e6)
+    mpp = um.get("X"), um.get("Y")
     sizes, lock = [(bounds.w, bounds.h)], threading.Lock()
     while 0.5 ** len(sizes) >= 0.99 * min(zooms):
         sizes.append((max(1, sizes[-1][0] // 2), max(1, sizes[-1][1] // 2)))
@@ -50,17 +55,7 @@ def of_czi(path: Path) -> Source:
             found = reader.read(roi=roi, zoom=1 / step, pixel_type="Bgr24", background_pixel=(1.0, 1.0, 1.0))
         return np.asarray(found[: size[1], : size[0], ::-1], np.uint8)
 
-    return Levels(sizes, read, vendor="zeiss czi", mpp=_mpp_of_czi(xml), quickhash=digest(path), close=close)
-
-
-def _mpp_of_czi(xml: str) -> Mpp:
-    """µm per pixel; CZI says it in metres."""
-    found: dict[str, float] = {}
-    for distance in ElementTree.fromstring(xml).iter("Distance"):
-        value = distance.findtext("Value")
-        if value:
-            found.setdefault(str(distance.get("Id")), float(value) * 1e6)
-    return found.get("X"), found.get("Y")
+    return Levels(sizes, read, vendor="zeiss czi", mpp=mpp, quickhash=digest(path), close=close)
 
 
 def of_isyntax(path: Path) -> Source:

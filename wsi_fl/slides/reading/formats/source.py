@@ -18,7 +18,7 @@ _HEAD = 1 << 16
 
 Mpp = tuple[float | None, float | None]
 """µm per level-0 pixel (x, y), as far as it is known."""
-ReadLevel = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.uint8]]
+_ReadLevel = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.uint8]]
 """(level, (x, y) in its pixels, (width, height)) → uint8[height, width, 3], all within the level."""
 
 
@@ -47,16 +47,14 @@ class Levels:
     Args:
         sizes: (width, height) of each level, the largest first.
         read: reads a box of a level; several threads may call it.
-        vendor: name of the format.
-        mpp: µm per level-0 pixel (x, y), as far as it is known.
-        quickhash: of the content.
+        vendor, quickhash: name of the format, and a digest of the content.
         close: lets go of the file.
     """
 
     def __init__(
         self,
         sizes: Sequence[tuple[int, int]],
-        read: ReadLevel,
+        read: _ReadLevel,
         *,
         vendor: str,
         mpp: Mpp,
@@ -67,10 +65,8 @@ class Levels:
         self.dimensions = self.level_dimensions[0]
         width, height = self.dimensions
         self.level_downsamples = tuple((width / w + height / h) / 2 for w, h in self.level_dimensions)
-        self.properties: Mapping[str, str] = {
-            "openslide.vendor": vendor,
-            "openslide.quickhash-1": quickhash,
-        } | mpp_properties(mpp)
+        said = {"openslide.vendor": vendor, "openslide.quickhash-1": quickhash}
+        self.properties: Mapping[str, str] = said | mpp_properties(mpp)
         self._read, self.close = read, close
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
@@ -80,23 +76,29 @@ class Levels:
             SourceError: when the file is damaged there.
         """
         corner = [round(v / self.level_downsamples[level]) for v in location]
-        first = [max(0, v) for v in corner]
-        last = [
-            min(v + s, most) for v, s, most in zip(corner, size, self.level_dimensions[level], strict=True)
-        ]
+        x, y = (max(0, v) for v in corner)
+        ends = zip(corner, size, self.level_dimensions[level], strict=True)
+        right, bottom = (min(v + s, most) for v, s, most in ends)
         out = np.zeros((size[1], size[0], 4), np.uint8)
-        if all(a < b for a, b in zip(first, last, strict=True)):
-            box = (last[0] - first[0], last[1] - first[1])
+        if x < right and y < bottom:
             try:
-                pixels = self._read(level, (first[0], first[1]), box)
+                pixels = self._read(level, (x, y), (right - x, bottom - y))
             except MemoryError:
                 raise
             except Exception as error:  # each library has its own
                 raise SourceError(one_line(error)) from None
-            left, top = first[0] - corner[0], first[1] - corner[1]
-            out[top : top + box[1], left : left + box[0], :3] = pixels
-            out[top : top + box[1], left : left + box[0], 3] = 255
+            there = out[y - corner[1] : bottom - corner[1], x - corner[0] : right - corner[0]]
+            there[..., :3], there[..., 3] = pixels, 255
         return Image.fromarray(out, "RGBA")
+
+
+def rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Return an RGBA region as writable uint8[h, w, 3] over the background; only transparent ones pay for blending."""
+    pixels = np.frombuffer(region.tobytes(), "<u4")  # alpha is the highest byte
+    if pixels.size and int(pixels.min()) < 0xFF000000:
+        region = Image.alpha_composite(Image.new("RGBA", region.size, (*background, 255)), region)
+    packed = bytearray(region.tobytes("raw", "RGB"))
+    return np.frombuffer(packed, np.uint8).reshape(region.height, region.width, 3)
 
 
 def mpp_properties(mpp: Mpp) -> dict[str, str]:
@@ -105,12 +107,7 @@ def mpp_properties(mpp: Mpp) -> dict[str, str]:
 
 
 def needed(module: str, extra: str, path: Path) -> Any:
-    """Import a library that an extra brings.
-
-    Raises:
-        UsageError: when it is not installed.
-        ImportError: when it is installed and broken.
-    """
+    """Import a library that an extra brings; UsageError names the extra where it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
