@@ -581,6 +581,6 @@ def test_another_plan_or_a_run_elsewhere_or_of_other_settings(plan, signed, iden
     weak = study.pipeline("small", ["privacy.sigma=0.1"])
     party = RunContext.of(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
     party.run.path.mkdir(parents=True)
-    describe_run(party, party.run, Asked("small", agreement=plan.digest), "ab" * 16)
+    describe_run(party, Asked("small", agreement=plan.digest), "ab" * 16, party.run)
     again = part(signed, identities, resume="00007-proxyfl-small")
     refused(again, "has other settings", "nothing was begun")

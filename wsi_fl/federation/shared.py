@@ -76,7 +76,7 @@ class _Holds(TypedDict):
 
 
 class _Pieces(TypedDict):
-    """What `survivors.Part` tells another site: public keys and shares of its seeds, its vote, or what it opens."""
+    """What `masks.Part` tells another site: public keys and shares of its seeds, its vote, or what it opens."""
 
     pieces: Annotated[list[Annotated[str, Field(pattern="^([0-9a-f]{32}){1,2}$")]], Field(max_length=10_001)]
 
