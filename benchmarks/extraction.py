@@ -24,9 +24,8 @@ from safetensors.torch import save_file
 
 from wsi_fl.demo import phantom
 from wsi_fl.models.encoder import Encoder
-from wsi_fl.stages.prepare.features import features
+from wsi_fl.stages.prepare.bags import features, mosaic
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.mosaic import mosaic
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stores.patches import PatchStore

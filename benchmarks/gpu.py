@@ -26,8 +26,7 @@ from torch.nn import functional
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step
 from wsi_fl.models import build
-from wsi_fl.models.encoder import Encoder, encode
-from wsi_fl.models.network import preset_model
+from wsi_fl.models.encoder import Encoder, encode, preset_model
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import Images

@@ -35,7 +35,7 @@ from wsi_fl.learning.stacking import Stack, shared_alone, stacked
 from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.learning.verdict import Estimate, estimate, verdict
 from wsi_fl.models.directions import normalised
-from wsi_fl.models.heads import linear_head
+from wsi_fl.models.mil import linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.plan import Proposal, planned, proposals
 

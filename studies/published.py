@@ -40,7 +40,7 @@ from wsi_fl.learning.local import Learner
 from wsi_fl.learning.stacking import stacked
 from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.models.directions import Directions, normalised, read_directions
-from wsi_fl.models.heads import linear_head
+from wsi_fl.models.mil import linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer

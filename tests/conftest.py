@@ -25,9 +25,8 @@ import pytest
 
 from wsi_fl.federation.documents import decoded, encoded
 from wsi_fl.privacy.plan import plan_of_round
-from wsi_fl.stores.checksums import seal
-from wsi_fl.stores.contents import PIXELS
-from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.fields import StoreMeta, seal
+from wsi_fl.stores.patches import PIXELS
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError

@@ -22,13 +22,13 @@ from pydantic import TypeAdapter
 from typing_extensions import is_typeddict
 
 from wsi_fl.federation import message, topology
-from wsi_fl.federation.buffers import BufferShape, packed, problem_of
 from wsi_fl.federation.documents import decoded, encoded
 from wsi_fl.federation.exchange import _problem as problem_of_model
 from wsi_fl.federation.exchange import _too_far as too_far
-from wsi_fl.federation.graph import parse_graph
 from wsi_fl.federation.preflight import Brought, compare
 from wsi_fl.federation.roster import RosterEntry, Standing, first_round, roster_of
+from wsi_fl.federation.site import BufferShape
+from wsi_fl.federation.topology import parse_graph
 from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.training.checks import check_budgets
@@ -40,7 +40,6 @@ MODULES = (
     "federation.roster",
     "federation.shared",
     "federation.cross_site_evaluation",
-    "federation.scoring",
     "hospitals.trust.letters",
     "hospitals.work.taking_part",
     "stages.training.ranks",
@@ -283,7 +282,7 @@ def fuzz_messages(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -
     del every
     images = rng.random() < 0.3
     if images:
-        values: Any = packed(np.zeros((3, 2, 2, 3), np.uint8), np.array([0, 1, 1]))
+        values: Any = SHAPE.packed(np.zeros((3, 2, 2, 3), np.uint8), np.array([0, 1, 1]))
     else:
         values = np.linspace(0, 1, N_VALUES).astype(np.float32)
     kind, size = values.dtype, values.size
@@ -299,7 +298,7 @@ def fuzz_messages(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -
     if arrived.refused:
         problem = arrived.refused
     elif images:
-        problem = problem_of(np.asarray(arrived.vector, np.uint8), SHAPE)
+        problem = SHAPE.problem_of(np.asarray(arrived.vector, np.uint8))
     else:
         with np.errstate(all="ignore"):
             problem = problem_of_model(arrived, SCHEMA, N_SITES) or too_far(

@@ -19,14 +19,14 @@ from wsi_fl.learning.local import losses_of, probabilities
 from wsi_fl.learning.units import canaries, tossed
 from wsi_fl.models import build
 from wsi_fl.privacy.audit import (
-    SHARES,
+    _SHARES,
     Bound,
+    _epsilon_lower,
+    _p_value,
     auroc,
     auroc_interval,
     canary_bound,
-    epsilon_lower,
     level_of_each,
-    p_value,
     roc,
     tpr_at,
 )
@@ -119,10 +119,10 @@ def test_p_values_are_those_of_the_theorem(data):
     r = data.draw(st.integers(1, m))
     v = data.draw(st.integers(0, r))
     epsilon, delta = data.draw(st.floats(0, 4)), data.draw(st.sampled_from([0.0, 1e-5, 1e-2]))
-    found = p_value(m, r, v, epsilon, delta)
+    found = _p_value(m, r, v, epsilon, delta)
     assert found == pytest.approx(slow_p_value(m, r, v, epsilon, delta), abs=1e-12)
-    assert found <= p_value(m, r, v, epsilon + 0.1, delta) + 1e-12
-    assert found <= p_value(m, r, v, epsilon, delta + 1e-3) + 1e-12
+    assert found <= _p_value(m, r, v, epsilon + 0.1, delta) + 1e-12
+    assert found <= _p_value(m, r, v, epsilon, delta + 1e-3) + 1e-12
 
 
 @pytest.mark.parametrize("epsilon", [1.0, *nightly(0.0, 3.0)])
@@ -145,9 +145,9 @@ def chance_of_refuting(m, epsilon, confidence):
     A guess about it is right with probability e^ε / (1 + e^ε), whatever the other guesses.
     """
     right = exp(epsilon) / (1 + exp(epsilon))
-    error, chance = (1 - confidence) / len(SHARES), 0.0
-    for guesses in (int(m * share) // 2 * 2 for share in SHARES):
-        found = [epsilon_lower(m, guesses, v, 0.0, error) > epsilon for v in range(guesses + 1)]
+    error, chance = (1 - confidence) / len(_SHARES), 0.0
+    for guesses in (int(m * share) // 2 * 2 for share in _SHARES):
+        found = [_epsilon_lower(m, guesses, v, 0.0, error) > epsilon for v in range(guesses + 1)]
         chance += binom.sf(found.index(True) - 1, guesses, right) if True in found else 0.0
     return chance
 
@@ -166,7 +166,7 @@ def test_perfect_scores_are_limited_by_the_number_of_canaries():
     coins = np.arange(400) % 2 == 0
     perfect = canary_bound(coins.astype(float), coins, 1e-5)
     assert (perfect.guesses, perfect.right, perfect.accuracy) == (400, 400, 1.0)
-    assert perfect.epsilon == epsilon_lower(400, 400, 400, 1e-5, 0.0125)
+    assert perfect.epsilon == _epsilon_lower(400, 400, 400, 1e-5, 0.0125)
     assert 4.0 < perfect.epsilon < canary_bound(np.tile(coins, 4).astype(float), np.tile(coins, 4), 0).epsilon
     assert canary_bound(-coins.astype(float), coins, 1e-5).epsilon == 0
     assert canary_bound(coins.astype(float), coins, 0.01).epsilon < perfect.epsilon  # δ explains some of it

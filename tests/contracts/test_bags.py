@@ -19,7 +19,7 @@ from wsi_fl.learning.examples import allowed_classes, bag_examples, joined, pack
 from wsi_fl.learning.local import probabilities
 from wsi_fl.models import BAG_BUILDERS, build, mil
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
-from wsi_fl.privacy.dpsgd import check_trainable
+from wsi_fl.privacy.dpsgd import _check_trainable
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -183,7 +183,7 @@ def test_per_example_gradients_of_unequal_bags_are_those_of_single_bags(mode, na
         monkeypatch.setattr(mil, "LANDMARKS", 4)
     torch.manual_seed(0)
     model, bags = model_of(name), unequal(lengths=lengths)
-    check_trainable(model)
+    _check_trainable(model)
     with torch.no_grad():
         for p in model.parameters():  # gains of 1 and biases of 0 hide the rest
             p.add_(0.1 * torch.randn(p.shape))

@@ -22,7 +22,7 @@ from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import document_of
 from wsi_fl.hospitals.plans.signed import approval_path, approved_plan, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round

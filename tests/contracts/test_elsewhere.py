@@ -25,9 +25,7 @@ from wsi_fl.slides.layouts.common import rows_of
 from wsi_fl.slides.patching.annotations import outlines_of, read_annotations
 from wsi_fl.stages.prepare.check import check
 from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.exchange.clam import read_clam
-from wsi_fl.stores.exchange.stamp import read_stamp
-from wsi_fl.stores.exchange.trident import read_trident
+from wsi_fl.stores.exchange import LAYOUTS
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import load_pipeline
@@ -92,7 +90,7 @@ def test_a_file_from_elsewhere_reads_only_itself(tmp_path, reach, other):
         os.mkfifo(secret)
     path = write(tmp_path / "a.h5")
     reach(path, secret)
-    for read in (read_trident, read_clam):
+    for read in (LAYOUTS["trident"].read, LAYOUTS["clam"].read):
         refused(partial(read, path), "a.h5", "'features'", error=WsiFlError)
     images = tmp_path / "x.h5"
     with h5py.File(images, "w") as file:
@@ -109,10 +107,10 @@ def test_groups_beside_features_are_no_way_out_either(tmp_path):
     path = write(tmp_path / "a.h5", np.ones((N, D), np.float32))
     with h5py.File(path, "r+") as file:
         file["cluster"] = h5py.ExternalLink(str(secret), "/features")
-    refused(partial(read_trident, path), "a.h5", "'cluster'", error=WsiFlError)
+    refused(partial(LAYOUTS["trident"].read, path), "a.h5", "'cluster'", error=WsiFlError)
     with h5py.File(path, "r+") as file:
         file["feats"] = h5py.ExternalLink(str(secret), "/features")
-    refused(partial(read_stamp, path), "a.h5", "'feats'", error=WsiFlError)
+    refused(partial(LAYOUTS["stamp"].read, path), "a.h5", "'feats'", error=WsiFlError)
 
 
 # ---- more said than held ---------------------------------------------------------------------------------------------
@@ -161,9 +159,9 @@ def test_what_states_more_than_it_holds_is_refused_before_memory_is_taken(tmp_pa
     path = tmp_path / "a.h5"
     bomb(path)
     code = (
-        "import resource, sys\nfrom pathlib import Path\nfrom wsi_fl.stores.exchange.trident import read_trident\n"
+        "import resource, sys\nfrom pathlib import Path\nfrom wsi_fl.stores.exchange import LAYOUTS\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before = peak()\ntry:\n    read_trident(Path(sys.argv[1]))\nexcept Exception as error:\n"
+        "before = peak()\ntry:\n    LAYOUTS['trident'].read(Path(sys.argv[1]))\nexcept Exception as error:\n"
         "    print(type(error).__name__, error)\nprint(peak() - before)"
     )
     told = subprocess.run(
@@ -185,11 +183,11 @@ def test_what_states_more_than_it_holds_is_refused_before_memory_is_taken(tmp_pa
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [np.float16, np.float64])
-def test_honest_features_are_read_however_they_lie_in_the_file(tmp_path, layout, kind):
-    features = np.random.default_rng(0).normal(size=(300, 512)).astype(kind)
-    found = read_trident(write(tmp_path / "a.h5", features, **layout)).features
-    assert np.array_equal(found, features.astype(np.float32))
+def test_honest_features_are_read_however_they_lie_in_the_file(tmp_path, layout):
+    for kind in (np.float16, np.float64):
+        features = np.random.default_rng(0).normal(size=(300, 512)).astype(kind)
+        found = LAYOUTS["trident"].read(write(tmp_path / "a.h5", features, **layout)).features
+        assert np.array_equal(found, features.astype(np.float32))
 
 
 def test_an_npz_of_zeros_is_no_bomb_that_is_unpacked(tmp_path):
@@ -202,22 +200,22 @@ def test_an_npz_of_zeros_is_no_bomb_that_is_unpacked(tmp_path):
 def test_a_packed_tensor_is_refused_and_a_plain_one_read(tmp_path):
     path = tmp_path / "a.pt"
     torch.save(torch.ones(N, D), path)
-    assert read_clam(path).features.shape == (N, D)
+    assert LAYOUTS["clam"].read(path).features.shape == (N, D)
     with (
         zipfile.ZipFile(path) as plain,
         zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as packed,
     ):
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
-    refused(partial(read_clam, tmp_path / "b.pt"), "b.pt", "compressed", error=WsiFlError)
+    refused(partial(LAYOUTS["clam"].read, tmp_path / "b.pt"), "b.pt", "compressed", error=WsiFlError)
 
 
 # ---- pipes, sockets and devices --------------------------------------------------------------------------------------
 
 
 READERS = {
-    "trident": read_trident,
-    "tensor": read_clam,
+    "trident": LAYOUTS["trident"].read,
+    "tensor": LAYOUTS["clam"].read,
     "features": BagStore,
     "patches": PatchStore,
     "JSON": read_json,

@@ -233,7 +233,7 @@ def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path)
     from safetensors.torch import save_file
     from timm import create_model
 
-    from wsi_fl.stages.prepare.features import features
+    from wsi_fl.stages.prepare.bags import features
 
     torch.manual_seed(0)
     weights = tmp_path / "tiny.safetensors"

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import model, refused, same
+from conftest import refused
 
 from wsi_fl.stages.prepare.importing import ImportFacts, export, import_features
 from wsi_fl.stages.training.train import train
@@ -86,35 +86,16 @@ def brought(study, form, folder, **more):
 
 
 @pytest.mark.parametrize("form", ["clam", "trident", "stamp"])
-def test_what_is_exported_comes_back_bit_for_bit_and_trains_the_same_model(study, form, tmp_path):
-    before = {site: contents(study.mosaic(site)) for site in ("S0", "S1")}
-    first = (
-        study.root
-        / train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
-    )
-    for site in ("S0", "S1"):
-        out = tmp_path / form / site
-        export(study, site=site, form=form, out=out)
-        study.mosaic(site).unlink()
-        row = import_features(study, site=site, form=form, source=out, labels=out / f"{site}.csv")["sites"][0]
-        assert row["bags"] == 9 and row["failed"] == [] == row["notes"] and row["train"] == 6
-        said, columns = contents(study.mosaic(site))
-        assert said == before[site][0]
-        assert columns.keys() == before[site][1].keys()
-        for name, values in columns.items():
-            assert values.dtype == before[site][1][name].dtype and np.array_equal(
-                values, before[site][1][name]
-            )
-    again = (
-        study.root
-        / train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
-    )
-    for site in ("S0", "S1"):
-        assert same(model(first, site), model(again, site))
-        digests = [
-            json.loads((run / "sites" / site / "store.json").read_text())["sha256"] for run in (first, again)
-        ]
-        assert digests[0] == digests[1]
+def test_what_is_exported_comes_back_bit_for_bit(study, form, tmp_path):
+    before, columns_before = contents(study.mosaic("S0"))
+    export(study, site="S0", form=form, out=tmp_path / form)
+    study.mosaic("S0").unlink()
+    row = brought(study, form, tmp_path / form)["sites"][0]
+    assert row["bags"] == 9 and row["failed"] == [] == row["notes"] and row["train"] == 6
+    said, columns = contents(study.mosaic("S0"))
+    assert said == before and columns.keys() == columns_before.keys()
+    for name, values in columns.items():
+        assert values.dtype == columns_before[name].dtype and np.array_equal(values, columns_before[name])
 
 
 # as the tools themselves write
@@ -203,9 +184,10 @@ def store_of(study):
     return BagStore(study.mosaic("S0"))
 
 
-@pytest.mark.parametrize("shape", [lambda x: x, lambda x: x[None]], ids=["[n, d]", "[1, n, d]"])
-def test_tridents_folder(study, tmp_path, shape):
-    folder, made = of_trident(tmp_path / "job", shape=shape)
+def test_tridents_folder(study, tmp_path):
+    folder, made = of_trident(
+        tmp_path / "job", shape=lambda x: x[None] if x[0, 0] > 0 else x
+    )  # one bag either way
     table = labels(tmp_path / "labels.csv", names=("a.svs", "b.svs", "c.svs", "d.svs"))
     brought(study, "trident", tmp_path / "job", labels=table)
     with store_of(study) as store:
@@ -443,7 +425,8 @@ def test_clams_training_reads_what_is_exported(study, tmp_path):
             features = torch.load(out / "pt_files" / f"{row['slide_id']}.pt", weights_only=True)
             with h5py.File(out / "h5_files" / f"{row['slide_id']}.h5") as file:
                 assert torch.equal(features, torch.from_numpy(file["features"][:]))
-                assert file["coords"].shape == (len(features), 2)
+                assert np.array_equal(file["coords"][:], store.bag(k).xy_l0)
+                assert file["coords"].attrs["patch_size_level0"] == round(128 / store.mpp_l0[k])
             assert features.dtype == torch.float32 and np.array_equal(features, store.bag(k).features)
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import refused
-from test_layouts import HEADER, camelyon17, generic, touch
+from test_layouts import camelyon17, touch
 
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.stages.prepare.init import init, init_lines
@@ -34,21 +34,12 @@ def test_study_from_camelyon17_finds_every_slide(tmp_path, style, relative, monk
         assert first.startswith(f"# wsi-fl tile --site {site.name} ")
 
 
-def test_study_from_a_generic_archive(tmp_path):
-    archive = generic(tmp_path / "g", f"{HEADER}\na,p1,north,tumor\nb,p2,south,negative\n")
-    assert init(tmp_path / "study", archive=archive)["sites"] == [
-        {"site": "north", "slides": 1},
-        {"site": "south", "slides": 1},
-    ]
-    study = Study(tmp_path / "study")
-    records, _ = read_site("generic", sources_of(study, study.site("south")))
-    assert [r.slide for r in records] == ["b"]
-
-
-def test_real_sites_let_nothing_go_unasked(tmp_path):
-    init(tmp_path / "study", archive=camelyon17(tmp_path / "a", "images"), real=True)
+def test_real_sites_let_nothing_go_unasked_and_are_told_what_to_begin_with(tmp_path):
+    document = init(tmp_path / "study", archive=camelyon17(tmp_path / "a", "images"), real=True)
     site = Study(tmp_path / "study").site("C1")
     assert site.real and site.allowed == ()
+    assert any("camelyon17_pretrained" in str(line) for line in init_lines(document))
+    assert "camelyon17_pretrained" in {path.stem for path in shipped("pipelines").glob("*.toml")}
 
 
 def test_study_without_an_archive_has_all_pipelines_and_no_site(tmp_path):
@@ -87,14 +78,6 @@ def test_sites_without_an_archive_have_files_to_import_into(tmp_path):
     assert site.real and site.max_epsilon and not site.slides
     assert study.pipeline(study.pipeline_name(None)).train.example == "patient"
     assert any("wsi-fl import --site A" in str(line) for line in init_lines(document))
-
-
-def test_the_first_thing_a_hospital_is_told_is_what_it_should_begin_with(tmp_path):
-    lines = [
-        str(line) for line in init_lines(init(tmp_path / "s", archive=camelyon17(tmp_path / "a", "images")))
-    ]
-    assert any("camelyon17_pretrained" in line for line in lines)
-    assert "camelyon17_pretrained" in {path.stem for path in shipped("pipelines").glob("*.toml")}
 
 
 @pytest.mark.parametrize(

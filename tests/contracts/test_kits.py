@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
-from wsi_fl.hospitals.trust.kit import Kit, likely_reason, look
+from wsi_fl.hospitals.trust.kit import Kit, likely_reason, look, server_of
 from wsi_fl.hospitals.trust.making import approve_request, join, provision, request
 from wsi_fl.types import WsiFlError
 
@@ -191,11 +191,5 @@ def test_over_a_folder_no_server_is_asked_for(founded):
     kit = Kit.open(founded / "two" / "C9")
     assert kit.folder == str(founded / "share")
     assert [step.what for step in look(kit)] == ["certificate"]
+    refused(lambda: server_of(kit), "has no server")
     assert not (founded / "two" / "C9" / "startup" / "fed_client.json").exists()
-
-
-@pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
-def test_over_a_folder_there_is_no_server_to_ask(founded):
-    kit = founded / "two" / "coordinator"
-    assert "has no server" in said("status", "--kit", kit)
-    assert "has no server" in said("abort", "some-job", "--kit", kit)

@@ -17,11 +17,9 @@ from wsi_fl.learning.stacking import Stack, harms
 from wsi_fl.learning.survival import risk
 from wsi_fl.learning.tasks import CLASSES, Number, Survival
 from wsi_fl.learning.tuning import fitted_head
-from wsi_fl.models.residuals import of_numbers, of_times
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.models.shared_head import SharedHead, _of_numbers, _of_times
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.letters import impossible
-from wsi_fl.privacy.sums import NoisySums
+from wsi_fl.privacy.sums import NoisySums, impossible
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
@@ -92,7 +90,7 @@ def test_the_columns_of_survival_hold_all_that_the_likelihood_asks_of_a_patient(
 def test_the_sum_of_residuals_times_features_is_the_gradient_of_the_likelihood_where_no_feature_counts():
     task, (x, truth) = Survival(ENDS), rows_of(Survival(ENDS), 80, 0)
     columns, z = task.columns(torch.from_numpy(truth)), torch.from_numpy(x).double()
-    model = of_times(torch.bincount(columns, minlength=7).double())
+    model = _of_times(torch.bincount(columns, minlength=7).double())
     slope = torch.zeros(D, dtype=torch.float64, requires_grad=True)
 
     def loss(at):
@@ -107,7 +105,7 @@ def test_the_sum_of_residuals_times_features_is_the_gradient_of_the_likelihood_w
 def test_numbers_are_told_apart_by_their_place_in_the_range_and_clipped_to_it():
     columns = Number(10, 30).columns(torch.tensor([10.0, 15.0, 30.0, 99.0]))
     assert columns.tolist() == [0, 0.25, 1, 1]
-    assert of_numbers(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
+    assert _of_numbers(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
 
 
 def test_a_letter_of_classes_is_what_it_was_bit_for_bit():

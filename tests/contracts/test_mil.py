@@ -9,7 +9,7 @@ from torch.nn import functional
 from wsi_fl.learning.examples import bag_examples, batches, with_drawn_patches
 from wsi_fl.models import mil
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import summed_by_patient
+from wsi_fl.privacy.dpsgd import _summed_by_patient
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.predictor import load_predictor
 from wsi_fl.stages.training.train import train
@@ -73,7 +73,7 @@ def test_gradients_of_patients_are_means_over_their_slides(name):
         norms.append(float(norm))
         return torch.tensor([0.5])
 
-    sums, _ = summed_by_patient(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
+    sums, _ = _summed_by_patient(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
     assert norms == pytest.approx([float(mean.norm()) for mean in means], rel=1e-4)
     torch.testing.assert_close(torch.cat([g.flatten() for g in sums]), 0.5 * sum(means), rtol=1e-3, atol=1e-5)
 

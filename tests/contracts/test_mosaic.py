@@ -1,6 +1,5 @@
 """Mosaics: the right patches, the encoder's own features of them, and stores that survive anything."""
 
-import csv
 import json
 import os
 import shutil
@@ -10,12 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import timm
 import torch
-from conftest import refused
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -26,14 +23,12 @@ from wsi_fl.slides.patching.mosaic import choose
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.prepare import sources
-from wsi_fl.stages.prepare.importing import export
+from wsi_fl.stages.prepare.bags import mosaic
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.mosaic import mosaic
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.bag_shards import read_shard
-from wsi_fl.stores.bags import BagStore
+from wsi_fl.stores.bags import BagStore, read_bag_shard
 from wsi_fl.study.folder import Study
-from wsi_fl.types import CLASSES, UsageError, WsiFlError
+from wsi_fl.types import CLASSES, WsiFlError
 
 ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
 """How far features are off where matrix products have half the bits."""
@@ -213,7 +208,7 @@ def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
     ((name, xy),) = bad
     assert [one["slide"] for one in row["failed"]] == [name] and row["bags"] == 4
     assert "patches set aside, at level-0 pixel" in row["failed"][0]["reason"]
-    shard = read_shard(study.root / f"stores/C1/mosaics/{name}.h5")
+    shard = read_bag_shard(study.root / f"stores/C1/mosaics/{name}.h5")
     assert [place[:2] for place in shard.unread] == [xy] and list(xy) not in shard.bag.xy_l0.tolist()
 
 
@@ -272,24 +267,10 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         save_file(given, path)
         encoder = Encoder("densenet121", path)
         with torch.inference_mode():
-            maps = model.features(encoder.prepared(torch.from_numpy(patch)))
+            maps = model.features(
+                encoder.network._normalised(torch.from_numpy(patch).permute(0, 3, 1, 2) / 255)
+            )
         np.testing.assert_allclose(encoder(patch), pooled(maps).mean((2, 3)).numpy(), atol=1e-4)
-
-
-def test_export_reads_back_as_clam_and_trident_do(calm):
-    study, _ = calm
-    document = export(study, site="C1", form="clam")
-    with (study.root / document["table"]).open() as handle:
-        rows = list(csv.DictReader(handle))
-    with BagStore(study.mosaic("C1")) as store:
-        assert [row["slide_id"] for row in rows] == store.table.slide.tolist()
-        for k, row in enumerate(rows):
-            assert row["label"] == CLASSES[store.table.label[k]] and row["case_id"] == store.table.patient[k]
-            with h5py.File(study.root / document["out"] / "h5_files" / f"{row['slide_id']}.h5") as file:
-                assert np.array_equal(file["features"][:], store.bag(k).features)
-                assert np.array_equal(file["coords"][:], store.bag(k).xy_l0)
-                assert file["coords"].attrs["patch_size_level0"] == round(64 / store.mpp_l0[k])
-    refused(lambda: export(study, site="C1", form="xyz"), "use clam", error=UsageError)
 
 
 def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, weights, wsi_fl):

@@ -16,7 +16,7 @@ from wsi_fl.stages.site.account import planned_round
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.checksums import seal
+from wsi_fl.stores.fields import seal
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -169,56 +169,56 @@ def annotation(folder: Path, content) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        XML.format("UTF-16").encode("utf-16"),
-        b"\xfe\xff" + XML.format("UTF-16").encode("utf-16-be"),
-        XML.format("UTF-8").encode("utf-8-sig"),
-        json.dumps(geojson([SQUARE])).encode("utf-16"),
-        json.dumps(geojson([SQUARE])).encode("utf-8-sig"),
-        json.dumps(geojson([[[*point, 7.0] for point in SQUARE]])).encode(),
-    ],
-)
-def test_annotations_are_read_in_every_encoding_that_tools_write(tmp_path, data):
-    assert read_annotations(annotation(tmp_path, data)).tumor.area == 400 * 400
+ENCODED = [
+    XML.format("UTF-16").encode("utf-16"),
+    b"\xfe\xff" + XML.format("UTF-16").encode("utf-16-be"),
+    XML.format("UTF-8").encode("utf-8-sig"),
+    json.dumps(geojson([SQUARE])).encode("utf-16"),
+    json.dumps(geojson([SQUARE])).encode("utf-8-sig"),
+    json.dumps(geojson([[[*point, 7.0] for point in SQUARE]])).encode(),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (geojson([[["400", "0"], [1, 2], [3, 4]]]), ("a coordinate is a text, not a number",)),
-        (geojson([[[True, 0], [1, 2], [3, 4]]]), ("a coordinate is true or false",)),
-        (geojson([[[None, 0], [1, 2], [3, 4]]]), ("a coordinate is null",)),
-        (geojson([[[10**400, 0], [1, 2], [3, 4]]]), ("not a finite number",)),
-        (geojson([[[1], [1, 2], [3, 4]]]), ("a point is a list, not a list of two numbers",)),
-        (geojson([[5, 6]]), ("a point is a number",)),
-        (geojson([5]), ("a ring is a number",)),
-        (geojson(5), ("coordinates is a number",)),
-        (geojson({"a": 1}), ("coordinates is an object",)),
-        (geojson([SQUARE], 5), ("unknown geometry 5",)),
-        (geojson([SQUARE], ["Polygon"]), ("unknown geometry",)),
-        (5, ("it is a number, not an object",)),
-        ("null", ("it is null",)),
-        ([5], ("a feature is a number",)),
-        ({"features": 5}, ("features is a number",)),
-        ({"type": "Feature"}, ("a feature has no 'geometry'",)),
-        ({"type": "Feature", "geometry": 7}, ("a geometry is a number",)),
-        ({"type": "Feature", "geometry": {}, "properties": [1]}, ("properties is a list",)),
-        ({}, ("a feature has no 'type'",)),
-        ('{"a": ' * 100_000, ("nested too deeply",)),
-        (f'{{"type": {"9" * 5000}}}', ("thousands of digits",)),
-        (b"\xff\xff{}", ("UTF-8",)),
-        ("", ("malformed",)),
-        (XML.format("klingon"), ("encoding",)),
-        (XML.format("UTF-8").replace('X="400"', 'X="wide"'), ("X = 'wide', which is no number",)),
-        (XML.format("UTF-8").replace('X="400"', ""), ("a Coordinate has no X",)),
-        (XML.format("UTF-8").replace('X="400"', 'X="1e999"'), ("not a finite number",)),
-        ("<html/>", ("its root element is html",)),
-    ],
-)
-def test_a_malformed_annotation_is_refused_in_our_words(tmp_path, content, words):
-    told(lambda: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
+def test_annotations_are_read_in_every_encoding_that_tools_write(tmp_path):
+    for data in ENCODED:
+        assert read_annotations(annotation(tmp_path, data)).tumor.area == 400 * 400
+
+
+MALFORMED = [
+    (geojson([[["400", "0"], [1, 2], [3, 4]]]), ("a coordinate is a text, not a number",)),
+    (geojson([[[True, 0], [1, 2], [3, 4]]]), ("a coordinate is true or false",)),
+    (geojson([[[None, 0], [1, 2], [3, 4]]]), ("a coordinate is null",)),
+    (geojson([[[10**400, 0], [1, 2], [3, 4]]]), ("not a finite number",)),
+    (geojson([[[1], [1, 2], [3, 4]]]), ("a point is a list, not a list of two numbers",)),
+    (geojson([[5, 6]]), ("a point is a number",)),
+    (geojson([5]), ("a ring is a number",)),
+    (geojson(5), ("coordinates is a number",)),
+    (geojson({"a": 1}), ("coordinates is an object",)),
+    (geojson([SQUARE], 5), ("unknown geometry 5",)),
+    (geojson([SQUARE], ["Polygon"]), ("unknown geometry",)),
+    (5, ("it is a number, not an object",)),
+    ("null", ("it is null",)),
+    ([5], ("a feature is a number",)),
+    ({"features": 5}, ("features is a number",)),
+    ({"type": "Feature"}, ("a feature has no 'geometry'",)),
+    ({"type": "Feature", "geometry": 7}, ("a geometry is a number",)),
+    ({"type": "Feature", "geometry": {}, "properties": [1]}, ("properties is a list",)),
+    ({}, ("a feature has no 'type'",)),
+    ('{"a": ' * 100_000, ("nested too deeply",)),
+    (f'{{"type": {"9" * 5000}}}', ("thousands of digits",)),
+    (b"\xff\xff{}", ("UTF-8",)),
+    ("", ("malformed",)),
+    (XML.format("klingon"), ("encoding",)),
+    (XML.format("UTF-8").replace('X="400"', 'X="wide"'), ("X = 'wide', which is no number",)),
+    (XML.format("UTF-8").replace('X="400"', ""), ("a Coordinate has no X",)),
+    (XML.format("UTF-8").replace('X="400"', 'X="1e999"'), ("not a finite number",)),
+    ("<html/>", ("its root element is html",)),
+]
+
+
+def test_a_malformed_annotation_is_refused_in_our_words(tmp_path):
+    for content, words in MALFORMED:
+        told(lambda content=content: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
 
 
 # ---- data sets -----------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from scipy.stats import chisquare, kstest
 from wsi_fl.federation import exchange, shared
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.message import Message
-from wsi_fl.models.shared_head import PATIENT, SharedHead
-from wsi_fl.privacy import discrete, tails
-from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
+from wsi_fl.models.shared_head import _PATIENT, SharedHead
+from wsi_fl.privacy import discrete
+from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.stages.answers.audit import audit
@@ -138,7 +138,7 @@ def test_a_letter_is_the_sum_and_number_of_each_classs_rows():
 
 def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_has():
     head, (x, labels) = SharedHead(2, D), rows_of(60, 1)
-    head.length.fill_(PATIENT)
+    head.length.fill_(_PATIENT)
     x[:40] = x[0]  # forty rows alike, of both classes
     patient = np.repeat([0, 1, 2], [40, 15, 5])
     dp = NoisySums(0.0, 1.0, 3, "patient")
@@ -182,7 +182,7 @@ def test_epsilon_of_one_release_is_exact(sigma):
     assert ours == pytest.approx(accounting.get_epsilon_gaussian(sigma, 1e-5), abs=1e-6)
     # of several releases too: three of them are one with less noise
     assert epsilon([Mechanism(sigma, 1.0, 1.0, 3)], 1e-5) == pytest.approx(
-        gaussian_epsilon(sqrt(3) / sigma, 1e-5)
+        _gaussian_epsilon(sqrt(3) / sigma, 1e-5)
     )
 
 
@@ -443,7 +443,7 @@ def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
     first = oneshot(study, *only)["sites"][0]
     second = oneshot(study, *only)["sites"][0]
     assert first["lifetime_epsilon"] == pytest.approx(1, abs=1e-3)
-    assert second["lifetime_epsilon"] == pytest.approx(gaussian_epsilon(sqrt(2) / 3.731, 1e-5), abs=1e-3)
+    assert second["lifetime_epsilon"] == pytest.approx(_gaussian_epsilon(sqrt(2) / 3.731, 1e-5), abs=1e-3)
 
 
 def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
@@ -455,7 +455,7 @@ def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
 
 
 def an_audit(study, monkeypatch, *overrides):
-    monkeypatch.setattr(tails, "DRAWS", 60)
+    monkeypatch.setattr("wsi_fl.privacy.audit._DRAWS", 60)
     run = oneshot(study, *overrides)["run"]
     return study.root / run, audit(study, run)
 
@@ -543,7 +543,7 @@ def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(s
     run = study.root / summary["run"]
     for row in summary["sites"]:
         assert row["guarantee"] == "shared"
-        assert row["epsilon"] == pytest.approx(gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
+        assert row["epsilon"] == pytest.approx(_gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
     head = model(run, "S0", "proxy")
     noise = head["sums"][:-2].double() * 3 - sum(exact_sums(run))
     # two honest sites of three carry all of it, so three carry half as much again
@@ -579,7 +579,7 @@ def test_a_sum_that_was_read_is_not_made_again(study):
         oneshot(study, *SHARED)
     summary = resume(study, "1", backend="local")
     assert len(lines_of(study, "S0")) == 1
-    assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
+    assert summary["sites"][0]["epsilon"] == pytest.approx(_gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
 
 
 @pytest.fixture
@@ -640,7 +640,7 @@ def test_void_sums_do_not_end_a_run_and_each_is_charged_and_has_fresh_noise(stud
     summary = resume(study, "1", backend="local")
     assert [len(lines_of(study, f"S{k}")) for k in range(3)] == [4, 4, 4]
     assert len({line["released"] for line in lines_of(study, "S0")}) == 4
-    assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(sqrt(4) / 3, 1e-5), rel=1e-4)
+    assert summary["sites"][0]["epsilon"] == pytest.approx(_gaussian_epsilon(sqrt(4) / 3, 1e-5), rel=1e-4)
 
 
 def test_who_holds_a_sum_makes_no_other_one(study, monkeypatch):

@@ -17,11 +17,18 @@ from torch.nn import functional
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.units import rows_alone, whole_patients
 from wsi_fl.models import build
-from wsi_fl.privacy import groups
-from wsi_fl.privacy.accounting import WHOLE_ORDERS, Mechanism, epsilon, plan
+from wsi_fl.privacy import accounting
+from wsi_fl.privacy.accounting import (
+    WHOLE_ORDERS,
+    Mechanism,
+    _by_mixture,
+    _by_textbook,
+    epsilon,
+    group_epsilon,
+    plan,
+)
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import DPTrainer, summed_by_patient
-from wsi_fl.privacy.groups import by_mixture, by_textbook, group_epsilon
+from wsi_fl.privacy.dpsgd import DPTrainer, _summed_by_patient
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
@@ -80,7 +87,7 @@ def test_rows_go_through_in_chunks_and_nothing_changes():
 
     def sums(chunk):
         loss, weigh = partial(functional.cross_entropy, target=y), lambda n: (0.1 / n).clamp(max=1)
-        ends = summed_by_patient(net(), x, patient, loss, weigh, chunk=chunk)
+        ends = _summed_by_patient(net(), x, patient, loss, weigh, chunk=chunk)
         return torch.cat([g.flatten() for g in ends[0]]), ends[1]
 
     (whole, loss), (parts, same) = sums(64), sums(2)
@@ -269,16 +276,16 @@ def test_units_do_not_add_up(tmp_path):
 def test_a_group_of_one_costs_what_a_row_costs():
     for mechanism in (plan(600, 32, 20, 1.0, 1.0), Mechanism(2.0, 1.0, 1.0, 30)):
         own = epsilon([mechanism], 1e-5)
-        assert own <= by_mixture([mechanism], 1e-5, 1) <= 1.1 * own  # by Rényi divergences, never less
+        assert own <= _by_mixture([mechanism], 1e-5, 1) <= 1.1 * own  # by Rényi divergences, never less
         assert group_epsilon([mechanism], 1e-5, 1) == own
-        assert by_textbook([mechanism], 1e-5, 1) == pytest.approx(own)
+        assert _by_textbook([mechanism], 1e-5, 1) == pytest.approx(own)
 
 
 def test_of_full_batches_a_group_is_a_longer_vector():
     """Without sampling k rows move the sum by k·C: the Gaussian mechanism with σ / k."""
     group, longer = [Mechanism(8.0, 1.0, 1.0, 5)], [Mechanism(2.0, 1.0, 1.0, 5)]
     assert group_epsilon(group, 1e-5, 4) == epsilon(longer, 1e-5)
-    assert epsilon(longer, 1e-5) <= by_mixture(group, 1e-5, 4) <= 1.1 * epsilon(longer, 1e-5)
+    assert epsilon(longer, 1e-5) <= _by_mixture(group, 1e-5, 4) <= 1.1 * epsilon(longer, 1e-5)
 
 
 @settings(max_examples=15, deadline=None)
@@ -287,7 +294,7 @@ def test_of_full_batches_a_group_is_a_longer_vector():
 )
 def test_no_gradients_of_a_group_do_more_than_the_bound(sigma, rate, k, delta, seed):
     """One step on a grid in the plane: the exact hockey-stick divergence of k vectors stays below δ at the bound."""
-    bound = by_mixture([Mechanism(sigma, 1.0, rate, 1)], delta, k)
+    bound = _by_mixture([Mechanism(sigma, 1.0, rate, 1)], delta, k)
     rng = np.random.default_rng(seed)
     angles = rng.uniform(0, 2 * np.pi * rng.choice([0, 0.1, 1]), k)
     vectors = np.stack([np.cos(angles), np.sin(angles)], 1)
@@ -309,7 +316,7 @@ def test_groups_cost_more_the_larger_and_what_says_nothing_is_none():
     mechanism = plan(2338, 32, 30, 1.4, 0.7)
     values = [group_epsilon([mechanism], 1e-5, k) for k in (1, 2, 5, 20, 60)]
     assert values == sorted(values)
-    assert values[1] < by_textbook([mechanism], 1e-5, 2) < inf
+    assert values[1] < _by_textbook([mechanism], 1e-5, 2) < inf
     assert group_epsilon([mechanism], 1e-5, 20_000) is None
     assert group_epsilon([Mechanism(0.0, 1.0, 0.1, 3)], 1e-5, 2) is None
     refused(lambda: group_epsilon([mechanism], 1e-5, 0), "at least one row")
@@ -318,7 +325,7 @@ def test_groups_cost_more_the_larger_and_what_says_nothing_is_none():
 def test_textbook_bound_keeps_delta():
     """At half and at twice the size of a step of the search: k·ε(δ') with δ' grown to no more than δ."""
     mechanism, delta, k = Mechanism(4.0, 1.0, 0.05, 50), 1e-4, 3
-    value = by_textbook([mechanism], delta, k)
+    value = _by_textbook([mechanism], delta, k)
     steps = (delta * 10 ** (-power / 4) for power in range(200))
     smaller = next(one for one in steps if value == pytest.approx(k * epsilon([mechanism], one)))
     e = value / k
@@ -344,7 +351,7 @@ def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path, 
 
 @pytest.mark.slow
 def test_huge_groups_are_answered_at_once(monkeypatch):
-    asked, original = [], groups._divergences
-    monkeypatch.setattr(groups, "_divergences", lambda *of: asked.append(of[2]) or original(*of))
+    asked, original = [], accounting._group_divergences
+    monkeypatch.setattr(accounting, "_group_divergences", lambda *of: asked.append(of[2]) or original(*of))
     assert group_epsilon([plan(9000, 32, 30, 1.4, 0.7)], 1e-5, 5000) is None
     assert max(asked) < 5000

@@ -25,8 +25,7 @@ from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.models import build
 from wsi_fl.models.directions import Origin, Source, public_directions, write_directions
-from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.accounting import epsilon, group_epsilon
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
@@ -582,6 +581,6 @@ def test_another_plan_or_a_run_elsewhere_or_of_other_settings(plan, signed, iden
     weak = study.pipeline("small", ["privacy.sigma=0.1"])
     party = RunContext.of(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
     party.run.path.mkdir(parents=True)
-    describe_run(party, party.run, Asked("small", agreement=plan.digest), "ab" * 16)
+    describe_run(party, Asked("small", agreement=plan.digest), "ab" * 16, party.run)
     again = part(signed, identities, resume="00007-proxyfl-small")
     refused(again, "has other settings", "nothing was begun")

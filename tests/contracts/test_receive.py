@@ -31,6 +31,7 @@ from wsi_fl.stages.training.release import release
 from wsi_fl.stages.training.train import resume, summary_lines, train
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
 from wsi_fl.types import UNLABELLED, WsiFlError
 
 D = 24
@@ -39,16 +40,30 @@ FILES = [*NOISE, "train.releases=true"]
 RECEIVER = 'name = "S3"\nrole = "receiver"\n'
 
 
-@pytest.fixture
-def study(tmp_path):
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory):
     """Three hospitals with labels, and S3 without any."""
-    made = make_hospitals(tmp_path / "study")
+    made = make_hospitals(tmp_path_factory.mktemp("receive") / "study")
     (made.root / "sites/S3.toml").write_text(f"{RECEIVER}real = false\n")
     x, _ = rows_of(80, 7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("conftest.CLASSES", UNLABELLED)
         write_features(made, "S3", x, np.zeros(80, int), [f"p{k}" for k in range(80)], ["train"] * 80)
     return made
+
+
+@pytest.fixture(scope="module")
+def evaluated(hospitals, tmp_path_factory):
+    """The same with a run made of all letters, its name, and what is known of it."""
+    study = Study(shutil.copytree(hospitals.root, tmp_path_factory.mktemp("evaluated") / "study"))
+    release(study, site=None, overrides=QUIET)
+    run = joined(study)["run"]
+    return study, run, evaluate(study, run)
+
+
+@pytest.fixture
+def study(hospitals, tmp_path):
+    return Study(shutil.copytree(hospitals.root, tmp_path / "study"))
 
 
 def joined(study, *overrides):
@@ -103,18 +118,8 @@ def test_sites_must_agree_on_who_receives():
     )
 
 
-def test_a_role_that_is_changed_counts_from_the_next_run_on(study):
-    release(study, site=None, overrides=QUIET)
-    summary = joined(study)
-    file = study.root / "sites/S3.toml"
-    file.write_text(file.read_text().replace("receiver", "member"))
-    assert evaluate(study, summary["run"])["receivers"]["sites"][0]["site"] == "S3"
-
-
-def test_a_receiver_is_told_what_to_expect_of_its_predictions(study):
-    release(study, site=None, overrides=QUIET)
-    run = joined(study)["run"]
-    document = evaluate(study, run)
+def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
+    study, run, document = evaluated
     told = document["receivers"]
     assert told["sites"] == [{"site": "S3", "n": 80, "with": "proxy"}]
     assert [row["site"] for row in document["sites"]] == told["told_by"] == ["S0", "S1", "S2"]
@@ -136,17 +141,20 @@ def test_a_receiver_is_told_what_to_expect_of_its_predictions(study):
     assert card["sites"] == ["S0", "S1", "S2"]  # whose patients are in it
 
 
-def test_labels_of_a_receiver_are_never_read(study):
+def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_next_run_on(
+    evaluated, tmp_path
+):
     """S3 has labels now, all wrong; nothing changes but what its store says."""
-    release(study, site=None, overrides=QUIET)
-    first = joined(study)["run"]
-    evaluate(study, first)
+    study, first = Study(shutil.copytree(evaluated[0].root, tmp_path / "study")), evaluated[1]
     x, labels = rows_of(80, 7)
     write_features(study, "S3", x, 1 - labels, [f"p{k}" for k in range(80)], ["train"] * 80)
     second = joined(study)["run"]
     evaluate(study, second)
     one, other = ((study.root / run / "sites/S3/predictions.csv").read_text() for run in (first, second))
     assert one == other
+    file = study.root / "sites/S3.toml"
+    file.write_text(file.read_text().replace("receiver", "member"))
+    assert evaluate(study, second)["receivers"]["sites"][0]["site"] == "S3"
 
 
 def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study, tmp_path, monkeypatch):

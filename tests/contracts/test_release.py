@@ -18,8 +18,8 @@ from wsi_fl.federation.preflight import compare
 from wsi_fl.models import build
 from wsi_fl.models.directions import Origin, Source, public_directions, write_directions
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy import sums, tails
-from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
+from wsi_fl.privacy import sums
+from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest
@@ -388,7 +388,7 @@ def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
     make_real(study)
     file.write_text(file.read_text().replace("real = true", "real = true\nmax_epsilon = 2.5\ndelta = 1e-5"))
     row = released(study)
-    assert row["epsilon"] == pytest.approx(gaussian_epsilon(1 / SIGMA, 1e-5)) and row["epsilon"] < 2.5
+    assert row["epsilon"] == pytest.approx(_gaussian_epsilon(1 / SIGMA, 1e-5)) and row["epsilon"] < 2.5
     refused(lambda: released(study, again=True), "above its 2.5", error=WsiFlError)
     assert not released(study)["spent"]
 
@@ -476,7 +476,7 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
 
 
 def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
-    monkeypatch.setattr(tails, "DRAWS", 60)
+    monkeypatch.setattr("wsi_fl.privacy.audit._DRAWS", 60)
     release(study, site=None, overrides=NOISE)
     shutil.rmtree(study.store("S1").parent)
     document = audit(study, joined(study)["run"])

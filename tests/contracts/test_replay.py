@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from wsi_fl.federation import loop
-from wsi_fl.federation.buffers import BufferShape, packed, problem_of, unpacked
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.exchange import pass_buffers
 from wsi_fl.federation.message import BYTES, Outgoing, body_length, pack, received
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.federation.site import reissue_buffer, release_buffer
+from wsi_fl.federation.site import BufferShape, reissue_buffer, release_buffer
 from wsi_fl.federation.topology import receivers, senders
 from wsi_fl.learning.examples import Examples, tensor_of
 from wsi_fl.learning.units import TrainingSet, _replayed_rows, rows_alone
@@ -175,7 +174,7 @@ def seen_by(study, variant, monkeypatch):
         origin |= {pixels.tobytes(): f"real {site}" for pixels in store.read(rows)}
         if variant != "no_buffer":
             values, _ = RunFolder(path).site(site).buffer()
-            samples = unpacked(values, BufferShape(N_BUFFER, 16, 3, 2))
+            samples = BufferShape(N_BUFFER, 16, 3, 2).unpacked(values)
             origin |= {pixels.tobytes(): f"buffer {site}" for pixels in samples.read(np.arange(len(samples)))}
     return [_counted(batches, origin) for batches in order], path
 
@@ -238,7 +237,7 @@ def test_a_buffer_is_balanced_drawn_from_its_own_generator_and_another_for_anoth
     one, two = run(study), run(study, "replay", "train.seed=1")
     found = [RunFolder(path).site("S1").buffer() for path in (one, two)]
     for values, provenance in found:
-        assert np.bincount(unpacked(values, BufferShape(N_BUFFER, 16, 3, 2)).label).tolist() == [5, 5]
+        assert np.bincount(BufferShape(N_BUFFER, 16, 3, 2).unpacked(values).label).tolist() == [5, 5]
         assert provenance["sha256"] == GeneratorFolder(study.generator("S1")).digest("before")
         assert (provenance["check"], provenance["differential_privacy"]) == ("passed", False)
     assert not np.array_equal(found[0][0], found[1][0])
@@ -321,22 +320,22 @@ def test_a_buffer_comes_back_as_it_was(n, size, channels, classes):
     pixels = rng.integers(0, 256, (n, size, size, channels)).astype(np.uint8)
     label = rng.integers(0, classes, n)
     shape = BufferShape(n, size, channels, classes)
-    values = packed(pixels, label)
+    values = shape.packed(pixels, label)
     assert (values.dtype, len(values)) == (np.uint8, shape.n_bytes)
-    assert problem_of(values, shape) == ""
-    found = unpacked(values, shape)
+    assert shape.problem_of(values) == ""
+    found = shape.unpacked(values)
     assert np.array_equal(found.label, label)
     assert np.array_equal(found.read(np.arange(n)), pixels)
 
 
 def small_buffer(label=(0, 1, 0, 1)):
-    return packed(np.zeros((4, 2, 2, 3), np.uint8), np.array(label))
+    return SMALL.packed(np.zeros((4, 2, 2, 3), np.uint8), np.array(label))
 
 
 def test_garbage_is_no_buffer():
-    assert "label 2, and there are 2 classes" in problem_of(small_buffer((0, 1, 0, 2)), SMALL)
-    assert "agreed on" in problem_of(small_buffer()[:-1], SMALL)
-    assert problem_of(np.full(SMALL.n_bytes, 255, np.uint8), SMALL)
+    assert "label 2, and there are 2 classes" in SMALL.problem_of(small_buffer((0, 1, 0, 2)))
+    assert "agreed on" in SMALL.problem_of(small_buffer()[:-1])
+    assert SMALL.problem_of(np.full(SMALL.n_bytes, 255, np.uint8))
     assert SMALL.schema != BufferShape(4, 2, 3, 3).schema
 
 

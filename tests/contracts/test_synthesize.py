@@ -153,13 +153,8 @@ def test_a_checkpoint_that_is_gone_is_said_in_one_line_and_made_again(trained, h
 def test_a_checkpoint_in_another_s_place_is_refused(halfway):
     study, _, (older, newest) = halfway
     shutil.copyfile(older, newest)
-    refused(
-        lambda: train_generator(study, site="S1"),
-        newest.name,
-        "not the checkpoint",
-        "delete it",
-        error=WsiFlError,
-    )
+    words = (newest.name, "not the checkpoint", "delete it")
+    refused(lambda: train_generator(study, site="S1"), *words, error=WsiFlError)
     (damaged,) = check_stores(study, site="S1")["sites"][0]["damaged"]
     assert newest.name in damaged
     newest.unlink()  # as advised
@@ -277,26 +272,20 @@ def copied(study, tmp_path):
     return Study(tmp_path / "study")
 
 
-def test_without_its_check_nothing_is_written(checked, tmp_path, wsi_fl):
+def test_without_a_check_of_this_generator_nothing_is_written(checked, tmp_path, wsi_fl):
     study = copied(checked[0], tmp_path)
-    (study.generator("S1") / "check.json").unlink()
-    found = wsi_fl("synthesize", "sample", "--site", "S1", "--n-per-class", "3", cwd=study.root)
-    assert found.returncode == 1
-    assert found.stderr.count("wsi-fl: error") == 1
-    assert "`synthesize check` was not run" in found.stderr
-    assert not (study.root / "stores" / "S1-synthetic").exists()
-    document = sample(study, site="S1", n_per_class=3, despite_failed_check=True)
-    assert document["generator"]["check"] == "not run"
-
-
-def test_a_check_of_another_generator_does_not_count(checked, tmp_path):
-    study = copied(checked[0], tmp_path)
-    sample(study, site="S1", n_per_class=2)
     path = study.generator("S1") / "check.json"
     document = json.loads(path.read_text())
     document["generator"]["sha256"] = "0" * 64
     write_sealed(path, document)
     refused(lambda: sample(study, site="S1", n_per_class=2), "another generator", error=WsiFlError)
+    path.unlink()
+    found = wsi_fl("synthesize", "sample", "--site", "S1", "--n-per-class", "3", cwd=study.root)
+    assert found.returncode == 1 and found.stderr.count("wsi-fl: error") == 1
+    assert "`synthesize check` was not run" in found.stderr
+    assert not (study.root / "stores" / "S1-synthetic").exists()
+    document = sample(study, site="S1", n_per_class=3, despite_failed_check=True)
+    assert document["generator"]["check"] == "not run"
 
 
 def test_a_synthetic_store_is_a_patch_store_that_says_so(checked):
@@ -433,12 +422,8 @@ def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_f
     assert any("met almost exactly" in reason for reason in document["reasons"])
     honest = document["copying"]["before"]["nearest sample"]
     assert honest["copies_training"] == 0
-    refused(
-        lambda: sample(study, site="S1", n_per_class=2),
-        "not passed",
-        "--despite-failed-check",
-        error=WsiFlError,
-    )
+    words = ("not passed", "--despite-failed-check")
+    refused(lambda: sample(study, site="S1", n_per_class=2), *words, error=WsiFlError)
     assert not study.store("S1-synthetic").exists()
     told = sample(study, site="S1", n_per_class=2, despite_failed_check=True)
     assert told["generator"]["check"] == "failed"

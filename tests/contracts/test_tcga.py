@@ -8,8 +8,6 @@ from pathlib import Path
 
 import conftest
 import numpy as np
-import openslide
-import pytest
 from test_layouts import generic
 
 from wsi_fl.demo.phantom import write_pyramid
@@ -89,36 +87,25 @@ def sources(archive: Path, site: str = "tcga-pittsburgh", **more) -> Sources:
     return Sources(site, f"sites/{site}.toml", found.slides, None, labels, manifests=found.manifests, **more)
 
 
-def reasons(aside) -> dict[str, str]:
-    return {one.slide[:12]: one.reason for one in aside}
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
+def test_barcodes_are_read_as_strings():
+    for name, fields in (
         (slide_name("TCGA-05-4244"), ("05", "4244", "01", "DX", "1", UUID.format(1))),
         (slide_name("TCGA-NA-A5I1", "TSA", "01A-03"), ("NA", "A5I1", "01", "TS", "A", UUID.format(1))),
         ("TCGA-02-0001-11A-01-BS12.tiff", ("02", "0001", "11", "BS", "12", None)),
         ("TCGA-BH-A0B3-01Z-00-DX1", ("BH", "A0B3", "01", "DX", "1", None)),
-    ],
-)
-def test_barcodes_are_read_as_strings(name, fields):
-    barcode = parse_barcode(name)
-    assert barcode is not None and tuple(barcode) == fields
-    assert barcode.patient == name[:12]
+    ):
+        barcode = parse_barcode(name)
+        assert barcode is not None and tuple(barcode) == fields and barcode.patient == name[:12]
 
 
-@pytest.mark.parametrize(
-    ("names", "site"),
-    [
+def test_spellings_of_an_institution_are_one_site():
+    for names, site in (
         (("MSKCC", " Memorial  Sloan Kettering", "Memorial Sloan-Kettering Cancer Center"), "tcga-mskcc"),
         (("St. Joseph's Hospital (AZ)", "St. Joseph's Hospital Arizona"), "tcga-st-josephs-arizona"),
         (("St Joseph's Medical Center (MD)", "St. Joseph's Medical Center-(MD)"), "tcga-st-josephs-maryland"),
         (("University of São Paulo",), "tcga-university-of-sao-paulo"),
-    ],
-)
-def test_spellings_of_an_institution_are_one_site(names, site):
-    assert {site_of(name) for name in names} == {site}
+    ):
+        assert {site_of(name) for name in names} == {site}
 
 
 def test_an_archive_is_recognised_and_grouped(tmp_path):
@@ -191,49 +178,34 @@ def test_slides_without_a_diagnosis_are_set_aside(tmp_path):
     refused(lambda: read_site("tcga", sources(archive)), "none of its slides", "is not in clinical.tsv")
 
 
-def test_columns_may_be_called_otherwise(tmp_path):
+def test_columns_may_be_called_otherwise_and_rows_repeated(tmp_path):
     archive = tcga(tmp_path / "t")
     write_clinical(archive / "clinical.tsv", header=("who", "project", "organ", "what"))
-    refused(
-        lambda: read_site("tcga", sources(archive)),
-        "clinical.tsv",
-        "'bcr_patient_barcode'",
-        "--column patient=",
-    )
+    refused(lambda: read_site("tcga", sources(archive)), "'bcr_patient_barcode'", "--column patient=")
     columns = {"patient": "who", "diagnosis": "what", "tumor_type": "organ"}
     records, _ = read_site("tcga", sources(archive, columns=columns))
     assert [record.tumor_type for record in records] == ["Lung", "Breast", "Breast"]
     columns.pop("tumor_type")  # then the project has to do
     records, _ = read_site("tcga", sources(archive, columns=columns))
     assert [record.tumor_type for record in records] == ["TCGA-LUSC", "TCGA-BRCA", "TCGA-BRCA"]
-    refused(
-        lambda: read_site("tcga", sources(archive, columns={"diagnosis": "nothing"})),
-        "column 'nothing' is missing",
-    )
-
-
-def test_the_gdcs_own_column_names_and_repeated_rows_are_understood(tmp_path):
-    archive = tcga(tmp_path / "t")
-    header = ("case_submitter_id", "project_id", "age", "primary_diagnosis")
-    write_clinical(
-        archive / "clinical.tsv", header=header, extra=[("TCGA-BH-A001", "TCGA-BRCA", "70", "'--")]
-    )
+    wrong = {"columns": {"diagnosis": "nothing"}}
+    refused(lambda: read_site("tcga", sources(archive, **wrong)), "column 'nothing' is missing")
+    header = ("case_submitter_id", "project_id", "age", "primary_diagnosis")  # the GDC's own
+    again = [("TCGA-BH-A001", "TCGA-BRCA", "70", "'--")]
+    write_clinical(archive / "clinical.tsv", header=header, extra=again)
     records, aside = read_site("tcga", sources(archive))
     assert aside == [] and records[1].diagnosis == DUCTAL and records[1].tumor_type == "TCGA-BRCA"
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
+def test_rows_that_contradict_each_other_are_refused(tmp_path):
+    archive = tcga(tmp_path / "t")
+    for row, words in (
         (("TCGA-BRCA", "Breast", LOBULAR), (DUCTAL, LOBULAR)),
         (("TCGA-BRCA", "Ovary", DUCTAL), ("'Breast' and 'Ovary'",)),
-    ],
-)
-def test_rows_that_contradict_each_other_are_refused(tmp_path, row, words):
-    archive = tcga(tmp_path / "t")
-    write_clinical(archive / "clinical.tsv", extra=[("TCGA-BH-A001", *row)])
-    refused(lambda: read_site("tcga", sources(archive)), "clinical.tsv", "TCGA-BH-A001", "contradict", *words)
-    assert len(read_site("tcga", sources(archive, "tcga-indivumed"))[0]) == 2
+    ):
+        write_clinical(archive / "clinical.tsv", extra=[("TCGA-BH-A001", *row)])
+        refused(lambda: read_site("tcga", sources(archive)), "TCGA-BH-A001", "contradict", *words)
+        assert len(read_site("tcga", sources(archive, "tcga-indivumed"))[0]) == 2
     refused(lambda: init(tmp_path / "s", archive=archive), "TCGA-BH-A001")
     assert not (tmp_path / "s").exists()
 
@@ -329,19 +301,10 @@ def test_options_of_an_archive_and_their_mistakes(tmp_path):
     refused(start(clinical=tmp_path / "none"), "--clinical: no such file")
     refused(start(codes=tmp_path / "none"), "--codes: no such file")
     refused(start(columns=("diagnosis",)), "--column 'diagnosis'", "KEY=NAME")
-    refused(
-        start(columns=("diagnose=x",)),
-        "--column",
-        "diagnose",
-        "'patient', 'diagnosis', 'tumor_type' or 'project'",
-    )
-    plain = generic(tmp_path / "g", "slide,patient,site,label\na,p1,north,tumor\n")
-    refused(
-        lambda: init(tmp_path / "other", archive=plain, tables=Tables("tss")),
-        "--group-by",
-        "layout tcga",
-        "generic",
-    )
+    keys = "'patient', 'diagnosis', 'tumor_type' or 'project'"
+    refused(start(columns=("diagnose=x",)), "--column", "diagnose", keys)
+    plain = {"archive": generic(tmp_path / "g", "slide,patient,site,label\na,p1,north,tumor\n")}
+    refused(lambda: init(tmp_path / "other", **plain, tables=Tables("tss")), "--group-by", "layout tcga")
     write_clinical(archive / "clinical.2.tsv")
     refused(start(), "has clinical.2.tsv and clinical.tsv", "--clinical")
     for name in ("clinical.2.tsv", "clinical.tsv"):
@@ -362,11 +325,9 @@ def test_generic_archives_may_have_diagnoses(tmp_path):
     records, _ = read_site("generic", sources_of(study, study.site("south")))
     assert [(r.diagnosis, r.tumor_type) for r in records] == [("Lobular", "Breast"), ("", "")]
     assert "subtypes" not in init(tmp_path / "plain", archive=archive)
-    bare = generic(tmp_path / "h", "slide,patient,site,label\na,p1,north,tumor\n")
-    refused(
-        lambda: init(tmp_path / "bare", archive=bare, pipeline="tcga_subtypes"),
-        "none of its slides has a diagnosis",
-    )
+    bare = {"archive": generic(tmp_path / "h", "slide,patient,site,label\na,p1,north,tumor\n")}
+    words = "none of its slides has a diagnosis"
+    refused(lambda: init(tmp_path / "bare", **bare, pipeline="tcga_subtypes"), words)
 
 
 def paint(path: Path, seed: int) -> None:
@@ -380,45 +341,27 @@ def paint(path: Path, seed: int) -> None:
 
 def test_command_makes_a_study_whose_slides_can_be_read(tmp_path, wsi_fl):
     archive = tmp_path / "TCGA"
-    for number, patient in enumerate(("TCGA-BH-A001", "TCGA-34-2600", "TCGA-A8-A003", "TCGA-13-0700")):
+    for number, patient in enumerate(("TCGA-BH-A001", "TCGA-34-2600", "TCGA-A8-A003")):
         paint(archive / f"id-{number}" / slide_name(patient, number=number), number)
     write_manifest(archive, ("id-9", slide_name("TCGA-BH-A009"), "0" * 32, "5"))
     clinical = write_clinical(tmp_path / "cases.tsv", header=(*HEADER[:3], "what"))
-    options = [
-        "--layout",
-        "tcga",
-        "--group-by",
-        "institution",
-        "--clinical",
-        clinical,
-        "--column",
-        "diagnosis=what",
-    ]
-    done = wsi_fl("init", "study", "--from", archive, *options, "--json", cwd=tmp_path)
+    start = ["--from", archive, "--layout", "tcga", "--group-by", "institution", "--clinical", clinical]
+    named = ["--column", "diagnosis=what"]
+    done = wsi_fl("init", "study", *start, *named, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["sites"] == [
-        {"site": "tcga-indivumed", "slides": 1},
-        {"site": "tcga-mskcc", "slides": 1},
-        {"site": "tcga-pittsburgh", "slides": 2},
+    assert [(row["site"], row["slides"]) for row in document["sites"]] == [
+        ("tcga-indivumed", 1),
+        ("tcga-pittsburgh", 2),
     ]
     assert document["subtypes"]["Breast"] == [DUCTAL]
-    study = Study(tmp_path / "study")
-    records, aside = read_site("tcga", sources_of(study, study.site("tcga-pittsburgh")))
-    assert reasons(aside) == {"TCGA-BH-A009": "in the manifest but not in the archive"}
-    for record in records:
-        with openslide.OpenSlide(record.path) as slide:
-            assert slide.dimensions == (512, 512)
-    made = tile(
-        study, site="tcga-pittsburgh", overrides=["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
+    overrides = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
+    (row,) = tile(Study(tmp_path / "study"), site="tcga-pittsburgh", overrides=overrides)["sites"]
+    assert row["patches"] > 0 and row["failed"][0]["reason"].startswith(
+        "in the manifest but not in the archive"
     )
-    assert made["sites"][0]["patches"] > 0 and made["sites"][0]["failed"][0]["reason"].startswith(
-        "in the manifest"
-    )
-    people = wsi_fl("init", "again", "--from", archive, *options, cwd=tmp_path)
+    people = wsi_fl("init", "again", *start, *named, cwd=tmp_path)
     assert people.returncode == 0 and "wsi-fl mosaic --all" in people.stderr
-    wrong = wsi_fl(
-        "init", "wrong", "--from", archive, *options[:-2], "--column", "diagnosis=no", cwd=tmp_path
-    )
+    wrong = wsi_fl("init", "wrong", *start, "--column", "diagnosis=no", cwd=tmp_path)
     assert wrong.returncode == 2 and "'no' is missing" in wrong.stderr
     assert len(wrong.stderr.strip().split("\n")) == 1 and not (tmp_path / "wrong").exists()

@@ -76,7 +76,7 @@ def test_a_signal_is_the_usual_end(server, monkeypatch, sign):
     popen, said = subprocess.Popen, []
     monkeypatch.setattr(subprocess, "Popen", lambda _, **given: popen(["sleep", "60"], **given))
     monkeypatch.setattr(starting, "_until", lambda *_: None)
-    monkeypatch.setattr(starting, "forget_jobs", lambda _: os.kill(os.getpid(), sign))
+    monkeypatch.setattr(starting, "_forget_jobs", lambda _: os.kill(os.getpid(), sign))
     starting.start(server, None, told=said.append)
     assert said[-1] == "server stopped"
     assert (server.path / "console.txt").exists()

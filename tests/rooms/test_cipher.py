@@ -199,12 +199,6 @@ def test_draws_have_nothing_to_do_with_each_other(lag):
         assert abs(np.corrcoef(one, other)[0, 1]) < 5 / sqrt(len(one)), power
 
 
-def test_two_streams_have_nothing_to_do_with_each_other():
-    one, other = (CipherStream.seeded(12, k).normal(2**19) for k in range(2))
-    for power in (1, 2):
-        assert abs(np.corrcoef(one**power, other**power)[0, 1]) < 5 / sqrt(len(one))
-
-
 def test_noise_is_added_in_float64_to_every_number_of_every_tensor():
     tensors = [
         torch.zeros(3, 5),

@@ -211,21 +211,24 @@ def said(message):
     return [message.sender, message.receiver, message.round, message.schema, message.weight, digest]
 
 
-def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(tests=[str(p) for p in Path(__file__).parents[:2]], folder=str(tmp_path)))
+def run_ranks(folder, text, n):
+    """Run a script as n ranks, with the tests and a folder written into it."""
+    script = folder / "ranks.py"
+    script.write_text(text.format(tests=[str(p) for p in Path(__file__).parents[:2]], folder=str(folder)))
     command = [
         launch.find_mpiexec(),
         "-n",
-        "3",
-        "--oversubscribe",
-        "--bind-to",
-        "none",
+        str(n),
+        *["--oversubscribe", "--bind-to", "none"],
         sys.executable,
         script,
     ]
-    environment = launch.rank_environment(3)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    environment = launch.rank_environment(n)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_path):
+    done = run_ranks(tmp_path, RANKS, 3)
     assert done.returncode == 0, done.stderr[-2000:]
     ranks = [json.loads((tmp_path / f"rank{k}.json").read_text()) for k in range(3)]
     local = LocalComm(3)

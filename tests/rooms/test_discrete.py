@@ -1,7 +1,6 @@
 """Noise in shares against exact probabilities, and what it costs against the Gaussian mechanism."""
 
 from fractions import Fraction
-from itertools import pairwise
 from math import exp, fsum, log, nextafter, pi, sqrt
 
 import numpy as np
@@ -15,8 +14,8 @@ from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.discrete import (
+    _gap,
     discrete_gaussian,
-    gap,
     noise_multiplier,
     quantised,
     sensitivity_of,
@@ -50,20 +49,17 @@ def compare(draws, expected):
 
 @pytest.mark.parametrize("sigma", [0.3, Fraction(7, 3), 20.5])
 def test_draws_have_the_probabilities_of_the_discrete_gaussian(sigma):
-    draws = discrete_gaussian(sigma, 20_000, CipherStream.seeded(1))
-    assert draws.dtype == np.int64 and draws.shape == (20_000,)
-    most = int(12 * sigma) + 3
-    assert compare(draws, pmf(sigma, most)) > SURE
-    assert abs(draws).max() <= most
-
-
-def test_mean_variance_tails_and_sides_are_right():
-    n, sigma = 20_000, 6.0
-    draws = discrete_gaussian(sigma, n, CipherStream.seeded(2))
-    x, p = np.arange(-80, 81), pmf(sigma, 80)
-    variance = float(p @ x**2)
+    n, most = 12_000, int(12 * sigma) + 3
+    draws, x, p = (
+        discrete_gaussian(sigma, n, CipherStream.seeded(1)),
+        np.arange(-most, most + 1),
+        pmf(sigma, most),
+    )
+    assert draws.dtype == np.int64 and draws.shape == (n,) and abs(draws).max() <= most
+    assert compare(draws, p) > SURE
+    variance, fourth = float(p @ x**2), float(p @ x**4)
     assert abs(draws.mean()) < 4 * sqrt(variance / n)
-    assert draws.var() == pytest.approx(variance, abs=4 * variance * sqrt(2 / n))
+    assert draws.var() == pytest.approx(variance, abs=4 * sqrt((fourth - variance**2) / n))
     for far in (2, 3):
         tail = float(p[abs(x) > far * sigma].sum())
         assert (abs(draws) > far * sigma).mean() == pytest.approx(tail, abs=4 * sqrt(tail / n))
@@ -72,7 +68,7 @@ def test_mean_variance_tails_and_sides_are_right():
 
 @pytest.mark.parametrize("sigma", [2.0**20, 2.0**28 + 0.123])
 def test_large_noise_is_normal_and_has_no_grid(sigma):
-    n = 20_000
+    n = 10_000
     draws = discrete_gaussian(sigma, n, CipherStream.seeded(3))
     assert abs(draws.mean()) < 4 * sigma / sqrt(n)
     assert draws.std() == pytest.approx(sigma, rel=4 / sqrt(2 * n))
@@ -82,7 +78,7 @@ def test_large_noise_is_normal_and_has_no_grid(sigma):
 
 @pytest.mark.parametrize(("n", "d"), [(0, 1), (1, 3), (1, 1), (5, 2), (9, 2)])
 def test_coins_fall_with_exponential_probability(n, d):
-    bits, times = CipherStream.seeded(4), 40_000
+    bits, times = CipherStream.seeded(4), 20_000
     share = sum(discrete._happens(n, d, bits) for _ in range(times)) / times
     p = exp(-n / d)
     assert share == pytest.approx(p, abs=4 * sqrt(p * (1 - p) / times))
@@ -161,9 +157,9 @@ def test_shares_of_honest_sites_have_all_the_variance_and_hardly_more(n_sites, c
 def test_shares_add_up():
     sigma, n_sites, colluding = 2.0**20, 5, 2
     share = share_sigma(sigma, n_sites, colluding)
-    draws = [discrete_gaussian(share, 8000, CipherStream.seeded(20 + k)) for k in range(n_sites)]
-    assert sum(draws[colluding:]).std() == pytest.approx(sigma, rel=4 / sqrt(16000))
-    assert sum(draws).std() == pytest.approx(sigma * sqrt(5 / 3), rel=4 / sqrt(16000))
+    draws = [discrete_gaussian(share, 3000, CipherStream.seeded(20 + k)) for k in range(n_sites)]
+    assert sum(draws[colluding:]).std() == pytest.approx(sigma, rel=4 / sqrt(6000))
+    assert sum(draws).std() == pytest.approx(sigma * sqrt(5 / 3), rel=4 / sqrt(6000))
 
 
 def test_somebody_has_to_be_honest():
@@ -194,7 +190,7 @@ def test_shares_too_coarse_for_one_gaussian_are_refused():
         refused(lambda a=(share, 4, 1, moved, n): noise_multiplier(*a), "numbers above 0")
     assert noise_multiplier(5.0, 4, 1, 1.0, 10**4) == pytest.approx(5 * sqrt(3))
     assert noise_multiplier(4.0, 4, 3, 1.0, 1) == pytest.approx(4.0)  # a single share is a discrete Gaussian
-    assert gap(2.0**20, 100) == 0 and 0 < gap(4.9, 100) < 1e-100 and gap(1.0, 1) == 0
+    assert _gap(2.0**20, 100) == 0 and 0 < _gap(4.9, 100) < 1e-100 and _gap(1.0, 1) == 0
 
 
 @pytest.mark.parametrize("sigma", [0.5, 0.6, 0.8, 1.0])
@@ -209,7 +205,7 @@ def test_a_sum_of_shares_is_as_near_to_one_discrete_gaussian_as_is_said(sigma, n
     m = len(total) // 2
     centre = slice(m - int(5 * sigma * sqrt(n_shares)), m + int(5 * sigma * sqrt(n_shares)) + 1)
     apart = abs(np.log(total[centre] / pmf(sigma * sqrt(n_shares), m)[centre])).max()
-    assert apart <= gap(sigma, n_shares) / 2 + 1e-12
+    assert apart <= _gap(sigma, n_shares) / 2 + 1e-12
     assert apart >= exp(-2 * (pi * sigma) ** 2 * (n_shares - 1) / n_shares)
 
 
@@ -267,10 +263,3 @@ def test_the_account_of_the_sum_is_above_its_true_epsilon():
     account = epsilon([Mechanism(z, 1.0, 1.0, 1)], delta)
     assert delta_discrete(50.0, account, 20) <= delta * (1 + 3 / 50**2)
     assert delta_discrete(50.0, 0.6 * account, 20) > delta
-
-
-def test_more_noise_or_more_honest_sites_cost_less():
-    for few, many in pairwise([2, 3, 5, 9]):
-        assert noise_multiplier(9.0, many, 1, 3.0, 10) > noise_multiplier(9.0, few, 1, 3.0, 10)
-    assert noise_multiplier(10.0, 3, 1, 3.0, 10) > noise_multiplier(9.0, 3, 1, 3.0, 10)
-    assert noise_multiplier(9.0, 3, 1, 4.0, 10) < noise_multiplier(9.0, 3, 1, 3.0, 10)

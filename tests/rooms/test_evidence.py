@@ -8,7 +8,8 @@ from scipy.linalg import sqrtm
 
 from wsi_fl.synthesis.evidence import (
     COPY,
-    compared,
+    _compared,
+    _over_usual,
     doubts,
     frechet_distance,
     judged,
@@ -16,7 +17,6 @@ from wsi_fl.synthesis.evidence import (
     moved,
     nearest,
     nearest_other,
-    over_usual,
     spread,
 )
 
@@ -57,7 +57,7 @@ def distances(n, seed, low=0.1):
 
 
 def test_a_generator_of_the_distribution_passes():
-    found = [compared(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)]
+    found = [_compared(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)]
     failed = [one for one in found if one.reasons("nearest sample")]
     assert len(failed) <= 1
     assert doubts({"nearest sample": found[0]}, 200) == []
@@ -72,13 +72,13 @@ def test_memorising_all_some_or_a_few_is_caught(memorised, word):
     training = distances(300, 0)
     copied = round(memorised * 300)
     training[:copied] *= 0.05
-    found = compared(training, distances(200, 1), copy_below=COPY * float(np.median(distances(200, 2))))
+    found = _compared(training, distances(200, 1), copy_below=COPY * float(np.median(distances(200, 2))))
     reasons = doubts({"projection": found}, 200)
     assert any(word in reason for reason in reasons), reasons
 
 
 def test_being_somewhat_nearer_to_all_training_images_is_caught():
-    found = compared(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
+    found = _compared(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
     assert found.copies_training == 0
     assert found.nearer > 0.6
     assert doubts({"nearest sample": found}, 200)
@@ -179,7 +179,7 @@ def test_the_nearest_other_is_never_oneself(n, seed, memory):
 
 
 def quotients(images, others, usual):
-    return over_usual(nearest(images, others).distance, usual)
+    return _over_usual(nearest(images, others).distance, usual)
 
 
 def numbered(images):
@@ -189,7 +189,7 @@ def numbered(images):
 def relative(training, patient, held_out, generated):
     """The comparison as the check makes it."""
     usual = nearest_other(training, patient), nearest(held_out, training).distance
-    return compared(
+    return _compared(
         *(quotients(one, generated, u) for one, u in zip((training, held_out), usual, strict=True))
     )
 
@@ -233,11 +233,11 @@ def test_a_chance_split_is_no_verdict_but_remembering_is():
     odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
     among, outside = nearest_other(training, numbered(training)), nearest(odd, training).distance
     honest = films(300, 3)
-    bare = compared(nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0)
+    bare = _compared(nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0)
     assert bare.reasons("bare"), "this is what dividing is for"
     over = [quotients(training, honest, among), quotients(odd, honest, outside)]
-    assert compared(*over, copy_below=COPY).reasons("over") == []
+    assert _compared(*over, copy_below=COPY).reasons("over") == []
     noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
     remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
     over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
-    assert compared(*over, copy_below=COPY).reasons("over")
+    assert _compared(*over, copy_below=COPY).reasons("over")

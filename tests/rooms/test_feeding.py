@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch._subclasses import FakeTensorMode
 
-from wsi_fl.models.encoder import Encoder, EncoderError, encode_each
-from wsi_fl.models.network import Network, preset_model
+from wsi_fl.models.encoder import Encoder, EncoderError, Network, encode_each, preset_model
 from wsi_fl.models.presets import PRESETS, Transform
 
 PX = 32

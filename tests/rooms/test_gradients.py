@@ -13,11 +13,10 @@ from torch.nn import functional
 from wsi_fl.learning.local import DPSettings, Learner, supervised_step
 from wsi_fl.models import build
 from wsi_fl.models.mil import deepset
-from wsi_fl.privacy import ghost
+from wsi_fl.privacy import gradients
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
-from wsi_fl.privacy.ghost import GHOSTS, gradients_of, obstacle
-from wsi_fl.privacy.gradients import ENGINES
+from wsi_fl.privacy.gradients import ENGINES, GHOSTS, _gradients_of, _obstacle
 from wsi_fl.types import Images, WsiFlError
 
 N_CLASSES = 3
@@ -107,8 +106,8 @@ def check_layer(module, a):
     with torch.no_grad():
         preferred = GHOSTS[type(module)](module, a, g) is not None
         for pays in (True, False):
-            with patch.object(ghost, "_pays", lambda *_, pays=pays: pays):
-                way = gradients_of(module, [(a, g)])
+            with patch.object(gradients, "_pays", lambda *_, pays=pays: pays):
+                way = _gradients_of(module, [(a, g)])
             scale = float(squares.max())
             # where positions cancel, a norm may come out too long by round-off of what cancels, never too short
             cancels = 2e-6 * float((a.flatten(1).norm(dim=1) * g.flatten(1).norm(dim=1)).square().max())
@@ -160,7 +159,7 @@ def test_small_images_of_many_channels_take_the_ghost_norm_and_large_ones_the_ma
 
 
 def test_inner_products_are_taken_a_few_examples_at_a_time(monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.ghost._GRAM_CPU", 2 * 36**2)
+    monkeypatch.setattr("wsi_fl.privacy.gradients._GRAM_CPU", 2 * 36**2)
     assert check_layer(nn.Conv2d(32, 32, 3, padding=1), torch.randn(5, 32, 4, 4))
     assert check_layer(nn.Conv2d(64, 64, 3, padding=1, groups=2), torch.randn(5, 64, 4, 4))
 
@@ -315,7 +314,7 @@ def test_models_that_ghost_does_not_suit_get_hooks():
     curved = nn.Sequential(nn.Flatten(), nn.PReLU(), nn.Linear(36, N_CLASSES))
     for model, words in ((tied, "1 and 2 share"), (weighed, "1 (Linear)"), (curved, "1 (PReLU)")):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        assert words in obstacle(model)
+        assert words in _obstacle(model)
         assert DPTrainer(model, sgd, sigma=0.0, clip=1.0, batch_size=3).engine == "hooks"
     assert check_per_example_gradients(tied, (1, 6, 6), N_CLASSES) == "hooks"
 

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.federation.graph import parse_graph
 from wsi_fl.federation.mixing import PushSum, mix
 from wsi_fl.federation.topology import (
     exponential,
@@ -46,21 +45,7 @@ def connected_graph(draw):
     return matrix / matrix.sum(axis=0)
 
 
-@settings(deadline=None, max_examples=20)
-@given(connected_graph(), st.integers(0, 10**6))
-def test_without_training_every_site_reaches_the_exact_mean_and_mass_is_conserved(matrix, seed):
-    n = len(matrix)
-    start = np.random.default_rng(seed).normal(size=(n, 3)).astype(np.float32)
-    states = [PushSum(row, 1.0) for row in start]
-    for _ in range(400):
-        states = exchange(states, matrix)
-        assert sum(s.w for s in states) == pytest.approx(n, rel=1e-6)
-    np.testing.assert_allclose(sum(s.x.astype(float) for s in states), start.sum(0), atol=1e-3)
-    for state in states:
-        np.testing.assert_allclose(state.z, start.mean(0), atol=2e-4)
-
-
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(connected_graph(), st.integers(0, 10**6))
 def test_with_training_between_rounds_it_is_the_dense_product_of_the_biased_numerators(matrix, seed):
     """X ← P (X + ΔZ), w ← P w, Z = X / w: the increment enters unscaled."""
@@ -183,7 +168,7 @@ def some_sites(n, seed, n_away):
 cases = given(st.sampled_from(list(GRAPHS)), st.integers(2, 8), st.integers(1, 3), st.integers(0, 10**6))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @cases
 def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(name, n, n_away, seed):
     start, states, leaving, staying = some_sites(n, seed, n_away)
@@ -195,7 +180,7 @@ def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(na
     assert_all_hold(states, staying, start.mean(0))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @cases
 def test_those_who_come_back_start_from_their_host_and_reach_the_mean_of_all(name, n, n_away, seed):
     start, states, away, staying = some_sites(n, seed, n_away)
@@ -214,7 +199,7 @@ def test_those_who_come_back_start_from_their_host_and_reach_the_mean_of_all(nam
     assert_all_hold(states, range(n), start.mean(0))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @cases
 def test_what_a_crashed_site_held_is_lost_and_the_others_reach_the_mean_of_the_rest(name, n, n_away, seed):
     _, states, crashed, staying = some_sites(n, seed, n_away)
@@ -228,21 +213,6 @@ def test_what_a_crashed_site_held_is_lost_and_the_others_reach_the_mean_of_the_r
     assert mass(states)[1] == pytest.approx(w, rel=1e-12)
     states = mixed(states, GRAPHS[name], range(n), range(120, 240))
     assert_all_hold(states, range(n), x / w)
-
-
-@settings(deadline=None, max_examples=12)
-@given(st.integers(3, 7), st.integers(0, 10**6))
-def test_a_graph_from_a_file_reaches_the_mean_of_all_even_if_a_site_leaves_it(n, seed):
-    rng = np.random.default_rng(seed)
-    chords = {(int(a), int(b)) for a, b in rng.integers(0, n, (n, 2)) if a != b}
-    ways = sorted(chords | {(k, (k + step) % n) for k in range(n) for step in (1, -1)})
-    split = [[[f"S{a}", f"S{b}"] for a, b in ways[part::2]] for part in (0, 1)]
-    graph = parse_graph({"rounds": split}, [f"S{k}" for k in range(n)])
-    graph.check(0.5)
-    start, states, leaving, staying = some_sites(n, seed, 1)
-    states = mixed(states, graph, range(n), range(4), 0.5)
-    states = mixed(exchange(states, handover(n, leaving, staying)), graph, staying, range(4, 300), 0.5)
-    assert_all_hold(states, staying, start.mean(0))
 
 
 def test_a_ring_never_averages_but_loses_nothing_when_sites_come_and_go():

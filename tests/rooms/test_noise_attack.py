@@ -89,67 +89,6 @@ def test_the_noise_of_a_cipher_stays_on(small):
     assert found_nothing(attack(released(cipher_normals(sum(SIZES)), SIZES), small), small.n_bits)
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_one_wrong_sign_among_the_equations_is_noticed(small, wrong):
-    from attacks.linear import Sequences, solve
-
-    times = np.sort(np.random.default_rng(0).choice(20_000, 700, replace=False))
-    drawn = outputs(small, 20_000)[times]
-    sequences = Sequences(small)
-    right = (drawn >> 23 ^ drawn >> 22) & 1 == 1
-    right[:wrong] ^= True
-    solved = solve(sequences.equations(times, bits=(23, 22)), right, small.n_bits)
-    assert solved.rank == small.n_bits
-    assert (solved.contradictions > 0) == (wrong > 0)
-
-
-def test_other_signs_are_tried_where_one_is_wrong(small, monkeypatch):
-    from attacks import noise
-
-    def one_wrong(*given):
-        signs = certain(*given)
-        signs.negative[0] ^= True
-        return signs
-
-    certain = noise.certain_signs
-    monkeypatch.setattr(noise, "certain_signs", one_wrong)
-    release = released(noise.noise_of(outputs(small, noise.words_of(SIZES)), SIZES), SIZES)
-    assert not noise.attack(release, small)["found"]
-    told = noise.attack(release, small, tries=20)
-    assert told["tries"] > 1
-    assert found_all(told)
-
-
-def test_too_few_certain_signs_are_said_to_be_too_few(small):
-    from attacks.noise import attack
-
-    with pytest.raises(SystemExit, match=r"[0-9]+ signs are certain, and 984 are needed"):
-        attack(released(cipher_normals(3000), (3000,)), small)
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "rank"), [(90, 61, 61), (40, 61, 40), (90, 61, 17), (5, 8, 3), (130, 64, 64)]
-)
-def test_elimination_agrees_with_sums_of_rows(m, n, rank):
-    from attacks.linear import solve
-
-    rng = np.random.default_rng(m + rank)
-    basis = rng.integers(2, size=(rank, n))
-    basis[:, rng.choice(n, rank, replace=False)] = np.eye(rank, dtype=np.int64)
-    mixed = np.concatenate([np.eye(rank, dtype=np.int64), rng.integers(2, size=(m - rank, rank))])
-    coefficients = (rng.permutation(mixed) @ basis) % 2
-    unknowns = rng.integers(2, size=n)
-    right = coefficients @ unknowns % 2 == 1
-    packed = np.zeros((m, 8 * -(-(n + 1) // 64)), np.uint8)
-    packed[:, : -(-n // 8)] = np.packbits(coefficients.astype(np.uint8), axis=1, bitorder="little")
-    solved = solve(packed, right, n)
-    assert (solved.rank, solved.contradictions) == (rank, 0)
-    found = np.array([solved.bits >> i & 1 for i in range(n)])
-    assert np.array_equal(coefficients @ found % 2 == 1, right)
-    if rank == n:
-        assert np.array_equal(found, unknowns)
-
-
 def test_linear_complexity_tells_a_twister_from_a_cipher(small):
     from attacks.linear import linear_complexity
 

@@ -11,13 +11,13 @@ import fuzz_peers
 import numpy as np
 import pytest
 from conftest import refused
+from test_comm import run_ranks
 
 from wsi_fl.federation.documents import MOST_BYTES, NotAgreed, check_length, decoded
 from wsi_fl.federation.exchange import _problem, _too_far
 from wsi_fl.federation.message import Message
 from wsi_fl.federation.preflight import Brought, compare
 from wsi_fl.federation.roster import Standing
-from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.ranks import SummaryRow
 from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError
@@ -309,22 +309,7 @@ os._exit(0)  # what was not taken is left where it is
 
 
 def test_a_rank_that_lies_about_lengths_is_refused_in_one_line_and_not_received(tmp_path):
-    script = tmp_path / "hostile.py"
-    script.write_text(
-        HOSTILE.format(tests=[str(p) for p in Path(__file__).parents[:2]], folder=str(tmp_path))
-    )
-    command = [
-        launch.find_mpiexec(),
-        "-n",
-        "2",
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        sys.executable,
-        script,
-    ]
-    environment = launch.rank_environment(2)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = run_ranks(tmp_path, HOSTILE, 2)
     assert (tmp_path / "said.json").exists(), done.stderr[-2000:]
     said = json.loads((tmp_path / "said.json").read_text())
     expected = [

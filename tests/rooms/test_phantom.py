@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from skimage.draw import polygon2mask
 
 from wsi_fl.demo import phantom
-from wsi_fl.demo.phantom.anatomy import LABEL_PX
-from wsi_fl.demo.phantom.archive import outlines
-from wsi_fl.demo.phantom.tissues import Tissue
+from wsi_fl.demo.phantom import outlines
+from wsi_fl.demo.phantom.painting import LABEL_PX, Tissue
 from wsi_fl.types import UsageError
 
 SIZE_PX = 1024
@@ -87,7 +86,7 @@ def test_openslide_sees_a_generic_pyramid_with_the_right_scale(archive: Path) ->
         assert "openslide.objective-power" not in slide.properties
 
 
-@pytest.mark.parametrize("slide", SLIDES, ids=lambda s: s.name)
+@pytest.mark.parametrize("slide", SLIDES[::3], ids=lambda s: s.name)
 def test_openslide_reads_the_painted_colours(archive: Path, slide: phantom.PhantomSlide) -> None:
     error = level0(archive, slide).astype(int) - phantom.paint_slide(slide)
     assert np.abs(error).mean() < 4
@@ -112,11 +111,13 @@ def test_a_pyramid_of_any_shape_keeps_its_pixels_at_the_edges(
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive: Path, tmp_path: Path) -> None:
-    again = phantom.paint_archive(tmp_path / "a", n_sites=2, patients_per_site=1, size_px=SIZE_PX, seed=3)
-    assert digests(again) == digests(archive)
-    other = phantom.paint_archive(tmp_path / "b", n_sites=1, patients_per_site=1, size_px=SIZE_PX, seed=4)
-    same = {k for k, v in digests(other).items() if digests(archive)[k] == v}
-    assert same <= {"stages.csv"}
+    asked = {"n_sites": 2, "patients_per_site": 1, "size_px": SIZE_PX, "only": 1}
+    again, other = (digests(phantom.paint_archive(tmp_path / str(k), **asked, seed=k)) for k in (3, 4))
+    whole = digests(archive)
+    assert len(again) == 4 and all(
+        whole[name] == digest for name, digest in again.items() if "csv" not in name
+    )
+    assert {name for name, digest in other.items() if whole[name] == digest} <= {"stages.csv"}
 
 
 @pytest.mark.parametrize("slide", [s for s in SLIDES if s.positive], ids=lambda s: s.name)
@@ -133,7 +134,7 @@ def test_outlines_are_the_truth_to_a_pixel(archive: Path, slide: phantom.Phantom
 def test_holes_are_outlined_in_the_group_normal() -> None:
     """Over many slides some island has a hole; each hole is healthy inside, each island is tumour inside."""
     groups = []
-    for slide in phantom.plan_slides(1, 8, SIZE_PX, seed=0)[1::2]:
+    for slide in phantom.plan_slides(1, 8, SIZE_PX // 2, seed=0)[1::2]:
         truth = phantom.truth_mask(slide)
         drawn = np.zeros_like(truth)
         for group, xy in outlines(slide.anatomy()):

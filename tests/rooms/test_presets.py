@@ -11,10 +11,9 @@ from conftest import SHARED, nightly, refused
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from wsi_fl.models.encoder import Encoder
-from wsi_fl.models.network import preset_model
+from wsi_fl.models.encoder import Encoder, preset_model
 from wsi_fl.models.presets import PRESETS
-from wsi_fl.models.renaming import timm_named
+from wsi_fl.models.weights import _timm_named, fit
 from wsi_fl.stages.site.encoders import transform_of
 from wsi_fl.types import WsiFlError
 
@@ -83,7 +82,7 @@ def test_transformers_names_become_timms(name):
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == n_parameters
     model = preset_model(PRESETS[name])
     wanted = {key: one.shape for key, one in model.state_dict().items()}
-    assert {key: one.shape for key, one in timm_named(meta(shapes), model).items()} == wanted
+    assert {key: one.shape for key, one in _timm_named(meta(shapes), model).items()} == wanted
     assert sum(shape.numel() for shape in wanted.values()) == PRESETS[name].n_parameters
 
 
@@ -117,7 +116,7 @@ def test_names_of_transformers_5_become_timms_too(name):
     older = in_transformers(*IN_TRANSFORMERS[name][1:])
     saved = {newer(key): shape for key, shape in older.items()}
     assert "layers.0.attention.k_proj.bias" in saved and len(saved) == len(older)
-    found = {key: one.shape for key, one in timm_named(meta(saved), model).items()}
+    found = {key: one.shape for key, one in _timm_named(meta(saved), model).items()}
     assert found == {key: one.shape for key, one in model.state_dict().items()}
 
 
@@ -188,28 +187,23 @@ def test_renamed_weights_compute_what_transformers_computes():
         mlp_layer=timm.layers.SwiGLUPacked,
         act_layer=torch.nn.SiLU,
     ).eval()
-    model.load_state_dict(timm_named(state, model))
+    model.load_state_dict(_timm_named(state, model))
     pixels = torch.randn(1, 3, 42, 42, generator=generator)
     with torch.inference_mode():
         expected = dinov2_by_hand(state, pixels, heads=2)
         torch.testing.assert_close(model.forward_features(pixels), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_wrong_key_or_shape_is_named_with_shapes(tmp_path):
+def test_a_wrong_key_or_shape_is_named_with_shapes():
     state = randomly(preset_model(PRESETS["lunit-vits16"]))
-    path = tmp_path / "weights.safetensors"
 
     def refusal(state, *words):
-        save_file(state, path)
-        refused(lambda: Encoder("lunit-vits16", path), *words, error=WsiFlError)
+        refused(lambda: fit(preset_model(PRESETS["lunit-vits16"]), state, "w"), *words, error=WsiFlError)
 
     other = dict(state)
     other["blocks.0.attn.qvk.weight"] = other.pop("blocks.0.attn.qkv.weight")
-    refusal(
-        other,
-        "'blocks.0.attn.qkv.weight' is missing (shape [1152, 384])",
-        "'blocks.0.attn.qvk.weight' (shape",
-    )
+    missing = "'blocks.0.attn.qkv.weight' is missing (shape [1152, 384])"
+    refusal(other, missing, "'blocks.0.attn.qvk.weight' (shape")
     wrong = state | {"pos_embed": torch.zeros(1, 257, 384)}
     refusal(wrong, "'pos_embed' has shape [1, 257, 384] instead of [1, 197, 384]")
     refusal({key: one for key, one in state.items() if not key.startswith("norm")}, "'norm.bias'", "1 more")

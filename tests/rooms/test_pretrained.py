@@ -8,12 +8,11 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from wsi_fl.models import Start, build, schema, started_from
-from wsi_fl.models.norm import FrozenNorm
+from wsi_fl.models.cnn import FrozenNorm
 from wsi_fl.models.weights import fit, read_weights
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients, summed_by_patient
-from wsi_fl.privacy.ghost import gradients_of
-from wsi_fl.privacy.gradients import ENGINES, trained
+from wsi_fl.privacy.dpsgd import DPTrainer, _summed_by_patient, check_per_example_gradients
+from wsi_fl.privacy.gradients import ENGINES, _gradients_of, trained
 from wsi_fl.types import Images, UsageError, Vectors, WsiFlError
 
 SIZE, N_CLASSES = 32, 3
@@ -85,7 +84,7 @@ def test_clipped_sums_of_the_trained_part_are_those_of_a_loop(files, name, train
     for sums, _ in (
         ENGINES[engine](model, x, loss_of, weigh),
         ENGINES["hooks"](model, x, loss_of, weigh),
-        summed_by_patient(model, x, torch.arange(4), loss_of, weigh),
+        _summed_by_patient(model, x, torch.arange(4), loss_of, weigh),
     ):
         for g, total in zip(each, sums, strict=True):
             wanted = torch.einsum("n,n...->...", c, g)
@@ -103,7 +102,7 @@ def test_gradients_of_a_frozen_norm_are_sums_over_positions(shape):
     frozen, x, g = FrozenNorm(norm), torch.randn(shape), torch.randn(shape)
     norm.eval()
     each = [torch.autograd.grad(norm(x[k : k + 1]), [norm.weight, norm.bias], g[k : k + 1]) for k in range(4)]
-    found = gradients_of(frozen, [(x, g)])
+    found = _gradients_of(frozen, [(x, g)])
     squares = torch.stack([sum(one.square().sum() for one in row) for row in each])
     torch.testing.assert_close(found.squares, squares.double(), rtol=1e-4, atol=0.0)
     sums = found.weighted(torch.ones(4), slice(None))

@@ -96,24 +96,21 @@ def test_one_child_serves_many_slides_and_each_once(archive, tmp_path, fresh):
     assert fresh._process is not child and len(probe._FINE) == 6
 
 
-def test_a_slide_that_takes_too_long_is_set_aside(archive, fresh, monkeypatch, tmp_path):
-    path = next(archive.rglob("*.tif"))
-    monkeypatch.setattr(
-        probe,
-        "_started",
-        lambda: subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "import signal, time; print('ready', flush=True); signal.alarm(1); time.sleep(60)",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ),
-    )
-    with pytest.raises(WsiFlError, match=r"takes more than 60 s; is its disk slow\?$"):
-        check_opens_safely(path)
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("signal.alarm(1); time.sleep(60)", r"takes more than 60 s; is its disk slow\?$"),
+        ("input(); os.kill(os.getpid(), 9)", r"killed twice \(SIGKILL\); is there too little memory\?$"),
+    ],
+)
+def test_a_slide_over_which_the_child_waits_or_is_killed_twice_is_set_aside(
+    archive, fresh, monkeypatch, code, said
+):
+    command = [sys.executable, "-c", f"import os, signal, time; print('ready', flush=True); {code}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    monkeypatch.setattr(probe, "_started", lambda: subprocess.Popen(command, **pipes))
+    with pytest.raises(WsiFlError, match=said):
+        check_opens_safely(next(archive.rglob("*.tif")))
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -123,15 +120,6 @@ def test_a_child_that_was_killed_costs_no_slide(archive, fresh, seen):
     if seen:
         child.wait()
     check_opens_safely(next(archive.rglob("*.tif")))
-
-
-def test_a_slide_over_which_the_child_is_killed_twice_is_set_aside(archive, fresh, monkeypatch):
-    path = next(archive.rglob("*.tif"))
-    code = "import os; print('ready', flush=True); input(); os.kill(os.getpid(), 9)"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    monkeypatch.setattr(probe, "_started", lambda: subprocess.Popen([sys.executable, "-c", code], **pipes))
-    with pytest.raises(WsiFlError, match=r"killed twice \(SIGKILL\); is there too little memory\?$"):
-        check_opens_safely(path)
 
 
 def test_what_needs_too_much_memory_is_set_aside_whoever_reads_it(tmp_path, fresh):

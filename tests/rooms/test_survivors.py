@@ -9,10 +9,9 @@ from conftest import nightly, refused
 from Crypto.Protocol.SecretSharing import Shamir
 from test_masks import N, looks_random, secret
 
-from wsi_fl.privacy import survivors
+from wsi_fl.privacy import masks
 from wsi_fl.privacy.discrete import discrete_gaussian, share_sigma
-from wsi_fl.privacy.masks import KeyPair, masked, opened, own_mask
-from wsi_fl.privacy.survivors import Part, needed_votes, require_enough
+from wsi_fl.privacy.masks import KeyPair, Part, _own_mask, masked, needed_votes, opened, require_enough
 from wsi_fl.types import UsageError, WsiFlError
 
 CONTEXT = b"run 7 attempt 3"
@@ -146,7 +145,7 @@ def test_nobody_reads_the_message_of_a_site_that_was_late():
     assert KeyPair.of(seed).public == publics[4]
     unpaired = sum_.messages[4] - masked(values[4], 4, KeyPair.of(seed), publics, part.bound)
     assert looks_random(unpaired)
-    assert not (unpaired - own_mask(secrets[1], part.bound, N)).any()  # with both keys it would be read
+    assert not (unpaired - _own_mask(secrets[1], part.bound, N)).any()  # with both keys it would be read
 
 
 class Adversary:
@@ -212,7 +211,7 @@ def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
 
 def test_with_one_vote_less_two_sets_would_be_opened(monkeypatch):
     """The same adversary wins where too few votes are asked for, so the test above can fail."""
-    monkeypatch.setattr(survivors, "needed_votes", lambda n_sites, colluding: n_sites // 2)
+    monkeypatch.setattr(masks, "needed_votes", lambda n_sites, colluding: n_sites // 2)
     sum_, adversary, honest, votes = lied_to(6, 1, 2)
     for k in honest:
         adversary.hear(k, sum_.parts[k].opening(votes | dict.fromkeys(adversary.sites, votes[k])))

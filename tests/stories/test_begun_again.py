@@ -20,17 +20,17 @@ from wsi_fl.stages.prepare import partition as stage
 from wsi_fl.study.folder import Study
 moment, name = int(sys.argv[3]), sys.argv[4]
 real, calls = getattr(stage, name), 0
-def killed(*args):
+def killed(*args, **more):
     global calls
     calls += 1
     if calls < moment:
-        return real(*args)
-    if name != "_batches":
+        return real(*args, **more)
+    if name != "write_shard":
         os.kill(os.getpid(), signal.SIGKILL)
     def half():
-        yield next(iter(real(*args)))
+        yield next(args[3])
         os.kill(os.getpid(), signal.SIGKILL)
-    return half()
+    return real(*args[:3], half(), **more)
 setattr(stage, name, killed)
 stage.partition(Study(Path(sys.argv[1])), Path(sys.argv[2]), n_sites=3, prefix="Z")
 """
@@ -56,7 +56,7 @@ def killed(study, data, moment, name):
 
 @pytest.mark.parametrize(
     ("moment", "name"),
-    [(1, "_batches"), (2, "write_columns"), (2, "write_text")],
+    [(1, "write_shard"), (2, "link_shards"), (2, "write_text")],
 )
 def test_partition_that_was_killed_is_made_again_as_if_it_had_not_been(tmp_path, data, moment, name):
     study, other = Study(tmp_path / "a"), Study(tmp_path / "b")
@@ -69,7 +69,7 @@ def test_partition_that_was_killed_is_made_again_as_if_it_had_not_been(tmp_path,
 
 def test_fewer_sites_leave_nothing_of_a_killed_partition_into_more(tmp_path, data):
     study, other = Study(tmp_path / "a"), Study(tmp_path / "b")
-    killed(study, data, 6, "_batches")
+    killed(study, data, 6, "write_shard")
     partition(study, data, n_sites=1, prefix="Z")
     partition(other, data, n_sites=1, prefix="Z")
     assert contents(study.root) == contents(other.root)
@@ -77,7 +77,7 @@ def test_fewer_sites_leave_nothing_of_a_killed_partition_into_more(tmp_path, dat
 
 def test_what_others_put_into_the_place_of_a_killed_partition_stays(tmp_path, data):
     study = Study(tmp_path / "a")
-    killed(study, data, 6, "_batches")
+    killed(study, data, 6, "write_shard")
     (study.root / "sites" / "Z2.toml").write_text('name = "Z2"\nreal = false\n')
     before = contents(study.root)
     refused(lambda: partition(study, data, n_sites=3, prefix="Z"), "sites/Z2.toml", "exists already")

@@ -1,4 +1,4 @@
-"""The core does its work where the wings are not there, nor what Linux has and other systems have not."""
+"""The core does its work where the wings are not there, nor what Linux has and macOS has not."""
 
 import json
 import os
@@ -14,8 +14,7 @@ WINGS = ("synthesis", "viewer", "hospitals")
 ALONE = f"""
 import asyncio, json, os, sys
 
-sys.modules["fcntl"] = sys.modules["resource"] = None
-for name in ("sched_getaffinity", "posix_fallocate", "pwrite", "O_DIRECT"):
+for name in ("sched_getaffinity", "posix_fallocate", "O_DIRECT"):
     delattr(os, name)
 
 class Gone:
@@ -57,7 +56,7 @@ def alone(folder: Path, study: Path, *commands):
     )
 
 
-def test_slides_become_a_report_and_a_comparison_without_the_wings_and_without_linux(tmp_path):
+def test_slides_become_a_report_and_a_comparison_without_the_wings_and_as_on_macos(tmp_path):
     archive = phantom.paint_archive(tmp_path / "archive", n_sites=2, patients_per_site=2, size_px=512)
     init(tmp_path / "study", archive=archive)
     settings = [word for one in SMALL for word in ("--set", one)]

@@ -5,9 +5,8 @@ import pytest
 import torch
 from conftest import make_study, nightly, refused, write_features
 
-from wsi_fl.demo.encoder import INPUT_PX, public_patches, untrained_weights
 from wsi_fl.demo.phantom import plan_slides
-from wsi_fl.demo.run import _STEPS, demo
+from wsi_fl.demo.run import _STEPS, INPUT_PX, demo, public_patches, untrained_weights
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.training.train import train
 

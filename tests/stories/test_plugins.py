@@ -1,9 +1,7 @@
 """The package of one file of `docs/plugins.md`, installed beside, adds a command, a method, an encoder and a reader."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -53,22 +51,11 @@ def beside(tmp_path, monkeypatch):
         known.cache_clear()
 
 
-def test_its_command_is_one_of_ours(tmp_path):
-    path = os.pathsep.join([str(installed(tmp_path)), os.environ.get("PYTHONPATH", "")])
-    ran = subprocess.run(
-        [sys.executable, "-c", "from wsi_fl.__main__ import main; main()", "greet", "Zoë"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout == "hello Zoë\n"
-
-
-def test_its_method_trains(beside, tmp_path, wsi_fl):
+def test_its_command_is_one_of_ours_and_its_method_trains(beside, tmp_path, wsi_fl):
     beside()
     study = make_study(tmp_path / "study", n_sites=2)
     assert "greet" in wsi_fl("--help", cwd=study.root).stdout
+    assert wsi_fl("greet", "Zoë", cwd=study.root).stdout == "hello Zoë\n"
     ran = wsi_fl("train", "--method", "neighbourly", "--backend", "local", "--json", cwd=study.root)
     summary = json.loads(ran.stdout)
     assert [row["site"] for row in summary["sites"]] == ["S0", "S1"]

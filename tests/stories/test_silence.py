@@ -15,10 +15,10 @@ from conftest import REAL, Told, interrupted_after, larger, nightly, refused, wr
 from conftest import larger_study as make_study
 
 from wsi_fl.federation import loop
+from wsi_fl.federation.cross_site_evaluation import _Counted, _Present
 from wsi_fl.federation.preflight import Brought
-from wsi_fl.federation.roster import Arrival, RosterEntry, Standing
-from wsi_fl.federation.scoring import Counted, Present
-from wsi_fl.federation.shared import Holds, Offer, Pieces
+from wsi_fl.federation.roster import RosterEntry, Standing, _Arrival
+from wsi_fl.federation.shared import _Holds, _Offer, _Pieces
 from wsi_fl.hospitals.trust.letters import Head, Hello
 from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.learning.examples import Examples
@@ -122,15 +122,15 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
         Brought,
         Standing,
         RosterEntry,
-        Arrival,
+        _Arrival,
         SummaryRow,
         _Proposal,
         _Claimed,
         mpcpa.Size,
-        Present,
-        Counted,
+        _Present,
+        _Counted,
     )
-    kinds += (Begun, Runs, Hello, Head, Seen, Offer, Holds, Pieces)
+    kinds += (Begun, Runs, Hello, Head, Seen, _Offer, _Holds, _Pieces)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:

@@ -82,7 +82,7 @@ def tile(
     from wsi_fl.stages.prepare.tile import tile
 
     if dry_run:
-        from wsi_fl.stages.prepare.tile_estimate import estimate, estimate_lines
+        from wsi_fl.stages.prepare.tile import estimate, estimate_lines
 
         work = partial(estimate, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
         show_work("tile", work, as_json, estimate_lines)
@@ -103,7 +103,7 @@ def mosaic(
     one_or_all("mosaic", site, every)
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.prepare.mosaic import mosaic
+    from wsi_fl.stages.prepare.bags import mosaic
     from wsi_fl.stages.prepare.tables import mosaic_lines
 
     work = partial(mosaic, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
@@ -122,7 +122,7 @@ def features(
     one_or_all("features", site, every)
     study = find_study()
     take_gpus(gpus)
-    from wsi_fl.stages.prepare.features import features, features_lines
+    from wsi_fl.stages.prepare.bags import features, features_lines
 
     work = partial(features, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
     show_work("features", work, as_json, features_lines)

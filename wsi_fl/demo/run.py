@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.demo.encoder import write_untrained
+import numpy as np
+from numpy.typing import NDArray
+
 from wsi_fl.demo.phantom import paint_archive, paint_slide, plan_slides, write_pyramid
+from wsi_fl.models.weights import untrained_weights
 from wsi_fl.stages.answers.compare import compare, compare_lines
 from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.bags import features
 from wsi_fl.stages.prepare.directions import directions, directions_lines
-from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tables import tile_lines
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.training.train import summary_lines, train
 from wsi_fl.stages.work.console import Bars, Lines, render, say
 from wsi_fl.study.folder import Study
+from wsi_fl.system.tensors import save_tensors
 from wsi_fl.types import UsageError
 
+_ENCODER, INPUT_PX = "resnet18", 64
+_PATCH_PX, _PUBLIC_PX, _GLASS = 256, 1024, 225
 _PIPELINE = "demo"
 _N_SITES = 4
 _PATIENTS_PER_SITE = 20
@@ -121,19 +128,31 @@ def _find_directions(study: Study) -> None:
     slides = plan_slides(_N_SITES, 1, _SLIDE_PX, _PUBLIC_SEED)
     for slide in slides:
         write_pyramid(public / f"{slide.name}.tif", paint_slide(slide), _PUBLIC_MPP)
+    out = study.root / _DIRECTIONS
     with Bars("directions") as bars:
-        render(
-            directions_lines(
-                directions(
-                    study,
-                    [public],
-                    out=study.root / _DIRECTIONS,
-                    pipeline_name=_PIPELINE,
-                    n=_N_DIRECTIONS,
-                    watcher=bars,
-                )
-            )
-        )
+        found = directions(study, [public], out=out, pipeline_name=_PIPELINE, n=_N_DIRECTIONS, watcher=bars)
+    render(directions_lines(found))
+
+
+def write_untrained(path: Path) -> None:
+    """Write the weights of the demo's encoder, always the same, with timm's names.
+
+    It was never trained, since the demo may download nothing; studies take a pretrained one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_tensors(path, untrained_weights(_ENCODER, public_patches()), {})
+
+
+def public_patches() -> NDArray[np.uint8]:
+    """Return patches uint8[n, INPUT_PX, INPUT_PX, 3] of tissue, painted of slides that belong to no hospital."""
+    step, found = _PATCH_PX // INPUT_PX, []
+    for slide in plan_slides(4, 1, _PUBLIC_PX, _PUBLIC_SEED):
+        picture = paint_slide(slide)[::step, ::step]
+        side = _PUBLIC_PX // _PATCH_PX
+        grid = picture.reshape(side, INPUT_PX, side, INPUT_PX, 3)
+        patches = grid.swapaxes(1, 2).reshape(-1, INPUT_PX, INPUT_PX, 3)
+        found.append(patches[patches.mean((1, 2, 3)) < _GLASS])
+    return np.concatenate(found)
 
 
 _UNFINISHED = {"archive", "archive.unfinished", "pipelines", "sites.unfinished"}
@@ -152,21 +171,14 @@ def _study(folder: Path) -> Study:
     if not archive.is_dir():
         say("Painting the slides of four hospitals", style="bold")
         shutil.rmtree(unfinished, ignore_errors=True)
-        total = _N_SITES * _PATIENTS_PER_SITE * 2
-        painted: list[str] = []
+        n, painted = _N_SITES * _PATIENTS_PER_SITE * 2, count(1)
+        size = {"n_sites": _N_SITES, "patients_per_site": _PATIENTS_PER_SITE, "size_px": _SLIDE_PX}
         with Bars("paint") as bars:
-
-            def progress(slide: str) -> None:
-                painted.append(slide)
-                bars.update("slides", len(painted), total, slide)
-
             paint_archive(
                 unfinished,
-                n_sites=_N_SITES,
-                patients_per_site=_PATIENTS_PER_SITE,
-                size_px=_SLIDE_PX,
+                **size,
                 ill=_ILL,
-                progress=progress,
+                progress=lambda slide: bars.update("slides", next(painted), n, slide),
             )
         unfinished.rename(archive)
     init(root, archive=archive, pipeline=_PIPELINE)

@@ -28,7 +28,7 @@ from wsi_fl.federation.message import (
 from wsi_fl.system.bulk import BufferPool
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _POLL_S = 0.0005
 _LATE_EVERY_S = 1.0
@@ -61,18 +61,12 @@ class Traffic:
 
 
 class Comm(Protocol):
-    """How sites reach each other.
+    """How sites reach each other."""
 
-    Attributes:
-        sites: indices of those that live in this process.
-        running: indices of all that have a process.
-        n_sites: of the study, running or not.
-    """
-
-    sites: tuple[int, ...]
-    running: tuple[int, ...]
-    n_sites: int
-    traffic: dict[int, Traffic]
+    sites: tuple[int, ...]  # indices of those that live in this process
+    running: tuple[int, ...]  # indices of all that have a process
+    n_sites: int  # of the study, running or not
+    traffic: dict[int, Traffic]  # per local site
     """Per local site."""
 
     def exchange(
@@ -88,33 +82,30 @@ class Comm(Protocol):
     ) -> list[Message]:
         """Send all, and wait for the (sender, receiver) pairs in `expected` whose receiver is local.
 
+        Raises `PeerLate` when a message does not arrive in time, unless who is late is left out (`lossy`, as `hand`
+        does), and `NotAgreed` when one has another length than was announced.
+
         Args:
             size: number of values that all sites agreed on, and of which kind.
-            lossy: leave out who is late, as `hand` does.
-
-        Raises:
-            PeerLate: when a message does not arrive in time.
-            NotAgreed: when a message has another length than was announced.
         """
         ...
 
-    def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+    def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return one JSON document of every running site, in site order: plans and tallies, never data.
+
+        Raises `NotAgreed` when the document of a site is not of the agreed kind, of which nothing is used then, and
+        `PeerLate` when one does not arrive in time.
 
         Args:
             documents: of the sites in this process; all running sites get to know them.
             kind: the agreed type of all documents, a TypedDict with bounds (`federation.documents`).
             patient: wait without a deadline, for sites that are not in step.
-
-        Raises:
-            NotAgreed: when the document of a site is not of this kind; nothing of it is used.
-            PeerLate: when a document does not arrive in time.
         """
         ...
 
     def hand(
-        self, documents: Mapping[tuple[int, int], T], kind: type[T], expected: Collection[tuple[int, int]]
-    ) -> dict[tuple[int, int], T]:
+        self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], _T]:
         """Give JSON documents to single sites, and return those that came in time; who is late is left out.
 
         So that all go on together whoever is lost, the k-th lossy call after a gathering waits until k timeouts after
@@ -124,9 +115,6 @@ class Comm(Protocol):
             documents: by (sender, receiver), of the sites in this process; nobody else reads them.
             kind: the agreed type of all documents, as in `gather`.
             expected: the (sender, receiver) pairs to wait for.
-
-        Raises:
-            NotAgreed: when a document is not of this kind.
         """
         ...
 
@@ -174,7 +162,7 @@ class LocalComm:
             self.sent += arrived
         return arrived
 
-    def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+    def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return the documents of all sites as a peer would read them, as `Comm.gather` says."""
         return [
             decoded(encoded(document, kind, site), kind, site)
@@ -182,8 +170,8 @@ class LocalComm:
         ]
 
     def hand(
-        self, documents: Mapping[tuple[int, int], T], kind: type[T], expected: Collection[tuple[int, int]]
-    ) -> dict[tuple[int, int], T]:
+        self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], _T]:
         """Return the documents as their receivers would read them, as `Comm.hand` says."""
         return {
             pair: decoded(encoded(document, kind, pair[0]), kind, pair[0])
@@ -201,12 +189,11 @@ class MpiComm:
 
     Args:
         timeout_s: how long to wait for a peer.
-        running: indices of the sites that have a rank; default: all.
-        n_sites: of the study; default: as many as there are ranks.
+        running, n_sites: the sites that have a rank, and how many the study has; default: all ranks.
         names: of all sites of the study, for messages; default: their indices.
         waiting: called now and then while this rank waits for peers.
-        late: told the sites that let this rank wait longer than timeout_s, again and again: somebody else then
-            decides who is lost. Without it such a wait raises PeerLate.
+        late: told the sites that let this rank wait longer than timeout_s, again and again: somebody else then decides
+            who is lost. Without it such a wait raises PeerLate.
     """
 
     timeout_s: float
@@ -275,7 +262,7 @@ class MpiComm:
             for header, body, source in zip(headers, bodies, sources, strict=True)
         ]
 
-    def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+    def gather(self, documents: Sequence[_T], kind: type[_T], *, patient: bool = False) -> list[_T]:
         """Return the document of every rank, as `Comm.gather` says."""
         (document,) = documents
         (me,) = self.sites
@@ -286,13 +273,9 @@ class MpiComm:
         return [decoded(texts[site], kind, self._name(site)) for site in self.running]
 
     def hand(
-        self, documents: Mapping[tuple[int, int], T], kind: type[T], expected: Collection[tuple[int, int]]
-    ) -> dict[tuple[int, int], T]:
-        """Return the documents for this rank, as `Comm.hand` says.
-
-        Raises:
-            PeerLate: when one does not arrive in time.
-        """
+        self, documents: Mapping[tuple[int, int], _T], kind: type[_T], expected: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], _T]:
+        """Return the documents for this rank, as `Comm.hand` says."""
         (me,) = self.sites
         mine = {to: encoded(one, kind, self._name(me)) for (_, to), one in documents.items()}
         texts = self._texts(mine, [site for site, to in expected if to == me], self.timeout_s)
@@ -348,7 +331,7 @@ class MpiComm:
         limit_s = self.timeout_s if limit_s is None else limit_s
         began = said = time.monotonic()
         pause = 0.0
-        while not self._done(requests):
+        while sum(request.Test() for request in requests) < len(requests):  # MPI moves only when asked
             now = time.monotonic()
             if now - said > _LATE_EVERY_S or now - began > limit_s:
                 said = now
@@ -359,11 +342,6 @@ class MpiComm:
                     self._late(late, round_)
             time.sleep(pause)
             pause = min(pause + _POLL_S / 10, _POLL_S)
-
-    def _done(self, requests: Sequence[Any]) -> bool:
-        """Return whether all requests are complete. Each is tested, since MPI makes progress only when it is asked."""
-        done = [request.Test() for request in requests]
-        return all(done)
 
     def _late(self, sites: list[int], round_: int | None) -> None:
         if not sites:  # it came just now

@@ -7,83 +7,178 @@ ledger. Nothing of a training patient is used but releases (post-processing), so
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.message import BYTES, HEADER_BYTES, SCORING, Outgoing
+from wsi_fl.federation.documents import Round
+from wsi_fl.federation.message import BYTES, HEADER_BYTES, NUMBERS, SCORING, Message, Outgoing, PayloadType
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum, Vector
-from wsi_fl.federation.scoring import (
-    Counted,
-    CrossSiteEvaluation,
-    Present,
-    agree_on_models,
-    as_released,
-    counted,
-    problem_of,
-)
 from wsi_fl.federation.site import Site, release_once
-from wsi_fl.learning.counts import Counts, Scores, nothing, packed, unpacked
+from wsi_fl.learning.counts import FEWEST, N_BINS, Counts, Scores, count, n_bytes, nothing, packed, unpacked
+from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.models import schema
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.ledger_file import SCORES, Release, digest
 
-Models = Mapping[int | None, Vector]
+
+def _as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
+    """Return a model of the same kind with released parameters float32[d], without anything that only its site knows.
+
+    They are one site's release `alone`, or the mean of all; a head that is made of sums must know.
+    """
+    found = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+    if isinstance(found, SharedHead):
+        found.forget()
+        if alone:
+            found.n_sites.fill_(1)
+    parameters = [p for p in found.parameters() if p.requires_grad]
+    with torch.no_grad():
+        parts = torch.split(torch.from_numpy(np.array(vector)), [p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
+    return found.eval()
+
+
+_MOST_BEYOND = 1 << 16
+"""Rounds of a ledger after the last one of training, at most: each attempt at a shared sum takes one."""
+_Digest = Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]  # SHA-256, or nothing
+
+
+class _Present(TypedDict):
+    """What a site tells before models are scored."""
+
+    apart: bool  # whether it may not read the others' test parts
+    counts: bool  # whether counts of its own test part may leave it
+    number: Round  # the round of its ledger in which they would leave, or have left
+    held: _Digest  # SHA-256 of the model that it holds after the last exchange; "" where it took no part
+    sent: _Digest  # SHA-256 of its last release; "" where nothing was released, or only a sum of all can be read
+    scored: _Digest  # what the counts are of that left it before a restart; "" for none
+
+
+class _Counted(TypedDict):
+    """SHA-256 of the counts that a site is about to send; "" for none."""
+
+    told: _Digest
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all sites agree on before they score."""
+
+    classes: tuple[str, ...]
+    number: int  # the round of the ledgers in which counts leave
+    # SHA-256 of each model by the index of its site, in order; of one that all hold, by None
+    models: Mapping[int | None, str]
+    reporting_sites: tuple[int, ...]  # the sites that let counts leave
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.models), len(self.classes)
+
+    @property
+    def n_bytes(self) -> int:
+        return n_bytes(*self.shape)
+
+    @property
+    def schema(self) -> str:
+        """Return the SHA-256 of which models and classes the counts are of, in order."""
+        models = [[index, known] for index, known in self.models.items()]
+        said = [SCORES, self.classes, N_BINS, FEWEST, self.number, models]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def _agreed_models(told: Mapping[int, _Present], classes: tuple[str, ...], rounds: int) -> _Agreed | None:
+    """Return which models are scored and where, given what each site told by its index; None where nothing is scored.
+
+    Where all who took part to the end hold the same model, that one is scored, by those who hold it. Elsewhere it is
+    the last release of every site, by all.
+    """
+    if not all(one["apart"] for one in told.values()):
+        return None
+    reporting_sites = [index for index, one in told.items() if one["counts"]]
+    models: dict[int | None, str] = {k: one["sent"] for k, one in told.items() if one["sent"]}
+    holders = [index for index, one in told.items() if one["held"]]
+    if len(held := {told[index]["held"] for index in holders}) == 1 and len(holders) > 1:
+        models = {None: held.pop()}
+        reporting_sites = [index for index in reporting_sites if index in holders]
+    if not reporting_sites or not models:
+        return None
+    number = max(one["number"] for one in told.values())
+    if number > rounds + _MOST_BEYOND:  # it would be final in every honest ledger
+        return None
+    return _Agreed(classes, number, models, tuple(reporting_sites))
+
+
+def _problem_of(message: Message, agreed: str, known: str) -> str:
+    """Return why a message is not what its sender announced, its schema and SHA-256; "" where it is."""
+    if message.refused:
+        return message.refused
+    if message.schema != agreed:
+        return "it is of another kind"
+    if digest(message.vector) != known:
+        return "it is not what was announced"
+    return "" if message.weight > 0 else f"its weight is {message.weight:g}"
+
+
+_Models = Mapping[int | None, Vector]
 """Parameters float32[d] by the index of the site that released them; of a model that all hold, by None."""
 
 
 @dataclass(frozen=True)
 class CrossSiteScoring:
-    """Scores what travelled, once the last round is over.
+    """Scores what travelled, once the last round is over."""
 
-    Attributes:
-        sites: those of this process.
-        names: of all sites of the study, by index.
-        classes: names of the classes.
-        rounds: number of rounds of the run.
-        masked: whether a release by itself is a part of a sum under masks, and no model.
-        apart: whether this process may not read the others' test parts.
-        reporting_sites: the sites that let counts of their test part leave, as far as they live in this process.
-        alive: called with every batch, so that nobody thinks that this hangs.
-    """
-
-    sites: Sequence[Site]
+    sites: Sequence[Site]  # those of this process
     method: Method
     comm: Comm
-    names: Sequence[str]
-    classes: tuple[str, ...]
-    rounds: int
-    masked: bool
-    apart: bool
+    names: Sequence[str]  # of all sites of the study, by index
+    classes: tuple[str, ...]  # names of the classes
+    rounds: int  # number of rounds of the run
+    masked: bool  # whether a release by itself is a part of a sum under masks, and no model
+    apart: bool  # whether this process may not read the others' test parts
+    # the sites that let counts of their test part leave, as far as they live in this process
     reporting_sites: Sequence[int]
-    alive: Callable[[Site], None]
+    alive: Callable[[Site], None]  # called with every batch, so that nobody thinks that this hangs
 
     def run(self) -> None:
         """Score what travelled at every hospital; each site keeps what all have told as `scores.json`.
 
         Nothing happens where nothing travels, where some site may read all test parts, or where no site lets counts
-        leave. Counts leave a site once in a run. Where the models are no longer those that were scored before a
-        restart, as after a site has come back, nothing is scored again.
-
-        Raises:
-            WsiFlError: when other counts have left a site in this run.
+        leave. Counts leave a site once in a run; where others have left before, it fails. Where the models are no
+        longer those that were scored before a restart, as after a site has come back, nothing is scored again.
         """
         if self.method.travels is None or len(self.comm.running) < 2:
             return
         last = {site.index: self._last_release(site) for site in self.sites}
         mine = [self._present(site, last[site.index]) for site in self.sites]
-        told = dict(zip(self.comm.running, self.comm.gather(mine, Present, patient=True), strict=True))
-        exam = agree_on_models(told, self.classes, self.rounds)
+        told = dict(zip(self.comm.running, self.comm.gather(mine, _Present, patient=True), strict=True))
+        exam = _agreed_models(told, self.classes, self.rounds)
         if exam is None:
             return
         if any(one["scored"] not in ("", exam.schema) for one in told.values()):
             for site in self.sites:
                 site.folder.log("models are others than those that were scored before; none is scored again")
             return
-        models = self._held(exam) if None in exam.models else self._pass_models(exam, last)
+        models: dict[int, _Models] = {}
+        if None in exam.models:  # where a site holds the common model
+            for site in self.sites:
+                own = site.traveller(self.method).vector()
+                models[site.index] = {None: own} if digest(own) == exam.models[None] else {}
+        else:
+            models = self._pass_models(exam, last)
         self._pass_counts(
             exam,
             {
@@ -93,22 +188,20 @@ class CrossSiteScoring:
             },
         )
 
-    def _present(self, site: Site, last: PushSum | None) -> Present:
+    def _present(self, site: Site, last: PushSum | None) -> _Present:
         """Return what a site tells; without digests where it may read others' test parts: nothing is scored then."""
         kept = site.folder.kept("counts") or {}
         part = self.apart and site.active
+        # without noise a last release goes to all only where the site's counts may leave too
+        may_pass = (site.plan is not None and site.plan.sigma > 0) or site.index in self.reporting_sites
         return {
             "apart": self.apart,
             "counts": site.index in self.reporting_sites,
             "number": self._number(site),
             "held": digest(site.traveller(self.method).vector()) if part else "",
-            "sent": digest(last.x) if last is not None and self._may_pass(site) else "",
+            "sent": digest(last.x) if last is not None and may_pass else "",
             "scored": str(kept.get("schema", "")),
         }
-
-    def _may_pass(self, site: Site) -> bool:
-        """Return whether a site's last release may go to all; without noise only where its counts may leave too."""
-        return (site.plan is not None and site.plan.sigma > 0) or site.index in self.reporting_sites
 
     def _last_release(self, site: Site) -> PushSum | None:
         """Return what a site released in the last round, from its checkpoint; None where nothing may be passed on."""
@@ -124,14 +217,7 @@ class CrossSiteScoring:
         found = [one.number for one in site.ledger.rounds() if SCORES in one.releases]
         return found[-1] if found else max(site.ledger.last_round(), self.rounds) + 1
 
-    def _held(self, exam: CrossSiteEvaluation) -> dict[int, Models]:
-        """Return the common model for each site of this process, where the site holds it."""
-        vectors = {site.index: site.traveller(self.method).vector() for site in self.sites}
-        return {k: {None: own} if digest(own) == exam.models[None] else {} for k, own in vectors.items()}
-
-    def _pass_models(
-        self, exam: CrossSiteEvaluation, last: Mapping[int, PushSum | None]
-    ) -> dict[int, Models]:
+    def _pass_models(self, exam: _Agreed, last: Mapping[int, PushSum | None]) -> dict[int, _Models]:
         """Bring every site the others' last releases; return all of them for each site of this process.
 
         A model that is not what was announced is left out, and the site's log says why.
@@ -142,17 +228,12 @@ class CrossSiteScoring:
         for site in self.sites:
             if (sent := last[site.index]) is not None and site.index in exam.models:
                 held[site.index][site.index] = sent.z
-                again = site.ledger.reissue(exam.rounds, sent.x, schema=agreed, weight=sent.w)
+                again = site.ledger.reissue(self.rounds, sent.x, schema=agreed, weight=sent.w)
                 releases[site.index] = again
         size = self.sites[0].traveller(self.method).vector().size
         known = {k: one for k, one in exam.models.items() if k is not None}
-        began, outgoing = time.perf_counter(), self._to_all(releases)
-        arrived = self.comm.exchange(
-            outgoing, self._from(list(known)), round_=exam.rounds, hop=SCORING, size=size
-        )
-        self._note("model to be scored", outgoing, time.perf_counter() - began)
-        for message in arrived:
-            if problem := problem_of(message, agreed, known[message.sender]):
+        for message in self._passed("model to be scored", releases, [*known], round_=self.rounds, size=size):
+            if problem := _problem_of(message, agreed, known[message.sender]):
                 what = f"the model from site {self.names[message.sender]} is not scored"
                 self._site(message.receiver).folder.log(f"{what}: {problem}")
             else:
@@ -160,7 +241,7 @@ class CrossSiteScoring:
                 held[message.receiver][message.sender] = PushSum(vector, message.weight).z
         return {k: dict(models) for k, models in held.items()}
 
-    def _release(self, site: Site, exam: CrossSiteEvaluation, models: Models) -> Release:
+    def _release(self, site: Site, exam: _Agreed, models: _Models) -> Release:
         """Return the counts of all models on a site's own test part, on record and about to leave.
 
         They are kept first: after a restart the same bytes leave.
@@ -173,33 +254,28 @@ class CrossSiteScoring:
         site.folder.log(f"counts of {len(exam.models)} models on its own test part leave (allow: scores)")
         return released
 
-    def _count(self, site: Site, index: int | None, models: Models) -> Counts:
+    def _count(self, site: Site, index: int | None, models: _Models) -> Counts:
         """Return the counts of one model on a site's own test part."""
         examples = site.tests.get("own")
         if examples is None or index not in models:
             return nothing(len(self.classes))
-        model = as_released(site.traveller(self.method).model, models[index], alone=index is not None)
-        return counted(model, examples, site.device, alive=lambda: self.alive(site))
+        model = _as_released(site.traveller(self.method).model, models[index], alone=index is not None)
+        with torch.no_grad():
+            said = probabilities(model, examples, site.device, alive=lambda: self.alive(site))
+        return count(undecided_where_broken(said, examples), examples.label, examples.patient)
 
-    def _pass_counts(self, exam: CrossSiteEvaluation, releases: Mapping[int, Release]) -> None:
+    def _pass_counts(self, exam: _Agreed, releases: Mapping[int, Release]) -> None:
         """Bring every site the counts of all, and keep them at the sites of this process."""
-        mine = [Counted(told=releases[k.index].digest if k.index in releases else "") for k in self.sites]
-        told = dict(zip(self.comm.running, self.comm.gather(mine, Counted, patient=True), strict=True))
-        began, outgoing = time.perf_counter(), self._to_all(releases)
-        arrived = self.comm.exchange(
-            outgoing,
-            self._from(exam.reporting_sites),
-            round_=exam.number,
-            hop=SCORING,
-            size=exam.n_bytes,
-            kind=BYTES,
+        mine = [_Counted(told=releases[k.index].digest if k.index in releases else "") for k in self.sites]
+        told = dict(zip(self.comm.running, self.comm.gather(mine, _Counted, patient=True), strict=True))
+        arrived = self._passed(
+            SCORES, releases, exam.reporting_sites, round_=exam.number, size=exam.n_bytes, kind=BYTES
         )
-        self._note(SCORES, outgoing, time.perf_counter() - began)
         found: dict[int, dict[int, list[Counts]]] = {site.index: {} for site in self.sites}
         for index, own in releases.items():
             found[index][index] = unpacked(np.asarray(own.vector, np.uint8), *exam.shape)
         for message in arrived:
-            problem = problem_of(message, exam.schema, told[message.sender]["told"])
+            problem = _problem_of(message, exam.schema, told[message.sender]["told"])
             if not problem:
                 try:
                     values = np.asarray(message.vector, np.uint8)
@@ -213,7 +289,7 @@ class CrossSiteScoring:
             if parts := dict(sorted(found[site.index].items())):
                 site.folder.keep("scores", self._document(exam, parts))
 
-    def _document(self, exam: CrossSiteEvaluation, parts: Mapping[int, Sequence[Counts]]) -> Scores:
+    def _document(self, exam: _Agreed, parts: Mapping[int, Sequence[Counts]]) -> Scores:
         """Return the counts of all hospitals, under the names that this study has for them."""
         whole = "shared" if self.method.once else "central"
         models = [whole if k is None else self.names[k] for k in exam.models]
@@ -228,20 +304,24 @@ class CrossSiteScoring:
             },
         }
 
-    def _to_all(self, releases: Mapping[int, Release]) -> list[Outgoing]:
-        return [
-            Outgoing(index, to, 1.0, release)
-            for index, release in releases.items()
-            for to in self.comm.running
-            if to != index
+    def _passed(
+        self,
+        what: str,
+        releases: Mapping[int, Release],
+        senders: Sequence[int],
+        *,
+        round_: int,
+        size: int,
+        kind: PayloadType = NUMBERS,
+    ) -> list[Message]:
+        """Send every site the releases of this process, and return what senders sent its sites, on record."""
+        outgoing = [
+            Outgoing(k, to, 1.0, one) for k, one in releases.items() for to in self.comm.running if to != k
         ]
-
-    def _from(self, senders: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the pairs (sender, receiver) whose receiver is in this process."""
-        return [(k, site.index) for site in self.sites for k in senders if k != site.index]
-
-    def _note(self, what: str, outgoing: Sequence[Outgoing], seconds: float) -> None:
-        """Record what the sites of this process sent outside the rounds."""
+        expected = [(k, site.index) for site in self.sites for k in senders if k != site.index]
+        began = time.perf_counter()
+        arrived = self.comm.exchange(outgoing, expected, round_=round_, hop=SCORING, size=size, kind=kind)
+        seconds = time.perf_counter() - began
         for item in outgoing:
             line = {
                 "what": what,
@@ -251,6 +331,7 @@ class CrossSiteScoring:
                 "seconds": round(seconds / len(outgoing), 6),
             }
             self._site(item.sender).folder.note_transfer(line)
+        return arrived
 
     def _site(self, index: int) -> Site:
         return next(site for site in self.sites if site.index == index)

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from wsi_fl.types import KnownToAll
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 MOST_BYTES = 16 << 20
 """The longest text of a document."""
@@ -39,12 +39,8 @@ class NotAgreed(KnownToAll):
     """A peer sent what was not agreed on."""
 
 
-def encoded(document: T, kind: type[T], site: object) -> bytes:
-    """Return the text of a document, after the checks that peers will make.
-
-    Args:
-        kind: the agreed type, a TypedDict.
-        site: what messages call the site that tells it.
+def encoded(document: _T, kind: type[_T], site: object) -> bytes:
+    """Return the text of a document of an agreed type, a TypedDict, after the checks that peers will make.
 
     Raises:
         NotAgreed: when it is not of this kind, too long, or holds a number that is not finite.
@@ -68,27 +64,12 @@ def check_length(n_bytes: int, site: object) -> None:
         raise NotAgreed(f"site {site} announced a document of {n_bytes} bytes; at most {MOST_BYTES}")
 
 
-def decoded(text: bytes, kind: type[T], site: object, *, most_values: int = _MOST_VALUES) -> T:
-    """Return the document that a text stands for.
-
-    Args:
-        kind: the agreed type, a TypedDict.
-        site: what messages call the site that told it.
-        most_values: how many values it may hold.
+def decoded(text: bytes, kind: type[_T], site: object, *, most_values: int = _MOST_VALUES) -> _T:
+    """Return the document of an agreed type, a TypedDict, that a text stands for; messages call who told it `site`.
 
     Raises:
-        NotAgreed: in one line of at most 500 characters, when it is no JSON in UTF-8, nested more than 200 deep, or
-            not of this kind.
-
-    Example:
-        >>> from typing_extensions import TypedDict
-        >>> class Answer(TypedDict):
-        ...     n: Count
-        >>> decoded(b'{"n": 3}', Answer, "C1")
-        {'n': 3}
-        >>> decoded(b'{"n": "3"}', Answer, "C1")
-        Traceback (most recent call last):
-        wsi_fl.federation.documents.NotAgreed: site C1 told what was not agreed on: n: Input should be a valid integer
+        NotAgreed: in one line of at most 500 characters, when it is no JSON in UTF-8, nested more than 200 deep, has
+            too many values, or is not of this kind.
     """
     check_length(len(text), site)
     n_values = sum(text.count(mark) for mark in b"[{,")
@@ -96,7 +77,7 @@ def decoded(text: bytes, kind: type[T], site: object, *, most_values: int = _MOS
         raise NotAgreed(f"site {site} told a document of {n_values} values; at most {most_values}")
     agreed: Any = kind
     try:
-        document: T = _adapter(agreed).validate_json(text)
+        document: _T = _adapter(agreed).validate_json(text)
     except ValidationError as error:
         raise NotAgreed(f"site {site} told what was not agreed on: {_fault(error)}") from None
     return document

@@ -8,23 +8,19 @@ from statistics import median
 import numpy as np
 import torch
 
-from wsi_fl.federation.buffers import BufferShape, Flat, problem_of
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.message import BYTES, Message, Outgoing
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum, Vector, mix
-from wsi_fl.federation.site import Site
+from wsi_fl.federation.site import BufferShape, Flat, Site
 from wsi_fl.federation.topology import Matrix, receivers, senders
 from wsi_fl.models import schema
-from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.ledger_file import Release
-from wsi_fl.privacy.letters import impossible
+from wsi_fl.privacy.sums import impossible
 
-_FAR = 10.0
-"""How many times further than usual a model may lie from the own one."""
+_FAR = 10.0  # how many times further than usual a model may lie from the own one
 _REMEMBERED, _ENOUGH = 20, 5
-_MOST_ROWS = 1 << 30
-"""More than any sum is of."""
+_MOST_ROWS = 1 << 30  # more than any sum is of
 
 
 def exchange(
@@ -38,10 +34,9 @@ def exchange(
     hop: int,
     back: Collection[int] = (),
 ) -> None:
-    """Send mass along the nonzeros of `matrix`; what is not accepted is replaced by the receiver's own share.
+    """Send mass along the nonzeros of one hop P[n, n]; what is not accepted is replaced by the receiver's own share.
 
     Args:
-        matrix: P[n, n] of one hop.
         releases: of the sites of this process that send.
         back: sites that were away; how far their models usually lie from others' is not known.
     """
@@ -73,9 +68,7 @@ def _mix_in(
     """Return a site's state after a hop, and log what it rejects.
 
     A rejected message counts as if its sender had sent the receiver's own state, and a rejected letter as an empty one.
-
-    Args:
-        alone: whether messages are of their senders alone, and not mixtures.
+    Messages are of their senders `alone`, or mixtures.
     """
     learner = site.traveller(method)
     own = learner.vector()
@@ -86,7 +79,9 @@ def _mix_in(
         heard = () if stranger else site.heard
         problem = _problem(message, agreed, n_sites) or (
             (
-                _no_sums(message, _n_columns(learner.model), noisy=bool(site.plan and site.plan.sigma))
+                _no_sums(
+                    message, site.shared_head(method).shape[0], noisy=bool(site.plan and site.plan.sigma)
+                )
                 or _no_letter(message, site, method, alone=alone)
             )
             if method.once
@@ -122,12 +117,6 @@ def _problem(message: Message, agreed: str, n_sites: int) -> str:
     return ""
 
 
-def _n_columns(head: object) -> int:
-    """Return how many variances of noise stand at the end of a shared head's letters."""
-    assert isinstance(head, SharedHead)
-    return head.shape[0]
-
-
 def _no_sums(message: Message, n_columns: int, *, noisy: bool) -> str:
     """Return why numbers cannot be sums of rows of norm at most 1, and the variances of their noise, or "" for none."""
     largest, variance = float(np.abs(message.vector).max(initial=0)), float(message.vector[-n_columns:].min())
@@ -139,14 +128,12 @@ def _no_sums(message: Message, n_columns: int, *, noisy: bool) -> str:
 def _no_letter(message: Message, site: Site, method: Method, *, alone: bool) -> str:
     """Return why numbers cannot be sums of what their sender announced, or "" where they can.
 
-    Args:
-        alone: whether they are the sender's letter, and not a mean of several.
+    Where they are the sender's letter `alone`, and not a mean of several, its number of units is known.
     """
-    head, none = site.traveller(method).model, (None, None)
-    assert isinstance(head, SharedHead)
+    none = (None, None)
     told = site.announced.get(message.sender, none) if alone else none
     rows = site.units.kind == "row" and site.canaries is None  # of canaries about half have a row
-    return impossible(head, torch.tensor(_state(message).z), *told, rows=rows)
+    return impossible(site.shared_head(method), torch.tensor(_state(message).z), *told, rows=rows)
 
 
 def _too_far(message: Message, own: Vector, heard: Sequence[float]) -> str:
@@ -170,10 +157,8 @@ def _distance(state: PushSum, own: Vector) -> float:
 def load_mixture(
     sites: list[Site], method: Method, *, n_present: int = 0, reset_optimizer: bool = False
 ) -> None:
-    """Put the de-biased mixture z = x / w into the model that travels (Algorithm 1, line 11).
-
-    Args:
-        n_present: how many sites' models are in the mixture, where a method must know.
+    """Put the de-biased mixture z = x / w of so many sites' models into the model that travels (Algorithm 1, line
+    11).
     """
     for site in sites:
         if site.push is not None and site.active:
@@ -217,7 +202,7 @@ def _accept(site: Site, messages: Sequence[Message], shape: BufferShape) -> dict
     for message in messages:
         values = np.asarray(message.vector, np.uint8)
         problem = message.refused or (
-            "it has another shape" if message.schema != shape.schema else problem_of(values, shape)
+            "it has another shape" if message.schema != shape.schema else shape.problem_of(values)
         )
         if problem:
             site.rejected.append(f"buffer of site {message.sender}: {problem}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from sys import maxsize
 from tempfile import TemporaryDirectory
@@ -19,22 +20,20 @@ from wsi_fl.federation.methods import DEFAULT, METHODS, Method, Weights
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples, joined, tensor_of
 from wsi_fl.learning.local import DPSettings, Learner, know_rows
-from wsi_fl.learning.units import Units, rows_alone, whole_patients
+from wsi_fl.learning.units import rows_alone, whole_patients
 from wsi_fl.models.directions import N_RANDOM, Directions
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.privacy.plan import Mode, PrivacyPlan, Unit, plan_of_round
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.types import UsageError
 
-MakeModel = Callable[[], nn.Module]
+_MakeModel = Callable[[], nn.Module]
 _CPU, _RUN = torch.device("cpu"), "in memory"
 _DIMENSIONS_OF_BAGS = 2
-_SEED_STEP = 1000
-"""Between the starts of private models, which differ from site to site."""
+_SEED_STEP = 1000  # between the starts of private models, which differ from site to site
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ def federate(
     sites: Mapping[str, Examples],
     method: str | Method = DEFAULT,
     *,
-    private: MakeModel,
-    proxy: MakeModel | None = None,
+    private: _MakeModel,
+    proxy: _MakeModel | None = None,
     tests: Mapping[str, Examples] | None = None,
     rounds: int = 10,
     batch_size: int = 32,
@@ -76,6 +75,8 @@ def federate(
 ) -> dict[str, Learned]:
     """Let sites learn together by a method, an epoch in every round, as ranks do under MPI.
 
+    It is Algorithm 1 of Kalra et al., Nature Communications 2023.
+
     Args:
         sites: the training examples of each site, by its name.
         method: a name in METHODS, or a row of your own; not one that needs generated images.
@@ -88,22 +89,34 @@ def federate(
         seed: of the models' starts. Noise and batches are drawn anew whenever there is privacy.
         folder: where ledgers and checkpoints stay; without it they are gone afterwards.
 
-    Returns:
-        What each site has learned, by its name.
-
     Raises:
         UsageError: for a method that needs more than examples, numbers that make no privacy plan, or a model that
             cannot be trained with differential privacy.
-
-    Reference:
-        Kalra et al., Nature Communications 2023, Algorithm 1.
     """
     row = METHODS[method] if isinstance(method, str) else method
     if row.without_dp or row.learns_from not in ("own", "everybody"):
         raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
+    n_classes = int(max(part.label.max() for part in sites.values())) + 1
+    merged = {"merged": joined(list(tests.values()))} if tests and len(tests) > 1 else {}
     if row.once:
-        rounds, batch_size, proxy = 1, maxsize, _head_for(sites, directions, unit)
-    plans = _Plans(sigma, clip, delta, unit, batch_size, "paper" if row.taught and beta else "strict")
+        x = next(iter(sites.values())).read(np.zeros(1, np.int64))
+        bags = x.ndim == _DIMENSIONS_OF_BAGS + 1
+        proxy = partial(
+            SharedHead,
+            n_classes,
+            x.shape[-1] - bags,
+            bags=bags,
+            directions=directions,
+            patients=unit == "patient",
+        )
+        rounds, batch_size = 1, maxsize
+    mode: Mode = "paper" if row.taught and beta else "strict"
+    terms = Terms(
+        delta,
+        allow=() if sigma else ("model",),
+        guarantee="nominal" if mode == "paper" else "guaranteed",
+        unit=unit,
+    )
     schedule = Schedule(
         rounds=rounds,
         epochs_per_round=1,
@@ -132,20 +145,31 @@ def federate(
         acting = []
         for index, name in enumerate(sites):
             train = joined(list(sites.values())) if row.learns_from == "everybody" else sites[name]
-            units = plans.units(train, name)
-            plan, place = plans.of(units.n), Path(folder or temporary) / name
+            units = rows_alone(len(train)) if unit == "row" else whole_patients(train, None, name)
+            plan, place = None, Path(folder or temporary) / name
+            if sigma is not None:
+                plan = plan_of_round(
+                    n=units.n,
+                    batch_size=min(batch_size, units.n),
+                    epochs=1,
+                    sigma=sigma,
+                    clip=clip,
+                    delta=delta,
+                    unit=unit,
+                    mode=mode,
+                )
             made = Site(
                 index=index,
                 name=name,
                 learners={role: learner(role, index, train, plan) for role in row.learners},
                 train=train,
-                tests=_tests(tests or {}, name),
-                ledger=PrivacyLedger(place / "ledger.jsonl", site=name, run=_RUN, terms=plans.terms()),
+                tests=({"own": tests[name]} if tests and name in tests else {}) | merged,
+                ledger=PrivacyLedger(place / "ledger.jsonl", site=name, run=_RUN, terms=terms),
                 folder=SiteFolder(place),
                 device=_CPU,
                 plan=plan,
                 units=units,
-                n_classes=_n_classes(sites),
+                n_classes=n_classes,
             )
             if row.once:
                 know_rows(made.learners["proxy"], train)
@@ -162,35 +186,7 @@ def federate(
         }
 
 
-@dataclass(frozen=True)
-class _Plans:
-    """What the privacy plans of all sites have in common."""
-
-    sigma: float | None
-    clip: float
-    delta: float
-    unit: Unit
-    batch_size: int
-    mode: Mode
-
-    def units(self, train: Examples, name: str) -> Units:
-        return rows_alone(len(train)) if self.unit == "row" else whole_patients(train, None, name)
-
-    def of(self, n: int) -> PrivacyPlan | None:
-        """Return the plan of a round of n units; None without privacy."""
-        if self.sigma is None:
-            return None
-        size = min(self.batch_size, n)
-        how = {"sigma": self.sigma, "clip": self.clip, "delta": self.delta}
-        return plan_of_round(n=n, batch_size=size, epochs=1, unit=self.unit, mode=self.mode, **how)
-
-    def terms(self) -> Terms:
-        worth: Guarantee = "nominal" if self.mode == "paper" else "guaranteed"
-        bare = not self.sigma
-        return Terms(self.delta, allow=("model",) if bare else (), guarantee=worth, unit=self.unit)
-
-
-def _started(make: MakeModel, seed: int) -> nn.Module:
+def _started(make: _MakeModel, seed: int) -> nn.Module:
     """Return a fresh model, the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -201,27 +197,7 @@ def _settings(model: nn.Module, train: Examples, plan: PrivacyPlan) -> DPSetting
     """Return the settings of training by a plan; a model of the caller's own is checked first, unless it takes bags."""
     engine, shape = None, tuple(tensor_of(train.read(np.zeros(1, np.int64))).shape[1:])
     if not isinstance(model, SharedHead) and len(shape) != _DIMENSIONS_OF_BAGS:
-        engine = check_per_example_gradients(model, shape, _n_outputs(model, shape))
+        with torch.no_grad():
+            n_outputs = int(model(torch.zeros(1, *shape)).shape[1])
+        engine = check_per_example_gradients(model, shape, n_outputs)
     return DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit, engine)
-
-
-def _n_outputs(model: nn.Module, shape: tuple[int, ...]) -> int:
-    with torch.no_grad():
-        return int(model(torch.zeros(1, *shape)).shape[1])
-
-
-def _head_for(sites: Mapping[str, Examples], directions: Directions | int, unit: Unit) -> MakeModel:
-    """Return a function that makes a shared head for features like the sites'."""
-    x = next(iter(sites.values())).read(np.zeros(1, np.int64))
-    bags = x.ndim == _DIMENSIONS_OF_BAGS + 1
-    d, n_classes = x.shape[-1] - bags, _n_classes(sites)
-    return lambda: SharedHead(n_classes, d, bags=bags, directions=directions, patients=unit == "patient")
-
-
-def _n_classes(sites: Mapping[str, Examples]) -> int:
-    return int(max(part.label.max() for part in sites.values())) + 1
-
-
-def _tests(tests: Mapping[str, Examples], name: str) -> dict[str, Examples]:
-    own = {"own": tests[name]} if name in tests else {}
-    return own | ({"merged": joined(list(tests.values()))} if len(tests) > 1 else {})

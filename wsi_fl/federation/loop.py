@@ -44,18 +44,14 @@ from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_planned
 from wsi_fl.types import WsiFlError
 
-Report = Callable[[dict[str, Any]], None]
+_Report = Callable[[dict[str, Any]], None]
 """Told {"site", "round", "step", "steps"} while training and {"site", "round", "done": metrics} after a round."""
 
 
-def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, report: Report) -> None:
-    """Run all rounds, from the last checkpoint that every site has.
+def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, report: _Report) -> None:
+    """Run all rounds, from the last checkpoint that every site has; `sites` are those of `comm.sites`, in that order.
 
-    Args:
-        sites: those of `comm.sites`, in that order.
-
-    Raises:
-        WsiFlError: a peer or a disk failed; what was finished stays and can be resumed.
+    What was finished stays where a peer or a disk fails, and can be resumed.
     """
     firsts = find_first_rounds(sites, method, schedule, comm)
     for site in sites:
@@ -133,15 +129,8 @@ def _communicate(
 
 
 def _train_and_record(
-    site: Site, method: Method, schedule: Schedule, round_: int, report: Report, *, carrying: bool
+    site: Site, method: Method, schedule: Schedule, round_: int, report: _Report, *, carrying: bool
 ) -> Release | None:
-    """Train one round at a site, checkpoint it, and return what it releases, on record before it can leave.
-
-    From its checkpoint on a round under differential privacy is final, also where nothing leaves the site.
-
-    Raises:
-        WsiFlError: when a model is not finite after the round.
-    """
     began = time.perf_counter()
     before = {role: k.vector() for role, k in site.learners.items() if role != method.travels}
     site.losses = _train_round(site, method, schedule, round_, report)
@@ -189,7 +178,7 @@ def _diverged(vector: NDArray[np.float32]) -> bool:
 
 
 def _train_round(
-    site: Site, method: Method, schedule: Schedule, round_: int, report: Report
+    site: Site, method: Method, schedule: Schedule, round_: int, report: _Report
 ) -> dict[str, float | None]:
     """Train on every batch of a round (Algorithm 1, lines 2–5), and return the mean loss of each role.
 
@@ -217,7 +206,7 @@ def _learn(
     *,
     schedule: Schedule,
     round_: int,
-    report: Report,
+    report: _Report,
 ) -> dict[str, float | None]:
     """Take a step on every batch of a lesson, and return the mean losses.
 
@@ -235,7 +224,10 @@ def _learn(
         rows = lesson.rows(schedule.batch_size, schedule.epochs_per_round, sampler=sampler)
     else:
         rows = lesson.rows_of(plan, sampler)
-        _require_planned(site, plan, schedule, lesson.units.n, len(rows))
+        mode: Mode = "paper" if schedule.weights.beta else "strict"
+        for trainer in (one.trainer for one in site.learners.values() if one.trainer is not None):
+            delta = site.ledger.terms.delta
+            require_planned(plan, trainer, n=lesson.units.n, steps=len(rows), delta=delta, mode=mode)
     dropout = views.below(2**63)  # of a model that stays at home: none under privacy has any
     augment = schedule.make_augment(views)
     images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, draws=views)
@@ -250,15 +242,6 @@ def _learn(
         return mean_losses(taken(number, batch) for number, batch in enumerate(drawn))
 
 
-def _require_planned(site: Site, plan: PrivacyPlan, schedule: Schedule, n: int, steps: int) -> None:
-    """Raise if the round would take other steps than the ledger records."""
-    mode: Mode = "paper" if schedule.weights.beta else "strict"
-    for learner in site.learners.values():
-        if learner.trainer is not None:
-            delta = site.ledger.terms.delta
-            require_planned(plan, learner.trainer, n=n, steps=steps, delta=delta, mode=mode)
-
-
 def _log_round(
     site: Site,
     method: Method,
@@ -267,12 +250,10 @@ def _log_round(
     *,
     round_: int,
     anew: bool,
-    report: Report,
+    report: _Report,
 ) -> None:
-    """Evaluate the site's models and write the round's line.
-
-    Args:
-        anew: whether lines of this round and later ones may be there, which this one takes the place of.
+    """Evaluate the site's models and write the round's line; `anew`, it takes the place of lines of this round and
+    later.
     """
     line: dict[str, Any] = {
         "round": round_,

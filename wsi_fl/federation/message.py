@@ -73,12 +73,7 @@ class Message:
 
 
 def tag_of(round_: int, hop: int) -> int:
-    """Return the MPI tag of the headers of a hop; their bodies have the next one.
-
-    Example:
-        >>> tag_of(1, 0) - tag_of(0, SCORING)
-        2
-    """
+    """Return the MPI tag of the headers of a hop; their bodies have the next one."""
     return 2 * (round_ * HOPS + hop) % _TAGS
 
 
@@ -159,20 +154,17 @@ def received(
 class Arrival:
     """A message on its way from a peer, received only when it has the length that was announced.
 
-    A peer that sends more than it announced could otherwise overwrite memory: Open MPI 5.0.11 writes messages above
-    4 kB past the end of a buffer that is too short. If a peer sent less, old content of the buffer would be read.
-
-    Attributes:
-        mpi, world: mpi4py's module, and the communicator of all ranks.
-        buffer, kind: what to fill, to its last value, and the MPI type of these values.
-        rank, tag: whose message, and which.
-        name: what messages call the site of this rank.
+    A peer that sends more than it announced could otherwise overwrite memory: Open MPI 5.0.11 writes messages above 4
+    kB past the end of a buffer that is too short. If a peer sent less, old content of the buffer would be read.
     """
 
+    # mpi4py's module, and the communicator of all ranks
     mpi: Any
     world: Any
+    # what to fill, to its last value, and the MPI type of these values
     buffer: Values | NDArray[np.int64] | bytearray
     kind: Any
+    # whose message, and which; and what messages call that site
     rank: int
     tag: int
     name: str

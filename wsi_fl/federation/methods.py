@@ -230,7 +230,7 @@ def supervised(learners: Learners, batch: Batch, weights: Weights, noise: Cipher
     return {"private": supervised_step(learners["private"], batch, noise)}
 
 
-def mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Algorithm 1, lines 3–4: the proxy steps first, then the private model learns from the moved proxy.
 
     One forward pass of the private model teaches the proxy and serves its own step (Zhang et al., 2018).
@@ -282,13 +282,13 @@ _OWN = {
     ),
     "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, supervised, (Share("model", "ring"),)),
     "fml": Method(
-        "FML", "proxies averaged, central", _TAUGHT_PAIR, mutual, (Share("model", "star", "proxy"),)
+        "FML", "proxies averaged, central", _TAUGHT_PAIR, _mutual, (Share("model", "star", "proxy"),)
     ),
     DEFAULT: Method(
         "ProxyFL",
         "proxies travel, no centre",
         _TAUGHT_PAIR,
-        mutual,
+        _mutual,
         (Share("model", "exponential", "proxy"),),
     ),
     "oneshot": _oneshot(),
@@ -299,10 +299,5 @@ METHODS = Table("wsi_fl.methods", _OWN, Method)
 
 
 def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
-    """Return the names of all methods with a property, for messages.
-
-    Example:
-        >>> names_of(lambda row: row.once)
-        'oneshot'
-    """
+    """Return the names of all methods with a property, for messages."""
     return ", ".join(name for name, row in METHODS.items() if asks(row))

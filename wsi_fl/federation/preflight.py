@@ -20,11 +20,7 @@ _Classes = Annotated[list[Words], Field(max_length=10_000)]
 
 
 class Inputs(TypedDict, total=False):
-    """What models see: of patches the last two, of their features the first two, of mosaics the first three.
-
-    Attributes:
-        input_px: the size that patches are reduced to.
-    """
+    """What models see: of patches the last two, of their features the first two, of mosaics the first three."""
 
     n_features: Count
     encoder: Words
@@ -34,46 +30,37 @@ class Inputs(TypedDict, total=False):
 
 
 class Brought(Inputs):
-    """What a site tells all others before the run: plans and shapes.
-
-    Attributes:
-        run: the run's identity.
-        settings: "section.key" of the pipeline → value, of the settings that must be the same everywhere.
-        weights: beginning of the SHA-256 of those that the model that travels starts from; empty for random ones.
-        schema: of the model that travels; empty where none does.
-        graph: the name of the graph, or the digest of its file; None for the method's own.
-        directions: beginning of the SHA-256 of those along which features are summed; None where none are.
-        buffer: the variant, and number, size, channels and classes of the samples; None where no buffers travel.
-        noise: σ of the noise that all sites add together; None where each adds its own.
-        receivers: those of the sites that give nothing.
-        releases: site → beginning of the digest of its released sums, where these are used.
-        affordable: rounds that the site's budget is enough for.
-        units, sigma: how many rows or patients privacy counts, and the noise multiplier; 0 without privacy.
-    """
+    """What a site tells all others before the run: plans and shapes."""
 
     site: Name
     run: Words
     method: Words
+    # "section.key" of the pipeline → value, of the settings that must be the same everywhere
     settings: Annotated[dict[_Key, Setting], Field(max_length=1000)]
     classes: _Classes
     size_px: Count
     mpp: Amount
-    weights: Words
-    schema: Words
+    weights: Words  # beginning of the SHA-256 of those that the model that travels starts from; empty for random ones
+    schema: Words  # of the model that travels; empty where none does
     sites: Annotated[list[Name], Field(max_length=10_000)]
-    receivers: Annotated[list[Name], Field(max_length=10_000)]
-    graph: Words | None
-    directions: Words | None
+    receivers: Annotated[list[Name], Field(max_length=10_000)]  # those of the sites that give nothing
+    graph: Words | None  # the name of the graph, or the digest of its file; None for the method's own
+    directions: (
+        Words | None
+    )  # beginning of the SHA-256 of those along which features are summed; None where none are
+    # the variant, and number, size, channels and classes of the samples; None where no buffers travel
     buffer: Annotated[list[Words | int], Field(max_length=10)] | None
-    noise: Amount | None
+    noise: Amount | None  # σ of the noise that all sites add together; None where each adds its own
+    # site → beginning of the digest of its released sums, where these are used
     releases: Annotated[dict[Name, Words], Field(max_length=10_000)]
     versions: Annotated[dict[Words, Words], Field(max_length=100)]
-    affordable: Count
+    affordable: Count  # rounds that the site's budget is enough for
+    # how many rows or patients privacy counts, and the noise multiplier; 0 without privacy
     units: Count
     sigma: Amount
 
 
-MUST_AGREE = {
+_MUST_AGREE = {
     "method": "the method",
     "encoder": "the encoder of its features",
     "n_features": "the number of features per patch",
@@ -102,18 +89,10 @@ _LONGEST, _LISTED = 480, 3
 def compare(brought: Sequence[Mapping[str, Any]]) -> None:
     """Compare the documents of all sites, and name the odd one.
 
-    Args:
-        brought: per site a document with "site", those keys of MUST_AGREE that its kind of data has, and "settings",
-            which are compared one by one.
+    Each has "site", those keys of _MUST_AGREE that its kind of data has, and "settings", which are compared one by one.
 
     Raises:
         NoCommonPlan: in one line of at most 500 characters, with as many disagreements as there is room for.
-
-    Example:
-        >>> same = {key: 1 for key in MUST_AGREE}
-        >>> compare([{"site": "C1", **same}, {"site": "C2", **same}, {"site": "C3", **same, "mpp": 2}])
-        Traceback (most recent call last):
-        wsi_fl.types.NoCommonPlan: sites disagree: C3 brings 2 as the resolution (µm/px), the others 1
     """
     names = [str(document["site"]) for document in brought]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -130,21 +109,23 @@ def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
     settings = [document.get("settings", {}) for document in brought]
     encoders = [one for document in brought if isinstance(one := document.get("encoder"), str)]
     of_features = len(encoders) == len(brought)
-    for key, words in MUST_AGREE.items():
+    for key, words in _MUST_AGREE.items():
         if not (of_features and key in {"encoder", "size_px", "mpp"}):
             yield words, [document.get(key) for document in brought]
     if of_features:
-        yield MUST_AGREE["encoder"], encoder_differences(encoders)
+        yield _MUST_AGREE["encoder"], encoder_differences(encoders)
         if not all(one.get("train.any_patch_size") for one in settings):
-            yield _FIELD, [_field_of(document) for document in brought]
+            yield (
+                _FIELD,
+                [
+                    f"{size * mpp:.3g} µm ({size} px at {mpp:.3g} µm/px)"  # rounded: files differ in the last digits
+                    for size, mpp in (
+                        (one.get("size_px") or 0, float(one.get("mpp") or 0)) for one in brought
+                    )
+                ],
+            )
     for key in sorted({key for one in settings for key in one}):
         yield key, [one.get(key) for one in settings]
-
-
-def _field_of(document: Mapping[str, Any]) -> str:
-    """Return what an encoder saw of a patch, in words; equal where it differs by less than rounding."""
-    size_px, mpp = document.get("size_px") or 0, float(document.get("mpp") or 0)
-    return f"{size_px * mpp:.3g} µm ({size_px} px at {mpp:.3g} µm/px)"
 
 
 def _odd(words: str, values: Mapping[str, Any]) -> str:

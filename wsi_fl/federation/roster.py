@@ -19,15 +19,12 @@ from wsi_fl.federation.site import Schedule, Site, relay, restore
 from wsi_fl.federation.topology import handover, receivers, welcome
 from wsi_fl.types import WsiFlError
 
-State = Literal["staying", "leaving", "returning", "away"]
+_State = Literal["staying", "leaving", "returning", "away"]
 
 
 class Standing(TypedDict):
-    """What a site tells before the first round.
-
-    Attributes:
-        kept: the rounds that it has a checkpoint of, in ascending order.
-        returning: whether it was lost and comes back.
+    """What a site tells before the first round: of which rounds it has a checkpoint, and whether it was lost and comes
+    back.
     """
 
     kept: Annotated[list[Round], Field(max_length=1000)]
@@ -35,17 +32,15 @@ class Standing(TypedDict):
 
 
 class RosterEntry(TypedDict):
-    """What a site answers to the roll call of a round.
-
-    Attributes:
-        ahead: whether it has a checkpoint of this round or a later one that it did not go on from.
+    """What a site answers to the roll call; `ahead`, whether it has a checkpoint of this round or later it did not go
+    on from.
     """
 
-    state: State
+    state: _State
     ahead: bool
 
 
-class Arrival(TypedDict):
+class _Arrival(TypedDict):
     """Whether a site takes part, told after returning sites were given their shares."""
 
     active: bool
@@ -78,13 +73,13 @@ def first_round(told: Sequence[Standing]) -> int:
     """
     latest = [max(one["kept"], default=1) for one in told]
     first = min(latest)
-    if all(stands(one["kept"], first) for one in told):
+    if all(_stands(one["kept"], first) for one in told):
         return first
     waiting = [r for r, one in zip(latest, told, strict=True) if not one["returning"]]
     return min(waiting, default=max(latest))
 
 
-def stands(kept: Sequence[int], round_: int) -> bool:
+def _stands(kept: Sequence[int], round_: int) -> bool:
     """Return whether a site with checkpoints of the rounds `kept` can go on from a round."""
     return round_ in kept or (round_ == 1 and not kept)
 
@@ -94,10 +89,6 @@ def roster_of(sites: Sequence[int], told: Sequence[RosterEntry]) -> Roster:
 
     A returning site waits while another site already has the checkpoint of this round on disk: no share was split off
     that checkpoint.
-
-    Example:
-        >>> roster_of([0, 2], [{"state": "staying", "ahead": False}, {"state": "returning", "ahead": False}])
-        Roster(staying=(0,), leaving=(), returning=(2,))
     """
     staying, leaving, returning = (
         tuple(site for site, one in zip(sites, told, strict=True) if one["state"] == state)
@@ -126,7 +117,7 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
     for site in sites:
         kept, first = site.folder.checkpoints(), firsts[site.index]
         last = max(kept, default=0)
-        if not stands(kept, first) and (last > first or not site.returning):
+        if not _stands(kept, first) and (last > first or not site.returning):
             raise WsiFlError(
                 f"{site.folder.path}: no checkpoint of round {first}, from which the others go on"
             )
@@ -174,11 +165,10 @@ def call_roll(
     return roster_of([site.index for site in sites], mine)
 
 
-def _state(site: Site, round_: int, decided: bool) -> State:
+def _state(site: Site, round_: int, decided: bool) -> _State:
     """Return what a site answers to the roll call; it leaves for good where the round would cross its budget.
 
-    Args:
-        decided: whether the round's checkpoint, written before a restart, is still to be restored.
+    Where it is decided, the round's checkpoint, written before a restart, is still to be restored.
     """
     if decided:
         took_part = site.folder.load_checkpoint(round_)[1]["active"]
@@ -199,8 +189,7 @@ def regroup(
 ) -> tuple[Roster, set[int]]:
     """Let each leaving site hand its mass to the next one, and each returning site get a share from a host.
 
-    Returns:
-        Who can take part now, and the hosts.
+    Return who can take part now, and the hosts.
     """
     here = {site.index: site for site in sites}
     hosts: set[int] = set()
@@ -238,8 +227,8 @@ def _welcome(
     for site in sites:
         if site.returning and site.push is not None and site.push.w > 0:
             _take_back(site, round_)
-    mine: list[Arrival] = [{"active": site.active} for site in sites]
-    told = dict(zip(comm.running, comm.gather(mine, Arrival), strict=True))
+    mine: list[_Arrival] = [{"active": site.active} for site in sites]
+    told = dict(zip(comm.running, comm.gather(mine, _Arrival), strict=True))
     return replace(roster, returning=tuple(k for k in roster.returning if told[k]["active"])), hosts
 
 

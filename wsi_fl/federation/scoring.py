@@ -5,24 +5,14 @@ What is scored between hospitals, and by whom, follows from what each tells all,
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
-import torch
-from pydantic import Field
-from torch import Tensor, nn
-from typing_extensions import TypedDict
+from torch import Tensor
 
-from wsi_fl.federation.documents import Round
-from wsi_fl.federation.message import Message
-from wsi_fl.federation.mixing import Vector
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.counts import FEWEST, N_BINS, Counts, count, n_bytes
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
@@ -30,16 +20,12 @@ from wsi_fl.learning.stacking import Stack, gated_stack, harms, own_alone, share
 from wsi_fl.learning.tasks import scored, strata
 from wsi_fl.learning.validation import LONE, STACK, answered, best_answer, reached, roles
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.ledger_file import SCORES, digest
 
 
 def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
     """Return the scores of a site's answer on every test set, by name; where it has several, which of them is "with".
 
-    Those of a proxy are told too, on the last set.
-
-    Args:
-        alive: called with every batch.
+    Those of a proxy are told too, on the last set. `alive` is called with every batch.
     """
     line: dict[str, Any] = {}
     answer, stack = schedule.answer, None
@@ -91,14 +77,11 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
 
 
 def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
-    """Return a site's mixture, as its run keeps it.
+    """Return a site's mixture, as its run keeps it, given what its models say of its validation split, by role.
 
     A site of one class, of one number or without an event asks what it has by joining, and so does one that lacks a
     class which a shared head knows. Any other keeps to its lone model, unless rows that neither has learned by heart
     speak for more; it also does where a shared head does harm on them.
-
-    Args:
-        validated: what its models say of its validation split, by role; empty where it has none.
     """
     lone = LONE if LONE in site.learners else "private"
     joined = "proxy" if "proxy" in site.learners else "private"
@@ -157,8 +140,7 @@ def _unseen(
     return rows, validated[lone], answered(validated, joined)
 
 
-_NOT_BY_HEART = 10.0
-"""The largest ε with which a model counts as not knowing its training rows by heart."""
+_NOT_BY_HEART = 10.0  # the largest ε with which a model counts as not knowing its training rows by heart
 
 
 def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
@@ -184,149 +166,3 @@ def _predictions(
         role: probabilities(site.learners[role].logits, examples, site.device, alive=alive) for role in asked
     }
     return {role: undecided_where_broken(one, examples) for role, one in said.items()}
-
-
-def as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
-    """Return a model of the same kind with released parameters, without anything that only its site knows.
-
-    Args:
-        vector: float32[d], the trained parameters.
-        alone: whether they are one site's release, and not the mean of all; a head that is made of sums must know.
-    """
-    found = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
-    if isinstance(found, SharedHead):
-        found.forget()
-        if alone:
-            found.n_sites.fill_(1)
-    parameters = [p for p in found.parameters() if p.requires_grad]
-    with torch.no_grad():
-        parts = torch.split(torch.from_numpy(np.array(vector)), [p.numel() for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.copy_(part.view_as(parameter))
-    return found.eval()
-
-
-def counted(
-    model: nn.Module, examples: Examples, device: torch.device, *, alive: Callable[[], None]
-) -> Counts:
-    """Return the counts of a model's answers to examples.
-
-    Args:
-        alive: called with every batch.
-    """
-    with torch.no_grad():
-        said = probabilities(model, examples, device, alive=alive)
-    return count(undecided_where_broken(said, examples), examples.label, examples.patient)
-
-
-_MOST_BEYOND = 1 << 16
-"""Rounds of a ledger after the last one of training, at most: each attempt at a shared sum takes one."""
-_Digest = Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
-"""SHA-256, or nothing."""
-
-
-class Present(TypedDict):
-    """What a site tells before models are scored.
-
-    Attributes:
-        apart: whether it may not read the others' test parts.
-        counts: whether counts of its own test part may leave it.
-        number: the round of its ledger in which they would leave, or have left.
-        held: SHA-256 of the model that it holds after the last exchange; "" where it took no part.
-        sent: SHA-256 of its last release; "" where nothing was released, or only a sum of all can be read.
-        scored: what the counts are of that left it before a restart; "" for none.
-    """
-
-    apart: bool
-    counts: bool
-    number: Round
-    held: _Digest
-    sent: _Digest
-    scored: _Digest
-
-
-class Counted(TypedDict):
-    """SHA-256 of the counts that a site is about to send; "" for none."""
-
-    told: _Digest
-
-
-@dataclass(frozen=True)
-class CrossSiteEvaluation:
-    """What all sites agree on before they score.
-
-    Attributes:
-        classes: their names.
-        rounds: the last round of training.
-        number: the round of the ledgers in which counts leave.
-        models: SHA-256 of each model by the index of its site, in order; of one that all hold, by None.
-        reporting_sites: the sites that let counts leave.
-    """
-
-    classes: tuple[str, ...]
-    rounds: int
-    number: int
-    models: Mapping[int | None, str]
-    reporting_sites: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return how many models and how many classes there are."""
-        return len(self.models), len(self.classes)
-
-    @property
-    def n_bytes(self) -> int:
-        """Return the length of a hospital's counts."""
-        return n_bytes(*self.shape)
-
-    @property
-    def schema(self) -> str:
-        """Return the SHA-256 of which models and classes the counts are of, in order."""
-        models = [[index, known] for index, known in self.models.items()]
-        said = [SCORES, self.classes, N_BINS, FEWEST, self.number, models]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
-
-
-def agree_on_models(
-    told: Mapping[int, Present], classes: tuple[str, ...], rounds: int
-) -> CrossSiteEvaluation | None:
-    """Return which models are scored and where; None where nothing is scored.
-
-    Where all who took part to the end hold the same model, that one is scored, by those who hold it. Elsewhere it is
-    the last release of every site, by all.
-
-    Args:
-        told: what each site told, by its index.
-        classes: names of the classes.
-        rounds: number of rounds of the run.
-    """
-    if not all(one["apart"] for one in told.values()):
-        return None
-    reporting_sites = [index for index, one in told.items() if one["counts"]]
-    models: dict[int | None, str] = {k: one["sent"] for k, one in told.items() if one["sent"]}
-    holders = [index for index, one in told.items() if one["held"]]
-    if len(held := {told[index]["held"] for index in holders}) == 1 and len(holders) > 1:
-        models = {None: held.pop()}
-        reporting_sites = [index for index in reporting_sites if index in holders]
-    if not reporting_sites or not models:
-        return None
-    number = max(one["number"] for one in told.values())
-    if number > rounds + _MOST_BEYOND:  # it would be final in every honest ledger
-        return None
-    return CrossSiteEvaluation(classes, rounds, number, models, tuple(reporting_sites))
-
-
-def problem_of(message: Message, agreed: str, known: str) -> str:
-    """Return why a message is not what its sender announced, or "" where it is.
-
-    Args:
-        agreed: its schema.
-        known: SHA-256 of its values.
-    """
-    if message.refused:
-        return message.refused
-    if message.schema != agreed:
-        return "it is of another kind"
-    if digest(message.vector) != known:
-        return "it is not what was announced"
-    return "" if message.weight > 0 else f"its weight is {message.weight:g}"

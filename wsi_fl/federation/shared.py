@@ -3,7 +3,7 @@
 Each site adds a share of discrete noise and hides what comes out under masks that cancel in the sum (Bonawitz et al.,
 CCS 2017; Kairouz, Liu and Steinke, ICML 2021). All who see the sum are told no more than its ε says, and so are up to
 t sites that put together what they know. A site that vanishes makes the sum unreadable, unless the sites agreed to hand
-each other shares of their keys first (`privacy.dropouts`, `wsi_fl.privacy.survivors`). The others begin again with
+each other shares of their keys first (`privacy.dropouts`, `wsi_fl.privacy.masks`). The others begin again with
 fresh noise, which the account is charged for once more. What a peer says never makes a site begin again: it does so
 while it has no sum, and a few times under each approval of its people.
 """
@@ -28,7 +28,6 @@ from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.site import Schedule, Site, checkpoint
 from wsi_fl.models import schema
-from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.discrete import (
     A_LITTLE,
@@ -41,20 +40,16 @@ from wsi_fl.privacy.discrete import (
 )
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, attempts_of
 from wsi_fl.privacy.ledger_file import Release, run_id
-from wsi_fl.privacy.letters import impossible
-from wsi_fl.privacy.masks import KeyPair, masked, opened
+from wsi_fl.privacy.masks import KeyPair, Part, masked, needed_votes, opened, require_enough
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.privacy.survivors import Part, needed_votes, require_enough
+from wsi_fl.privacy.sums import impossible
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
-T = TypeVar("T")
-Hider = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
-"""Puts masks on whole numbers."""
+_T = TypeVar("_T")
+_Hider = Callable[[NDArray[np.int64]], NDArray[np.uint64]]  # puts masks on whole numbers
 
-_MOST = 1 << 30
-"""More rows than any sum has; a larger total is invalid."""
-_FURTHEST = 100
-"""How many attempts one site's count may be ahead of another's."""
+_MOST = 1 << 30  # more rows than any sum has; a larger total is invalid
+_FURTHEST = 100  # how many attempts one site's count may be ahead of another's
 _REFUSALS = {
     "budget": "its max_epsilon does not allow another attempt at the sum",
     "finished": "it has the sum, and makes another one only after its people approve the plan again",
@@ -62,30 +57,26 @@ _REFUSALS = {
 }
 
 
-class Offer(TypedDict):
-    """What a site tells before it masks its sums.
+class _Offer(TypedDict):
+    """What a site tells before it masks its sums."""
 
-    Attributes:
-        public: its fresh key; empty where it takes no part, or hands out keys with their shares.
-        done: whether it holds the sum already, from before a restart.
-        attempt: the first round of its ledger that is not final; every attempt at a sum takes one.
-        refuses: why it makes no further attempt; "" where it does.
-    """
-
+    # its fresh key; empty where it takes no part, or hands out keys with their shares
     public: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
-    done: bool
-    attempt: Round
-    refuses: Literal["", "budget", "finished", "approval"]
+    done: bool  # whether it holds the sum already, from before a restart
+    attempt: Round  # the first round of its ledger that is not final; every attempt at a sum takes one
+    refuses: Literal[
+        "", "budget", "finished", "approval"
+    ]  # why it makes no further attempt; "" where it does
 
 
-class Holds(TypedDict):
+class _Holds(TypedDict):
     """Whose keys, or whose messages, a site has."""
 
     sites: Annotated[list[Count], Field(max_length=10_000)]
 
 
-class Pieces(TypedDict):
-    """What `survivors.Part` tells another site: public keys and shares of its seeds, its vote, or what it opens."""
+class _Pieces(TypedDict):
+    """What `masks.Part` tells another site: public keys and shares of its seeds, its vote, or what it opens."""
 
     pieces: Annotated[list[Annotated[str, Field(pattern="^([0-9a-f]{32}){1,2}$")]], Field(max_length=10_001)]
 
@@ -101,13 +92,8 @@ def share_sums(
 ) -> None:
     """Add up the sums of all sites that are present, and give each site their mean.
 
-    Args:
-        present: indices of the sites that take part.
-
-    Raises:
-        UsageError: when there are too few sites for the number that may collude.
-        NoCommonPlan: when a site makes no further attempt.
-        WsiFlError: when a message is not what was agreed on; the sum is void then.
+    It fails where too few are present for the number that may collude, where a site makes no further attempt, or where
+    a message is not what was agreed on; the sum is void then.
     """
     colluding = schedule.colluding
     assert colluding is not None
@@ -116,7 +102,7 @@ def share_sums(
     dropouts = min(schedule.dropouts, len(present) - needed_votes(len(present), colluding))
     here = [site for site in sites if site.index in present]
     keys = {} if dropouts else {site.index: KeyPair.fresh() for site in here}
-    mine: list[Offer] = [
+    mine: list[_Offer] = [
         {
             "public": keys[site.index].public.hex() if site.index in keys else "",
             "done": _is_done(site, method),
@@ -125,7 +111,7 @@ def share_sums(
         }
         for site in sites
     ]
-    told = dict(zip(comm.running, comm.gather(mine, Offer), strict=True))
+    told = dict(zip(comm.running, comm.gather(mine, _Offer), strict=True))
     if not here or all(told[index]["done"] for index in present):
         return
     attempt = _attempt_of({index: told[index] for index in present})
@@ -137,13 +123,7 @@ def share_sums(
     _share_as_all(here, sum_, comm, keys, publics, round_=round_)
 
 
-def _attempt_of(told: Mapping[int, Offer]) -> int:
-    """Return the number of the attempt that all make.
-
-    Raises:
-        NoCommonPlan: when a site makes no further attempt.
-        WsiFlError: when a site is implausibly far ahead.
-    """
+def _attempt_of(told: Mapping[int, _Offer]) -> int:
     if refusing := [index for index, offer in told.items() if offer["refuses"]]:
         raise NoCommonPlan(
             f"site {refusing[0]}: {_REFUSALS[told[refusing[0]]['refuses']]}; nothing was sent. The others can go on "
@@ -164,14 +144,9 @@ def _share_as_all(
     *,
     round_: int,
 ) -> None:
-    """Add up the sums of sites of which none goes away.
-
-    Raises:
-        WsiFlError: when a message is not what was agreed on; the sum is void then.
-    """
     present = sum_.present
 
-    def hider(site: Site) -> Hider:
+    def hider(site: Site) -> _Hider:
         place = present.index(site.index)
         return lambda values: masked(values, place, keys[site.index], publics, sum_.context(site))
 
@@ -209,12 +184,6 @@ def _sent(
 
 
 def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_: int) -> None:
-    """Add up the sums of those who stay, though privacy.dropouts sites may go away meanwhile.
-
-    Raises:
-        PeerLate: where sites are gone, after the sum was kept.
-        WsiFlError: when it cannot be read; it is void then.
-    """
     parts = {
         site.index: Part(site.index, sum_.present, sum_.colluding, sum_.dropouts, sum_.context(site))
         for site in here
@@ -222,7 +191,7 @@ def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_:
     heard = {k: [other for other in sum_.present if other != k] for k in parts}
     """Whom each site has heard in time so far; it waits for nobody else."""
 
-    def hand(kind: type[T], say: Callable[[int, int], T]) -> dict[int, dict[int, T]]:
+    def hand(kind: type[_T], say: Callable[[int, int], _T]) -> dict[int, dict[int, _T]]:
         pairs = [(k, to) for k in parts for to in heard[k]]
         told = comm.hand({(k, to): say(k, to) for k, to in pairs}, kind, [(to, k) for k, to in pairs])
         for k in parts:
@@ -230,14 +199,14 @@ def _share_as_survivors(here: Sequence[Site], sum_: _Sum, comm: Comm, *, round_:
         return {k: {other: told[other, k] for other in heard[k]} for k in parts}
 
     def hand_pieces(say: Callable[[int, int], Sequence[bytes]]) -> dict[int, dict[int, tuple[bytes, ...]]]:
-        told = hand(Pieces, lambda k, to: {"pieces": [one.hex() for one in say(k, to)]})
+        told = hand(_Pieces, lambda k, to: {"pieces": [one.hex() for one in say(k, to)]})
         return {
             k: {other: tuple(map(bytes.fromhex, one["pieces"])) for other, one in ones.items()}
             for k, ones in told.items()
         }
 
     def all_hold(held: Mapping[int, Collection[int]]) -> dict[int, list[list[int]]]:
-        told = hand(Holds, lambda k, _: {"sites": sorted(held[k])})
+        told = hand(_Holds, lambda k, _: {"sites": sorted(held[k])})
         return {k: [one["sites"] for one in ones.values()] for k, ones in told.items()}
 
     # 1. keys, and a share of each for every other site alone; who masks are those whom all heard
@@ -283,13 +252,7 @@ def _refusal(site: Site, method: Method) -> Literal["", "budget", "finished", "a
 
 
 def _is_done(site: Site, method: Method) -> bool:
-    return int(_head(site, method).n_sites) > 0
-
-
-def _head(site: Site, method: Method) -> SharedHead:
-    head = site.traveller(method).model
-    assert isinstance(head, SharedHead)
-    return head
+    return int(site.shared_head(method).n_sites) > 0
 
 
 @dataclass(frozen=True)
@@ -309,19 +272,20 @@ class _Sum:
         return f"{run_id(site.ledger.run)} attempt {self.attempt} of {who}".encode()
 
 
-def _masked(site: Site, sum_: _Sum, hide: Hider, bound: bytes = b"") -> Release:
+def _masked(site: Site, sum_: _Sum, hide: _Hider, bound: bytes = b"") -> Release:
     """Return the site's masked sums with its share of the noise, recorded in its ledger as about to leave.
 
-    Args:
-        bound: what they are bound to beside the head, so that no message of other masks is taken for one of these.
+    What they are `bound` to beside the head keeps messages of other masks from being taken for one of these.
     """
-    head = _head(site, sum_.method)
+    head = site.shared_head(sum_.method)
     exact = head.exact.cpu().numpy()
     values, share = quantised(exact, SCALE), 0.0
     if site.plan is not None and site.plan.sigma > 0:
         lacking = sum_.colluding + sum_.dropouts
         share = _share_of(site.plan, len(exact), len(sum_.present), lacking)
-        values = values + _noise(share, len(values), sum_, site.index)
+        seed = sum_.insecure_seed
+        stream = CipherStream.fresh() if seed is None else CipherStream.seeded(seed, "shares", site.index)
+        values = values + discrete_gaussian(share, len(values), stream)
     head.hold(torch.from_numpy(exact), torch.from_numpy(values / SCALE), (share / SCALE) ** 2)
     hidden, of = hide(values), schema(head)
     release = site.ledger.release(
@@ -336,11 +300,6 @@ def _masked(site: Site, sum_: _Sum, hide: Hider, bound: bytes = b"") -> Release:
 
 
 def _share_of(plan: PrivacyPlan, n: int, n_sites: int, lacking: int) -> float:
-    """Return the σ of one site's share, in steps: the shares of the honest sites add up to the plan's noise.
-
-    Raises:
-        WsiFlError: when they do not.
-    """
     sensitivity = sensitivity_of(plan.clip, SCALE, n)
     share = share_sigma(plan.sigma * sensitivity * (1 + A_LITTLE), n_sites, lacking)
     if noise_multiplier(share, n_sites, lacking, sensitivity, n) < plan.sigma:
@@ -348,12 +307,6 @@ def _share_of(plan: PrivacyPlan, n: int, n_sites: int, lacking: int) -> float:
             f"noise in shares of {share:g} steps adds up to less than the plan's; raise privacy.sigma"
         )
     return share
-
-
-def _noise(share: float, n: int, sum_: _Sum, index: int) -> NDArray[np.int64]:
-    seed = sum_.insecure_seed
-    stream = CipherStream.fresh() if seed is None else CipherStream.seeded(seed, "shares", index)
-    return discrete_gaussian(share, n, stream)
 
 
 def _problem(message: Message, own: Release) -> str:
@@ -367,15 +320,7 @@ def _numbers(message: Message | Release) -> NDArray[np.uint64]:
 
 
 def _open(site: Site, method: Method, summed: NDArray[np.int64], n_sites: int) -> None:
-    """Put the mean of all sums into the site's head.
-
-    Args:
-        summed: int64[n], their total in steps.
-
-    Raises:
-        WsiFlError: when it is too large to be a sum of rows.
-    """
-    head, total = _head(site, method), summed / SCALE
+    head, total = site.shared_head(method), summed / SCALE
     variances = head.released[len(total) :].cpu().numpy()
     n = sum(units for units, _ in site.announced.values()) or _MOST
     letter = torch.from_numpy(np.concatenate([total, variances * n_sites]))

@@ -1,15 +1,17 @@
-"""One site in a run: its models, its PushSum state, what it releases, and its checkpoints."""
+"""One site in a run: its models, its PushSum state, its buffer, what it releases, and its checkpoints."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from wsi_fl.federation.buffers import Buffer, Flat, unpacked
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.topology import Topology
@@ -18,6 +20,7 @@ from wsi_fl.learning.local import Learner, Learners
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.units import Canaries, TrainingSources, Units
 from wsi_fl.models import schema
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, Values, digest
@@ -25,97 +28,139 @@ from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.types import WsiFlError
 
-_BUFFER = "buffer"
-"""What a buffer is called in ledgers and checkpoints."""
+Flat = NDArray[np.uint8]
+_LABEL = np.dtype("<u2")
+_BUFFER = "buffer"  # what a buffer is called in ledgers and checkpoints
+
+
+@dataclass(frozen=True)
+class BufferShape:
+    """What all sites agreed on: buffers of n labelled images [size_px, size_px, channels] of n_classes classes."""
+
+    n: int
+    size_px: int
+    channels: int
+    n_classes: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of all labels and all pixels together."""
+        return self.n * (_LABEL.itemsize + self.size_px**2 * self.channels)
+
+    @property
+    def schema(self) -> str:
+        """Return the SHA-256 that identifies the shape."""
+        return hashlib.sha256(json.dumps(["buffer", asdict(self)], sort_keys=True).encode()).hexdigest()
+
+    @staticmethod
+    def packed(pixels: NDArray[np.uint8], label: NDArray[np.int64]) -> Flat:
+        """Return uint8[n, h, w, c] and labels int64[n] as uint8[d]: labels as little-endian uint16, then pixels."""
+        return np.concatenate([label.astype(_LABEL).view(np.uint8), pixels.reshape(-1)])
+
+    def unpacked(self, values: Flat) -> Examples:
+        """Return the samples of a buffer without a problem; every slide and patient is called "synthetic"."""
+        head = self.n * _LABEL.itemsize
+        pixels = values[head:].reshape(self.n, self.size_px, self.size_px, self.channels)
+        name = np.full(self.n, "synthetic")
+        return Examples(lambda rows: pixels[rows], self._labels(values), name, name)
+
+    def problem_of(self, values: Flat) -> str:
+        """Return why these bytes are no buffer of this shape, or "" where they are one."""
+        if len(values) != self.n_bytes:
+            return f"it has {len(values)} bytes, agreed on {self.n_bytes}"
+        if (beyond := int(self._labels(values).max())) >= self.n_classes:
+            return f"it holds a label {beyond}, and there are {self.n_classes} classes"
+        return ""
+
+    def _labels(self, values: Flat) -> NDArray[np.int64]:
+        return values[: self.n * _LABEL.itemsize].copy().view(_LABEL).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Labelled synthetic images, drawn once from a site's generator: what it shares, uint8[shape.n_bytes].
+
+    Where they come from, the generator, its check and the seed, stays with the site.
+    """
+
+    shape: BufferShape
+    values: Flat
+    provenance: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all sites agree on.
-
-    Attributes:
-        make_augment: what it draws on → augmentation of one image, or None.
-        self_weight: P[i, i] where the graph leaves it open.
-        graph: instead of the method's own.
-        batch_size: units (rows or patients) of a batch, where a site has no privacy plan.
-        answer: what a site predicts with: "private", "proxy", "mean", "alone", "stack" for the mixture that suits its
-            own rows, or "auto" for what the site finds best.
-        reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
-        insecure_seed: fixed noise, for tests alone.
-        colluding: how many sites may put together what they know, where noise is added once in all; None where each
-            site adds its own.
-        dropouts: how many sites may go away while such a sum is made, which then is that of the others.
-    """
+    """What all sites agree on."""
 
     rounds: int
     epochs_per_round: int
-    batch_size: int
+    batch_size: int  # units (rows or patients) of a batch, where a site has no privacy plan
     eval_every: int
     seed: int
     weights: Weights
-    self_weight: float
-    make_augment: Callable[[CipherStream], Augment | None]
-    graph: Topology | None = None
+    self_weight: float  # P[i, i] where the graph leaves it open
+    make_augment: Callable[[CipherStream], Augment | None]  # what it draws on → augmentation of one image
+    graph: Topology | None = None  # instead of the method's own
+    # what a site predicts with: "private", "proxy", "mean", "alone", "stack" for the mixture that suits its own
+    # rows, or "auto" for what the site finds best
     answer: str = "private"
-    reset_optimizer: bool = False
-    insecure_seed: int | None = None
+    reset_optimizer: bool = False  # whether the optimizer of what travels starts afresh after every exchange
+    insecure_seed: int | None = None  # fixed noise, for tests alone
+    # how many sites may put together what they know, where noise is added once in all; None where each site adds
+    # its own
     colluding: int | None = None
-    dropouts: int = 0
+    dropouts: int = 0  # how many sites may go away while such a sum is made, which then is that of the others
 
 
 @dataclass
 class Site:
-    """One site that lives in this process.
-
-    Attributes:
-        tests: what its model is evaluated on: "own", and "merged" where that is allowed.
-        plan: what one round applies and costs, or None without differential privacy.
-        units: what privacy counts, and how it is drawn: rows or patients, canaries among them.
-        announced: how many units every site has, by its index, and its noise multiplier, as it told before the run.
-        canaries: those that are planted among what it learns from, for an audit; None for none.
-        n_classes: how many classes there are.
-        held_out: float64[n, classes], what models like the one it would have alone say of its training rows without
-            having seen their patients; None where that is not known.
-        tuned: the settings that it chose for models of its own, as its run keeps them; None where it chose none.
-        validation: what it holds out to choose what predicts, and learns nothing from; None for nothing.
-        returning: whether it was lost and comes back; it waits to be given a share of the others' mass.
-        active: whether it takes part in the graph and its models under differential privacy still learn.
-        push: PushSum state of the travelling parameters; None when nothing travels, or before and after its part.
-        buffer: its own synthetic samples, which it shares; None where the method carries none.
-        leaving: that buffer as it was released in the round that is on.
-        own: SHA-256 of what it made in the newest round: the release that is part of what `push` holds, or a model that
-            stays; "" before the first.
-        received: the buffers it holds of other sites, by their index.
-        heard: how far the models that arrived lay from its own (L2), the last ones.
-        rejected: what it did not accept in this round, and why.
-        diverged: roles of models that were no longer finite and stay as they were before; nobody else is told.
-    """
+    """One site that lives in this process."""
 
     index: int
     name: str
     learners: Learners
     train: Examples
-    tests: Mapping[str, Examples]
+    tests: Mapping[str, Examples]  # what its model is evaluated on: "own", and "merged" where that is allowed
     ledger: PrivacyLedger
     folder: SiteFolder
     device: torch.device
-    plan: PrivacyPlan | None
-    units: Units
-    n_classes: int
+    plan: PrivacyPlan | None  # what one round applies and costs, or None without differential privacy
+    units: Units  # what privacy counts, and how it is drawn: rows or patients, canaries among them
+    n_classes: int  # how many classes there are
+    # float64[n, classes], what models like the one it would have alone say of its training rows without having seen
+    # their patients; None where that is not known
     held_out: Probabilities | None = None
+    # the settings that it chose for models of its own, as its run keeps them; None where it chose none
     tuned: Mapping[str, Any] | None = None
+    # what it holds out to choose what predicts, and learns nothing from; None for nothing
     validation: Examples | None = None
-    canaries: Canaries | None = None
-    returning: bool = False
-    active: bool = True
+    canaries: Canaries | None = (
+        None  # those that are planted among what it learns from, for an audit; None for none
+    )
+    returning: bool = (
+        False  # whether it was lost and comes back; it waits to be given a share of the others' mass
+    )
+    active: bool = (
+        True  # whether it takes part in the graph and its models under differential privacy still learn
+    )
+    # PushSum state of the travelling parameters; None when nothing travels, or before and after its part
     push: PushSum | None = None
-    buffer: Buffer | None = None
-    leaving: Release | None = None
+    buffer: Buffer | None = (
+        None  # its own synthetic samples, which it shares; None where the method carries none
+    )
+    leaving: Release | None = None  # that buffer as it was released in the round that is on
+    # SHA-256 of what it made in the newest round: the release that is part of what `push` holds, or a model that
+    # stays; "" before the first
     own: str = ""
-    received: dict[int, Flat] = field(default_factory=dict)
+    received: dict[int, Flat] = field(
+        default_factory=dict
+    )  # the buffers it holds of other sites, by their index
+    # how many units every site has, by its index, and its noise multiplier, as it told before the run
     announced: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # how far the models that arrived lay from its own (L2), the last ones
     heard: list[float] = field(default_factory=list)
-    rejected: list[str] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)  # what it did not accept in this round, and why
+    # roles of models that were no longer finite and stay as they were before; nobody else is told
     diverged: list[str] = field(default_factory=list)
     losses: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
@@ -128,13 +173,20 @@ class Site:
         """Return the data that the site learns from."""
         if self.buffer is None:
             return TrainingSources(self.learned(), self.units)
-        received = [unpacked(values, self.buffer.shape) for _, values in sorted(self.received.items())]
-        return TrainingSources(self.learned(), self.units, self.buffer.samples(), received)
+        unpacked = self.buffer.shape.unpacked
+        received = [unpacked(values) for _, values in sorted(self.received.items())]
+        return TrainingSources(self.learned(), self.units, unpacked(self.buffer.values), received)
 
     def traveller(self, method: Method) -> Learner:
         """Return the learner whose parameters are exchanged."""
         assert method.travels is not None
         return self.learners[method.travels]
+
+    def shared_head(self, method: Method) -> SharedHead:
+        """Return the head of sums that is exchanged."""
+        head = self.traveller(method).model
+        assert isinstance(head, SharedHead)
+        return head
 
     def settle(self, active: bool) -> None:
         """Let the site take part, or leave; after it has left, no model under privacy is trained any more."""
@@ -200,8 +252,7 @@ def release_once(ledger: PrivacyLedger, round_: int, values: Values, agreed: str
     """Return what leaves once in a run, without differential privacy; after a restart the same bytes once more.
 
     Args:
-        values: float32[d] or uint8[d].
-        agreed: their schema.
+        values: float32[d] or uint8[d], of the agreed schema.
         content: its kind, which the site must allow by name.
 
     Raises:

@@ -1,31 +1,234 @@
 """Communication graphs: pure functions of the number of sites and the round.
 
-A topology returns the hops of a round, each a column-stochastic mixing matrix P float64[n, n]: P[i, j] is the
-share of its mass that site j sends to site i, so the nonzeros off the diagonal are the messages. P may change
-from round to round (ProxyFL, section 3.4), so sites may leave and come back: `over` is a topology among those
-present, `handover` and `welcome` move the PushSum mass of those who go and come, of which none is lost.
+A topology returns the hops of a round, each a column-stochastic mixing matrix P float64[n, n]: P[i, j] is the share of
+its mass that site j sends to site i, so the nonzeros off the diagonal are the messages. P may change from round to
+round (ProxyFL, section 3.4), so sites may leave and come back: `over` is a topology among those present, `handover` and
+`welcome` move the PushSum mass of those who go and come, of which none is lost.
+
+A graph may be read from a file, by the names of the sites:
+
+    {"rounds": [[["S1", "S2"], ["S2", "S3"], ["S3", "S1"]], [["S1", "S3", 0.5], ["S3", "S1", 0.25]]]}
+
+is JSON with the edges of each round as [sender, receiver] or [sender, receiver, weight]; after the last round the first
+follows again. The weight is the share of its mass that the sender gives away (P[receiver, sender]).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.federation.graph import Graph
 from wsi_fl.federation.message import GRAPH_HOPS
-from wsi_fl.types import UsageError
+from wsi_fl.system.files import read_json
+from wsi_fl.types import UsageError, WsiFlError
+
+_ROUND_OFF = 1e-9  # shares this near to 0 or 1 are meant to be it
+
+
+class Edge(NamedTuple):
+    """A message of a round; without a weight it is an equal part of what its sender does not keep."""
+
+    sender: int
+    receiver: int
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A topology whose edges are listed by round, as positions in `names`; after the last round comes the first.
+
+    A site sends the edges of a round equal parts of 1 − self_weight and keeps the rest; where its edges have weights,
+    it keeps what they leave of 1; where it has no edges, it keeps all. Where sites were taken out (`thinned`), a site
+    that would keep nothing keeps half. Messages call the graph `source`.
+    """
+
+    names: tuple[str, ...]
+    rounds: tuple[tuple[Edge, ...], ...]
+    source: str = "graph"
+    thinned: bool = False
+
+    def __call__(self, n_sites: int, round_: int, self_weight: float = 0.0) -> list[NDArray[np.float64]]:
+        """Return the hop of a round, P[n, n], or none where nobody sends.
+
+        Raises:
+            UsageError: when a site would be left with nothing, that is a row of P has no share.
+        """
+        assert n_sites == len(self.names)
+        edges = self.rounds[round_ % len(self.rounds)]
+        if not edges:
+            return []
+        matrix = _shares(edges, n_sites, self_weight)
+        if self.thinned:
+            bare = np.flatnonzero(matrix.diagonal() == 0)
+            matrix[:, bare] /= 2
+            matrix[bare, bare] = 0.5
+        for site in np.flatnonzero(matrix.sum(axis=1) == 0):
+            raise UsageError(
+                f"{self.source}: round {round_ % len(self.rounds) + 1}: {self.names[site]} sends all it has "
+                "and gets nothing; set topology.self_weight above 0, or weights that sum to less than 1"
+            )
+        return [matrix]
+
+    def among(self, present: Sequence[int]) -> Graph:
+        """Return the graph of the sites at positions `present`, ascending, which become 0, 1, ….
+
+        Edges from and to others are dropped, and those from which nothing can come back any more (see `check`); what a
+        site sent there goes to its other receivers.
+        """
+        if len(present) == len(self.names):
+            return self
+        place = {site: k for k, site in enumerate(present)}
+        reached = np.eye(len(self.names), dtype=bool)
+        for edge in (edge for edges in self.rounds for edge in edges):
+            reached[edge.receiver, edge.sender] |= edge.sender in place and edge.receiver in place
+        reached = _closure(reached)
+        rounds = []
+        for edges in self.rounds:
+            left = [e for e in edges if e.sender in place and reached[e.receiver, e.sender] & reached[e[:2]]]
+            before, after = _sent(edges), _sent(left)
+            rounds.append(
+                tuple(
+                    Edge(place[s], place[r], None if w is None else w * before[s] / after[s])
+                    for s, r, w in left
+                )
+            )
+        return Graph(tuple(self.names[site] for site in present), tuple(rounds), self.source, thinned=True)
+
+    def check(self, self_weight: float) -> None:
+        """Refuse a graph in which the weight of a site falls to 0, at once or little by little.
+
+        PushSum divides by that weight, and what a site learns counts by its inverse. It stays above a bound where
+        whatever leaves a site over one course of the rounds can come back (strong connectivity in the sense of Nedić
+        and Olshevsky, 2015); separate groups of sites may each be connected in themselves.
+
+        Raises:
+            UsageError: one line with the round or the sites.
+        """
+        n_sites = len(self.names)
+        reached = np.eye(n_sites, dtype=bool)
+        for round_ in range(len(self.rounds)):
+            for hop in self(n_sites, round_, self_weight):
+                reached = (hop > 0) @ reached
+        reached = _closure(reached)
+        for to, site in np.argwhere(reached & ~reached.T)[:1]:
+            raise UsageError(
+                f"{self.source}: what {self.names[site]} sends gets to {self.names[to]}, but nothing ever comes back, "
+                f"so that the weight of {self.names[site]} falls to 0; add edges that lead back to it"
+            )
+
+
+def _shares(edges: Iterable[Edge], n_sites: int, self_weight: float) -> NDArray[np.float64]:
+    """P[n, n] of one round, its columns summing to one."""
+    matrix, open_ = np.zeros((n_sites, n_sites)), np.zeros(n_sites, dtype=bool)
+    for sender, receiver, weight in edges:
+        matrix[receiver, sender] = 1 if weight is None else weight
+        open_[sender] |= weight is None
+    sent = matrix.sum(axis=0)
+    kept = np.where(open_, self_weight, 1 - sent)
+    kept[kept < _ROUND_OFF] = 0
+    matrix *= np.divide(1 - kept, sent, out=np.zeros(n_sites), where=sent > 0)
+    np.fill_diagonal(matrix, kept)
+    return matrix
+
+
+def _closure(reached: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return bool[n, n], whether what site j has reaches site i in any number of steps."""
+    reached = reached | np.eye(len(reached), dtype=bool)
+    for _ in range(len(reached).bit_length()):
+        reached = reached @ reached
+    return reached
+
+
+def _sent(edges: Iterable[Edge]) -> dict[int, float]:
+    """Sender → the sum of the weights of its edges."""
+    total: dict[int, float] = {}
+    for sender, _, weight in edges:
+        total[sender] = total.get(sender, 0.0) + (weight or 0.0)
+    return total
+
+
+def from_file(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Graph:
+    """Return the graph in a JSON file, for the sites of a run in their order.
+
+    Raises:
+        UsageError: one line with the file and the round when it is missing, of another form, names unknown sites, or
+            lets a site's weight run dry with this self-weight.
+    """
+    try:
+        document = read_json(path)
+    except (WsiFlError, OSError) as error:
+        raise UsageError(str(error)) from None
+    graph = parse_graph(document, names, source=path.name)
+    graph.check(self_weight)
+    return graph
+
+
+def parse_graph(document: object, names: Sequence[str], source: str = "graph") -> Graph:
+    """Return the graph that a JSON document describes.
+
+    Raises:
+        UsageError: one line with the source and the round.
+    """
+    rounds = document.get("rounds") if isinstance(document, Mapping) and len(document) == 1 else None
+    if not isinstance(rounds, list):
+        raise UsageError(f'{source}: write {{"rounds": [[["S1", "S2"], …], …]}} with the names of the sites')
+    parsed = tuple(_parse_round(edges, names, f"{source}: round {k + 1}") for k, edges in enumerate(rounds))
+    if not any(parsed):
+        raise UsageError(f"{source}: has no edges in any round")
+    return Graph(tuple(names), parsed, source)
+
+
+def _parse_round(edges: object, names: Sequence[str], where: str) -> tuple[Edge, ...]:
+    if not isinstance(edges, list):
+        raise UsageError(f"{where}: {_short(edges)} is no list of edges")
+    found: dict[tuple[int, int], Edge] = {}
+    for item in edges:
+        edge = _parse_edge(item, names, where)
+        if edge[:2] in found:
+            raise UsageError(f"{where}: {_short(item)} is there twice; write every edge once")
+        found[edge[:2]] = edge
+    parsed = tuple(found.values())
+    for sender, sent in _sent(parsed).items():
+        weighed = [edge.weight is not None for edge in parsed if edge.sender == sender]
+        if any(weighed) and not all(weighed):
+            raise UsageError(f"{where}: give all edges of {names[sender]} a weight, or none")
+        if sent > 1 + _ROUND_OFF:
+            raise UsageError(f"{where}: {names[sender]} sends {sent:g} of what it has; at most 1")
+    return parsed
+
+
+def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
+    if not isinstance(item, list) or len(item) not in (2, 3):
+        raise UsageError(f'{where}: {_short(item)} is no edge; write ["sender", "receiver"] or add a weight')
+    for name in item[:2]:
+        if name not in names:
+            raise UsageError(f"{where}: unknown site {_short(name)}; the run has {', '.join(names)}")
+    sender, receiver = names.index(item[0]), names.index(item[1])
+    if sender == receiver:
+        raise UsageError(f"{where}: {item[0]} sends to itself; a site keeps what it does not send")
+    if len(item) == 2:
+        return Edge(sender, receiver)
+    weight = item[2]
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1:
+        raise UsageError(f"{where}: {_short(item)}: a weight is a number above 0 and at most 1")
+    return Edge(sender, receiver, float(weight))
+
+
+def _short(value: object, limit: int = 60) -> str:
+    """Return a JSON value as the file has it, on one line."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
 
 Matrix = NDArray[np.float64]
 Topology = Callable[[int, int, float], list[Matrix]]
 """(number of sites, round from 0, self-weight P[i, i] where the graph leaves it open) → hops."""
-
-
-def none(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Return no hop: nobody sends anything."""
-    del n_sites, round_, self_weight
-    return []
 
 
 def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
@@ -52,22 +255,11 @@ def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Mat
 def ring(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Return the hop in which every site hands all to the next one (cyclical weight transfer, Chang et al., 2018)."""
     del round_, self_weight
-    if n_sites < 2:
-        return []
-    sites = np.arange(n_sites)
-    matrix = np.zeros((n_sites, n_sites))
-    matrix[(sites + 1) % n_sites, sites] = 1
-    return [matrix]
+    return [np.roll(np.eye(n_sites), 1, axis=0)] if n_sites > 1 else []
 
 
 def star(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Return two hops: all sites send what they have to site 0, which sends everybody an equal share of the sum.
-
-    Example:
-        >>> gather, broadcast = star(3, 0)
-        >>> (broadcast @ gather).round(2).tolist()[2]
-        [0.33, 0.33, 0.33]
-    """
+    """Return two hops: all sites send what they have to site 0, which sends everybody an equal share of the sum."""
     del round_, self_weight
     if n_sites < 2:
         return []
@@ -82,11 +274,6 @@ def random_permutation(seed: int) -> Topology:
     """Return a topology with a new random ring through all sites in every round.
 
     The order depends on the seed, the round and the number of sites alone, so all sites draw the same.
-
-    Example:
-        >>> (matrix,) = random_permutation(0)(5, 3)
-        >>> sorted(receivers(matrix, site)[0] for site in range(5)), float(matrix.trace())
-        ([0, 1, 2, 3, 4], 0.0)
     """
 
     def ring_of_round(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
@@ -101,18 +288,18 @@ def random_permutation(seed: int) -> Topology:
     return ring_of_round
 
 
-def complete(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
+def _complete(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Return the hop in which everybody sends to everybody, in equal shares."""
     del round_, self_weight
     return [np.full((n_sites, n_sites), 1 / n_sites)] if n_sites > 1 else []
 
 
 TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
-    "none": lambda _: none,
+    "none": lambda _: lambda n_sites, round_, self_weight: [],
     "star": lambda _: star,
     "ring": lambda _: ring,
     "exponential": lambda _: exponential,
-    "complete": lambda _: complete,
+    "complete": lambda _: _complete,
     "random": random_permutation,
 }
 """Name → (seed → topology); only `random` looks at the seed."""
@@ -123,10 +310,6 @@ def named(name: str, seed: int = 0) -> Topology:
 
     Raises:
         UsageError: when the name is unknown.
-
-    Example:
-        >>> named("exponential") is exponential
-        True
     """
     if name not in TOPOLOGIES:
         raise UsageError(f"unknown topology {name!r}; known: {', '.join(TOPOLOGIES)}")
@@ -147,16 +330,8 @@ def over(
     The topology sees the present sites alone, in ascending order: the hub of a star is the first of them, and an
     exponential graph of five becomes one of four. A `Graph` loses the edges of those absent.
 
-    Args:
-        room: the most hops that a round may have; those of leaving, returning and buffers come after them.
-
     Raises:
-        UsageError: in one line, when the topology has more hops.
-
-    Example:
-        >>> (matrix,) = over(exponential, 4, [0, 1, 3], 0)
-        >>> matrix.argmax(axis=0).tolist()
-        [1, 3, 2, 0]
+        UsageError: in one line, when the topology has more hops than there is room for.
     """
     places = sorted(present)
     among = topology.among(places) if isinstance(topology, Graph) else topology
@@ -176,10 +351,6 @@ def handover(n_sites: int, leaving: Sequence[int], present: Sequence[int]) -> Ma
     """Return the hop in which each leaving site gives all it has to the next one present, cyclically.
 
     So the mean that PushSum reaches still counts it. Where nobody stays, everybody keeps what it has.
-
-    Example:
-        >>> handover(4, leaving=[1], present=[0, 3])[:, 1].tolist()
-        [0.0, 0.0, 0.0, 1.0]
     """
     matrix, staying = np.eye(n_sites), set(present) - set(leaving)
     for site in leaving:
@@ -193,10 +364,6 @@ def welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> M
     """Return the hop in which each returning site, which holds nothing, gets half of the one before it, cyclically.
 
     Returning sites with the same host share evenly with it: two of them and the host get a third each.
-
-    Example:
-        >>> welcome(4, returning=[1, 2], present=[0, 3])[:, 0].round(2).tolist()
-        [0.33, 0.33, 0.33, 0.0]
     """
     matrix, hosts = np.eye(n_sites), set(present) - set(returning)
     guests: dict[int, list[int]] = {}

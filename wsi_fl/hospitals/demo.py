@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wsi_fl.demo.encoder import write_untrained
 from wsi_fl.demo.phantom import paint_archive
+from wsi_fl.demo.run import write_untrained
 from wsi_fl.hospitals.flare.files import need_flare
 from wsi_fl.learning.counts import results
 from wsi_fl.stages.answers.evaluate import between_lines

@@ -1,7 +1,7 @@
-"""One file per architecture; three tables of builders, of images, bags and vectors, and `build` the door to all.
+"""Three tables of builders, of images, bags and vectors, and `build` the door to all.
 
 What a builder returns maps a batch of its kind of input to logits float32[b, n_classes]: images
-float32[b, channels, size_px, size_px], bags float32[b, m, n_features + 1] (see `bags`), or vectors
+float32[b, channels, size_px, size_px], bags float32[b, m, n_features + 1] (see `mil`), or vectors
 float32[b, n_features]. None uses BatchNorm, whose batch statistics tie the examples of a batch together and void
 differential privacy. Networks of images may start from published weights (see `pretrained`).
 """
@@ -18,60 +18,20 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import nn
 
-from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small, lenet5, mlp, vgg11
+from wsi_fl.models.cnn import BUILDERS
 from wsi_fl.models.directions import N_RANDOM
-from wsi_fl.models.heads import linear_head, mean_head, mlp_head
-from wsi_fl.models.mil import abmil, clam_sb, deepset, deepset_attention, deepset_max, transmil
+from wsi_fl.models.mil import BAG_BUILDERS, VECTOR_BUILDERS
 from wsi_fl.models.shared_head import Kind, SharedHead
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
 if TYPE_CHECKING:
     from wsi_fl.models.pretrained import Part
 
-_Builder = Callable[[int, int, int], nn.Module]
-"""(n_classes, in_channels, size_px) → a model of images."""
-
-_FeatureBuilder = Callable[[int, int], nn.Module]
-"""(n_classes, n_features) → a model of bags, or of vectors."""
-
-
-def _resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    from wsi_fl.models.cnn import resnet18  # torchvision costs every rank half a second
-
-    return resnet18(n_classes, in_channels, size_px)
-
-
-BUILDERS: dict[str, _Builder] = {
-    "resnet18": _resnet18,
-    "gn_cnn": gn_cnn,
-    "gn_cnn_small": gn_cnn_small,
-    "lenet5": lenet5,
-    "mlp": mlp,
-    "cnn1": cnn1,
-    "cnn2": cnn2,
-    "vgg11": vgg11,
-}
-
-
-BAG_BUILDERS: dict[str, _FeatureBuilder] = {
-    "deepset": deepset,
-    "deepset_max": deepset_max,
-    "deepset_attention": deepset_attention,
-    "abmil": abmil,
-    "clam_sb": clam_sb,
-    "transmil": transmil,
-    "mean_head": mean_head,
-}
-
-VECTOR_BUILDERS: dict[str, _FeatureBuilder] = {"linear_head": linear_head, "mlp_head": mlp_head}
-
-
-_SEEN = {
+_SEEN: dict[str, tuple[str, str, dict[str, Callable[[int, int], nn.Module]]]] = {
     "bags": ("bags of features", "mosaics", BAG_BUILDERS),
     "vectors": ("the features of a patch", "features", VECTOR_BUILDERS),
 }
 """What models of features see, in words; the `train.data` that gives it; and who sees it."""
-
 
 HUB: Literal["hub"] = "hub"
 """Weights that timm publishes."""
@@ -79,12 +39,9 @@ HUB: Literal["hub"] = "hub"
 
 @dataclass(frozen=True)
 class Start:
-    """The weights that a network starts from, and the part of it that is trained.
+    """The weights that a network starts from, and the part of it that is trained."""
 
-    Attributes:
-        train, weights, cache: as `pretrained_model` takes them.
-    """
-
+    # as `pretrained_model` takes them
     train: Part = "all"
     weights: Path | Literal["hub"] | None = None
     cache: Path | None = None
@@ -99,13 +56,12 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int, start: Start | 
         start: what a timm architecture starts from, or `resnet18`, which is timm's then; None for random weights.
 
     Raises:
-        UsageError: for an unknown name, one that sees another kind of input, or images too small for it; one that has
-            no published weights where it is to start from some.
+        UsageError: for a name that is unknown, sees another kind of input, has no published weights to start from, or
+            images too small for it.
         WsiFlError: when the weights cannot be had or do not fit.
 
     Example:
-        >>> model = build("mlp", n_classes=10, shape=Images(1, 28), seed=0)
-        >>> sum(p.numel() for p in model.parameters())
+        >>> sum(p.numel() for p in build("mlp", n_classes=10, shape=Images(1, 28), seed=0).parameters())
         199210
     """
     with torch.random.fork_rng(devices=[]):
@@ -140,9 +96,7 @@ def _started(name: str, n_classes: int, shape: Shape, start: Start) -> nn.Module
 def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     kind = "bags" if isinstance(shape, Bags) else "vectors"
     made, *how = name.split(":")
-    if (
-        made == "shared_head"
-    ):  # of `oneshot` alone: how many directions, and where no classes are asked what is
+    if made == "shared_head":  # of `oneshot`: how many directions, and where no classes are asked what is
         n, asked = int(how[0]) if how else N_RANDOM, cast(Kind, how[1] if len(how) > 1 else "classes")
         return SharedHead(n_classes, shape.n_features, bags=kind == "bags", directions=n, kind=asked)
     sees, _, builders = _SEEN[kind]

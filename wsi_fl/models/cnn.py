@@ -5,33 +5,76 @@ None normalises over a batch, which differential privacy forbids, nor works in p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from math import gcd
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from wsi_fl.models.norm import group_norm
 from wsi_fl.types import UsageError
 
 
-def _two_rounds(
-    name: str, kernel: int, widths: tuple[int, int], hidden: Sequence[int], sizes: tuple[int, int, int]
-) -> nn.Module:
-    """Two rounds of convolution without padding, ReLU and 2×2 pooling; then linear layers with ReLU between them.
+def group_norm(channels: int) -> nn.GroupNorm:
+    """GroupNorm with 32 groups (Wu and He, 2018), or the most that divide `channels` among the divisors of 32.
 
-    Args:
-        widths: channels of the two convolutions.
-        hidden: units of the linear layers but for the last.
-        sizes: classes, channels of the images, and their side in pixels.
+    Example:
+        >>> group_norm(64).num_groups, group_norm(48).num_groups, group_norm(6).num_groups
+        (32, 16, 2)
     """
-    n_classes, channels, size_px = sizes
+    return nn.GroupNorm(gcd(32, channels), channels)
+
+
+class FrozenNorm(nn.Module):
+    """A trained BatchNorm in evaluation mode, whatever the mode of the model: y = (x − m)/√(v + ε) · γ + β.
+
+    Mean m and variance v are constants of the weights that a network starts from, so no example sees another. Gain γ
+    and bias β may be trained. Parameters and buffers are those of `norm`.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        self.weight, self.bias = norm.weight, norm.bias
+        assert norm.running_mean is not None and norm.running_var is not None
+        self.register_buffer("running_mean", norm.running_mean)
+        self.register_buffer("running_var", norm.running_var)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._of(x, self.weight, self.bias)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Return (x − m)/√(v + ε), which the gain is multiplied with."""
+        return self._of(x, None, None)
+
+    def _of(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+        # cuDNN and CPU kernels alike compute BatchNorm's own evaluation mode, bit for bit
+        return functional.batch_norm(x, self.running_mean, self.running_var, gain, bias, False, 0.0, self.eps)
+
+
+def _two_rounds(
+    n_classes: int,
+    in_channels: int,
+    size_px: int,
+    *,
+    name: str,
+    kernel: int,
+    widths: Sequence[int],
+    hidden: Sequence[int],
+) -> nn.Module:
+    """Two rounds of convolution without padding, ReLU and 2×2 pooling; then linear layers with ReLU between them."""
     side = ((size_px - kernel + 1) // 2 - kernel + 1) // 2
     if side < 1:
         raise UsageError(f"{name} needs images of at least {3 * kernel + 1} px, not {size_px}")
     layers: list[nn.Module] = []
-    for before, after in pairwise((channels, *widths)):
+    for before, after in pairwise((in_channels, *widths)):
         layers += [nn.Conv2d(before, after, kernel), nn.ReLU(), nn.MaxPool2d(2)]
     layers.append(nn.Flatten())
     for before, after in pairwise((widths[1] * side**2, *hidden, n_classes)):
@@ -39,27 +82,7 @@ def _two_rounds(
     return nn.Sequential(*layers[:-1])
 
 
-def cnn1(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """conv(3×3, 6), ReLU, pool, conv(3×3, 16), ReLU, pool, fc(64), ReLU, fc(n_classes)."""
-    return _two_rounds("cnn1", 3, (6, 16), [64], (n_classes, in_channels, size_px))
-
-
-def cnn2(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """conv(3×3, 128), ReLU, pool, conv(3×3, 128), ReLU, pool, fc(n_classes)."""
-    return _two_rounds("cnn2", 3, (128, 128), [], (n_classes, in_channels, size_px))
-
-
-def gn_cnn(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """Four GroupNorm convolutions of 16, 32, 32 and 64 channels, then the mean: for small patches and CPUs."""
-    return _gn_cnn("gn_cnn", (16, 32, 32, 64), n_classes, in_channels, size_px)
-
-
-def gn_cnn_small(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """The same with 8, 8, 16 and 16 channels: a proxy of 5 000 parameters, which DP noise drowns less."""
-    return _gn_cnn("gn_cnn_small", (8, 8, 16, 16), n_classes, in_channels, size_px)
-
-
-def _gn_cnn(name: str, widths: Sequence[int], n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+def _gn_cnn(n_classes: int, in_channels: int, size_px: int, *, name: str, widths: Sequence[int]) -> nn.Module:
     """conv(3×3), GroupNorm(1 group), ReLU and, but for the last, pooling; mean; fc(n_classes)."""
     if size_px < 16:
         raise UsageError(f"{name} needs images of at least 16 px, not {size_px}")
@@ -75,12 +98,7 @@ def _gn_cnn(name: str, widths: Sequence[int], n_classes: int, in_channels: int, 
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], n_classes))
 
 
-def lenet5(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """conv(5×5, 6), pool, conv(5×5, 16), pool, fc(120), fc(84), fc(n_classes) (LeCun et al., 1998); at least 16 px."""
-    return _two_rounds("lenet5", 5, (6, 16), [120, 84], (n_classes, in_channels, size_px))
-
-
-def mlp(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+def _mlp(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     """flatten, fc(200), ReLU, fc(200), ReLU, fc(n_classes): the perceptron of ProxyFL's appendix A.1."""
     return nn.Sequential(
         nn.Flatten(),
@@ -110,7 +128,7 @@ class _OutOfPlaceBlock(BasicBlock):  # type: ignore[misc]
         return result
 
 
-def resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+def _resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     """ResNet-18 (He et al., 2016) with GroupNorm; any image size from 32 px.
 
     Names, shapes and parameter count are torchvision's, so its checkpoints of GroupNorm variants load.
@@ -128,18 +146,14 @@ _BLOCKS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 """Channels of the convolutions before each pooling (configuration A of the VGG paper)."""
 
 
-def vgg11(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+def _vgg11(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     """conv(3×3), GroupNorm, ReLU eight times, five times pooled; fc(n_classes); images of at least 32 px.
 
-    ProxyFL (section 4.3) takes "the VGG model from Yang et al. [2021] with minor adjustments for the resized images" of
-    100 × 80 px and gives no table of layers. The code that Yang et al. published with FLOP has, for Kvasir, the eight
-    convolutions and five poolings of VGG-11 (Simonyan and Zisserman, 2015) with BatchNorm and one linear layer on the
-    flattened last map, for images of 224 px: so here. Our own choices are GroupNorm, square images, and that "minor
-    adjustments" means the width of the linear layer.
-
-    Example:
-        >>> sum(p.numel() for p in vgg11(8, 3, 96).parameters())
-        9262856
+    ProxyFL (section 4.3) names "the VGG model from Yang et al. [2021] with minor adjustments for the resized images" of
+    100 × 80 px and gives no table of layers. The code that Yang et al. published with FLOP has the eight convolutions
+    and five poolings of VGG-11 (Simonyan and Zisserman, 2015) with BatchNorm and one linear layer on the flattened last
+    map: so here. Our own choices are GroupNorm, square images, and that "minor adjustments" means the width of the
+    linear layer.
     """
     side = size_px // 2 ** len(_BLOCKS)
     if side < 1:
@@ -152,3 +166,20 @@ def vgg11(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
             channels = width
         layers.append(nn.MaxPool2d(2))
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, n_classes))
+
+
+BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "resnet18": _resnet18,
+    "gn_cnn": partial(_gn_cnn, name="gn_cnn", widths=(16, 32, 32, 64)),
+    "gn_cnn_small": partial(_gn_cnn, name="gn_cnn_small", widths=(8, 8, 16, 16)),
+    "lenet5": partial(_two_rounds, name="lenet5", kernel=5, widths=(6, 16), hidden=(120, 84)),
+    "mlp": _mlp,
+    "cnn1": partial(_two_rounds, name="cnn1", kernel=3, widths=(6, 16), hidden=(64,)),
+    "cnn2": partial(_two_rounds, name="cnn2", kernel=3, widths=(128, 128), hidden=()),
+    "vgg11": _vgg11,
+}
+"""(n_classes, in_channels, size_px) → a model of images.
+
+`lenet5` is that of LeCun et al. (1998). `gn_cnn` is for small patches and CPUs; `gn_cnn_small` is a proxy of 5 000
+parameters, which noise drowns less.
+"""

@@ -25,8 +25,7 @@ N_PUBLIC = 32
 N_RANDOM = 128
 """Random directions, where there is no public tissue: with fewer too much of the features is lost."""
 _FEWEST, _MOST = 16, 96
-_LEAST = 0.1
-"""Of the mean variance, added to each, so that none is divided by nearly nothing."""
+_LEAST = 0.1  # of the mean variance, added to each, so that none is divided by nearly nothing
 _SEED = 1_618_033
 _WITHIN = 0.25
 """Of the square of a row's length in random directions, what rows of one class differ by; nobody knows it there."""
@@ -54,19 +53,13 @@ class Origin(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """A map of features to numbers that are summed.
+    """A map of features to numbers that are summed."""
 
-    Attributes:
-        mean: float32[n_features], taken off first.
-        components: float32[n_features, d], such that most rows of public tissue come to be at most 1 long.
-        covariance: float64[d, d], of public rows along the directions.
-        origin: where public ones are from; None where nobody said, and for random ones.
-    """
-
-    mean: NDArray[np.float32]
+    mean: NDArray[np.float32]  # float32[n_features], taken off first
+    # float32[n_features, d], such that most rows of public tissue come to be at most 1 long
     components: NDArray[np.float32]
-    covariance: NDArray[np.float64]
-    origin: Origin | None = None
+    covariance: NDArray[np.float64]  # float64[d, d], of public rows along the directions
+    origin: Origin | None = None  # where public ones are from; None where nobody said, and for random ones
 
     @property
     def n(self) -> int:
@@ -83,12 +76,7 @@ class Directions:
 
 
 def random_directions(n_features: int, n: int = N_RANDOM) -> Directions:
-    """Return random directions, the same everywhere: |LayerNorm(x)|² is n_features, so that a row is about 1 long.
-
-    Example:
-        >>> random_directions(1280).n, random_directions(24).n
-        (128, 24)
-    """
+    """Return random directions, the same everywhere: |LayerNorm(x)|² is n_features, so that a row is about 1 long."""
     import torch
 
     d = min(n, n_features)
@@ -98,12 +86,7 @@ def random_directions(n_features: int, n: int = N_RANDOM) -> Directions:
 
 
 def public_directions(x: NDArray[np.float32], origin: Origin | None = None, n: int = N_PUBLIC) -> Directions:
-    """Return the directions of public tissue.
-
-    Args:
-        x: float32[m, n_features], features of patches.
-        origin: where they are from, for a file.
-        n: how many at most; there are no more than rows less one.
+    """Return at most n directions of public tissue, given features x float32[m, n_features] of patches, m > n.
 
     Raises:
         UsageError: when there are too few rows, or they are all the same.
@@ -139,9 +122,6 @@ def enough_directions(x: NDArray[np.float32], rows: int, variance: float) -> int
         x: float32[m, n_features], features of public patches.
         rows: of all hospitals together, about.
         variance: s², of the noise in each number of the sum of all letters, where a row's letter is 1 long.
-
-    Raises:
-        UsageError: as `public_directions`.
     """
     v = public_directions(x).covariance.trace() / N_PUBLIC
     worth = v * (rows / 2) ** 2 / variance
@@ -166,10 +146,7 @@ def write_directions(path: Path, directions: Directions) -> None:
 
 
 def read_directions(path: Path, label: str) -> Directions:
-    """Return what `write_directions` wrote.
-
-    Args:
-        label: what errors call the file.
+    """Return what `write_directions` wrote; errors call the file by its label.
 
     Raises:
         WsiFlError: when it is damaged, or no file of directions.

@@ -1,4 +1,7 @@
-"""Patches to features: a preset or any timm model without its classifier, run over batches that are read meanwhile."""
+"""From the pixels of patches to their features: a preset or any timm model without its classifier.
+
+Batches are read meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,88 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn import functional
 
-from wsi_fl.models.network import Network, only_px, own_px, preset_model, timm_model, timm_transform
-from wsi_fl.models.presets import HUB_FILES, PRESETS
-from wsi_fl.models.renaming import timm_named
-from wsi_fl.models.weights import digest_of, fit, published_weights, read_weights, refuse_file_name
+from wsi_fl.models.presets import HUB_FILES, PRESETS, Pooling, Preset, Transform, instead_of
+from wsi_fl.models.weights import (
+    State,
+    created,
+    digest_of,
+    fit,
+    published_weights,
+    read_weights,
+    refuse_file_name,
+)
 from wsi_fl.system.ordered import made_ahead
-from wsi_fl.types import WsiFlError, encoder_label
+from wsi_fl.types import UsageError, WsiFlError, encoder_label
 
-T = TypeVar("T")
+_T = TypeVar("_T")
+_Patches = NDArray[np.uint8]
+_Features = NDArray[np.float32]
 
-_GPU_BATCH = 256
-"""Patches that a GPU takes at once: with 32 it waits for the processor half of the time."""
+_CLASS, _BOTH = "class token", "class token and mean of patches"
+_GPU_BATCH = 256  # patches that a GPU takes at once: with 32 it waits for the processor half of the time
 _CPU_PX = 1 << 19
 """Most pixels of a forward pass on processors, where larger ones leave the caches and are slower."""
 _DIGITS = 16
 _AHEAD = 2
+
+
+class Network(nn.Module):
+    """Map patches uint8[b, h, w, 3] to features float[b, d], on the module's own device.
+
+    Args:
+        model: a timm model without classifier.
+        pooling: what is made of the tokens of a patch, in words; None takes what the model itself pools.
+    """
+
+    def __init__(self, model: nn.Module, transform: Transform, pooling: Pooling | None = None) -> None:
+        super().__init__()
+        self.model, self.transform = model, transform
+        named = getattr(model, "global_pool", "")
+        own = f"pooling {named}" if isinstance(named, str) and named else "the model's own pooling"
+        self.pooling = pooling or own
+        for name, values in (("mean", transform.mean), ("sd", transform.sd)):
+            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.of_images(pixels.permute(0, 3, 1, 2).float().div_(255))
+
+    def of_images(self, images: torch.Tensor) -> torch.Tensor:
+        """Return features [b, d] of images float32[b, 3, h, w] in [0, 1], which may be overwritten."""
+        images = self._normalised(images)
+        if self.pooling not in {_CLASS, _BOTH}:
+            pooled: torch.Tensor = self.model(images)
+            return pooled
+        tokens: torch.Tensor = self.model.forward_features(images)  # type: ignore[operator]
+        if self.pooling == _CLASS:
+            return tokens[:, 0]
+        patches = tokens[:, self.model.num_prefix_tokens :]
+        return torch.cat([tokens[:, 0], patches.mean(1)], 1)
+
+    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
+        how = self.transform
+        size = how.resize_px or how.px
+        if size and images.shape[-2:] != (size, size):
+            images = functional.interpolate(images, (size, size), mode=how.interpolation, antialias=True)
+            images = images.clamp_(0, 1)
+        if size and how.px and how.px < size:
+            first = (size - how.px) // 2
+            images = images[..., first : first + how.px, first : first + how.px]
+        return images.sub_(self.mean).div_(self.sd)  # type: ignore[arg-type]
+
+
+def preset_model(preset: Preset) -> nn.Module:
+    """Return the architecture of a preset on PyTorch's meta device: its names and shapes, without memory."""
+    import timm
+    from timm.layers import SwiGLUPacked
+
+    gated = {"mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU} if preset.swiglu else {}
+    with torch.device("meta"):
+        model: nn.Module = timm.create_model(
+            preset.architecture, pretrained=False, num_classes=0, **preset.arguments, **gated
+        )
+    return model
 
 
 class EncoderError(WsiFlError):
@@ -38,17 +107,6 @@ class EncoderError(WsiFlError):
 
 class Encoder:
     """A model in evaluation mode whose pooled output is the feature of a patch.
-
-    Attributes:
-        name: a preset's or timm's.
-        label: name, size that patches are resized to and digest of the weights, then transform and pooling; it tells
-            whether features of two sites mean the same.
-        parts: of the label after the digest, in words: mean, sd, size, pooling.
-        network: from pixels to features.
-        n_features: d.
-        device: where it runs.
-        half: the type of matrix products on GPUs, bfloat16 or float16; None for float32, as on processors.
-        batch_size: most patches of a forward pass; halved where the device's memory does not hold them.
 
     Args:
         name: of a preset, or of a timm architecture with or without the tag of its weights.
@@ -60,6 +118,14 @@ class Encoder:
         compiled: whether PyTorch compiles the network for a GPU.
         cache: where the tensors of a pickle are kept when its own folder cannot be written.
         tell: is told in a line what people should know.
+
+    Attributes:
+        label: name, size that patches are resized to and digest of the weights, then `parts`: mean, sd, size and
+            pooling in words; it tells whether features of two sites mean the same.
+        network: from pixels to features.
+        n_features: d.
+        half: the type of matrix products on GPUs, bfloat16 or float16; None for float32, as on processors.
+        batch_size: most patches of a forward pass; halved where the device's memory does not hold them.
 
     Raises:
         WsiFlError: when the weights cannot be had or do not fit.
@@ -82,10 +148,8 @@ class Encoder:
         self.name, self._tell, self.device = name, tell, device or torch.device("cpu")
         self.batch_size = batch_size or (32 if self.device.type == "cpu" else _GPU_BATCH)
         weights = None if weights is None else Path(weights)
-        if name in PRESETS:
-            network, parts = _of_preset(name, weights, input_px, cache, tell)
-        else:
-            network, parts = _of_timm(name, weights, input_px, cache, tell)
+        read = partial(read_weights, cache=cache, tell=tell)
+        network, parts = (_of_preset if name in PRESETS else _of_timm)(name, weights, input_px, read)
         self.input_px = network.transform.px
         size = f" at {self.input_px} px" if self.input_px else ""
         self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)[:_DIGITS]}", parts)
@@ -93,10 +157,14 @@ class Encoder:
         self.network = network.eval().requires_grad_(False).to(self.device)
         self.network.to(memory_format=torch.channels_last)
         self.half = _half_of(self.device) if half_precision else None
-        if self.half is not None:
-            _cast(self.network, self.half)
+        for module in self.network.modules() if self.half is not None else ():
+            if type(module) in (
+                nn.Linear,
+                nn.Conv2d,
+            ):  # autocast would bring their weights there for every batch
+                module.to(self.half)
         self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
-        side = self.input_px or own_px(network.model)
+        side = self.input_px or int(_input_of(network.model)["input_size"][-1])
         shape = self(np.zeros((1, side, side, 3), np.uint8)).shape
         if len(shape) != 2 or (name in PRESETS and shape[1] != PRESETS[name].n_features):
             raise EncoderError(
@@ -107,15 +175,11 @@ class Encoder:
         if compiled and self.device.type != "cpu":
             self._compiled = torch.compile(self.network)
 
-    def __call__(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """float32[b, d] of patches uint8[b, h, w, 3].
-
-        Raises:
-            EncoderError: when the device's memory does not hold them, or a feature is no number.
-        """
+    def __call__(self, patches: _Patches) -> _Features:
+        """float32[b, d] of patches uint8[b, h, w, 3]."""
         return self.begin(patches)()
 
-    def begin(self, patches: NDArray[np.uint8]) -> Callable[[], NDArray[np.float32]]:
+    def begin(self, patches: _Patches) -> Callable[[], _Features]:
         """Start on patches uint8[b, h, w, 3] and return what waits for their features float32[b, d].
 
         A GPU works on the next batch meanwhile, where one is begun.
@@ -123,14 +187,14 @@ class Encoder:
         Raises:
             EncoderError: when the device's memory does not hold them; while waiting, when a feature is no number.
         """
-        started: Callable[[], NDArray[np.float32]] | None = None
+        started: Callable[[], _Features] | None = None
         with suppress(torch.OutOfMemoryError):
             started = self._started(patches)
         if started is None:  # what the attempt held is free by now
             features = self._in_halves(patches)
             return lambda: features
 
-        def wait() -> NDArray[np.float32]:
+        def wait() -> _Features:
             features = started()
             if not np.isfinite(features).all():
                 raise EncoderError(f"{self.label}: gives features that are no numbers; check its weights")
@@ -138,7 +202,7 @@ class Encoder:
 
         return wait
 
-    def _started(self, patches: NDArray[np.uint8]) -> Callable[[], NDArray[np.float32]]:
+    def _started(self, patches: _Patches) -> Callable[[], _Features]:
         with torch.inference_mode(), self.precision():
             pixels = torch.from_numpy(np.ascontiguousarray(patches))
             features = self._of(pixels.to(self.device, non_blocking=True)).float()
@@ -158,13 +222,13 @@ class Encoder:
         whole[: len(pixels)] = pixels
         return self._compiled(whole)[: len(pixels)]
 
-    def room(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    def room(self, shape: tuple[int, ...]) -> _Patches:
         """Return an array to fill with patches, in memory that the device copies from by itself."""
         if self.device.type == "cpu":
             return np.empty(shape, np.uint8)
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
 
-    def _in_halves(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def _in_halves(self, patches: _Patches) -> _Features:
         """Encode a batch that was too large in parts, which are halved until they fit; so are all batches to come."""
         n, size = len(patches), f"of {patches.shape[1]} px"
         if n == 1:
@@ -174,10 +238,6 @@ class Encoder:
             self._tell(f"{self.device}: no memory for {n} patches {size} at once; goes on with {half}")
         size_now = self.batch_size
         return np.concatenate([self(patches[k : k + size_now]) for k in range(0, n, size_now)])
-
-    def prepared(self, pixels: torch.Tensor) -> torch.Tensor:
-        """float32[b, 3, h, w], resized and normalised, of uint8[b, h, w, 3]."""
-        return self.network.prepared(pixels)
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return what the network is to be called in."""
@@ -190,7 +250,7 @@ class Encoder:
         return max(1, min(self.batch_size, _CPU_PX // (self.input_px or size_px) ** 2))
 
 
-def _waited(done: torch.cuda.Event, there: torch.Tensor, _: torch.Tensor) -> NDArray[np.float32]:
+def _waited(done: torch.cuda.Event, there: torch.Tensor, _: torch.Tensor) -> _Features:
     """Return what is there once a copy is done; pixels are kept until then, since they are copied too."""
     done.synchronize()
     return there.numpy().copy()
@@ -203,47 +263,54 @@ def _half_of(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def _cast(network: nn.Module, half: torch.dtype) -> None:
-    """Keep the weights of matrix products in half precision, to which autocast would bring them for every batch."""
-    for module in network.modules():
-        if type(module) in (nn.Linear, nn.Conv2d):
-            module.to(half)
-
-
 def _of_preset(
-    name: str,
-    weights: Path | None,
-    input_px: int | None,
-    cache: Path | None,
-    tell: Callable[[str], None],
+    name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]
 ) -> tuple[Network, tuple[str, ...]]:
     """A preset with its weights, and what its label says besides them."""
     preset = PRESETS[name]
-    only_px(preset.transform.px or 0, input_px)
+    _only_px(preset.transform.px or 0, input_px)
     if preset.build is not None:
         return Network(preset.build(weights), preset.transform, preset.pooling), preset.parts
     path = weights or published_weights(name, preset.hub_id, HUB_FILES)
     model = preset_model(preset)
-    fit(model, timm_named(read_weights(path, cache, tell), model), str(path), assign=True)
+    fit(model, read(path), str(path), assign=True)
     return Network(model, preset.transform, preset.pooling), preset.parts
 
 
 def _of_timm(
-    name: str,
-    weights: Path | None,
-    input_px: int | None,
-    cache: Path | None,
-    tell: Callable[[str], None],
+    name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]
 ) -> tuple[Network, tuple[str, ...]]:
     """A timm model with its weights, and what its label says besides them."""
     refuse_file_name(name)
-    model = timm_model(name)
+    try:
+        model = created(name, "features", num_classes=0)
+    except UsageError as error:
+        advice = instead_of(name) or f"{error}; presets are {', '.join(PRESETS)}"
+        raise UsageError(f"encoder = {name!r}: {advice}") from None
     path = weights or published_weights(name, getattr(model, "pretrained_cfg", {}).get("hf_hub_id"))
-    if fit(model, timm_named(read_weights(path, cache, tell), model), str(path)):
+    if fit(model, read(path), str(path)):
         _without_last_relu(model)
-    transform = timm_transform(model, input_px)
+    data = _input_of(model)
+    interpolation = data["interpolation"] if data["interpolation"] in {"bilinear", "bicubic"} else "bicubic"
+    if getattr(model, "pretrained_cfg", {}).get("fixed_input_size"):
+        input_px = _only_px(int(data["input_size"][-1]), input_px)
+    transform = Transform(tuple(data["mean"]), tuple(data["std"]), input_px, interpolation)
     network = Network(model, transform)
     return network, (*transform.parts, network.pooling)
+
+
+def _input_of(model: nn.Module) -> dict[str, Any]:
+    """Return what timm says of a model's input."""
+    from timm.data import resolve_model_data_config
+
+    data: dict[str, Any] = resolve_model_data_config(model)
+    return data
+
+
+def _only_px(only: int, wanted: int | None) -> int:
+    if wanted not in {None, only}:
+        raise UsageError(f"input_px = {wanted}: this encoder takes patches of {only} px alone; leave it out")
+    return only
 
 
 @dataclass
@@ -259,33 +326,25 @@ class Spent:
 
 
 @dataclass
-class Encoded(Generic[T]):
-    """What became of the patches of one item.
+class Encoded(Generic[_T]):
+    """What became of the patches of one item: features float32[n, d], or the error that reading them raised."""
 
-    Attributes:
-        features: float32[n, d]; of no use after an error.
-        error: what reading them raised.
-    """
-
-    item: T
-    features: NDArray[np.float32]
+    item: _T
+    features: _Features
     error: Exception | None = None
     spent: Spent = field(default_factory=Spent)
 
 
 def encode_each(
-    items: Iterable[tuple[T, Iterable[NDArray[np.uint8]]]], encoder: Encoder
-) -> Generator[Encoded[T], None, None]:
+    items: Iterable[tuple[_T, Iterable[_Patches]]], encoder: Encoder
+) -> Generator[Encoded[_T], None, None]:
     """Encode the patches of many items, each in batches uint8[b, h, w, 3] of any length, and yield them in order.
 
     One thread reads on from item to item while the encoder runs, a few batches ahead, so the encoder does not wait
-    where an item ends. Items and batches are drawn in that thread.
-
-    Raises:
-        Exception: what drawing an item raised; what drawing its batches raised is part of the result.
-        EncoderError: of the encoder.
+    where an item ends. Items and batches are drawn in that thread. What drawing an item raises is raised here; what
+    drawing its batches raises is part of the result.
     """
-    found: list[NDArray[np.float32]] = []
+    found: list[_Features] = []
     spent = Spent()
     with closing(made_ahead(_stream(items, encoder), _AHEAD)) as stream:
         for item, batch, reading, begun in _begun(stream, encoder):
@@ -300,8 +359,8 @@ def encode_each(
 
 
 def _begun(
-    stream: Iterable[tuple[T, NDArray[np.uint8] | Exception | None, float]], encoder: Encoder
-) -> Iterator[tuple[T, Callable[[], NDArray[np.float32]] | Exception | None, float, float]]:
+    stream: Iterable[tuple[_T, _Patches | Exception | None, float]], encoder: Encoder
+) -> Iterator[tuple[_T, Callable[[], _Features] | Exception | None, float, float]]:
     """Yield what waits for a batch's features in its place, and the seconds that beginning took, one batch behind."""
     before: list[Any] = []
     for item, batch, reading in stream:
@@ -317,15 +376,15 @@ def _begun(
 
 
 def _stream(
-    items: Iterable[tuple[T, Iterable[NDArray[np.uint8]]]], encoder: Encoder
-) -> Iterator[tuple[T, NDArray[np.uint8] | Exception | None, float]]:
+    items: Iterable[tuple[_T, Iterable[_Patches]]], encoder: Encoder
+) -> Iterator[tuple[_T, _Patches | Exception | None, float]]:
     """Yield (item, batch, seconds of reading), and at the end of an item its error or None in the place of a batch."""
     for item, batches in items:
         ready = _regrouped(batches, encoder)
         while True:
             began = time.perf_counter()
             try:
-                batch: NDArray[np.uint8] | Exception | None = next(ready, None)
+                batch: _Patches | Exception | None = next(ready, None)
             except Exception as error:
                 batch = error
             yield item, batch, time.perf_counter() - began
@@ -333,11 +392,11 @@ def _stream(
                 break
 
 
-def encode(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> NDArray[np.float32]:
+def encode(batches: Iterable[_Patches], encoder: Encoder) -> _Features:
     """Return the features float32[n, d] of n patches that come in batches uint8[b, h, w, 3] of any length.
 
     The next batches are made in a thread of their own while the encoder runs; how they were divided makes no
-    difference. An error of theirs is raised here.
+    difference.
     """
     with closing(encode_each([(None, batches)], encoder)) as encoded:
         (one,) = encoded
@@ -346,9 +405,9 @@ def encode(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> NDArray[np
     return one.features
 
 
-def _regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterator[NDArray[np.uint8]]:
+def _regrouped(batches: Iterable[_Patches], encoder: Encoder) -> Iterator[_Patches]:
     """Yield the same patches in batches as the encoder wants them, copied."""
-    waiting: NDArray[np.uint8] | None = None
+    waiting: _Patches | None = None
     filled = 0
     for batch in batches:
         taken = 0

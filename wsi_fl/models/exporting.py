@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wsi_fl.models.network import Network
+from wsi_fl.models.encoder import Network
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.system.files import atomic
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
-_TOLERANCE = 1e-5
-"""How far a file's probabilities may be from the model's."""
+_TOLERANCE = 1e-5  # how far a file's probabilities may be from the model's
 _EXAMPLES, _PATCHES = 3, 5
 
 
@@ -55,7 +54,7 @@ def fit_to_leave(model: nn.Module) -> nn.Module:
     return model.as_released() if isinstance(model, SharedHead) else model
 
 
-def example_of(shape: Shape) -> Tensor:
+def _example_of(shape: Shape) -> Tensor:
     """Return a batch of a model's inputs: noise, the same at every call; bags of different lengths."""
     source = torch.Generator().manual_seed(0)
     if isinstance(shape, Images):
@@ -72,9 +71,9 @@ def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
     """Write a traced model and return how far its probabilities are from the model's.
 
     Raises:
-        WsiFlError: when that is more than `_TOLERANCE`; then there is no file.
+        WsiFlError: when that is more than 10⁻⁵; then there is no file.
     """
-    example = example_of(shape)
+    example = _example_of(shape)
     with atomic(path) as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tracing is what WSInfer's runtime reads, deprecated or not
         torch.jit.save(torch.jit.trace(model, example), str(temporary))  # type: ignore[no-untyped-call]
@@ -83,16 +82,14 @@ def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
 
 
 def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, str] | None = None) -> float:
-    """Write an ONNX file of one input and one output, `logits`; return how far its probabilities are from the model's.
+    """Write an ONNX file; return how far its probabilities are from the model's.
 
-    The input is `images`, `bags` or `features`, as the model takes them; its dimensions `batch` and `patches` are free.
-
-    Args:
-        facts: what the file says of itself (`custom_metadata_map`).
+    Its input is named by `input_of`, its output `logits`; the dimensions `batch` and `patches` are free. `facts` is
+    what the file says of itself (`custom_metadata_map`).
 
     Raises:
         UsageError: when the extra `export` is missing.
-        WsiFlError: when the difference is more than `_TOLERANCE`; then there is no file.
+        WsiFlError: when the difference is more than 10⁻⁵; then there is no file.
     """
     if any(find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")):
         raise UsageError("ONNX files need the extra `export`: pip install 'wsi-fl[export]'")
@@ -107,7 +104,7 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, s
         try:
             program = torch.onnx.export(
                 model,
-                (example_of(shape),),
+                (_example_of(shape),),
                 dynamo=True,
                 dynamic_shapes=(dynamic,),
                 **how,  # type: ignore[arg-type]
@@ -136,7 +133,7 @@ def input_of(shape: Shape) -> str:
 @torch.no_grad()
 def _difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape) -> float:
     """The largest over several examples and over one: a file must not know how many it was made with."""
-    whole = example_of(shape)
+    whole = _example_of(shape)
     found = 0.0
     for x in (whole, whole[:1].contiguous()):
         ours, theirs = (cast(Tensor, of(x)) for of in (model, read_back))

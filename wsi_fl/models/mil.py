@@ -1,25 +1,27 @@
-"""Models of bags: Deep Sets, and heads that pathology knows by name: gated attention, CLAM's branch, a small TransMIL.
+"""Models of features. Of bags: Deep Sets, gated attention, CLAM's branch, a small TransMIL. Of vectors: small heads.
 
 A batch of bags is one tensor float32[b, m, d + 1] whose last column is 1 for a patch and 0 for padding. What
 stands in the other columns of padding is never looked at.
 
 All begin with a LayerNorm, since encoders differ in scale, and tie no examples together. All their parameters lie in
-layers, so that differential privacy has the gradients of single examples (`wsi_fl.privacy.ghost`).
+layers, so that differential privacy has the gradients of single examples (`wsi_fl.privacy.gradients`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import log
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-HIDDEN, ATTENDING = 256, 128
-"""Units of φ and ρ, and of the attention."""
+_HIDDEN, _ATTENDING = 256, 128  # units of φ and ρ, and of the attention
+_TOKEN, _HEADS, _LANDMARKS = 128, 4, 1024
+"""Units of a token of TransMIL, heads of its attention, and the most patches that a patch attends to one by one."""
 
-Pool = Callable[[Tensor, Tensor], Tensor]
+_Pool = Callable[[Tensor, Tensor], Tensor]
 """(φ float32[b, m, hidden] ≥ 0 and 0 at padding, mask bool[b, m]) → float32[b, hidden]."""
 
 
@@ -35,12 +37,12 @@ class BagModel(nn.Module):
 class _PooledBag(BagModel):
     """ρ of the pooled φ of each patch; φ ends in a ReLU."""
 
-    def __init__(self, phi: nn.Module, pool: Pool, rho: nn.Module) -> None:
+    def __init__(self, phi: nn.Module, pool: _Pool, rho: nn.Module) -> None:
         super().__init__()
         self.phi, self.pool, self.rho = phi, pool, rho
 
     def _embedded(self, bags: Tensor) -> tuple[Tensor, Tensor]:
-        features, present = opened(bags)
+        features, present = _opened(bags)
         return self.phi(features) * present.unsqueeze(2), present
 
     def forward(self, bags: Tensor) -> Tensor:
@@ -48,25 +50,13 @@ class _PooledBag(BagModel):
         return logits
 
     def attention(self, bags: Tensor) -> Tensor | None:
-        return self.pool.weights(*self._embedded(bags)) if isinstance(self.pool, Attention) else None
+        return self.pool.weights(*self._embedded(bags)) if isinstance(self.pool, _Attention) else None
 
 
-def opened(bags: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (features float32[b, m, d], 0 at padding, and bool[b, m], where there is a patch).
-
-    Example:
-        >>> features, present = opened(torch.tensor([[[5.0, 1.0], [torch.nan, 0.0]]]))
-        >>> features.tolist(), present.tolist()
-        ([[[5.0], [0.0]]], [[True, False]])
-    """
+def _opened(bags: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (features float32[b, m, d], 0 at padding, and bool[b, m], where there is a patch)."""
     present = bags[..., -1] > 0.5
     return torch.where(present.unsqueeze(2), bags[..., :-1], 0.0), present
-
-
-CLAM_HIDDEN, CLAM_ATTENDING = 512, 256
-"""Units of CLAM's projection and of its attention, `small` in the paper's code."""
-TOKEN, HEADS, LANDMARKS = 128, 4, 1024
-"""Units of a token of TransMIL, heads of its attention, and the most patches that a patch attends to one by one."""
 
 
 def _mean(phi: Tensor, present: Tensor) -> Tensor:
@@ -78,12 +68,8 @@ def _max(phi: Tensor, present: Tensor) -> Tensor:
     return phi.amax(1)
 
 
-class Attention(nn.Module):
-    """A mean of the patches, weighted by the softmax of their scores over the bag (Ilse et al., ICML 2018).
-
-    Args:
-        score: φ float32[b, m, hidden] → float32[b, m, 1].
-    """
+class _Attention(nn.Module):
+    """A mean of the patches, weighted by the softmax of their scores over the bag (Ilse et al., ICML 2018)."""
 
     def __init__(self, score: nn.Module) -> None:
         super().__init__()
@@ -98,8 +84,8 @@ class Attention(nn.Module):
         return (self.weights(phi, present).unsqueeze(2) * phi).sum(1)
 
 
-def _deepset(n_classes: int, n_features: int, hidden: int, pool: Pool) -> nn.Module:
-    """φ begins with a LayerNorm, since encoders differ in scale."""
+def deepset(n_classes: int, n_features: int, hidden: int = _HIDDEN, pool: _Pool = _mean) -> nn.Module:
+    """Two layers on each patch, the mean over the bag or what else pools it, and two layers on that."""
     phi = nn.Sequential(
         nn.LayerNorm(n_features),
         nn.Linear(n_features, hidden),
@@ -107,30 +93,14 @@ def _deepset(n_classes: int, n_features: int, hidden: int, pool: Pool) -> nn.Mod
         nn.Linear(hidden, hidden),
         nn.ReLU(),
     )
-    return _PooledBag(
-        phi, pool, nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, n_classes))
-    )
+    rho = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, n_classes))
+    return _PooledBag(phi, pool, rho)
 
 
-def deepset(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
-    """The mean over the bag.
-
-    Example:
-        >>> deepset(2, 1024)(torch.zeros(3, 50, 1025)).shape
-        torch.Size([3, 2])
-    """
-    return _deepset(n_classes, n_features, hidden, _mean)
-
-
-def deepset_max(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
-    """The largest value of each unit of φ over the bag."""
-    return _deepset(n_classes, n_features, hidden, _max)
-
-
-def deepset_attention(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
+def _deepset_attention(n_classes: int, n_features: int) -> nn.Module:
     """A mean weighted by attention, which says what the answer rests on."""
-    score = nn.Sequential(nn.Linear(hidden, ATTENDING), nn.Tanh(), nn.Linear(ATTENDING, 1))
-    return _deepset(n_classes, n_features, hidden, Attention(score))
+    score = nn.Sequential(nn.Linear(_HIDDEN, _ATTENDING), nn.Tanh(), nn.Linear(_ATTENDING, 1))
+    return deepset(n_classes, n_features, pool=_Attention(score))
 
 
 class _Gated(nn.Module):
@@ -148,27 +118,7 @@ class _Gated(nn.Module):
 
 def _gated(n_classes: int, n_features: int, hidden: int, attending: int) -> nn.Module:
     phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, hidden), nn.ReLU())
-    return _PooledBag(phi, Attention(_Gated(hidden, attending)), nn.Linear(hidden, n_classes))
-
-
-def abmil(n_classes: int, n_features: int) -> nn.Module:
-    """Gated attention (Ilse, Tomczak and Welling, ICML 2018, eq. 9) on a projection to 256 units.
-
-    Example:
-        >>> abmil(2, 1024)(torch.zeros(3, 50, 1025)).shape
-        torch.Size([3, 2])
-    """
-    return _gated(n_classes, n_features, HIDDEN, ATTENDING)
-
-
-def clam_sb(n_classes: int, n_features: int) -> nn.Module:
-    """The single attention branch of CLAM (Lu et al., Nature Biomedical Engineering 2021): 512 units, 256 attend.
-
-    What is different from CLAM: there is no clustering loss on the patches that are attended most and least, since what
-    sites train and exchange here has one loss, that of logits; there is no dropout; and a LayerNorm comes first. So
-    it differs from `abmil` in size alone.
-    """
-    return _gated(n_classes, n_features, CLAM_HIDDEN, CLAM_ATTENDING)
+    return _PooledBag(phi, _Attention(_Gated(hidden, attending)), nn.Linear(hidden, n_classes))
 
 
 class _SelfAttention(nn.Module):
@@ -176,9 +126,9 @@ class _SelfAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(TOKEN)
-        self.query, self.key, self.value = (nn.Linear(TOKEN, TOKEN, bias=False) for _ in range(3))
-        self.out = nn.Linear(TOKEN, TOKEN)
+        self.norm = nn.LayerNorm(_TOKEN)
+        self.query, self.key, self.value = (nn.Linear(_TOKEN, _TOKEN, bias=False) for _ in range(3))
+        self.out = nn.Linear(_TOKEN, _TOKEN)
 
     def projected(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, float32[b, 1 + m, units] each."""
@@ -188,19 +138,18 @@ class _SelfAttention(nn.Module):
 
 def _heads(x: Tensor) -> Tensor:
     """float32[n, units] → float32[heads, n, units / heads]."""
-    return x.view(len(x), HEADS, -1).transpose(0, 1)
+    return x.view(len(x), _HEADS, -1).transpose(0, 1)
 
 
 def _landmarks(x: Tensor) -> Tensor:
-    """The class token and LANDMARKS means over runs of patches that follow each other."""
-    return torch.cat([x[:1], functional.adaptive_avg_pool1d(x[1:].T, LANDMARKS).T])
+    """The class token and _LANDMARKS means over runs of patches that follow each other."""
+    return torch.cat([x[:1], functional.adaptive_avg_pool1d(x[1:].T, _LANDMARKS).T])
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """What tokens of one bag attend to, float32[n, units]; in pieces, so that memory never holds n × n numbers.
 
-    Args:
-        bias: float32[1, keys], added to the scores.
+    `bias`, float32[1, keys], is added to the scores.
     """
     found = functional.scaled_dot_product_attention(
         _heads(q)[None], _heads(k)[None], _heads(v)[None], attn_mask=bias
@@ -213,25 +162,33 @@ def _self_attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     they have patches.
     """
     n = len(k) - 1
-    if n <= LANDMARKS:
+    if n <= _LANDMARKS:
         return _attended(q, k, v)
-    bias = functional.pad(k.new_full((1, LANDMARKS), log(n / LANDMARKS)), (1, 0))
+    bias = functional.pad(k.new_full((1, _LANDMARKS), log(n / _LANDMARKS)), (1, 0))
     return _attended(q, _landmarks(k), _landmarks(v), bias)
 
 
 class _TransMil(BagModel):
-    """See `transmil`. The token of the class comes first, then those of the patches."""
+    """TransMIL (Shao et al., NeurIPS 2021), made small: two blocks of self-attention over 128 units, 4 heads.
+
+    What is different from TransMIL: attention is exact in bags of up to 1024 patches. In larger ones patches attend to
+    1024 means over runs of patches that follow each other, in place of Nyström's approximation; the class token attends
+    to every patch, so memory grows with the number of patches and not with its square. There are no convolutions over
+    the patches laid out in a square (PPEG and Nyström's residual), since a patch's place in a list says nothing of
+    where it was: in bags of up to 1024 patches the order does not matter. There is no dropout. The token of the class
+    comes first, then those of the patches.
+    """
 
     def __init__(self, n_classes: int, n_features: int) -> None:
         super().__init__()
-        self.phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, TOKEN), nn.ReLU())
-        self.token = nn.Linear(1, TOKEN, bias=False)  # of a constant: a parameter that lies in a layer
+        self.phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, _TOKEN), nn.ReLU())
+        self.token = nn.Linear(1, _TOKEN, bias=False)  # of a constant: a parameter that lies in a layer
         self.among, self.onto = _SelfAttention(), _SelfAttention()
-        self.rho = nn.Sequential(nn.LayerNorm(TOKEN), nn.Linear(TOKEN, n_classes))
+        self.rho = nn.Sequential(nn.LayerNorm(_TOKEN), nn.Linear(_TOKEN, n_classes))
 
     def _mixed(self, bags: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Tokens float32[b, 1 + m, units] after the first block, and which of them each bag has."""
-        features, present = opened(bags)
+        features, present = _opened(bags)
         first = self.token(features.new_ones(len(features), 1, 1))
         tokens = torch.cat([first, self.phi(features)], dim=1)
         here = [functional.pad(row, (1, 0), value=True).nonzero().flatten() for row in present]
@@ -262,17 +219,47 @@ class _TransMil(BagModel):
         return torch.stack(rows)
 
 
-def transmil(n_classes: int, n_features: int) -> nn.Module:
-    """TransMIL (Shao et al., NeurIPS 2021), made small: two blocks of self-attention over 128 units, 4 heads.
+class MeanOfBag(nn.Module):
+    """Maps bags float32[b, m, d + 1] to the mean of their features float32[b, d]."""
 
-    What is different from TransMIL: attention is exact in bags of up to 1024 patches. In larger ones patches attend to
-    1024 means over runs of patches that follow each other, in place of Nyström's approximation; the class token attends
-    to every patch, so memory grows with the number of patches and not with its square. There are no convolutions over
-    the patches laid out in a square (PPEG and Nyström's residual), since a patch's place in a list says nothing of
-    where it was: in bags of up to 1024 patches the order does not matter. There is no dropout.
+    def forward(self, bags: Tensor) -> Tensor:
+        return _mean(*_opened(bags))
 
-    Example:
-        >>> transmil(2, 1024)(torch.zeros(3, 50, 1025)).shape
-        torch.Size([3, 2])
-    """
-    return _TransMil(n_classes, n_features)
+
+def linear_head(n_classes: int, n_features: int) -> nn.Module:
+    """LayerNorm and fc(n_classes): small enough that differential privacy leaves it something to learn."""
+    return nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, n_classes))
+
+
+def _mlp_head(n_classes: int, n_features: int) -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(n_features), nn.Linear(n_features, 64), nn.ReLU(), nn.Linear(64, n_classes)
+    )
+
+
+def _mean_head(n_classes: int, n_features: int) -> nn.Module:
+    return nn.Sequential(MeanOfBag(), *linear_head(n_classes, n_features))  # type: ignore[misc]
+
+
+VECTOR_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "linear_head": linear_head,
+    "mlp_head": _mlp_head,
+}
+"""(n_classes, n_features) → a model of vectors."""
+
+BAG_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "deepset": deepset,
+    "deepset_max": partial(deepset, pool=_max),
+    "deepset_attention": _deepset_attention,
+    "abmil": partial(_gated, hidden=_HIDDEN, attending=_ATTENDING),
+    "clam_sb": partial(_gated, hidden=512, attending=256),
+    "transmil": _TransMil,
+    "mean_head": _mean_head,
+}
+"""(n_classes, n_features) → a model of bags.
+
+`abmil` is gated attention (Ilse, Tomczak and Welling, ICML 2018, eq. 9) on a projection to 256 units. `clam_sb` is the
+single attention branch of CLAM (Lu et al., Nature Biomedical Engineering 2021), `small` in the paper's code. There is
+no clustering loss on the patches that are attended most and least, since what sites train and exchange here has one
+loss, that of logits; there is no dropout; and a LayerNorm comes first. So it differs from `abmil` in size alone.
+"""

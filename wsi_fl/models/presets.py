@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,23 +17,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 Pooling = Literal["class token", "class token and mean of patches", "the model's own pooling"]
-Rgb = tuple[float, float, float]
+_Rgb = tuple[float, float, float]
 
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 """What weights are called on the hub, in the order in which they are wanted."""
 
-_IMAGENET: tuple[Rgb, Rgb] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_HALF: tuple[Rgb, Rgb] = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-_BIOPTIMUS: tuple[Rgb, Rgb] = ((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517))
-_LUNIT: tuple[Rgb, Rgb] = ((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464))
-_HIBOU: tuple[Rgb, Rgb] = ((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816))
-
-_NO_DERIVATIVES = "CC BY-NC-ND 4.0"
-_OWKIN, _KAIKO, _LUNIT_LICENCE = "Owkin non-commercial", "Kaiko non-commercial", "Lunit, research only"
-_ON_CARD = "see the model card"
-_GIB, _BYTES, _COPIES = 1 << 30, 4, 2
-"""Weights are single precision; while they are read they are there twice."""
-_EVERY_MPP = (0.25, 0.5, 1.0, 2.0)
+_NEAR = 0.2  # 256 px at 0.5 µm/px, reduced to 224, are what most groups give to encoders of 0.5 µm/px
 
 
 @dataclass(frozen=True)
@@ -47,8 +36,8 @@ class Transform:
         resize_px: patches are resized to it and the middle `px` are kept; None stands for `px`.
     """
 
-    mean: Rgb
-    sd: Rgb
+    mean: _Rgb
+    sd: _Rgb
     px: int | None
     interpolation: str
     resize_px: int | None = None
@@ -64,13 +53,8 @@ class Transform:
             size = f"{self.interpolation} to {self.resize_px} px, the middle {self.px} px"
         return f"mean {_said(self.mean)}", f"sd {_said(self.sd)}", size
 
-    def mpp_seen(self, size_px: int, mpp: float) -> float:
-        """Return the µm per pixel of what the model sees of patches of this size and resolution."""
-        to = self.resize_px or self.px
-        return mpp * size_px / to if to else mpp
 
-
-def _said(values: Rgb) -> str:
+def _said(values: _Rgb) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
@@ -83,7 +67,6 @@ class Preset:
         n_features: d.
         n_parameters: of the model as it is built here.
         hub_id: of its weights on the Hugging Face hub; "" where they are not there.
-        licence: of the weights; who uses them keeps to it.
         mpp: µm per pixel of the patches that it was trained on; empty where the authors do not say.
         pooling: how its tokens become features. A vision transformer has a class token; a convolutional network has its
             own pooling.
@@ -112,75 +95,68 @@ class Preset:
 
     @property
     def needed_bytes(self) -> int:
-        """Estimate of the memory that it takes with a batch of patches."""
-        return _COPIES * _BYTES * self.n_parameters + _GIB
+        """Estimate of the memory that it takes with a batch of patches: weights in float32, twice while they are
+        read.
+        """
+        return 2 * 4 * self.n_parameters + (1 << 30)
 
     @property
     def said_mpp(self) -> str:
         return f"{', '.join(f'{one:g}' for one in self.mpp)} µm/px" if self.mpp else "not stated"
 
 
-def _to_224(colours: tuple[Rgb, Rgb], interpolation: str, resize_px: int | None = None) -> Transform:
-    return Transform(*colours, 224, interpolation, resize_px)
+_IMAGENET = Transform((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224, "bilinear")
+_IMAGENET_BICUBIC = replace(_IMAGENET, interpolation="bicubic")
+_HALF = Transform((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 224, "bilinear")
+_BIOPTIMUS = Transform((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517), 224, "bilinear")
+_LUNIT = Transform((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464), 224, "bicubic")
+_HIBOU = Transform((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816), 224, "bicubic")
 
-
+_APACHE, _NO_DERIVATIVES, _ON_CARD = "Apache 2.0", "CC BY-NC-ND 4.0", "see the model card"
+_EVERY_MPP = (0.25, 0.5, 1.0, 2.0)
 _BOTH: Pooling = "class token and mean of patches"
-_SCALED = {"img_size": 224, "init_values": 1e-5}
+_224: dict[str, Any] = {"img_size": 224}
+_SCALED = {**_224, "init_values": 1e-5}
+_WIDE = {"mlp_ratio": 5.33334}
+_UNI2 = {"embed_dim": 1536, "depth": 24, "num_heads": 24, "reg_tokens": 8, "no_embed_class": True}
 
 
-def _virchow(hub_id: str, licence: str, n_parameters: int, mpp: tuple[float, ...], **more: Any) -> Preset:
-    arguments = {**_SCALED, "mlp_ratio": 5.3375, **more}
-    transform = _to_224(_IMAGENET, "bicubic")
+def _virchow(n_parameters: int, hub_id: str, licence: str, mpp: tuple[float, ...], **more: Any) -> Preset:
+    arguments, name = {**_SCALED, "mlp_ratio": 5.3375, **more}, "vit_huge_patch14_224"
     return Preset(
-        "vit_huge_patch14_224", 2560, n_parameters, transform, hub_id, licence, mpp, _BOTH, arguments, True
+        name, 2560, n_parameters, _IMAGENET_BICUBIC, hub_id, licence, mpp, _BOTH, arguments, swiglu=True
     )
 
 
 def _h_optimus(hub_id: str, licence: str) -> Preset:
-    transform = _to_224(_BIOPTIMUS, "bilinear")
     name = "vit_giant_patch14_reg4_dinov2"
-    return Preset(name, 1536, 1134774272, transform, hub_id, licence, arguments=_SCALED)
+    return Preset(name, 1536, 1134774272, _BIOPTIMUS, hub_id, licence, arguments=_SCALED)
 
 
-def _kaiko(
-    architecture: str, n_features: int, n_parameters: int, on_hub: str | None = None, **arguments: Any
-) -> Preset:
-    hub_id = f"1aurent/{on_hub or architecture}.kaiko_ai_towards_large_pathology_fms"
-    transform = _to_224(_HALF, "bilinear")
+def _kaiko(name: str, n_features: int, n_parameters: int, on_hub: str = "", **arguments: Any) -> Preset:
+    hub_id, licence = f"1aurent/{on_hub or name}.kaiko_ai_towards_large_pathology_fms", "Kaiko non-commercial"
+    return Preset(name, n_features, n_parameters, _HALF, hub_id, licence, _EVERY_MPP, arguments=arguments)
+
+
+def _lunit(name: str, n_parameters: int) -> Preset:
+    hub_id, licence = f"1aurent/{name}.lunit_dino", "Lunit, research only"
+    return Preset(name, 384, n_parameters, _LUNIT, hub_id, licence, (0.25, 0.5))
+
+
+def _hibou(name: str, n_features: int, n_parameters: int, hub_id: str, mlp_ratio: float) -> Preset:
+    arguments = {**_224, "mlp_ratio": mlp_ratio}
     return Preset(
-        architecture, n_features, n_parameters, transform, hub_id, _KAIKO, _EVERY_MPP, arguments=arguments
+        name, n_features, n_parameters, _HIBOU, hub_id, _APACHE, (), arguments=arguments, swiglu=True
     )
 
 
-def _lunit(architecture: str, n_parameters: int) -> Preset:
-    transform = _to_224(_LUNIT, "bicubic")
-    hub_id = f"1aurent/{architecture}.lunit_dino"
-    return Preset(architecture, 384, n_parameters, transform, hub_id, _LUNIT_LICENCE, (0.25, 0.5))
-
-
-def _hibou(architecture: str, n_features: int, n_parameters: int, hub_id: str, mlp_ratio: float) -> Preset:
-    transform = _to_224(_HIBOU, "bicubic")
-    arguments = {"img_size": 224, "mlp_ratio": mlp_ratio}
-    return Preset(
-        architecture,
-        n_features,
-        n_parameters,
-        transform,
-        hub_id,
-        "Apache 2.0",
-        (),
-        "class token",
-        arguments,
-        True,
-    )
-
-
+_OWKIN = "Owkin non-commercial"
 _OWN = {
     "uni": Preset(
         "vit_large_patch16_224",
         1024,
         303350784,
-        _to_224(_IMAGENET, "bilinear"),
+        _IMAGENET,
         "MahmoodLab/UNI",
         _NO_DERIVATIVES,
         arguments=_SCALED,
@@ -189,52 +165,42 @@ _OWN = {
         "vit_giant_patch14_224",
         1536,
         681394176,
-        _to_224(_IMAGENET, "bilinear"),
+        _IMAGENET,
         "MahmoodLab/UNI2-h",
         _NO_DERIVATIVES,
-        arguments={
-            **_SCALED,
-            "embed_dim": 1536,
-            "depth": 24,
-            "num_heads": 24,
-            "mlp_ratio": 5.33334,
-            "reg_tokens": 8,
-            "no_embed_class": True,
-        },
+        arguments=_SCALED | _WIDE | _UNI2,
         swiglu=True,
     ),
-    "virchow": _virchow("paige-ai/Virchow", "Apache 2.0", 631229184, (0.5,)),
-    "virchow2": _virchow("paige-ai/Virchow2", _NO_DERIVATIVES, 631239424, _EVERY_MPP, reg_tokens=4),
-    "h-optimus-0": _h_optimus("bioptimus/H-optimus-0", "Apache 2.0"),
+    "virchow": _virchow(631229184, "paige-ai/Virchow", _APACHE, (0.5,)),
+    "virchow2": _virchow(631239424, "paige-ai/Virchow2", _NO_DERIVATIVES, _EVERY_MPP, reg_tokens=4),
+    "h-optimus-0": _h_optimus("bioptimus/H-optimus-0", _APACHE),
     "h-optimus-1": _h_optimus("bioptimus/H-optimus-1", _ON_CARD),
     "h0-mini": Preset(
         "vit_base_patch14_reg4_dinov2",
         1536,
         85739520,
-        _to_224(_BIOPTIMUS, "bicubic"),
+        replace(_BIOPTIMUS, interpolation="bicubic"),
         "bioptimus/H0-mini",
         _ON_CARD,
         pooling=_BOTH,
-        arguments={"img_size": 224, "mlp_ratio": 5.33334},
+        arguments=_224 | _WIDE,
         swiglu=True,
     ),
     "gigapath": Preset(
         "vit_giant_patch14_dinov2",
         1536,
         1134953984,
-        _to_224(_IMAGENET, "bicubic", 256),
+        replace(_IMAGENET_BICUBIC, resize_px=256),
         "prov-gigapath/prov-gigapath",
         _ON_CARD,
-        arguments={**_SCALED, "patch_size": 16, "mlp_ratio": 5.33334},
+        arguments={**_SCALED, "patch_size": 16, **_WIDE},
     ),
-    "phikon": Preset(
-        "vit_base_patch16_224", 768, 85798656, _to_224(_IMAGENET, "bilinear"), "owkin/phikon", _OWKIN
-    ),
+    "phikon": Preset("vit_base_patch16_224", 768, 85798656, _IMAGENET, "owkin/phikon", _OWKIN),
     "phikon-v2": Preset(
         "vit_large_patch16_224",
         1024,
         303350784,
-        _to_224(_IMAGENET, "bicubic"),
+        _IMAGENET_BICUBIC,
         "owkin/phikon-v2",
         _OWKIN,
         arguments=_SCALED,
@@ -244,10 +210,7 @@ _OWN = {
     "kaiko-vitb8": _kaiko("vit_base_patch8_224", 768, 85807872),
     "kaiko-vitb16": _kaiko("vit_base_patch16_224", 768, 85798656),
     "kaiko-vitl14": _kaiko(
-        "vit_large_patch14_reg4_dinov2",
-        1024,
-        304370688,
-        "vit_large_patch14_reg4_224",
+        *("vit_large_patch14_reg4_dinov2", 1024, 304370688, "vit_large_patch14_reg4_224"),
         dynamic_img_size=True,
     ),
     "lunit-vits8": _lunit("vit_small_patch8_224", 21670272),
@@ -258,12 +221,12 @@ _OWN = {
         "vit_giant_patch14_dinov2",
         3072,
         1134769664,
-        _to_224(_HALF, "bilinear"),
+        _HALF,
         "kaiko-ai/midnight",
         "MIT",
         _EVERY_MPP,
         _BOTH,
-        {"img_size": 224},
+        _224,
     ),
 }
 
@@ -328,11 +291,8 @@ def warning_of(name: str, size_px: int, mpp: float) -> str | None:
     preset = PRESETS.get(name)
     if preset is None or not preset.mpp:
         return None
-    seen = preset.transform.mpp_seen(size_px, mpp)
+    to = preset.transform.resize_px or preset.transform.px
+    seen = mpp * size_px / to if to else mpp
     if any(abs(seen / one - 1) <= _NEAR for one in preset.mpp):
         return None
     return f"{name} was trained at {preset.said_mpp}; patches of {size_px} px at {mpp:g} µm/px show it {seen:.3g} µm/px"
-
-
-_NEAR = 0.2
-"""256 px at 0.5 µm/px, reduced to 224, are what most groups give to encoders of 0.5 µm/px."""

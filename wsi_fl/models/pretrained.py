@@ -9,16 +9,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import timm
 import torch
 from timm.layers import LayerNorm
 from timm.models import group_parameters
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from wsi_fl.models.norm import FrozenNorm, group_norm
-from wsi_fl.models.renaming import timm_named
-from wsi_fl.models.weights import digest_of, fit, published_weights, read_weights
+from wsi_fl.models.cnn import FrozenNorm, group_norm
+from wsi_fl.models.weights import created, digest_of, fit, published_weights, read_weights
 from wsi_fl.types import Images, UsageError
 
 
@@ -28,31 +26,10 @@ def timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
     return _without_batch_norm(created(name, what, num_classes=n_classes, in_chans=in_channels))
 
 
-def created(name: str, what: str, **arguments: Any) -> Any:
-    """Return a timm model with fresh weights, as timm makes it.
-
-    Args:
-        what: is asked for, in words.
-
-    Raises:
-        UsageError: when timm has no such model, or makes none like that.
-    """
-    try:
-        return timm.create_model(name, pretrained=False, **arguments)
-    except Exception as error:  # each architecture has its own way to refuse
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        if timm.is_model(name):
-            raise UsageError(f"timm makes no {name} of {what}: {reason}") from None
-        near = timm.list_models(f"*{name}*")[:3]
-        hint = f"; near: {', '.join(near)}" if near else ""
-        raise UsageError(f"timm knows no model {name!r} ({reason}){hint}") from None
-
-
 def _without_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
-    """Replaces every 2-d BatchNorm by GroupNorm (timm's fused norm-act layers included), in place.
+    """Replace every 2-d BatchNorm by GroupNorm in place, or where `frozen` every BatchNorm by its frozen form.
 
-    Args:
-        frozen: replaces every BatchNorm by its frozen form instead, with its own statistics, gain and bias.
+    What timm fuses with a norm, dropout and activation, comes after it.
     """
     for name, child in list(model.named_children()):
         if isinstance(child, _BatchNorm if frozen else nn.BatchNorm2d):
@@ -72,19 +49,13 @@ _RANK = 4
 """Of low-rank adapters: a few, since noise grows with the number of trained parameters (Yu et al., ICLR 2022)."""
 
 
-class Pretrained(nn.Module):
-    """A timm model of images in [−1, 1], which it is shown as its weights expect them.
-
-    Args:
-        model: with its classifier.
-        start: SHA-256 of the weights that it started from; "" where they are loaded afterwards.
-
-    Attributes:
-        started: the same, uint8[32], kept with the weights; models that started from others cannot be mixed.
-    """
+class _Pretrained(nn.Module):
+    """A timm model of images in [−1, 1], which it is shown as its weights expect them."""
 
     mean: Tensor
     sd: Tensor
+    # SHA-256 uint8[32] of the weights that it started from, kept with the weights, 0 where they are loaded
+    # afterwards; models that started from others cannot be mixed
     started: Tensor
 
     def __init__(self, model: Any, start: str) -> None:
@@ -95,7 +66,6 @@ class Pretrained(nn.Module):
             self.register_buffer(name, torch.tensor(model.pretrained_cfg[key]).view(1, -1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [b, classes] of images float32[b, 3, h, w]."""
         logits: Tensor = self.model((images * 0.5 + 0.5 - self.mean) / self.sd)
         return logits
 
@@ -107,11 +77,10 @@ def pretrained_model(
     train: Part,
     weights: Path | Literal["hub"] | None,
     cache: Path | None,
-) -> Pretrained:
+) -> _Pretrained:
     """Return a timm architecture with given weights and a fresh classifier; its BatchNorm is frozen.
 
     Args:
-        name: timm's, with or without the tag of its weights.
         train: the part that is trained: everything, the classifier, the last block and what comes after it, gains and
             biases of normalisation layers and the classifier, or low-rank adapters and the classifier.
         weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture alone, whose weights will
@@ -136,7 +105,7 @@ def pretrained_model(
     for module in model.modules():
         if type(module) is LayerNorm:  # timm's own, whose numbers are those of its base
             module.__class__ = nn.LayerNorm
-    return Pretrained(_without_batch_norm(model, frozen=True), start)
+    return _Pretrained(_without_batch_norm(model, frozen=True), start)
 
 
 def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
@@ -145,8 +114,8 @@ def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | N
         path = published_weights(name, model.pretrained_cfg.get("hf_hub_id"))
     else:
         path = weights / f"{name}.safetensors" if weights.is_dir() else weights
-    fit(model, timm_named(read_weights(path, cache), model), str(path))
-    return digest_of(Pretrained(model, ""))
+    fit(model, read_weights(path, cache), str(path))
+    return digest_of(_Pretrained(model, ""))
 
 
 def _fit_size(model: Any, name: str, size_px: int) -> None:

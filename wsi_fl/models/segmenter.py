@@ -25,8 +25,7 @@ from wsi_fl.models.weights import read_weights
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import WsiFlError, one_line
 
-_PX_AT_ONCE = 1 << 20
-"""Pixels that go through the model together."""
+_PX_AT_ONCE = 1 << 20  # pixels that go through the model together
 
 
 class _Facts(BaseModel):
@@ -42,11 +41,8 @@ class _Facts(BaseModel):
 
 @dataclass(frozen=True)
 class Segmenter:
-    """A model that gives each pixel of a patch a class.
-
-    Attributes:
-        classes: names of the model's channels, in their order.
-        mpp: µm per pixel of the patches that it wants.
+    """A model that gives each pixel of a patch, at `mpp` µm per pixel, one of `classes`, the model's channels in
+    order.
     """
 
     classes: tuple[str, ...]

@@ -5,8 +5,14 @@ each of some columns, the sum of z over its rows and their number. A row counts 
 1: its class is a column. Noise of a known variance is added to each of these numbers before they leave. Letters add up.
 Who receives them knows its own class means exactly and the others' up to noise, weighs each by its precision, and
 solves linear discriminant analysis with the covariance within its own classes, shrunk to that of public rows (Fisher,
-1936; Friedman, "Regularized discriminant analysis", JASA 1989). For a number or the time of an event it takes one
-Newton step of a linear model (`residuals`), by the same precision and with the same kind of covariance.
+1936; Friedman, "Regularized discriminant analysis", JASA 1989).
+
+For a number or the time of an event it takes one Newton step of a linear model from the one that knows no features,
+which says the mean number, or one hazard for each interval. A row's residual r is what its answer differs by from that:
+u − ū of a number u in [0, 1], or the martingale residual of a patient (Therneau, Grambsch and Fleming, Biometrika
+1990). All rows of a column have the same one, so Σ r z, the gradient of the likelihood where no feature counts, follows
+from the sums of z by column. The step is linear regression for a number, and for survival discrete-time proportional
+hazards to first order, as Cox's score test has it.
 """
 
 from __future__ import annotations
@@ -14,28 +20,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from math import sqrt
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wsi_fl.models.directions import N_RANDOM, Directions, random_directions
-from wsi_fl.models.heads import MeanOfBag
-from wsi_fl.models.residuals import Featureless, of_numbers, of_times, slope_of
+from wsi_fl.models.mil import MeanOfBag
 
 Kind = Literal["classes", "number", "survival"]
 COUNT = 0.3
 """What a row adds to the count of its class, beside z of length 1: counts need less precision than sums."""
-_SCALE = 1 / sqrt(1 + COUNT**2)
-"""Makes the letter of one row at most 1 long."""
-PATIENT = 0.4
+_SCALE = 1 / sqrt(1 + COUNT**2)  # makes the letter of one row at most 1 long
+_PATIENT = 0.4
 """What the mean of a patient's patches is clipped to, in lengths of one row: patches differ more than their means."""
 _ROUND_OFF = 1e-6
-_RIDGE = 0.5
-"""Added to the covariance, in parts of its mean variance."""
-_LEAST_WEIGHT = 0.02
-"""Of a class in a letter, beside 1 of the most frequent one."""
+_RIDGE = 0.5  # added to the covariance, in parts of its mean variance
+_LEAST_WEIGHT = 0.02  # of a class in a letter, beside 1 of the most frequent one
 
 
 class SharedHead(nn.Module):
@@ -49,11 +51,6 @@ class SharedHead(nn.Module):
         bags: whether rows are bags of features, float32[b, m, d + 1], of which the mean counts.
         directions: along which rows are summed, or how many random ones.
         patients: whether units are patients with many rows each.
-        kind: of the task.
-
-    Example:
-        >>> SharedHead(2, 1280)(torch.zeros(3, 1280)).shape
-        torch.Size([3, 2])
 
     Attributes:
         shape: (columns, d + 1).
@@ -66,7 +63,7 @@ class SharedHead(nn.Module):
         alike: how many times wider the means of own rows vary than those of as many unlike rows; 1 where every row is
             of another patient.
         size: how many rows a unit is the mean of: 1, or of own patients the mean number.
-        length: what a unit's z was divided by before it was summed: 1, or `PATIENT` where units are patients.
+        length: what a unit's z was divided by before it was summed: 1, or `_PATIENT` where units are patients.
         n_sites: how many sites `sums` is the mean of; 0 before the exchange.
     """
 
@@ -112,7 +109,7 @@ class SharedHead(nn.Module):
             "scatter": torch.zeros(directions.n, directions.n, dtype=torch.float64),
             "alike": torch.ones((), dtype=torch.float64),
             "size": torch.ones((), dtype=torch.float64),
-            "length": torch.tensor(PATIENT if patients else 1.0, dtype=torch.float64),
+            "length": torch.tensor(_PATIENT if patients else 1.0, dtype=torch.float64),
             "n_sites": torch.zeros((), dtype=torch.int64),
             **({"spread": torch.zeros((), dtype=torch.float64)} if kind == "number" else {}),
         }.items():
@@ -120,14 +117,10 @@ class SharedHead(nn.Module):
 
     @torch.no_grad()
     def look_along(self, directions: Directions, *, patients: bool = False) -> None:
-        """Sum along other directions, as many as before.
-
-        Args:
-            patients: whether units are patients with many rows each.
-        """
+        """Sum along other directions, as many as before."""
         for name in ("mean", "components", "covariance"):
             getattr(self, name).copy_(torch.from_numpy(getattr(directions, name)))
-        self.length.fill_(PATIENT if patients else 1.0)
+        self.length.fill_(_PATIENT if patients else 1.0)
 
     def embedded(self, x: Tensor) -> Tensor:
         """Return z float64[b, d] of each row, at most 1 long; 0 where it is not finite."""
@@ -145,7 +138,7 @@ class SharedHead(nn.Module):
         return self._letter(_by_column(z, y, self.shape[0]))
 
     def packed_means(self, z: Tensor, y: Tensor) -> Tensor:
-        """Return float64[k], the letter of one patient's rows: the mean of each class that is among them, counted once.
+        """Return float64[k], the letter of one patient's rows: the mean of each class among them, counted once.
 
         A patient whose rows share columns counts with the mean of their letters. It is clipped by whoever adds it up.
         """
@@ -167,16 +160,12 @@ class SharedHead(nn.Module):
 
     @torch.no_grad()
     def know(self, z: Tensor, y: Tensor, patient: Tensor | None = None) -> None:
-        """Keep what the site alone may know of its rows z[n, d]: exact sums and their scatter.
+        """Keep what the site alone may know of its rows z[n, d] and columns y: exact sums and their scatter.
 
         Args:
-            y: the columns in which they count, as `packed` has them.
             patient: int64[n], whose each row is. Rows of one patient are alike, and tell less than as many of different
-                patients. None where every row is of another one.
-
-        Reference:
-            Liang and Zeger, "Longitudinal data analysis using generalized linear models", Biometrika 1986, for the
-            variance of means of clusters.
+                patients (Liang and Zeger, "Longitudinal data analysis using generalized linear models", Biometrika
+                1986). None where every row is of another one.
         """
         self.own.copy_(_by_column(z, y, self.shape[0]))
         group, sums = y, self.own
@@ -201,10 +190,8 @@ class SharedHead(nn.Module):
 
     @torch.no_grad()
     def hold(self, exact: Tensor, noisy: Tensor, variance: float | Tensor) -> None:
-        """Keep the site's own letter float64[k], as it is and with noise of this variance, as it may leave it.
-
-        Args:
-            variance: of the noise in all numbers, or float64[columns].
+        """Keep the site's own letter float64[k], as it is and with noise of this variance, or float64[columns], as it
+        may leave.
         """
         self.exact.copy_(exact)
         self.sums.copy_(torch.cat([noisy, noisy.new_ones(self.shape[0]) * variance]))
@@ -216,12 +203,10 @@ class SharedHead(nn.Module):
         """Return a noisy letter float64[k] in which classes of few rows count for less, and the variances of its noise.
 
         Many sites' sums of n rows, with variance v within and noise of variance s², tell most of a class's mean where
-        each counts as n / (v n + s²) of itself. The numbers of rows are the noisy ones, drawn to their mean as far as
-        noise may part them, so that nothing but what has been released says the weights. The most frequent class counts
+        each counts as n / (v n + s²) of itself (Cochran, "Problems arising in the analysis of a series of similar
+        experiments", JRSS supplement 1937). The numbers of rows are the noisy ones, drawn to their mean as far as noise
+        may part them, so that nothing but what has been released says the weights. The most frequent class counts
         fully, and none for nothing. Where columns are no classes, all count fully.
-
-        Reference:
-            Cochran, "Problems arising in the analysis of a series of similar experiments", JRSS supplement 1937.
         """
         if self.kind != "classes":
             return noisy, noisy.new_full(self.shape[:1], variance)
@@ -238,14 +223,7 @@ class SharedHead(nn.Module):
     @staticmethod
     @torch.no_grad()
     def combine(heads: Sequence[SharedHead]) -> None:
-        """Give each of several sites' heads the letters of all, as they do when they have released their own.
-
-        Example:
-            >>> heads = [SharedHead(2, 8), SharedHead(2, 8)]
-            >>> SharedHead.combine(heads)
-            >>> [int(head.n_sites) for head in heads]
-            [2, 2]
-        """
+        """Give each of several sites' heads the letters of all, as they do when they have released their own."""
         mean = torch.stack([head.released for head in heads]).mean(0)
         for head in heads:
             head.sums.copy_(mean)
@@ -300,7 +278,7 @@ class SharedHead(nn.Module):
         return means, precision * v, within
 
     @torch.no_grad()
-    def step(self) -> tuple[Tensor, Tensor, Featureless, Tensor]:
+    def step(self) -> tuple[Tensor, Tensor, _Featureless, Tensor]:
         """Return the linear model of a number or of hazards, one Newton step from the one that knows no features.
 
         A row of others counts for less than one of its own, by as much as noise hides. Σ r z over their rows has the
@@ -309,10 +287,10 @@ class SharedHead(nn.Module):
 
         Returns:
             The slope float64[d], the z float64[d] where it says what the featureless model does, that model, and
-            float64[2], how many rows of each of two classes own rows and all that it rests on are worth: a quarter of
-            their information.
+                float64[2], how many rows of each of two classes own rows and all that it rests on are worth: a quarter
+                of their information.
         """
-        d, of = self.shape[1] - 1, of_numbers if self.kind == "number" else of_times
+        d, of = self.shape[1] - 1, _of_numbers if self.kind == "number" else _of_times
         # 1. How z and residuals vary: as of public rows, or evenly over the range, counts as much as d own rows.
         n = float((self.own[:, -1].sum() - 1).clamp(min=0))
         within = (self.scatter + d * self.covariance) / (n + d)
@@ -334,7 +312,7 @@ class SharedHead(nn.Module):
         information = torch.stack([model.information @ own[:, -1], model.information @ both[:, -1]])
         sampled = varied * (information[0] + weight**2 * told * likeness)
         unsure = weight**2 * noise * model.residuals.square().sum()
-        slope = slope_of(gradient, information[1].clamp(min=_TINY), within, varied, sampled, unsure)
+        slope = _slope_of(gradient, information[1].clamp(min=_TINY), within, varied, sampled, unsure)
         return slope, middle, model, information / 4
 
     @torch.no_grad()
@@ -342,8 +320,7 @@ class SharedHead(nn.Module):
         """Return weights float64[d, outputs] and bias float64[outputs] of a linear model.
 
         For classes it is linear discriminant analysis. All classes are as likely beforehand, however rare one is. The
-        square of a mean that is known up to noise is too large by the variance of that noise, which is taken off. For
-        other tasks see `step`.
+        square of a mean that is known up to noise is too large by the variance of that noise, which is taken off.
         """
         if self.kind != "classes":
             slope, middle, model, _ = self.step()
@@ -382,16 +359,12 @@ class SharedHead(nn.Module):
         return weight.mT.float(), (bias - self.mean.double() @ weight).float()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits float32[b, classes]."""
         weights, bias = self.head()
         logits: Tensor = torch.addmm(bias, self.embedded(x), weights).float()
         return logits
 
     def as_released(self) -> nn.Module:
-        """Return the head that follows from what sites have released alone, without any sums.
-
-        The site's own part is the noisy one that the others have too.
-        """
+        """Return the head that follows from what sites have released alone, without any sums."""
         public = copy.deepcopy(self)
         public.forget()
         return SolvedHead(copy.deepcopy(self.pooled), self.mean, self.components, *public.head())
@@ -421,16 +394,11 @@ class SolvedHead(nn.Module):
     ) -> None:
         super().__init__()
         self.pooled = pooled
-        for name, value in (
-            ("mean", mean),
-            ("components", components),
-            ("weights", weights),
-            ("bias", bias),
-        ):
+        named = {"mean": mean, "components": components, "weights": weights, "bias": bias}
+        for name, value in named.items():
             self.register_buffer(name, value.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits float32[b, classes]."""
         z = _embedded(self.pooled(x), self.mean, self.components)
         logits: Tensor = torch.addmm(self.bias, z, self.weights).float()
         return logits
@@ -465,20 +433,75 @@ def _summed(rows: Tensor, of: Tensor, n: int) -> Tensor:
 
 
 def n_columns(n_outputs: int, kind: Kind = "classes") -> int:
-    """Return how many columns a letter has: a class each, two for a number, and of k intervals 2k + 1.
-
-    Example:
-        >>> n_columns(2), n_columns(1, "number"), n_columns(5, "survival")
-        (2, 2, 11)
-    """
+    """Return how many columns a letter has: a class each, two for a number, and of k intervals 2k + 1."""
     return {"classes": n_outputs, "number": 2, "survival": 2 * n_outputs + 1}[kind]
 
 
 def n_sums(n_columns: int, n_directions: int) -> int:
-    """Return how many numbers `SharedHead.sums` has: each column's sum and count, and the variance of their noise.
-
-    Example:
-        >>> n_sums(2, 32), SharedHead(2, 1280, directions=32).sums.numel()
-        (68, 68)
-    """
+    """Return how many numbers `SharedHead.sums` has: each column's sum and count, and the variance of their noise."""
     return n_columns * (n_directions + 2)
+
+
+_PRIOR = 4.0
+"""Rows with the mean hazard that every interval has beside its own, so that none has a hazard of 0 or 1."""
+_EXPLAINED = torch.logspace(-2, 0.5, 11, dtype=torch.float64)
+"""Variance of what z explains, in parts of that of residuals."""
+
+
+class _Featureless(NamedTuple):
+    """The model that knows no features."""
+
+    residuals: Tensor  # float64[columns], r of a row of each column
+    # float64[columns], what a row of each column adds to the information about the slope, in parts of the
+    # covariance of z
+    information: Tensor
+    offsets: Tensor  # float64[outputs], what it says: ū, or the logit of each interval's hazard
+
+
+def _of_numbers(counts: Tensor) -> _Featureless:
+    """Return the model of numbers in [0, 1], whose weights 1 − u and u add up to counts float64[2]."""
+    mean = (counts[1] + _TINY / 2) / (counts.sum() + _TINY)
+    return _Featureless(torch.stack([-mean, 1 - mean]), torch.ones_like(counts), mean[None])
+
+
+def _of_times(counts: Tensor) -> _Featureless:
+    """Return the model of hazards in k intervals from counts float64[2k + 1].
+
+    Of so many the event came in each interval, and so many were last seen without it after passing 0, 1, …, k.
+    """
+    k = len(counts) // 2
+    events, passed = counts[:k], counts[k + 1 :]
+    at_risk = (events + passed).flip(0).cumsum(0).flip(0)
+    usual = (events.sum() + _TINY / 2) / (at_risk.sum() + _TINY)
+    hazard = ((events + _PRIOR * usual) / (at_risk + _PRIOR)).clamp(1e-4, 1 - 1e-4)
+    before = torch.nn.functional.pad(torch.stack([hazard, hazard * (1 - hazard)]).cumsum(1), (1, 0))
+    (so_far, spread), event = before, torch.ones_like(events)
+    return _Featureless(
+        torch.cat([event - so_far[1:], -so_far]), torch.cat([spread[1:], spread]), torch.logit(hazard)
+    )
+
+
+def _slope_of(
+    gradient: Tensor,
+    information: Tensor,
+    within: Tensor,
+    varied: Tensor | float,
+    sampled: Tensor,
+    noise: Tensor,
+) -> Tensor:
+    """Return the slope float64[d] that a gradient float64[d] says, drawn to 0 as far as chance may have made it.
+
+    The gradient Σ r z has the mean V C β, with the information V and the covariance C of z, here `within`, and the
+    variance sampled · C + noise · I. All directions of β are as likely beforehand. What z explains is from 1 % to three
+    times what the residuals vary by (`varied`, in parts of what V takes it for), and each of these counts as far as the
+    gradient bears it out (MacKay, "Bayesian interpolation", Neural Computation 1992).
+    """
+    spread, axes = torch.linalg.eigh(within)
+    spread, found = spread.clamp(min=_TINY), axes.mT @ gradient / information
+    chance = (sampled * spread + noise) / information**2
+    size = varied * _EXPLAINED.to(spread)[:, None] / spread.sum()
+    wide = size * spread**2 + chance
+    borne_out = -(wide.log() + found**2 / wide).sum(1) / 2
+    likely = borne_out.softmax(0)[:, None] * size * spread * found / wide
+    slope: Tensor = axes @ likely.sum(0)
+    return slope

@@ -1,4 +1,4 @@
-"""Weights of timm models: from a safetensors file or the model hub, whatever their keys are called; their digest."""
+"""Models of timm, and their weights: from a file or the model hub, whatever their keys are called; their digest."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional
 
 from wsi_fl.system.tensors import load_document, save_tensors
 from wsi_fl.types import DiskFull, UsageError, WsiFlError, one_line
@@ -106,7 +109,7 @@ def published_weights(name: str, hub_id: str | None, files: Sequence[str] = ("mo
 
 
 def fit(model: nn.Module, state: State, source: str, *, assign: bool = False) -> bool:
-    """Loads weights into a model without classifier; the keys may be timm's, torchvision's or KimiaNet's.
+    """Load weights into a model without classifier; the keys may be timm's, torchvision's, transformers' or KimiaNet's.
 
     Args:
         assign: puts the tensors themselves into the model, as one without memory needs it.
@@ -118,22 +121,25 @@ def fit(model: nn.Module, state: State, source: str, *, assign: bool = False) ->
         WsiFlError: when a key is missing, too many or of another shape; it names one of each kind, with shapes.
     """
     wanted = {name: one for name, one in model.state_dict().items() if not _bookkeeping(name)}
-    named, kimianet = _renamed(state, wanted)
+    named, kimianet = _renamed(_timm_named(state, model), wanted)
     kept = {name: one for name, one in named.items() if not _bookkeeping(name)}
     missing = sorted(wanted.keys() - kept.keys())
     extra = sorted(name for name in kept.keys() - wanted.keys() if not _classifies(name, model))
     unlike = [name for name, one in wanted.items() if name in kept and kept[name].shape != one.shape]
-    wrong = []
-    if missing:
-        wrong.append(f"{missing[0]!r} is missing (shape {_shape(wanted[missing[0]])}){_others(missing)}")
-    if extra:
-        found = f"{extra[0]!r} (shape {_shape(kept[extra[0]])})"
-        wrong.append(f"it has {found}, which the encoder has not{_others(extra)}")
-    if unlike:
-        shapes = f"{_shape(kept[unlike[0]])} instead of {_shape(wanted[unlike[0]])}"
-        wrong.append(f"{unlike[0]!r} has shape {shapes}{_others(unlike)}")
+    wrong = [
+        *(f"{name!r} is missing (shape {_shape(wanted[name])}){_others(missing)}" for name in missing[:1]),
+        *(
+            f"it has {name!r} (shape {_shape(kept[name])}), which the encoder has not{_others(extra)}"
+            for name in extra[:1]
+        ),
+        *(
+            f"{name!r} has shape {_shape(kept[name])} instead of {_shape(wanted[name])}{_others(unlike)}"
+            for name in unlike[:1]
+        ),
+    ]
     if wrong:
-        raise WsiFlError(f"{source} does not fit the encoder {_name_of(model)}: {'; '.join(wrong)}")
+        encoder = getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__
+        raise WsiFlError(f"{source} does not fit the encoder {encoder}: {'; '.join(wrong)}")
     for name in wanted:
         if kept[name].is_floating_point() and not torch.isfinite(kept[name]).all():
             raise WsiFlError(f"{source}: {name!r} holds values that are no numbers")
@@ -183,10 +189,6 @@ def _classifies(name: str, model: nn.Module) -> bool:
     return any(name.startswith(f"{one}.") for one in known)
 
 
-def _name_of(model: nn.Module) -> str:
-    return str(getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__)
-
-
 def _shape(one: torch.Tensor) -> list[int]:
     return list(one.shape)
 
@@ -203,20 +205,17 @@ def refuse_file_name(name: str) -> None:
 
 
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar", ".torch")
-_INNER = ("state_dict", "model", "teacher")
-"""Under which key training programs put the weights."""
+_INNER = ("state_dict", "model", "teacher")  # under which key training programs put the weights
+_ADVICE = (
+    "convert it once where you trust it: "
+    "safetensors.torch.save_file(torch.load('in.pth', weights_only=True), 'out.safetensors')"
+)
 
 
 def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None]) -> Path:
     """Return a safetensors file with the tensors of a pickle, made once beside it, or else in the cache.
 
     Only tensors and plain containers are unpickled (`torch.load(weights_only=True)`).
-
-    Args:
-        tell: is told what is written.
-
-    Raises:
-        WsiFlError: when the pickle is damaged or holds anything else, which might run any program.
     """
     state = path.stat()
     made_of = {"bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
@@ -225,9 +224,10 @@ def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None])
     if cache is not None:
         known = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
         places.append(cache / f"{path.stem}-{known}.safetensors")
-    current = next((place for place in places if place.exists() and _is_of(place, made_of)), None)
-    if current is not None:
-        return current
+    for place in places:
+        with suppress(WsiFlError):
+            if place.exists() and load_document(place, "weights") == made_of:
+                return place
     tensors = _tensors(path)
     for place in places:
         try:
@@ -239,21 +239,7 @@ def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None])
             continue
         tell(f"{path.name}: tensors alone were read and kept as {place}")
         return place
-    raise WsiFlError(f"{path}: its folder cannot be written; {_advice('out.safetensors')}")
-
-
-def _is_of(place: Path, made_of: Mapping[str, int]) -> bool:
-    try:
-        return load_document(place, "weights") == made_of
-    except WsiFlError:
-        return False
-
-
-def _advice(out: str) -> str:
-    return (
-        "convert it once where you trust it: "
-        f"safetensors.torch.save_file(torch.load('in.pth', weights_only=True), '{out}')"
-    )
+    raise WsiFlError(f"{path}: its folder cannot be written; {_ADVICE}")
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -264,7 +250,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         reason = one_line(error).split(". ")[0][:120]
         raise WsiFlError(
             f"{path}: damaged, or a pickle of more than tensors; it could run any program, so it is never opened "
-            f"({reason}); {_advice('out.safetensors')}"
+            f"({reason}); {_ADVICE}"
         ) from None
     for key in _INNER:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
@@ -275,3 +261,128 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     if not tensors:
         raise WsiFlError(f"{path}: holds no tensors by name; give the encoder's state_dict")
     return tensors
+
+
+def created(name: str, what: str, **arguments: Any) -> Any:
+    """Return a timm model with fresh weights, as timm makes it; `what` says in words what is asked for."""
+    import timm
+
+    try:
+        return timm.create_model(name, pretrained=False, **arguments)
+    except Exception as error:  # each architecture has its own way to refuse
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        if timm.is_model(name):
+            raise UsageError(f"timm makes no {name} of {what}: {reason}") from None
+        near = timm.list_models(f"*{name.split('.', maxsplit=1)[0]}*")[:3]
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise UsageError(f"timm knows no model {name!r} ({reason}){hint}") from None
+
+
+_BATCH = 64
+
+
+def untrained_weights(name: str, images: NDArray[np.uint8], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return weights with timm's names that were never trained, always the same for the same images.
+
+    Random filters tell textures apart. Normalisation layers have seen the images, without which all features would
+    look alike.
+
+    Args:
+        name: of a timm architecture with BatchNorm.
+        images: uint8[n, h, w, 3] that its normalisation layers see.
+    """
+    import timm
+    from timm.data import resolve_model_data_config
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = timm.create_model(name, num_classes=2)
+    expected = resolve_model_data_config(model)
+    mean, std = (torch.tensor(expected[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+    normalised = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - mean) / std
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None  # the plain mean over batches
+    model.train()
+    with torch.no_grad():
+        for first in range(0, len(normalised), _BATCH):
+            model(normalised[first : first + _BATCH])
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
+
+
+_CLASS_TOKEN = "embeddings.cls_token"
+_LEFT_OUT = ("embeddings.mask_token", "pooler.")
+_OUTSIDE = {
+    "embeddings.cls_token": "cls_token",
+    "embeddings.register_tokens": "reg_token",
+    "embeddings.position_embeddings": "pos_embed",
+    "embeddings.patch_embeddings.projection.": "patch_embed.proj.",
+    "layernorm.": "norm.",
+}
+_IN_BLOCK = {
+    "layernorm_before.": "norm1.",
+    "layernorm_after.": "norm2.",
+    "attention.output.dense.": "attn.proj.",
+    "attention.o_proj.": "attn.proj.",
+    "intermediate.dense.": "mlp.fc1.",
+    "output.dense.": "mlp.fc2.",
+    "mlp.weights_in.": "mlp.fc1.",
+    "mlp.weights_out.": "mlp.fc2.",
+    "layer_scale1.lambda1": "ls1.gamma",
+    "layer_scale2.lambda1": "ls2.gamma",
+}
+_BLOCK = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)")
+_QUERY = re.compile(r"((?:encoder\.)?layers?\.(\d+)\.attention\.)(attention\.query|q_proj)\.(weight|bias)")
+_THREE = {
+    "attention.query": ("attention.query", "attention.key", "attention.value"),
+    "q_proj": ("q_proj", "k_proj", "v_proj"),
+}
+"""Query, key and value by the first of them: of transformers 4, and of transformers 5."""
+
+
+def _timm_named(state: State, model: nn.Module) -> State:
+    """Return the weights under timm's names where they have those of ViT or DINOv2 in transformers; else as they are.
+
+    Names are those of transformers 4 and 5. Query, key and value become one matrix. Where timm's model has registers,
+    what the class token's place adds is added to the token itself, as timm adds no place to it. Places are interpolated
+    to the grid of the model as `Dinov2Embeddings.interpolate_pos_encoding` does it.
+    """
+    prefix = next((name.removesuffix(_CLASS_TOKEN) for name in state if name.endswith(_CLASS_TOKEN)), None)
+    if prefix is None:
+        return state
+    bare = {name.removeprefix(prefix): one for name, one in state.items()}
+    bare = {name: one for name, one in bare.items() if not name.startswith(_LEFT_OUT)}
+    named: dict[str, torch.Tensor] = {}
+    for found in [one for name in bare if (one := _QUERY.fullmatch(name))]:
+        stem, block, first, kind = found.groups()
+        three = [f"{stem}{part}.{kind}" for part in _THREE[first]]
+        if all(name in bare for name in three):
+            named[f"blocks.{block}.attn.qkv.{kind}"] = torch.cat([bare.pop(name) for name in three])
+    named |= {_timm_name(name): one for name, one in bare.items()}
+    return _placed(named, model)
+
+
+def _timm_name(name: str) -> str:
+    block = _BLOCK.fullmatch(name)
+    table, rest = (_IN_BLOCK, block[2]) if block else (_OUTSIDE, name)
+    old = next((old for old in table if rest.startswith(old)), "")
+    return (f"blocks.{block[1]}." if block else "") + table.get(old, "") + rest.removeprefix(old)
+
+
+def _placed(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Fit the embeddings of places, [1, 1 + side², d], to those of the model."""
+    places = state.get("pos_embed")
+    wanted = model.state_dict().get("pos_embed")
+    if places is None or wanted is None or places.ndim != wanted.ndim:
+        return state
+    first, grid = places[:, :1], places[:, 1:]
+    without_class = bool(getattr(model, "no_embed_class", False))
+    side, new_side = round(grid.shape[1] ** 0.5), round((wanted.shape[1] - (not without_class)) ** 0.5)
+    if side != new_side and side * side == grid.shape[1]:
+        square = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2)
+        square = functional.interpolate(square, (new_side, new_side), mode="bicubic", align_corners=False)
+        grid = square.permute(0, 2, 3, 1).reshape(1, new_side * new_side, -1)
+    if not without_class:
+        return state | {"pos_embed": torch.cat([first, grid], 1)}
+    return state | {"pos_embed": grid, "cls_token": state["cls_token"] + first}

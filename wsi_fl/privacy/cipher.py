@@ -31,22 +31,16 @@ if TYPE_CHECKING:
 _KEY_BYTES = 32
 _BLOCK_BYTES = 2**12
 """Bytes made at a time for small numbers: a call of the cipher for each would cost more than all the rest."""
-_MANTISSA = 53
-"""Bits of a uniform number, as many as a float64 holds."""
+_MANTISSA = 53  # bits of a uniform number, as many as a float64 holds
 _AT_ONCE_CPU, _AT_ONCE_CUDA = 2**16, 2**22
 """Normal numbers made at a time: as many as a cache holds, or a device likes. Both are even."""
-_MOST_AHEAD = 4
-"""Blocks of them on a device at once."""
+_MOST_AHEAD = 4  # blocks of them on a device at once
 
 
 class CipherStream:
     """A stream of random numbers in one process; threads may share it, and each number is given out once.
 
-    Args:
-        key: bytes[32]; two streams of one key give the same numbers. Take `fresh` for what a guarantee rests on.
-
-    Raises:
-        UsageError: when the key is not 32 bytes.
+    Two streams of one key, bytes[32], give the same numbers. Take `fresh` for what a guarantee rests on.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -64,12 +58,7 @@ class CipherStream:
 
     @classmethod
     def seeded(cls, *seed: int | str) -> CipherStream:
-        """Return the stream of a seed, for what all may know and for tests: it keeps nothing secret.
-
-        Example:
-            >>> [CipherStream.seeded(5, name).below(1000) for name in ("noise", "batches", "noise")]
-            [196, 14, 196]
-        """
+        """Return the stream of a seed, for what all may know and for tests: it keeps nothing secret."""
         return cls(hashlib.sha256(repr(seed).encode()).digest())
 
     def __reduce__(self) -> NoReturn:
@@ -132,10 +121,7 @@ class CipherStream:
             part.add_(numbers, alpha=std)  # of float32 and float64, in float64
 
     def draw_ahead(self, n: int, device: torch.device) -> None:
-        """Draw n normal numbers for the next `add_normal` on a GPU, or some of many, while that is busy.
-
-        The numbers are those that would be drawn then.
-        """
+        """Draw n normal numbers for the next `add_normal` on a GPU, or some of many, while that is busy."""
         if device.type == "cuda":
             self._stay_here()
             with self._lock:
@@ -158,11 +144,6 @@ class CipherStream:
                     done += len(numbers)
 
     def _stay_here(self) -> None:
-        """Refuse to go on in a forked process, which would repeat the numbers of its parent.
-
-        Raises:
-            WsiFlError: when this is not the process that made the stream.
-        """
         if os.getpid() != self._process:
             raise WsiFlError("a stream of random numbers stays in the process that made it; make a fresh one")
 

@@ -23,8 +23,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 _MOST_SIGMA = 2.0**50
 """Up to here a draw that does not fit an int64 would be one of 2¹³ σ, less likely than exp(−2²⁴)."""
-_MOST = 2.0**62
-"""Whole numbers of a sum stay below this, so that noise has room in an int64."""
+_MOST = 2.0**62  # whole numbers of a sum stay below this, so that noise has room in an int64
 _NEGLIGIBLE = 1e-100
 """The largest distance between a sum of discrete Gaussians and one of them that no account needs to know."""
 
@@ -41,14 +40,10 @@ def discrete_gaussian(
 ) -> NDArray[np.int64]:
     """Draw int64[size] from the discrete Gaussian: whole numbers x with probability ∝ exp(−x² / 2σ²), exactly.
 
-    Every comparison is of whole numbers, so that there are no digits of a float which could tell the noise from what
-    it was added to. This is algorithm 3 of Canonne, Kamath & Steinke (2020): a draw from the discrete Laplace
-    distribution with scale t = ⌊σ⌋ + 1 is kept with probability exp(−(|y| − σ²/t)² / 2σ²).
-
-    Args:
-        sigma: the parameter σ, taken as the exact fraction that a float is.
-        size: how many numbers.
-        stream: where the bits come from; None for a fresh one.
+    Every comparison is of whole numbers, so that there are no digits of a float which could tell the noise from what it
+    was added to. This is algorithm 3 of Canonne, Kamath & Steinke (2020): a draw from the discrete Laplace distribution
+    with scale t = ⌊σ⌋ + 1 is kept with probability exp(−(|y| − σ²/t)² / 2σ²). A σ that is a float is taken as the exact
+    fraction that it is. Without a stream the bits come from a fresh one.
 
     Raises:
         UsageError: when σ is not between 0 and 2⁵⁰.
@@ -97,15 +92,12 @@ def _gaussian(variance: Fraction, t: int, bits: CipherStream) -> int:
 
 
 def quantised(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
-    """Return int64[n], the whole numbers nearest to vector · scale; halves go to the even one.
+    """Return int64[n], the whole numbers nearest to a site's sum float64[n] times a scale; halves go to the even one.
 
-    Args:
-        vector: float64[n], a site's sum.
-        scale: whole numbers per unit of the vector, a power of two: then the product is exact, and no number moves
-            by more than 1/2.
+    The scale, whole numbers per unit, is a power of two: then the product is exact, and no number moves by more than
+    1/2.
 
     Raises:
-        UsageError: when the scale is no power of two.
         WsiFlError: when a number is not finite, or too large for 2⁶² steps.
     """
     _check_scale(scale)
@@ -117,11 +109,12 @@ def quantised(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
 
 
 def sensitivity_of(clip: float, scale: float, n: int) -> float:
-    """Return clip · scale + √n, how far in L2 and whole steps a quantised sum moves when a unit is added or removed.
+    """Return clip · scale + √n, how far in L2 and whole steps a quantised sum of length n moves with a unit more or
+    less.
 
     Proof, for rounding the site's *sum*: neighbouring sums s and s + x with ‖x‖ ≤ clip are scaled exactly, and rounding
-    moves each of them by at most 1/2 in each of the n directions. So the rounded sums differ from each other by
-    scale · x and at most 1 more per direction, which is clip · scale + √n in L2 by the triangle inequality.
+    moves each of them by at most 1/2 in each of the n directions. So the rounded sums differ from each other by scale ·
+    x and at most 1 more per direction, which is clip · scale + √n in L2 by the triangle inequality.
 
     No smaller bound holds: where s · scale is 1/2 and x · scale is 1 in every direction, 0 becomes 2. Rounding each
     unit's *contribution* instead would add √n / 2 alone, but asks for sums of whole numbers from the beginning.
@@ -130,10 +123,9 @@ def sensitivity_of(clip: float, scale: float, n: int) -> float:
         clip: how far the float64 sum moves, in L2; round-off of its additions counts, so a sum of very many rows needs
             a little more than what each row is clipped to.
         scale: steps per unit, as `quantised` takes it.
-        n: length of the vector.
 
     Raises:
-        UsageError: when the scale is no power of two, the clip no positive number, or n below 1.
+        UsageError: when the clip is no positive number, or n below 1.
     """
     _check_scale(scale)
     if not 0 < clip < inf or n < 1:
@@ -155,11 +147,10 @@ def share_sigma(sigma_total: float, n_sites: int, lacking: int) -> float:
 
     Args:
         sigma_total: σ of the noise that nobody can take off, in steps.
-        n_sites: how many sites add up.
-        lacking: how many of them may put together what they know or go away; 0 where neither is feared.
+        lacking: how many sites may put together what they know or go away; 0 where neither is feared.
 
     Raises:
-        UsageError: when no site would be left, or σ_total is no positive number.
+        UsageError: when σ_total is no positive number.
     """
     honest = _honest(n_sites, lacking)
     if not 0 < sigma_total < inf:
@@ -175,7 +166,7 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
     """Return the noise multiplier z that goes on the account: √(n_sites − lacking) · σ_share / sensitivity.
 
     A sum of h discrete Gaussians is none, but its log-probabilities differ from those of one with variance h · σ² so
-    little that the sum of vectors is ½ε²-concentrated DP with ε = Δ / (√h σ) + τ √n, where τ is `gap` (Kairouz, Liu &
+    little that the sum of vectors is ½ε²-concentrated DP with ε = Δ / (√h σ) + τ √n, where τ is `_gap` (Kairouz, Liu &
     Steinke 2021, proposition 14). So its Rényi divergence of every order a is at most a ε² / 2, that of the Gaussian
     mechanism with z = 1 / ε, and `Mechanism(sigma=z, clip=…, sample_rate=1, steps=1)` is the whole cost. For Poisson
     samples the same holds at whole orders (`WHOLE_ORDERS`), whose bound needs these divergences alone; at fractional
@@ -184,8 +175,7 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
 
     Args:
         share: σ of each site's noise, in steps.
-        n_sites: how many sites add up.
-        lacking: how many of them may put together what they know or go away.
+        lacking: how many of the sites may put together what they know or go away.
         sensitivity: how far a unit moves the sum of whole numbers in L2, as `sensitivity_of` tells.
         n: length of the vector.
 
@@ -199,7 +189,7 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
             f"share={share:g}, sensitivity={sensitivity:g}, length {n}"
         )
     # 1. τ √n, what a sum of discrete Gaussians lacks to being one
-    apart = gap(share, honest) * sqrt(n)
+    apart = _gap(share, honest) * sqrt(n)
     if apart > _NEGLIGIBLE:
         raise UsageError(
             f"shares of noise of sigma {share:g} steps are too coarse to count as one Gaussian; take a larger scale"
@@ -214,7 +204,7 @@ def noise_multiplier(share: float, n_sites: int, lacking: int, sensitivity: floa
     return z
 
 
-def gap(sigma: float, n_shares: int) -> float:
+def _gap(sigma: float, n_shares: int) -> float:
     """Return τ = 10 Σ_{k=1}^{h−1} exp(−2π²σ² k / (k + 1)), how far a sum of h shares is from one discrete Gaussian.
 
     Half of it bounds the difference of their log-probabilities (Kairouz, Liu & Steinke 2021, theorem 1 and section 3);

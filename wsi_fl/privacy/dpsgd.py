@@ -7,7 +7,7 @@ batch that came out (ProxyFL, eq. 7).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from math import isfinite
 
@@ -18,14 +18,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from wsi_fl.models.checkpoint import laid_out_like
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.ghost import GHOSTS, squared_norms
 from wsi_fl.privacy.gradients import (
     ENGINES,
+    GHOSTS,
     GradientSums,
     LossOf,
     Weigh,
     added,
     engine_of,
+    squared_norms,
     summed_in_parts,
     trained,
 )
@@ -33,29 +34,28 @@ from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.system.bulk import Portion
 from wsi_fl.types import UsageError, WsiFlError
 
-_CHUNK = 64
-"""Rows that go through the model at a time, however many a patient has."""
+_ROUND_OFF = 1e-6
+"""Fraction of C: more than the round-off of float32 weights and of their products with gradients."""
+_CHUNK = 64  # rows that go through the model at a time, however many a patient has
 
 
-def summed_by_patient(
+def _summed_by_patient(
     model: nn.Module, x: Tensor, patient: Tensor, loss_of: LossOf, weigh: Weigh, *, chunk: int = _CHUNK
 ) -> tuple[GradientSums, Tensor]:
     """Return (Σ_p c_p g_p of each trained parameter, mean loss over all rows): ε protects the patient and not a row.
 
-    A patient's gradient g_p is the *mean* over its rows in the batch, and c_p = min(1, C / |g_p|). Whatever a
-    patient's rows are, and however many, the sum changes by at most C when the patient is added or removed; patients
-    are sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian mechanism with noise
-    multiplier σ, its unit being one patient. Which of its rows a patient brings is drawn anew in each step and
-    independent of all others: given the draw the bound holds, and so it does on average (Rényi divergence is
-    quasi-convex). The mean, and not the sum, since its length does not grow with the number of rows: the same C suits
-    rows and patients.
+    A patient's gradient g_p is the *mean* over its rows in the batch, and c_p = min(1, C / |g_p|). Whatever a patient's
+    rows are, and however many, the sum changes by at most C when the patient is added or removed; patients are sampled
+    whole, each with probability q. So a step is the Poisson-subsampled Gaussian mechanism with noise multiplier σ, its
+    unit being one patient. Which of its rows a patient brings is drawn anew in each step and independent of all others:
+    given the draw the bound holds, and so it does on average (Rényi divergence is quasi-convex). The mean, and not the
+    sum, since its length does not grow with the number of rows: the same C suits rows and patients.
 
     By plain backward passes, one patient after the other: memory holds two gradients and the activations of one chunk.
 
     Args:
         x: [b, …], b > 0.
         patient: int64[b], whose each row is.
-        loss_of: logits [b, classes] → the mean of per-row losses.
         weigh: norm |g_p|, float64[1] → weight c_p [1]; a patient of weight 0 has no part in the sums.
     """
     sums: GradientSums = [None] * len(trained(model))
@@ -63,7 +63,8 @@ def summed_by_patient(
     for one in sorted(set(patient.tolist())):
         rows = (patient == one).nonzero().flatten()
         gradient: GradientSums = [None] * len(sums)
-        for part, logits in _forward(model, x, rows, chunk):
+        for part in torch.split(rows, chunk):
+            logits = model(x[part])
             if said is None:
                 said = logits.new_zeros(len(x), *logits.shape[1:])
             # rows beside this part are constants here, so that only its own losses have a gradient
@@ -82,16 +83,10 @@ def summed_by_patient(
         return sums, loss_of(said)
 
 
-def _forward(model: nn.Module, x: Tensor, rows: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for first in range(0, len(rows), chunk):
-        part = rows[first : first + chunk]
-        yield part, model(x[part])
-
-
 _UNTRAINABLE = "model cannot be trained with differential privacy"
 
 
-def check_trainable(model: nn.Module) -> None:
+def _check_trainable(model: nn.Module) -> None:
     """Refuse a model whose per-example gradients are not defined, as those of BatchNorm are not.
 
     Raises:
@@ -119,17 +114,14 @@ def _ties_nothing(module: nn.Module) -> bool:
 def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], n_classes: int) -> str:
     """Return the first engine whose per-example gradients agree with those of single examples, on a copy of the model.
 
-    Clipping means nothing where they differ, and an architecture from elsewhere may do what an engine does not
-    see: use parameters outside their module, operate in place, tie the examples of a batch together.
-
-    Args:
-        input_shape: of one example, such as channels, height and width of an image.
-        n_classes: length of the logits.
+    Clipping means nothing where they differ, and an architecture from elsewhere may do what an engine does not see: use
+    parameters outside their module, operate in place, tie the examples of a batch together. `input_shape` is that of
+    one example, such as channels, height and width.
 
     Raises:
         UsageError: when the model does not map such images to logits, or no engine is right.
     """
-    check_trainable(model)
+    _check_trainable(model)
     shape = "×".join(map(str, input_shape))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -232,10 +224,6 @@ class DPTrainer:
         batch_size: the divisor B, in units.
         unit: whose gradients are clipped: one "row"'s, or one "patient"'s, which asks for no engine.
         engine: a key of ENGINES that is known to be right about the model; None for `engine_of` it.
-
-    Raises:
-        UsageError: when the model has BatchNorm or another layer that ties examples, or noise is asked for without
-            a bound.
     """
 
     def __init__(
@@ -249,7 +237,7 @@ class DPTrainer:
         unit: str = "row",
         engine: str | None = None,
     ) -> None:
-        check_trainable(model)
+        _check_trainable(model)
         if sigma > 0 and not isfinite(clip):
             raise UsageError(f"noise is a multiple of clip, which cannot be {clip:g}")
         self._model, self._optimizer = model, optimizer
@@ -260,22 +248,10 @@ class DPTrainer:
 
     @classmethod
     def of(cls, plan: PrivacyPlan, model: nn.Module, *, lr: float = 1e-3) -> DPTrainer:
-        """Return the trainer of a model by Adam with a plan's σ, C, B and unit.
-
-        Example:
-            >>> from wsi_fl.privacy.plan import plan_of_round
-            >>> plan = plan_of_round(n=100, batch_size=10, epochs=1, sigma=1.0, clip=0.5, delta=1e-3)
-            >>> DPTrainer.of(plan, nn.Linear(4, 2)).clip
-            0.5
-        """
+        """Return the trainer of a model by Adam with a plan's σ, C, B and unit."""
         optimizer = torch.optim.Adam(trained(model), lr=lr)
         return cls(
-            model,
-            optimizer,
-            sigma=plan.sigma,
-            clip=plan.clip,
-            batch_size=plan.batch_size,
-            unit=plan.unit,
+            model, optimizer, clip=plan.clip, sigma=plan.sigma, batch_size=plan.batch_size, unit=plan.unit
         )
 
     def step(self, x: Tensor, loss_of: LossOf, noise: CipherStream, patient: Tensor | None = None) -> float:
@@ -294,7 +270,10 @@ class DPTrainer:
 
         def weigh(norms: Tensor) -> Tensor:
             noise.draw_ahead(n_numbers, norms.device)  # a GPU is busy with the norms meanwhile
-            return self._weigh(norms)
+            # min(1, C / |g_i|), a little less for round-off; 0, so that g_i is left out, where it is not finite, or the
+            # weight is subnormal in float32: such numbers are too coarse to keep to C
+            weights = (self.clip * (1 - _ROUND_OFF) / norms).clamp(max=1.0)
+            return weights.where(weights >= torch.finfo(torch.float32).tiny, 0.0)
 
         # 1. Σ_i g_i · min(1, C / |g_i|) of each parameter (ProxyFL, eq. 7)
         if len(x) and self.unit == "patient":
@@ -302,7 +281,7 @@ class DPTrainer:
                 raise WsiFlError("a step with patients as units must know whose each row is")
             of, rows = patient, min(len(x), _CHUNK)
             sums, loss = self._portion.tried(
-                rows, lambda k: summed_by_patient(self._model, x, of, loss_of, weigh, chunk=k)
+                rows, lambda k: _summed_by_patient(self._model, x, of, loss_of, weigh, chunk=k)
             )
         elif len(x):
             rows_of = partial(summed_in_parts, ENGINES[self.engine], self._model, x, loss_of, weigh)
@@ -314,28 +293,12 @@ class DPTrainer:
             missing = len(sums) - len(found)
             raise WsiFlError(f"{missing} parameters got no gradient; freeze what the loss does not use")
         # 2. noise N(0, σ²C²), divided by the public B
-        self._set_gradients(found, noise)
-        # 3. the optimizer's step: post-processing
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return float(loss)
-
-    def _weigh(self, norms: Tensor) -> Tensor:
-        """Return min(1, C / |g_i|), a little less for round-off; 0, so that g_i is left out, where it is not finite.
-
-        It is also left out where the weight is subnormal in float32: such numbers are too coarse to keep to C.
-        """
-        weights = (self.clip * (1 - _ROUND_OFF) / norms).clamp(max=1.0)
-        return weights.where(weights >= torch.finfo(torch.float32).tiny, 0.0)
-
-    def _set_gradients(self, sums: Sequence[Tensor], noise: CipherStream) -> None:
-        """Set every parameter's gradient to (sum + N(0, σ²C²)) / B, in place of the sums."""
-        totals = [total.contiguous() for total in sums]
+        totals = [total.contiguous() for total in found]
         if self.sigma:
             noise.add_normal(totals, self.sigma * self.clip)
         for parameter, total in zip(self._parameters, totals, strict=True):
             parameter.grad = laid_out_like(parameter, total.div_(self.batch_size))
-
-
-_ROUND_OFF = 1e-6
-"""Fraction of C: more than the round-off of float32 weights and of their products with gradients."""
+        # 3. the optimizer's step: post-processing
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(loss)

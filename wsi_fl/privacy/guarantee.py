@@ -30,26 +30,17 @@ class BudgetSpent(WsiFlError):
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms under which a site takes part in a run.
+    """The terms under which a site takes part in a run."""
 
-    Attributes:
-        delta: δ of the site's promise, at which everything on its account is priced.
-        max_epsilon: the most it will spend, or None.
-        lifetime: whether the site is a real hospital: max_epsilon then covers every run in the ledger, and without
-            one nothing is spent. For a simulated site it covers this run alone.
-        allow: kinds of content that may leave without differential privacy.
-        guarantee: what ε is worth in this run.
-        unit: what one record is: "row" or "patient".
-        insecure: whether noise comes from a fixed seed (tests).
-    """
-
-    delta: float
-    max_epsilon: float | None = None
+    delta: float  # δ of the site's promise, at which everything on its account is priced
+    max_epsilon: float | None = None  # the most it will spend, or None
+    # whether the site is a real hospital: max_epsilon then covers every run in the ledger, and without one nothing
+    # is spent. For a simulated site it covers this run alone.
     lifetime: bool = False
-    allow: Collection[str] = ()
-    guarantee: Guarantee = "none"
-    unit: str = "row"
-    insecure: bool = False
+    allow: Collection[str] = ()  # kinds of content that may leave without differential privacy
+    guarantee: Guarantee = "none"  # what ε is worth in this run
+    unit: str = "row"  # what one record is: "row" or "patient"
+    insecure: bool = False  # whether noise comes from a fixed seed (tests)
 
     def line(self, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
         """Return what a line of the ledger says of what was applied, and of what may leave by it, as JSON values."""
@@ -85,12 +76,8 @@ class Terms:
     def check_account(
         self, entries: Sequence[Entry], scope: Sequence[Entry], *, path: Path, site: str
     ) -> None:
-        """Refuse an account that these terms do not fit.
-
-        Args:
-            entries: all lines of the site's ledger.
-            scope: those that count towards the budget.
-            path: the ledger, for messages.
+        """Refuse an account that these terms do not fit, given all lines of the ledger and those that count towards the
+        budget.
 
         Raises:
             WsiFlError: when it is a real hospital's and the site is said to be simulated, counts another unit, or was
@@ -117,22 +104,15 @@ class Terms:
 
 @dataclass
 class Round:
-    """One round of a site in a run, as it stands on the ledger.
-
-    Attributes:
-        site, run: whose it is; `run` is the run's id.
-        number: from 1 on, or 0 for what is released before the first round.
-        mechanism: what was applied; None where there was no differential privacy.
-        releases: what may leave, by kind: {"model": SHA-256}. Of each kind the newest alone.
-        final: whether something of it may have left the site, so that it is never trained anew.
-    """
+    """One round of a site in a run, as it stands on the ledger."""
 
     site: str
     run: str
-    number: int
-    mechanism: Mechanism | None = None
+    number: int  # from 1 on, or 0 for what is released before the first round
+    mechanism: Mechanism | None = None  # what was applied; None where there was no differential privacy
+    # what may leave, by kind: {"model": SHA-256}. Of each kind the newest alone.
     releases: dict[str, str] = field(default_factory=dict)
-    final: bool = False
+    final: bool = False  # whether something of it may have left the site, so that it is never trained anew
 
     @property
     def released(self) -> list[str]:
@@ -204,10 +184,7 @@ def epsilon_of(entries: Collection[Entry], delta: float, *, seeded: bool = False
     """Return the ε of lines of a ledger at a δ, or None where no ε holds.
 
     None holds when data of training patients left without privacy, nothing is accounted, the lines count different
-    units, or ε is above `PROTECTS_UP_TO`.
-
-    Args:
-        seeded: whether noise from a known seed counts as noise, as within a run of tests.
+    units, or ε is above `PROTECTS_UP_TO`. Noise from a known seed counts where `seeded`, as within a run of tests.
     """
     spent = applied(entries)
     bare = any(entry.bare for entry in entries)

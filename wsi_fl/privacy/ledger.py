@@ -46,9 +46,8 @@ class PrivacyLedger:
             "agreement" and "approved", SHA-256 of the plan that the hospital signed, and when; "" for none.
 
     Raises:
-        WsiFlError: when the file is damaged or not the newest, counts another unit towards the same budget, was priced
-            at a smaller δ before, belongs to a real hospital while this site is said to be simulated, or knows this
-            run with another site file.
+        WsiFlError: when the file is damaged or not the newest, does not fit the terms, or knows this run with another
+            site file.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class PrivacyLedger:
         return applied(self._scope(lifetime))
 
     def detection(self) -> float | None:
-        """Return what share of members any test finds in this run; see `guarantee.detection_of`."""
+        """Return what share of members any test finds in this run; see `detection_of`."""
         return detection_of(self.guarantee(), self.mechanisms())
 
     def rounds(self) -> list[Round]:
@@ -98,10 +97,9 @@ class PrivacyLedger:
         return None
 
     def epsilon(self, *, lifetime: bool = False) -> float | None:
-        """Return the ε spent so far at the δ of the terms, or None where no ε holds.
+        """Return the ε spent so far at the δ of the terms, or None where no ε holds (see `epsilon_of`).
 
-        None holds when data of training patients left without privacy, nothing is accounted, units differ, ε is above
-        `PROTECTS_UP_TO`, or, over a lifetime, when some noise came from a known seed.
+        Over a lifetime none holds either when some noise came from a known seed.
         """
         scope = self._scope(lifetime)
         if units_of(scope) - {self.terms.unit}:
@@ -124,13 +122,8 @@ class PrivacyLedger:
         return max((one.number for one in self.rounds()), default=0)
 
     def sending(self, round_: int, *leaving: str) -> None:
-        """Note that a round is final: its result is about to leave or is kept, and the round is never trained anew.
-
-        Args:
-            leaving: SHA-256 of everything that is about to leave, or is kept.
-
-        Raises:
-            WsiFlError: when another job has made something else in this round meanwhile.
+        """Note that a round is final: what has these SHA-256 is about to leave or is kept, and the round is never
+        trained anew.
         """
         with self._book.locked():
             for known in leaving:
@@ -138,13 +131,8 @@ class PrivacyLedger:
             self._append(self._line(round_) | {"sending": True})
 
     def settle(self, round_: int, kept: str) -> None:
-        """Check, as a run goes on, that what it kept of a round is what the ledger knows; note that the round is final.
-
-        Args:
-            kept: SHA-256 of it.
-
-        Raises:
-            WsiFlError: when another job has made something else in this round meanwhile.
+        """Check, as a run goes on, that what it kept of a round is what the ledger knows; note that the round is
+        final.
         """
         with self._book.locked():
             here = self._round(round_)
@@ -162,11 +150,6 @@ class PrivacyLedger:
         return next((one for one in reversed(self.rounds()) if one.number == number), None)
 
     def _require_newest(self, round_: int, known: str) -> None:
-        """Refuse bytes that are not those that the round released last: two versions would be charged once.
-
-        Raises:
-            WsiFlError: when they are others.
-        """
         here = self._round(round_)
         if here is None or known not in here.releases.values():
             raise WsiFlError(
@@ -193,11 +176,6 @@ class PrivacyLedger:
         return True
 
     def _check_account(self) -> None:
-        """Refuse terms that do not fit the lines that are on the account.
-
-        Raises:
-            WsiFlError: when they do not, or the run began with another site file.
-        """
         binding = self.terms.lifetime and self.terms.max_epsilon is not None
         scope = self._scope(binding)
         self.terms.check_account(self._book.entries, scope, path=self.path, site=self.site)
@@ -209,11 +187,6 @@ class PrivacyLedger:
             )
 
     def _check(self, round_: int, mechanism: Mechanism | None) -> None:
-        """Refuse a mechanism that crosses the budget.
-
-        Raises:
-            BudgetSpent: when ε would rise above max_epsilon.
-        """
         if mechanism is None:
             return
         self.terms.check_mechanism(mechanism, self.site)
@@ -231,17 +204,13 @@ class PrivacyLedger:
         return epsilon(applied([*self._scope(self.terms.lifetime), entry]), self.terms.delta)
 
     def record(self, round_: int | None, mechanism: Mechanism | None, content: str = "") -> int:
-        """Write down one round of training under `mechanism`, and `content` if that leaves the site.
+        """Write down one round of training under `mechanism`, and `content` if that leaves the site; return its number.
 
-        Args:
-            round_: its number, or None for the first that is not final.
-
-        Returns:
-            The number of the round.
+        Without a number it is the first that is not final.
 
         Raises:
-            BudgetSpent: when a run beside this one has spent what was left.
-            WsiFlError: when the round is final already, or a real hospital has no max_epsilon.
+            WsiFlError: when the round is final already, a run beside this one has spent what was left (`BudgetSpent`),
+                or a real hospital has no max_epsilon.
         """
         with self._book.locked():
             if round_ is None:
@@ -323,11 +292,7 @@ class PrivacyLedger:
         return self._epsilon_with(number, mechanism) <= PROTECTS_UP_TO
 
     def reissue(self, round_: int, vector: Values, *, schema: str, weight: float = 1.0) -> Release:
-        """Return the same bytes once more after a restart, at no cost but on record.
-
-        Raises:
-            WsiFlError: when they are not the bytes that this round released last.
-        """
+        """Return the same bytes once more after a restart, at no cost but on record."""
         known = digest(vector)
         with self._book.locked():
             self._require_newest(round_, known)
@@ -340,13 +305,7 @@ class PrivacyLedger:
         """Return a mixture of this site's release of the round with others', on record and at no further cost.
 
         Whatever is computed from releases alone is as private as they are (post-processing). The round is final then,
-        as if its release itself had left.
-
-        Args:
-            own: SHA-256 of the release of this site that is part of the mixture.
-
-        Raises:
-            WsiFlError: when that is not what this site released last in this round.
+        as if its release itself, of SHA-256 `own`, had left.
         """
         known = digest(vector)
         with self._book.locked():

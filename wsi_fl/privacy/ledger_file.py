@@ -44,7 +44,7 @@ class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class Applied(_Line):
+class _Applied(_Line):
     """The mechanism of an entry."""
 
     sigma: float = Field(ge=0)
@@ -58,7 +58,7 @@ class Applied(_Line):
         return Mechanism(self.sigma, self.clip, self.sample_rate, self.steps)
 
 
-class Planned(_Line):
+class _Planned(_Line):
     """What else the privacy plan of an entry says."""
 
     n: int = Field(ge=1)
@@ -67,39 +67,26 @@ class Planned(_Line):
 
 
 class Entry(_Line):
-    """One line of a ledger.
+    """One line of a ledger."""
 
-    Attributes:
-        run: the run's id, after its folder's name where it has one.
-        released: kind and SHA-256 of what may leave by this line; None where nothing does.
-        mechanism: what was applied; None where there was no differential privacy.
-        plan: the rest of the privacy plan; None where there was none.
-        sending: whether the round is final: what it released is about to leave, for the first time or `again`.
-        relayed: SHA-256 of a mixture of releases that is passed on, the round's among them.
-        promise: SHA-256 of the site file that the run keeps.
-        agreement: SHA-256 of the plan that the hospital signed; "" where none was asked for.
-        approved: when it did.
-        real: whether the site was a real hospital when it wrote the line.
-        prev: SHA-256 of the file before this line.
-    """
-
-    run: str = Field(min_length=1, max_length=300)
+    run: str = Field(min_length=1, max_length=300)  # the run's id, after its folder's name where it has one
     site: str
     round: int = Field(ge=0)
-    released: str | None = None
-    mechanism: Applied | None = None
-    plan: Planned | None = None
+    released: str | None = None  # kind and SHA-256 of what may leave by this line; None where nothing does
+    mechanism: _Applied | None = None  # what was applied; None where there was no differential privacy
+    plan: _Planned | None = None  # the rest of the privacy plan; None where there was none
     delta: float | None = Field(None, gt=0, lt=1)
     unit: Literal["row", "patient"] | None = None
     guarantee: Guarantee = "none"
     insecure: bool = False
+    # whether the round is final: what it released is about to leave, for the first time or `again`
     sending: bool = False
-    relayed: str | None = None
-    real: bool = False
-    promise: str = ""
-    agreement: str = ""
-    approved: str = ""
-    prev: str = Field(pattern="^[0-9a-f]{64}$")
+    relayed: str | None = None  # SHA-256 of a mixture of releases that is passed on, the round's among them
+    real: bool = False  # whether the site was a real hospital when it wrote the line
+    promise: str = ""  # SHA-256 of the site file that the run keeps
+    agreement: str = ""  # SHA-256 of the plan that the hospital signed; "" where none was asked for
+    approved: str = ""  # when it did
+    prev: str = Field(pattern="^[0-9a-f]{64}$")  # SHA-256 of the file before this line
 
     @property
     def run_id(self) -> str:
@@ -115,14 +102,8 @@ class Entry(_Line):
         return bool(self.released and self.mechanism is None and self.released.split()[0] != SCORES)
 
 
-class Head(_Line):
-    """How far a ledger was when it was last written.
-
-    Attributes:
-        lines: how many it had.
-        sha256: of all its bytes up to there.
-        ledger: its path then; it may have been moved since.
-    """
+class _Head(_Line):
+    """How far a ledger was when it was last written: lines, the SHA-256 of all its bytes, and its path then."""
 
     lines: int = Field(ge=1)
     sha256: str
@@ -144,11 +125,9 @@ def run_id(run: str) -> str:
 
 
 class LedgerFile:
-    """Read and write the lines of a ledger's file.
+    """Read and write the lines of a ledger's file; absent is empty.
 
-    Args:
-        path: the file; absent is empty.
-        heads: files that each remember how far the ledger was; absent ones are made by the next line.
+    Absent heads are made by the next line.
 
     Raises:
         WsiFlError: when a line is damaged or is no entry, the chain is broken, or a head knows a longer file.
@@ -165,11 +144,6 @@ class LedgerFile:
         self._catch_up_with_heads()
 
     def _catch_up_with_heads(self) -> None:
-        """Read on, and check that what every head knows is a beginning of this file.
-
-        Raises:
-            WsiFlError: when a head knows another file, or a longer one.
-        """
         if gone := [head for head in self._seen if not head.exists()]:
             raise WsiFlError(
                 f"{gone[0]} is missing; put it back: it prevents copies of the ledger from spending the budget too"
@@ -214,7 +188,7 @@ class LedgerFile:
     def remember(self) -> None:
         """Write how far the ledger is into the heads. The caller holds the lock and has caught up."""
         for head in self._writable_heads():
-            now = Head(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
+            now = _Head(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
             write_json(head, now.model_dump())
             self._seen.add(head)
 
@@ -226,10 +200,7 @@ class LedgerFile:
         """Lock the ledger against other jobs, and catch up: nobody else may read or spend the budget meanwhile.
 
         Heads are locked and read too: copies of a study have ledgers of their own, but share a head in the user's
-        folder.
-
-        Raises:
-            WsiFlError: when a copy of the ledger was written since.
+        folder. Where a copy was written since, the ledger is refused.
         """
         with ExitStack() as held:
             for path in (self.path, *(head.with_suffix(".lock") for head in self._writable_heads())):
@@ -283,9 +254,9 @@ def _parsed(line: bytes, place: str) -> Entry:
     return entry
 
 
-def _read_head(path: Path) -> Head:
+def _read_head(path: Path) -> _Head:
     try:
-        return Head.model_validate(read_json(path))
+        return _Head.model_validate(read_json(path))
     except (ValidationError, OSError):
         raise WsiFlError(
             f"{path}: damaged; put its backup back, or the site's budget cannot be trusted"
@@ -301,13 +272,13 @@ SEAL = object()
 
 @dataclass(frozen=True, eq=False)
 class Release:
-    """What a site lets go: flat numbers with their PushSum weight, or flat bytes, recorded in a ledger.
+    """What a site lets go: flat numbers float32[d] with their PushSum weight, or flat bytes uint8[d], recorded in a
+    ledger.
 
     Attributes:
         site, round: whose it is, and in which round it was made.
         schema: of the model whose parameters they are.
-        vector: float32[d], or uint8[d] of a buffer; read-only.
-        weight: PushSum weight that travels along.
+        vector: read-only.
         digest: SHA-256 of the bytes that travel, as the ledger has it.
     """
 
@@ -322,13 +293,9 @@ class Release:
     def __post_init__(self, seal: object) -> None:
         if seal is not SEAL:
             raise TypeError("only PrivacyLedger.release makes a Release")
-        frozen = np.array(self.vector, _kind_of(self.vector))
+        frozen = np.array(self.vector, np.uint8 if self.vector.dtype == np.uint8 else np.float32)
         frozen.flags.writeable = False
         object.__setattr__(self, "vector", frozen)
-
-
-def _kind_of(vector: Values) -> type[np.uint8] | type[np.float32]:
-    return np.uint8 if vector.dtype == np.uint8 else np.float32
 
 
 def digest(vector: Values) -> str:

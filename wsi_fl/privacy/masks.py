@@ -3,21 +3,36 @@
 Each pair of sites agrees on a secret (X25519), derives a key from it (HKDF with SHA-256) and from the key a stream of
 numbers (ChaCha20). One site of the pair adds the stream modulo 2⁶⁴, the other subtracts it. A message cannot be told
 from random numbers by anybody who lacks one of its site's streams; the sum of all messages is the sum of the values.
-This is the first protocol of Bonawitz et al. (2017), without its repair, which is in `wsi_fl.privacy.survivors`: when a
-site vanishes, the sum cannot be read, and the others begin again with fresh keys.
+This is the first protocol of Bonawitz et al. (CCS 2017): when a site vanishes, the sum cannot be read, and the others
+begin again with fresh keys.
 
 Two things are left to the caller. Whoever begins again with fewer sites needs fresh noise in shares for their number,
 and accounts for it again: with the same noise, the difference of both sums would show the vanished site's values under
 its own share alone, should its message have come to somebody after all. And public keys must come from the sites
 themselves: whoever can hand a site keys of their own in the place of all others' can read that site's message, and the
 noise of its own share is all that is left.
+
+`Part` makes sums that can be read though sites go away. Beside the masks that cancel among those who stay, a message
+has one of its site alone. The seeds of both are shared among all (Shamir), so that t sites together can open either.
+For a site whose message is in the sum that is its own mask; for one that went away before, the key of its masks with
+the others. Whoever had both could read its message, so all first agree on who survives: each site votes once, t votes
+for one set let a site open its shares, and it does so once. No two sets get t votes while 2 t > n + colluding. Nobody
+in the middle is trusted.
+
+That is the protocol of Bonawitz et al. against active adversaries, with three differences. Votes go to everybody
+instead of to a server. A message is bound to those whom its site masked it with, and the caller counts it only where
+they are the same. A site opens its own seed too, which spares the others to put it together from shares. The caller
+sees to it that what one site tells another comes from that site, and that no third one reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from secrets import token_bytes
 
 import numpy as np
+from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
@@ -33,20 +48,12 @@ _SEED_PURPOSE = b"wsi-fl mask key, version 1"
 _KEY_BYTES = 32
 _PRIME = 2**255 - 19
 """The field's prime: a public key is a number below it; a larger number would be another key written differently."""
-_NONCE = bytes(16)
-"""ChaCha20's counter and nonce start at zero, since no key makes two streams."""
+_NONCE = bytes(16)  # ChaCha20's counter and nonce start at zero, since no key makes two streams
 
 
 class KeyPair:
-    """Hold a site's keys for one sum; the private key can be used once.
-
-    Two messages under one key would show the difference of their values.
-
-    Args:
-        private: an X25519 key; take `fresh` outside tests.
-
-    Attributes:
-        public: bytes[32], what the other sites are told.
+    """A site's keys for one sum. The private key can be used once: two messages under one would show their
+    difference.
     """
 
     def __init__(self, private: X25519PrivateKey) -> None:
@@ -91,8 +98,8 @@ def masked(
             masks that do not cancel.
 
     Raises:
-        WsiFlError: when fewer than two sites take part, a public key is not 32 bytes, occurs twice or is no good key,
-            this site's is not in its place, the keys have been used, or values are not of the kind or too large.
+        WsiFlError: when fewer than two sites take part, a public key is no good one or not in its place, the keys have
+            been used, or values are not of the kind or too large.
         UsageError: when there is no context.
     """
     _check_publics(publics)
@@ -120,8 +127,7 @@ def masked(
 def opened(messages: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
     """Return int64[n], the sum of the values behind all messages; noise of all 64 bits when one is missing.
 
-    Args:
-        messages: uint64[n] of every site that was among the public keys, in any order.
+    Messages, uint64[n] of every site that was among the public keys, come in any order.
 
     Raises:
         WsiFlError: when there are fewer than two messages, or they are not of one length and kind.
@@ -139,7 +145,7 @@ def opened(messages: Sequence[NDArray[np.uint64]]) -> NDArray[np.int64]:
     return total.view(np.int64)
 
 
-def own_mask(seed: bytes, context: bytes, n: int) -> NDArray[np.uint64]:
+def _own_mask(seed: bytes, context: bytes, n: int) -> NDArray[np.uint64]:
     """Return uint64[n], a mask that follows from one site's seed alone; every sum needs a fresh one."""
     return _numbers(_derived(seed, [_OWN_PURPOSE, context]), n)
 
@@ -160,16 +166,10 @@ def _derived(secret: bytes, parts: Sequence[bytes]) -> bytes:
 
 
 def _numbers(key: bytes, n: int) -> NDArray[np.uint64]:
-    """Return uint64[n], the stream of a key."""
     return np.frombuffer(Cipher(ChaCha20(key, _NONCE), mode=None).encryptor().update(bytes(8 * n)), "<u8")
 
 
 def _secret(private: X25519PrivateKey, public: bytes, site: int) -> bytes:
-    """Return the secret that two sites share.
-
-    Raises:
-        WsiFlError: when the public key is of the curve's small subgroup: then everybody knows the secret.
-    """
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -201,3 +201,184 @@ def _check_values(values: NDArray[np.int64], n_sites: int) -> None:
         raise WsiFlError(
             f"values to be masked are too large for a sum of {n_sites} sites; take a smaller scale"
         )
+
+
+_SEED_BYTES = 16  # Shamir's field has 2¹²⁸ elements; a share is as long as a seed
+_PARCEL = [32, 32, _SEED_BYTES, _SEED_BYTES]
+_PAIRS, _OWN = 0, 1  # which of a site's seeds: that of its masks with the others, or that of its own mask
+_STEPS = ("joins", "masks its values", "votes", "opens its shares", "reads the sum")
+_Pieces = tuple[bytes, ...]
+
+
+class _SumVoid(WsiFlError):
+    """This attempt cannot be finished here; what was sent stays charged."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the sum is void: {why}; go on with train --resume")
+
+
+def require_enough(n_sites: int, colluding: int, dropouts: int) -> None:
+    """Raise where a sum of so few sites hides nothing, or those who stay are fewer than `needed_votes`.
+
+    Raises:
+        UsageError: with how many sites would do.
+    """
+    least = colluding + max(2 * dropouts, 1) + 1
+    if n_sites < least:
+        lost = f" and privacy.dropouts = {dropouts}" if dropouts else ""
+        raise UsageError(
+            f"privacy.noise = 'shared' with privacy.colluding = {colluding}{lost} needs {least} sites or more, not "
+            f"{n_sites}: a sum of fewer hides nothing{', or those who stay cannot agree' if lost else ''}"
+        )
+
+
+def needed_votes(n_sites: int, colluding: int) -> int:
+    """Return t, how many sites agree before one opens its shares, and how many shares open a seed."""
+    return (n_sites + colluding) // 2 + 1
+
+
+class Part:
+    """One site's part in one sum. It takes each step once, in the order of the methods.
+
+    Args:
+        present: all that begin, in the same order everywhere.
+        colluding: how many may put together what they know.
+        dropouts: how many may go away before the survivors are agreed on.
+        context: what is summed, the same everywhere and of no other sum.
+
+    Attributes:
+        parcels: what each site is to be handed, and nobody else: public keys of both seeds, and a share of each.
+        joined, survivors: who masks, and whose messages are in the sum, once that is agreed on.
+    """
+
+    def __init__(
+        self, own: int, present: Sequence[int], colluding: int, dropouts: int, context: bytes
+    ) -> None:
+        require_enough(len(present), colluding, dropouts)
+        self._own, self._present, self._context = own, list(present), context
+        self._fewest, self._votes = len(present) - dropouts, needed_votes(len(present), colluding)
+        self._seeds = (token_bytes(_SEED_BYTES), token_bytes(_SEED_BYTES))
+        keys = [KeyPair.of(seed).public for seed in self._seeds]
+        split = [Shamir.split(self._votes, len(present), seed) for seed in self._seeds]
+        self.parcels: dict[int, _Pieces] = {
+            site: (*keys, *(shares[place][1] for shares in split)) for place, site in enumerate(present)
+        }
+        self._held = {own: self.parcels[own]}
+        self.joined: list[int] = []
+        self.survivors: list[int] = []
+        self._step = 0
+
+    def take(self, parcels: Mapping[int, _Pieces]) -> list[int]:
+        """Keep what other sites handed to this one, where it is what it should be; return whose parcels it holds."""
+        self._held |= {site: one for site, one in parcels.items() if [len(k) for k in one] == _PARCEL}
+        return sorted(self._held)
+
+    def join(self, told: Iterable[Collection[int]]) -> None:
+        """Agree on who masks, given whose parcels each other site holds, of those that say so.
+
+        Raises:
+            WsiFlError: when too few are left, or this site is not among them; it has sent nothing yet.
+        """
+        self._take_step(0)
+        self.joined = self._common(self._held, told)
+        if self._own not in self.joined:
+            raise WsiFlError(
+                "the others did not hear this site in time and add up without it; nothing was sent"
+            )
+
+    @property
+    def bound(self) -> bytes:
+        """What masks, messages and votes are bound to: the sum, and who has joined."""
+        return self._context + f" joined by {self.joined}".encode()
+
+    def masked(self, values: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return uint64[n], the values int64[n] under both masks."""
+        self._take_step(1)
+        paired, own = self._paired(values, self._own, self._seeds[_PAIRS]), self._seeds[_OWN]
+        return paired + _own_mask(own, self.bound, len(values))
+
+    def vote(self, held: Collection[int], told: Iterable[Collection[int]]) -> _Pieces:
+        """Choose the survivors, and return what to tell everybody.
+
+        Args:
+            held: whose messages this site holds that are bound to what its own is.
+            told: whose messages each other site holds, of those that say so.
+        """
+        self._take_step(2)
+        self.survivors = self._common(set(held) & set(self.joined), told)
+        self._vote = (hashlib.sha256(self.bound + f" survived by {self.survivors}".encode()).digest(),)
+        return self._vote
+
+    def opening(self, votes: Mapping[int, _Pieces]) -> _Pieces:
+        """Return one seed of this site and its share of one of each site that joined, given the votes of others; forget
+        the rest.
+
+        Raises:
+            _SumVoid: when fewer than `needed_votes` are for the same survivors.
+        """
+        self._take_step(3)
+        agree = {self._own} | {site for site in self._present if votes.get(site) == self._vote}
+        if len(agree) < self._votes:
+            raise _SumVoid(f"{len(agree)} sites agree on whose messages came, and {self._votes} must")
+        seed = self._seeds[self._kind(self._own)]
+        shares = [self._held[site][2 + self._kind(site)] for site in self.joined]
+        self._held = {site: one[:2] for site, one in self._held.items()}
+        del self._seeds, self.parcels
+        return (seed, *shares)
+
+    def total(
+        self, messages: Mapping[int, NDArray[np.uint64]], openings: Mapping[int, _Pieces]
+    ) -> NDArray[np.int64]:
+        """Return int64[n], the sum of the survivors' values.
+
+        Args:
+            messages: uint64[n] of each survivor.
+            openings: what each site opened, this one too.
+        """
+        self._take_step(4)
+        whole = [_SEED_BYTES] * (1 + len(self.joined))
+        openings = {site: one for site, one in openings.items() if [len(k) for k in one] == whole}
+        seeds = {site: self._opened(site, openings) for site in self.joined}
+        parts = [messages[site] for site in self.survivors]
+        n = len(parts[0])
+        for site, seed in seeds.items():
+            # whoever is in the sum has added its own mask, and whoever is gone none of those with the others
+            if self._kind(site) == _OWN:
+                parts.append(np.uint64(0) - _own_mask(seed, self.bound, n))
+            else:
+                parts.append(self._paired(np.zeros(n, np.int64), site, seed))
+        return opened(parts)
+
+    def _common(self, held: Collection[int], told: Iterable[Collection[int]]) -> list[int]:
+        common = set(held).intersection(*told)
+        if len(common) < self._fewest:
+            raise _SumVoid(
+                f"{len(common)} of {len(self._present)} sites are left, and privacy.dropouts needs {self._fewest}"
+            )
+        return [site for site in self._present if site in common]
+
+    def _kind(self, site: int) -> int:
+        """Return which seed of a site is opened, and no other ever."""
+        return _OWN if site in self.survivors else _PAIRS
+
+    def _paired(self, values: NDArray[np.int64], site: int, seed: bytes) -> NDArray[np.uint64]:
+        """Return uint64[n], values under the masks that a site has with all others that joined."""
+        publics = [self._held[one][_PAIRS] for one in self.joined]
+        return masked(values, self.joined.index(site), KeyPair.of(seed), publics, self.bound)
+
+    def _opened(self, site: int, openings: Mapping[int, _Pieces]) -> bytes:
+        key, place = self._held[site][self._kind(site)], 1 + self.joined.index(site)
+        if site in openings and KeyPair.of(openings[site][0]).public == key:
+            return openings[site][0]
+        shares = [(self._present.index(one) + 1, openings[one][place]) for one in sorted(openings)]
+        if len(shares) < self._votes:
+            raise _SumVoid(f"{len(shares)} sites opened their shares, and {self._votes} must")
+        seed: bytes = Shamir.combine(shares[: self._votes])
+        if KeyPair.of(seed).public != key:
+            raise _SumVoid(f"the shares that were opened of site {site} do not fit its key")
+        return seed
+
+    def _take_step(self, step: int) -> None:
+        if step != self._step:
+            raise WsiFlError(f"a site {_STEPS[step]} once in a sum, and in order; every sum needs fresh keys")
+        self._step += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, isfinite, sqrt
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,10 @@ from numpy.typing import NDArray
 from wsi_fl.privacy.accounting import ACCOUNTANT, WHOLE_ORDERS, Mechanism, sigma_for, steps_per_epoch
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.privacy.dpsgd import DPTrainer
+    from wsi_fl.privacy.sums import NoisySums
 
 Unit = Literal["row", "patient"]
 """Whose record is protected."""
@@ -102,13 +106,7 @@ def plan_of_round(
     unit: Unit = "row",
     mode: Mode = "strict",
 ) -> PrivacyPlan:
-    """Return the plan of a round of `epochs` epochs over n units in batches of `batch_size` on average.
-
-    Example:
-        >>> plan = plan_of_round(n=2338, batch_size=32, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
-        >>> plan.steps, round(1 / plan.sample_rate)
-        (74, 74)
-    """
+    """Return the plan of a round of `epochs` epochs over n units in batches of `batch_size` on average."""
     per_epoch = steps_per_epoch(n, batch_size)
     return PrivacyPlan(
         sigma=sigma,
@@ -128,38 +126,12 @@ def poisson_rows(n: int, sample_rate: float, sampler: CipherStream) -> NDArray[n
     return np.flatnonzero(sampler.uniform(n) < sample_rate)
 
 
-class Applies(Protocol):
-    """What a trainer under differential privacy is about to apply."""
-
-    @property
-    def sigma(self) -> float:
-        """Return the noise multiplier."""
-        ...
-
-    @property
-    def clip(self) -> float:
-        """Return the bound C on a unit's gradient."""
-        ...
-
-    @property
-    def batch_size(self) -> int:
-        """Return the divisor of the noisy sum."""
-        ...
-
-    @property
-    def unit(self) -> str:
-        """Return "row" or "patient"."""
-        ...
-
-
 def require_planned(
-    plan: PrivacyPlan, trainer: Applies, *, n: int, steps: int, delta: float, mode: Mode
+    plan: PrivacyPlan, trainer: DPTrainer | NoisySums, *, n: int, steps: int, delta: float, mode: Mode
 ) -> None:
-    """Refuse a round whose training would differ from its plan.
+    """Refuse a round whose training would differ from its plan, of which the ledger will be told.
 
     Args:
-        plan: what the ledger will be told.
-        trainer: its noise, bound, divisor and unit are those of the steps to come.
         n: number of units that batches are drawn from.
         steps: number of batches that were drawn.
         delta: δ at which the site's account is priced.
@@ -195,23 +167,17 @@ def differences(planned: PrivacyPlan, today: PrivacyPlan) -> list[str]:
 
 
 _STEPS_PER_EPOCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_GIVEN_UP = 0.05
-"""Share of the best signal to noise that is given up for more steps."""
+_GIVEN_UP = 0.05  # share of the best signal to noise that is given up for more steps
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One way to spend a budget.
+    """One way to spend a budget."""
 
-    Attributes:
-        batch_size: expected number of rows in a batch; the sample rate is 1 / ceil(n / batch_size).
-        mechanism: what training applies.
-        signal_to_noise: √T · B / σ: after T steps the sum of the noisy mean gradients holds a gradient of norm C so
-            many times as long as the noise of one coordinate.
-    """
-
-    batch_size: int
+    batch_size: int  # expected number of rows in a batch; the sample rate is 1 / ceil(n / batch_size)
     mechanism: Mechanism
+    # √T · B / σ: after T steps the sum of the noisy mean gradients holds a gradient of norm C so many times as long
+    # as the noise of one coordinate
     signal_to_noise: float
 
 
@@ -226,13 +192,8 @@ def proposals(
 ) -> list[Proposal]:
     """Return ways to divide an epoch over n rows into 1 to 64 batches that meet the target, fewest steps first.
 
-    A step's mean gradient carries noise of standard deviation σC / B per coordinate, and T steps add up to √T times
-    as much noise but T times as much gradient.
-
-    Args:
-        n: training rows, or patients.
-        epochs: passes over them in all.
-        spent: what was applied to the same rows before; it counts towards the target.
+    A step's mean gradient carries noise of standard deviation σC / B per coordinate, and T steps add up to √T times as
+    much noise but T times as much gradient. What was `spent` on the same rows before counts towards the target.
 
     Raises:
         UsageError: when no noise is enough.
@@ -263,16 +224,10 @@ def planned(
     clip: float = 1.0,
     spent: Sequence[Mechanism] = (),
 ) -> Proposal:
-    """Return, of the proposals with nearly the best signal-to-noise ratio, that with the most steps and the least σ.
+    """Return, of the `proposals` with nearly the best signal-to-noise ratio, that with the most steps and the least σ.
 
-    Signal to noise alone favours full batches, whose few steps an optimizer cannot use; beyond some number of
-    steps noise no longer falls as fast as batches shrink. Arguments and errors are those of `proposals`.
-
-    Example:
-        >>> from wsi_fl.privacy.accounting import epsilon
-        >>> way = planned(600, 40, 3.0, 1e-5)
-        >>> way.mechanism.steps >= 40, 2.9 < epsilon([way.mechanism], 1e-5) <= 3.0
-        (True, True)
+    Signal to noise alone favours full batches, whose few steps an optimizer cannot use; beyond some number of steps
+    noise no longer falls as fast as batches shrink.
     """
     ways = proposals(n, epochs, target_epsilon, delta, clip=clip, spent=spent)
     best = max(way.signal_to_noise for way in ways)

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from wsi_fl.privacy.tails import found as found_at
+from wsi_fl.privacy.audit import found as found_at
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
 from wsi_fl.report.words import DASH, Finding, Json, known, number
 

@@ -31,7 +31,7 @@ from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.stacking import stacked
 from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.models.directions import N_RANDOM, Directions, normalised, public_directions, read_directions
-from wsi_fl.models.heads import linear_head
+from wsi_fl.models.mil import linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.plan import Unit, planned, proposals
 from wsi_fl.report.fill import fill
@@ -52,7 +52,6 @@ _COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
     *("rounds", "lr", "spent", "guarantee", "seconds"),
 )
-Labels = NDArray[np.int64]
 
 
 class Cell(NamedTuple):
@@ -69,9 +68,6 @@ class Cell(NamedTuple):
 
 def cells_of(hospitals: str, skews: str) -> list[Cell]:
     """Return the cells of "4x150,16x50" and "alike,0.9"; a size may have a skew of its own, as in "8x200:1".
-
-    Raises:
-        UsageError: for anything else.
 
     Example:
         >>> cells_of("4x150,8x200:1", "alike,0.9")[1:]
@@ -185,7 +181,8 @@ def _done(work: _Work) -> list[dict[str, Any]]:
         answers = [_said(head, test) for head in _alone(work.cell, work.seed)]
     else:
         learned = _learned(parts, work)
-        own = [_asked(_own_model(site), test) for site in learned]
+        private = [site.models.get("private") or next(iter(site.models.values())) for site in learned]
+        own = [_asked(model, test) for model in private]
         answers = _mixed(learned, parts, test, work)
         spent = [(site.epsilon, site.guarantee) for site in learned]
     seconds = f"{time.monotonic() - began:.1f}"
@@ -198,7 +195,7 @@ def _done(work: _Work) -> list[dict[str, Any]]:
     return rows
 
 
-def _scores(said: Probabilities, y: Labels) -> tuple[str, str]:
+def _scores(said: Probabilities, y: NDArray[np.int64]) -> tuple[str, str]:
     """Return balanced accuracy, and AUROC averaged over classes."""
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
@@ -223,10 +220,6 @@ def _said(head: FittedHead, rows: FeatureTable) -> Probabilities:
 def _asked(model: nn.Module, rows: FeatureTable) -> Probabilities:
     with torch.inference_mode():
         return softmax(model.eval()(torch.from_numpy(rows.x)).double().numpy())
-
-
-def _own_model(site: Learned) -> nn.Module:
-    return site.models.get("private") or next(iter(site.models.values()))
 
 
 def _learned(parts: Sequence[FeatureTable], work: _Work) -> list[Learned]:
@@ -310,25 +303,39 @@ def bench(
         drawn(table, cell, 0)
     if unit == "patient" and not all(table.patient):
         raise UsageError(f"{path}: --unit patient needs the patient of every row")
-    towards = _directions(along)
+    towards: Directions | int = N_RANDOM
+    if along is not None:
+        made = along.suffix == ".safetensors"
+        towards = read_directions(along, str(along)) if made else public_directions(read_table(along).x)
     facts = {"rows": len(table.y), "width": table.x.shape[1], "unit": unit, "classes": [*table.classes]}
     there = _still_good(out, facts, methods, told)
     middle = sorted(epsilons)[len(epsilons) // 2]
     in_rounds = [name for name in methods if not METHODS[name].once]
     tuning = [_Work(m, middle, c, _TUNING, way) for m in in_rounds for c in cells for way in _WAYS]
-    common = (table, towards, unit)
     tested = [
         (c, m, e)
         for c in cells
         for m in (ALONE, POOLED, *methods)
         for e in ([0.0] if m in (ALONE, POOLED) else epsilons)
     ]
-    job = _Job(jobs, common, out, there, told, len(tuning) + seeds * len(tested))
-    _work_off(tuning, job, 0)
+    n = len(tuning) + seeds * len(tested)
+
+    def work_off(works: Sequence[_Work], before: int) -> None:
+        """Do what is not there; after each training the CSV holds it. Earlier works were so many."""
+        asked = [work for work in works if work.key not in there]
+        done = before + len(works) - len(asked)
+        told.update("trainings", done, n)
+        for number, (work, rows) in enumerate(_results(asked, jobs, (table, towards, unit)), done + 1):
+            there[work.key] = [{key: str(value) for key, value in row.items()} for row in rows]
+            lines = (",".join(row[name] for name in _COLUMNS) for key in sorted(there) for row in there[key])
+            write_text(out, "\n".join((",".join(_COLUMNS), *lines)) + "\n")
+            told.update("trainings", number, n, work.method)
+
+    work_off(tuning, 0)
     best = {(m, c): _best(there, m, c, middle) for m in in_rounds for c in cells}
     for seed in range(seeds):
         works = [_Work(m, e, c, seed, best.get((m, c), (1, 1e-3))) for c, m, e in tested]
-        _work_off(works, job, len(tuning) + seed * len(tested))
+        work_off(works, len(tuning) + seed * len(tested))
     gains = [[_gain(there, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells]
     document = {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds}
     page = {
@@ -341,20 +348,8 @@ def bench(
     return document | {"page": str(out.with_suffix(".html")), "cells": [one for row in gains for one in row]}
 
 
-def _directions(path: Path | None) -> Directions | int:
-    if path is None:
-        return N_RANDOM
-    if path.suffix == ".safetensors":
-        return read_directions(path, str(path))
-    return public_directions(read_table(path).x)
-
-
 def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], told: Watcher) -> _Results:
-    """Return the lines that are there, without those of methods whose code or tuning has changed since.
-
-    Raises:
-        UsageError: where they are of another table or unit.
-    """
+    """Return the lines that are there by training, without those of methods whose code or tuning has changed since."""
     beside = out.with_suffix(".json")
     before = read_json(beside) if beside.exists() else {}
     if before and {key: before.get(key) for key in facts} != facts:
@@ -365,7 +360,13 @@ def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], tol
     for name in changed:
         told.say(f"{name} has changed since {out}; its lines are made anew")
     write_json(beside, {**facts, "code": known | code})
-    return {key: rows for key, rows in _read(out).items() if key[0] not in changed}
+    found: _Results = {}
+    if out.exists():
+        with ordinary(out).open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row["method"] not in changed:
+                    found.setdefault(_key(row), []).append(row)
+    return found
 
 
 def _code_of(method: str) -> str:
@@ -375,38 +376,6 @@ def _code_of(method: str) -> str:
     file = getattr(module, "__file__", None)
     source = Path(file).read_bytes() if file else b""
     return sha256(source + repr(_WAYS).encode()).hexdigest()[:16]
-
-
-def _read(out: Path) -> _Results:
-    """Return the lines that are there, by training."""
-    found: _Results = {}
-    if out.exists():
-        with ordinary(out).open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                found.setdefault(_key(row), []).append(row)
-    return found
-
-
-class _Job(NamedTuple):
-    """What all trainings of a bench share; n is how many there are."""
-
-    jobs: int
-    common: tuple[Any, ...]
-    out: Path
-    there: _Results
-    told: Watcher
-    n: int
-
-
-def _work_off(works: Sequence[_Work], job: _Job, before: int) -> None:
-    """Do what is not there; after each training the CSV holds it. Earlier works were so many."""
-    asked = [work for work in works if work.key not in job.there]
-    done = before + len(works) - len(asked)
-    job.told.update("trainings", done, job.n)
-    for number, (work, rows) in enumerate(_results(asked, job.jobs, job.common), done + 1):
-        job.there[work.key] = [{key: str(value) for key, value in row.items()} for row in rows]
-        write_text(job.out, "\n".join(_lines(job.there)) + "\n")
-        job.told.update("trainings", number, job.n, work.method)
 
 
 def _results(
@@ -426,34 +395,18 @@ def _results(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _lines(there: _Results) -> Iterator[str]:
-    yield ",".join(_COLUMNS)
-    for key in sorted(there):
-        for row in there[key]:
-            yield ",".join(row[name] for name in _COLUMNS)
-
-
 def _best(there: _Results, method: str, cell: Cell, epsilon: float) -> tuple[int, float]:
     """Return the way whose answers were best; where joining changes no answer, whose models were."""
 
     def reached(way: tuple[int, float]) -> tuple[float, float]:
         rows = there[_Work(method, epsilon, cell, _TUNING, way).key]
-        return _mean(rows, "score"), _mean(rows, "own_score")
+        score, own = (float(np.mean([float(row[name]) for row in rows])) for name in ("score", "own_score"))
+        return score, own
 
     return max(_WAYS, key=reached)
 
 
-def _mean(rows: Sequence[Mapping[str, str]], column: str) -> float:
-    return float(np.mean([float(row[column]) for row in rows]))
-
-
-def _gain(
-    there: _Results,
-    method: str,
-    epsilon: float,
-    cell: Cell,
-    seeds: int,
-) -> dict[str, Any]:
+def _gain(there: _Results, method: str, epsilon: float, cell: Cell, seeds: int) -> dict[str, Any]:
     """Return what a method brings in a cell: balanced accuracy less that of staying alone, in pairs."""
     from scipy.stats import t
 

@@ -23,7 +23,7 @@ _MPI_TEST = "from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2"
 def doctor() -> dict[str, Any]:
     """Checks one thing after the other; each row has name, ok, said, and fix where it is needed."""
     checks: dict[str, Callable[[], str]] = {
-        "Python": _python,
+        "Python": platform.python_version,
         "OpenSlide": _openslide,
         "PyTorch": _torch,
         "MPI": _mpi,
@@ -32,18 +32,15 @@ def doctor() -> dict[str, Any]:
     }
     rows = []
     for name, check in checks.items():
+        ok = False
         try:
-            rows.append({"name": name, "ok": True, "said": check()})
+            said, ok = check(), True
         except WsiFlError as problem:
-            rows.append({"name": name, "ok": False, "said": str(problem)})
+            said = str(problem)
         except (ImportError, OSError) as problem:
             said = f"{one_line(problem)}; reinstall with `pip install --force-reinstall 'wsi-fl[mpi]'`"
-            rows.append({"name": name, "ok": False, "said": said})
+        rows.append({"name": name, "ok": ok, "said": said})
     return {"ok": all(row["ok"] for row in rows), "checks": rows}
-
-
-def _python() -> str:
-    return platform.python_version()
 
 
 def _openslide() -> str:

@@ -1,7 +1,11 @@
-"""Bag stores: the features of some or all patches of every slide of a site. See FORMAT.md."""
+"""Bag stores: the features of some or all patches of every slide of a site. See FORMAT.md.
+
+A shard is the bag of one slide, by itself: what a killed job need not make again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,25 +18,31 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl import __version__
-from wsi_fl.stores.checksums import DAMAGE, ROWS, check_rows, crc_of_rows, seal, sums_of
 from wsi_fl.stores.fields import (
-    VERSION,
+    DAMAGE,
+    ROWS,
+    Marked,
+    crc_of_rows,
     encoded_text,
     first_line,
     json_attribute,
+    marked_columns,
+    read_marked,
     read_spec,
     require_sound,
-    spec_attrs,
+    root_attrs,
+    seal,
+    sums_of,
+    text_of,
 )
 from wsi_fl.stores.hdf5 import StoreFile, created
 from wsi_fl.system.files import atomic
 from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
-_BAG_FORMAT = "wsi-fl bag store"
+_FORMAT, _SHARD_FORMAT = "wsi-fl bag store", "wsi-fl bag"
 UNPLACED = -1
 """Both coordinates of a patch whose place on the slide is unknown."""
-ROW_SUMMED = ("features",)
+_ROW_SUMMED = ("features",)
 """The dataset whose rows have checksums."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
 _OWN = {
@@ -143,9 +153,17 @@ def write_bags(
     if len(sizes) != len(table) or first is None:
         raise WsiFlError(f"{path}: got {len(sizes)} bags, expected {len(table)}, at least one")
     start = np.cumsum([0, *sizes], dtype=np.int64)
+    said = {
+        "site": meta.site,
+        "made_by": meta.made_by,
+        "classes": json.dumps(meta.classes),
+        "tumor_types": json.dumps(dict(meta.tumor_types)),
+        "encoder": meta.encoder,
+        "recipe": json.dumps(dict(meta.recipe)),
+    } | ({} if meta.generator is None else {"generator": meta.generator})
     n, d = int(start[-1]), first.features.shape[1]
     with atomic(path) as temporary, created(temporary, n * (d * 4 + 96) + len(table) * 1024) as file:
-        file.attrs.update(_root_attrs(meta))
+        file.attrs.update(root_attrs(_FORMAT, meta.spec) | said)
         _write_patches(file, chain((first,), waiting), start, d)
         file["start"] = start
         file["label"] = table.label
@@ -156,30 +174,11 @@ def write_bags(
         for name, dataset in _OWN.items() if patches is not None else ():
             values = getattr(patches, name)
             file[dataset] = encoded_text(values) if values.dtype.kind == "U" else values
-        seal(file, ROW_SUMMED)
-
-
-def _root_attrs(meta: BagMeta) -> dict[str, Any]:
-    said = {
-        "format": _BAG_FORMAT,
-        "version": VERSION,
-        "tool_version": __version__,
-        "site": meta.site,
-        "made_by": meta.made_by,
-        "classes": json.dumps(meta.classes),
-        "tumor_types": json.dumps(dict(meta.tumor_types)),
-        "encoder": meta.encoder,
-        "recipe": json.dumps(dict(meta.recipe)),
-    }
-    return spec_attrs(meta.spec) | said | ({} if meta.generator is None else {"generator": meta.generator})
+        seal(file, _ROW_SUMMED)
 
 
 def _write_patches(file: h5py.File, bags: Iterable[Bag], start: NDArray[np.int64], d: int) -> None:
-    """Write the columns of the patches, one bag after another; leave out a column that some bag lacks.
-
-    Raises:
-        WsiFlError: when there are too few bags, or one has another shape.
-    """
+    # one bag after another; a column that some bag lacks is left out
     n = int(start[-1])
     sums = file.create_dataset(ROWS, (n,), np.uint32)
     written = {
@@ -214,8 +213,8 @@ class BagStore(StoreFile):
         mpp_l0: float64[s] µm per level-0 pixel of each slide; None where the store does not say.
     """
 
-    format = _BAG_FORMAT
-    rows = ROW_SUMMED
+    format = _FORMAT
+    rows = _ROW_SUMMED
 
     def __init__(self, path: Path) -> None:
         self.command = "features" if path.name == "features.h5" else "mosaic"
@@ -241,7 +240,7 @@ class BagStore(StoreFile):
             str(attrs["generator"]) if "generator" in attrs else None,
         )
         self.table = BagTable(
-            file["label"][:], **{name: _text(file, name) for name in ("tumor_type", *_TEXTS[:3])}
+            file["label"][:], **{name: text_of(file, name) for name in ("tumor_type", *_TEXTS[:3])}
         )
         self._start: NDArray[np.int64] = file["start"][:]
         n, self.n_features = file["features"].shape
@@ -277,7 +276,7 @@ class BagStore(StoreFile):
         file, bag = self._file, self.bag_of_patch
         own = (
             {"label": file["patch_label"][:], "tumor_fraction": file["tumor_fraction"][:]}
-            | {name: _text(file, _OWN[name]) for name in ("patient", "split")}
+            | {name: text_of(file, _OWN[name]) for name in ("patient", "split")}
             if self.own_labels
             else {name: getattr(self.table, name)[bag] for name in ("label", "patient", "split")}
             | {"tumor_fraction": np.full(len(bag), np.nan, np.float32)}
@@ -304,21 +303,17 @@ class BagStore(StoreFile):
         Raises:
             WsiFlError: naming the first patch that is damaged.
         """
-        try:
-            return self._read(rows)
-        except DAMAGE as error:
-            raise WsiFlError(f"{self.path}: damaged ({first_line(error)}); {self.mend}") from None
-
-    def _read(self, rows: NDArray[np.int64]) -> Features:
-        data = self._file["features"]
         if not len(rows):
             return np.empty((0, self.n_features), np.float32)
         wanted, place = np.unique(rows, return_inverse=True)
-        if wanted[-1] - wanted[0] + 1 == len(wanted):  # HDF5 takes its time over scattered rows
-            found: Features = data[int(wanted[0]) : int(wanted[-1]) + 1]
-        else:
-            found = data[wanted]
-        check_rows(self._sums, wanted, found, self._named)
+        scattered = wanted[-1] - wanted[0] + 1 > len(wanted)  # HDF5 takes its time over such rows
+        try:
+            found: Features = self._file["features"][
+                wanted if scattered else slice(int(wanted[0]), int(wanted[-1]) + 1)
+            ]
+            self._sums.check_rows(wanted, found, self._named)
+        except DAMAGE as error:
+            raise WsiFlError(f"{self.path}: damaged ({first_line(error)}); {self.mend}") from None
         return found if len(found) == len(rows) and (np.diff(rows) > 0).all() else found[place]
 
     def _named(self, row: int) -> str:
@@ -326,5 +321,95 @@ class BagStore(StoreFile):
         return f"the features of patch {row}, of slide {self.table.slide[bag]},"
 
 
-def _text(file: h5py.File, name: str) -> NDArray[np.str_]:
-    return np.asarray(file[name].asstr()[:], np.str_)
+@dataclass(frozen=True)
+class BagShard:
+    """The bag of one slide, by itself.
+
+    Attributes:
+        slide: its name.
+        fingerprint: SHA-256 over all that decides the content.
+        encoder: name and digest of the weights.
+        spec: of the patches.
+        bag: features and places of the m patches.
+        mpp_l0: µm per level-0 pixel of the slide; NaN where nobody said.
+        note: what people should know of it, or "".
+        unread: (x, y, reason) of chosen patches that could not be read, level-0 pixels.
+    """
+
+    slide: str
+    fingerprint: str
+    encoder: str
+    spec: GridSpec
+    bag: Bag
+    mpp_l0: float = float("nan")
+    note: str = ""
+    unread: Marked = ()
+
+
+def bag_fingerprint(*said: Any) -> str:
+    """SHA-256 over plain values (JSON) that decide a shard's content."""
+    return hashlib.sha256(json.dumps([1, *said]).encode()).hexdigest()
+
+
+def write_bag_shard(path: Path, shard: BagShard) -> None:
+    """Write a shard atomically."""
+    bag = shard.bag
+    columns = {name: value for name, value in vars(bag).items() if value is not None}
+    columns |= marked_columns("unread", shard.unread)
+    n_bytes = sum(value.nbytes for value in columns.values()) + len(bag.features) * 8 + 4096
+    with atomic(path) as temporary, created(temporary, n_bytes) as file:
+        file.attrs.update(
+            root_attrs(_SHARD_FORMAT, shard.spec)
+            | {name: getattr(shard, name) for name in ("slide", "fingerprint", "encoder", "note", "mpp_l0")}
+        )
+        for name, value in columns.items():
+            file[name] = value
+        file[ROWS] = crc_of_rows(np.ascontiguousarray(bag.features))
+        seal(file, _ROW_SUMMED)
+
+
+class _Shard(StoreFile):
+    format = _SHARD_FORMAT
+    rows = _ROW_SUMMED
+
+    def __init__(self, path: Path) -> None:
+        self.command = "features" if path.parent.name == "features" else "mosaic"
+        super().__init__(path)
+
+    @property
+    def site(self) -> str:
+        return self.path.absolute().parents[1].name
+
+    def _load(self, file: h5py.File) -> None:
+        attrs, features = file.attrs, file["features"][:]
+        n = len(features)
+        sums_of(file, n).check_rows(np.arange(n), features, lambda row: f"row {row} of features")
+        others = (file[name][:] if name in file else None for name in ("cluster", "weight"))
+        self.content = BagShard(
+            **{name: str(attrs[name]) for name in ("slide", "fingerprint", "encoder", "note")},
+            spec=read_spec(attrs),
+            bag=Bag(features, file["xy_l0"][:], *others),
+            mpp_l0=float(attrs["mpp_l0"]),
+            unread=read_marked(file, "unread"),
+        )
+
+
+def read_bag_shard(path: Path) -> BagShard:
+    """Return a shard as it was written; `StoreFile` says what it raises."""
+    with _Shard(path) as shard:
+        return shard.content
+
+
+def current_shard(path: Path, wanted: str) -> BagShard | str:
+    """Return the shard of a slide where it is whole and has this fingerprint, else why it must be made.
+
+    Returns:
+        "" where there is no shard.
+    """
+    if not path.exists():
+        return ""
+    try:
+        shard = read_bag_shard(path)
+    except WsiFlError as error:
+        return f"its shard was damaged ({error})"
+    return shard if shard.fingerprint == wanted else "settings, encoder or slide changed"

@@ -1,31 +1,40 @@
-"""What the files of a store hold, and how it is checked; FORMAT.md in code."""
+"""What the files of a store hold, and the checksums by which damage is found; FORMAT.md in code.
+
+CRC-32 detects damage, but no forgery.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from zlib import crc32
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 from wsi_fl import __version__
 from wsi_fl.system.machine import free_bytes
-from wsi_fl.types import SPLITS, GridSpec, PatchTable, UsageError, WsiFlError
+from wsi_fl.types import SPLITS, GridSpec, UsageError, WsiFlError
 
-T = TypeVar("T")
-STORE_FORMAT = "wsi-fl patch store"
-
-
-SHARD_FORMAT = "wsi-fl patch shard"
-
-
-VERSION = 1
+_T = TypeVar("_T")
+STORE_FORMAT, SHARD_FORMAT = "wsi-fl patch store", "wsi-fl patch shard"
+_VERSION = 1
 """The version of all formats here; a file of another version is refused."""
+ROWS, HEAD, SHARDS = "crc32", "head_crc32", "shard_crc32"
+"""The dataset of the rows' checksums, the attribute of the checksum of everything else, and the dataset that knows the
+shards."""
+_CHANGED = "not the bytes that were written"
+DAMAGE = (ArithmeticError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+"""What reading a damaged HDF5 file raises."""
+_AT_ONCE = 1 << 16
+Marked = tuple[tuple[int, int, str], ...]
+"""(x, y) of patches in level-0 pixels, and the reason why they are no rows."""
 
 
 @dataclass(frozen=True)
@@ -41,30 +50,39 @@ class StoreMeta:
     """Of slides: the least share of tissue in a patch; None where the store does not say."""
 
 
+def root_attrs(file_format: str, spec: GridSpec) -> dict[str, Any]:
+    """Return the root attributes that files of all formats have."""
+    return spec_attrs(spec) | {"format": file_format, "version": _VERSION, "tool_version": __version__}
+
+
 def spec_attrs(spec: GridSpec) -> dict[str, Any]:
     """Return a grid as HDF5 attributes."""
     return {"size_px": spec.size_px, "mpp": spec.mpp, "stride_px": spec.stride_px}
 
 
+def read_spec(attrs: Any) -> GridSpec:
+    """Return the grid that `spec_attrs` wrote."""
+    return GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
+
+
 def write_root(file: h5py.File, meta: StoreMeta) -> None:
     """Write the root attributes of `patches.h5`."""
-    file.attrs.update(
-        spec_attrs(meta.spec)
-        | {
-            "format": STORE_FORMAT,
-            "version": VERSION,
-            "tool_version": __version__,
-            "site": meta.site,
-            "classes": json.dumps(meta.classes),
-        }
-        | _origin_attrs(meta)
+    said = root_attrs(STORE_FORMAT, meta.spec) | {"site": meta.site, "classes": json.dumps(meta.classes)}
+    if meta.generator is not None:
+        said |= {"synthetic": True, "generator": meta.generator}
+    file.attrs.update(said | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue}))
+
+
+def read_meta(file: h5py.File) -> StoreMeta:
+    """Return what the root attributes say of a whole store."""
+    attrs = file.attrs
+    return StoreMeta(
+        str(attrs["site"]),
+        tuple(json_attribute(attrs, "classes", list)),
+        read_spec(attrs),
+        str(attrs["generator"]) if "generator" in attrs else None,
+        float(attrs["min_tissue"]) if "min_tissue" in attrs else None,
     )
-
-
-def _origin_attrs(meta: StoreMeta) -> dict[str, Any]:
-    """Return the optional root attributes that say where patches come from."""
-    synthetic = {} if meta.generator is None else {"synthetic": True, "generator": meta.generator}
-    return synthetic | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue})
 
 
 def encoded_text(texts: Iterable[str]) -> NDArray[Any]:
@@ -74,21 +92,17 @@ def encoded_text(texts: Iterable[str]) -> NDArray[Any]:
     return np.array(encoded, h5py.string_dtype("utf-8", width))
 
 
-def read_spec(attrs: Any) -> GridSpec:
-    """Return the grid that `spec_attrs` wrote."""
-    return GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
-
-
-Marked = tuple[tuple[int, int, str], ...]
-"""(x, y) of patches in level-0 pixels, and the reason why they are no rows."""
+def text_of(node: Any, name: str) -> NDArray[np.str_]:
+    """Return a dataset of texts."""
+    return np.asarray(node[name].asstr()[:], np.str_)
 
 
 def read_marked(node: Any, what: Literal["unread", "aside"]) -> Marked:
     """Return the patches of a shard that could not be read, or that were set aside for their quality."""
     if f"{what}_xy_l0" not in node:
         return ()
-    corners, reasons = node[f"{what}_xy_l0"][:].tolist(), node[f"{what}_reason"].asstr()[:]
-    return tuple((x, y, str(why)) for (x, y), why in zip(corners, reasons, strict=True))
+    corners, reasons = node[f"{what}_xy_l0"][:].tolist(), text_of(node, f"{what}_reason").tolist()
+    return tuple((x, y, why) for (x, y), why in zip(corners, reasons, strict=True))
 
 
 def marked_columns(what: Literal["unread", "aside"], marked: Marked) -> dict[str, NDArray[Any]]:
@@ -108,14 +122,14 @@ def check_format(node: Any, expected: str, path: Path) -> None:
     found, version = node.attrs.get("format"), node.attrs.get("version")
     if found != expected:
         raise WsiFlError(f"{path}: not a {expected} (format {found!r})")
-    if version != VERSION:
+    if version != _VERSION:
         raise WsiFlError(
-            f"{path}: {expected} version {version}, this wsi-fl reads version {VERSION}; "
+            f"{path}: {expected} version {version}, this wsi-fl reads version {_VERSION}; "
             "update wsi-fl, or make it again"
         )
 
 
-def json_attribute(attrs: Any, name: str, kind: type[T]) -> T:
+def json_attribute(attrs: Any, name: str, kind: type[_T]) -> _T:
     """Return the JSON document of an attribute.
 
     Raises:
@@ -129,32 +143,6 @@ def json_attribute(attrs: Any, name: str, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise ValueError(f"attribute {name} is no JSON {'object' if kind is dict else 'list'}")
     return value
-
-
-def read_meta(file: h5py.File) -> StoreMeta:
-    """Return what the root attributes say of a whole store."""
-    attrs = file.attrs
-    spec = read_spec(attrs)
-    generator = str(attrs["generator"]) if "generator" in attrs else None
-    min_tissue = float(attrs["min_tissue"]) if "min_tissue" in attrs else None
-    return StoreMeta(
-        str(attrs["site"]), tuple(json_attribute(attrs, "classes", list)), spec, generator, min_tissue
-    )
-
-
-def read_table(file: h5py.File, n_classes: int) -> PatchTable:
-    """Return the columns of all patches; they are checked by `require_sound`."""
-    text = {name: np.asarray(file[name].asstr()[:], dtype=np.str_) for name in ("slide", "patient", "split")}
-    table = PatchTable(file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], **text)
-    require_sound(table.label, table.patient, table.split, n_classes)
-    return table
-
-
-def patients_of(shard: Any, n: int) -> NDArray[np.str_]:
-    """Return the patient of each row of a shard, from the column where there is one, else from the attribute."""
-    if "patient" in shard:
-        return np.asarray(shard["patient"].asstr()[:], np.str_)
-    return np.full(n, str(shard.attrs["patient"]))
 
 
 def require_sound(
@@ -197,10 +185,8 @@ def refuse_too_large(where: object, n_bytes: int) -> None:
         UsageError: when more bytes are wanted than are free.
     """
     if n_bytes > (room := free_bytes()):
-        raise UsageError(
-            f"{where}: damaged, or it holds more than fits into memory ({n_bytes / 1e9:.3g} GB; {room / 1e9:.3g} GB "
-            "are free)"
-        )
+        needed = f"{n_bytes / 1e9:.3g} GB; {room / 1e9:.3g} GB are free"
+        raise UsageError(f"{where}: {too_large(MemoryError(needed))}")
 
 
 def first_line(error: BaseException) -> str:
@@ -210,3 +196,98 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).strip().split("\n")[0]
+
+
+@dataclass(frozen=True)
+class RowChecksums:
+    """The checksums of a file's n rows.
+
+    A row is compared the first time it is read, and then believed until the store is opened anew: later epochs cost
+    nothing. What changes on the disk meanwhile is noticed by the next command.
+
+    Attributes:
+        values: uint32[n].
+        seen: bool[n], whether a row was compared.
+    """
+
+    values: NDArray[np.uint32]
+    seen: NDArray[np.bool_]
+
+    def check(self, row: int, data: Buffer) -> None:
+        """Compare one row.
+
+        Raises:
+            ValueError: when it differs.
+        """
+        if not self.seen[row]:
+            if crc32(data) != self.values[row]:
+                raise ValueError(_CHANGED)
+            self.seen[row] = True
+
+    def check_rows(self, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]) -> None:
+        """Compare the values [b, ...] of some rows; `name` says what a row is called.
+
+        Raises:
+            ValueError: naming the first row that differs.
+        """
+        for k in np.flatnonzero(~self.seen[rows]):
+            try:
+                self.check(int(rows[k]), values[k])
+            except ValueError as error:
+                raise ValueError(f"{name(int(rows[k]))}: {error}") from None
+
+
+def crc_of_rows(rows: Iterable[Any]) -> NDArray[np.uint32]:
+    """Return uint32[n], the CRC-32 of each row: of bytes, or of a contiguous array."""
+    return np.fromiter((crc32(row) for row in rows), np.uint32)
+
+
+def sums_of(node: Any, n: int) -> RowChecksums:
+    """Return the checksums of a file's n rows.
+
+    Raises:
+        KeyError: when they were lost.
+        ValueError: when they were cut.
+    """
+    values = node[ROWS][:]
+    if values.shape != (n,):
+        raise ValueError("not a checksum for every row")
+    return RowChecksums(values, np.zeros(n, np.bool_))
+
+
+def shard_sum(shard: Any) -> int:
+    """Return the checksum of the checksums of a shard's patches, which identifies its pixels; 0 where it holds none."""
+    return crc32(shard[ROWS][:].tobytes()) if ROWS in shard else 0
+
+
+def seal(node: Any, rows: Collection[str] = ()) -> None:
+    """Remember all attributes and datasets of a file as they are now, but for the datasets `rows`."""
+    node.attrs[HEAD] = np.uint32(_head(node, rows))
+
+
+def check_seal(node: Any, rows: Collection[str] = ()) -> None:
+    """Compare a file with what `seal` remembered.
+
+    Raises:
+        KeyError: when that was lost.
+        ValueError: when it differs.
+    """
+    if int(node.attrs[HEAD]) != _head(node, rows):
+        raise ValueError(f"columns or attributes: {_CHANGED}")
+
+
+def _head(node: Any, rows: Collection[str]) -> int:
+    value = 0
+    for name in sorted(set(node.attrs) - {HEAD}):
+        said = node.attrs[name]
+        data = said.encode(errors="surrogateescape") if isinstance(said, str) else np.asarray(said).tobytes()
+        value = crc32(data, crc32(name.encode() + b"\0", value))
+    for name in sorted(set(node) - {ROWS, *rows}):
+        if not isinstance(data := node[name], h5py.Dataset):
+            continue
+        if data.id.get_storage_size() < data.nbytes:
+            raise ValueError(f"{name} holds less than it says")
+        value = crc32(name.encode() + b"\0", value)
+        for first in range(0, len(data), _AT_ONCE):
+            value = crc32(data[first : first + _AT_ONCE].tobytes(), value)
+    return value

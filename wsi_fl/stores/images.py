@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.stores.fields import refuse_too_large, too_large
-from wsi_fl.stores.hdf5 import opened
-from wsi_fl.stores.own import own_dataset, packs_too_much
+from wsi_fl.stores.fields import DAMAGE, refuse_too_large, too_large
+from wsi_fl.stores.hdf5 import opened, own_dataset, packs_too_much
 from wsi_fl.types import UsageError, WsiFlError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
@@ -25,20 +24,7 @@ _HDF5 = {".h5", ".hdf5"}
 _GREY = {"L", "1", "I;16", "I;16B", "I;16L", "I", "F"}
 _MOST_PX = 4096
 _NAMES = {"x", "y", "x_train", "y_train", "x_test", "y_test"}
-_UNREADABLE = (
-    *(
-        ValueError,
-        OSError,
-        EOFError,
-        TypeError,
-        AttributeError,
-        BadZipFile,
-        ZlibError,
-        KeyError,
-        OverflowError,
-    ),
-    *(RuntimeError, NotImplementedError),  # encrypted, or packed by a method that zipfile does not know
-)
+_UNREADABLE = (*DAMAGE, EOFError, BadZipFile, ZlibError)
 _MOST_CLASSES = 10_000
 """Labels beyond are numbers of another kind."""
 
@@ -89,20 +75,11 @@ def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
             f"{path}: has {', '.join(sorted(arrays)) or 'nothing'}; needs x and y, or x_train and y_train"
         )
     n_classes = max(int(images.y.max()) for images in sets.values()) + 1
-    return _alike(path, DataSet(sets["train"], sets.get("test"), tuple(str(k) for k in range(n_classes))))
-
-
-def _alike(path: Path, data_set: DataSet) -> DataSet:
-    """Return the data set.
-
-    Raises:
-        UsageError: when its training and test images are of two shapes.
-    """
-    shapes = {part.x.shape[1:] for part in (data_set.train, data_set.test) if part is not None}
+    shapes = {part.x.shape[1:] for part in sets.values()}
     if len(shapes) > 1:
         told = " and ".join("×".join(map(str, shape)) for shape in sorted(shapes))
         raise UsageError(f"{path}: training and test images are of two shapes, {told}")
-    return data_set
+    return DataSet(sets["train"], sets.get("test"), tuple(str(k) for k in range(n_classes)))
 
 
 def _from_npz(path: Path) -> dict[str, Any]:
@@ -120,13 +97,9 @@ def _from_npz(path: Path) -> dict[str, Any]:
 def _n_bytes(archive: Any, name: str) -> int:
     """Return the bytes that an array of a zip file claims to need; 0 for an entry that numpy will refuse."""
     with archive.open(name if name in archive.namelist() else f"{name}.npy") as member:
-        version = np.lib.format.read_magic(member)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(
-            version
-        )
-        if read is None:
-            return 0
-        shape, _, dtype = read(member)
+        versions = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        read = versions.get(np.lib.format.read_magic(member))
+        shape, _, dtype = read(member) if read else ((0,), False, np.dtype(np.uint8))
     return prod(shape) * dtype.itemsize
 
 
@@ -167,11 +140,7 @@ def _images(path: Path, arrays: Mapping[str, Any], x: str, y: str, size_px: int 
 
 
 def _uint8(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
-    """Return uint8[n, h, w, c] of bytes or floats in [0, 1], [n, h, w], [n, h, w, c] or [n, c, h, w].
-
-    Raises:
-        UsageError: when they have another shape or type, or there are none.
-    """
+    # uint8[n, h, w, c] of bytes or floats in [0, 1], [n, h, w], [n, h, w, c] or [n, c, h, w]
     if pixels.ndim == 3:
         pixels = pixels[..., None]
     if pixels.ndim != 4:
@@ -221,7 +190,10 @@ def _from_folder(folder: Path, size_px: int | None) -> DataSet:
         if unknown or not _classes(roots[1]):
             what = f"{unknown[0]} is no class of {root}" if unknown else "no folder of images in it"
             raise UsageError(f"{roots[1]}: {what}")
-    headers = [_header(path) for root in roots for name in classes for path in _files(root / name)]
+    headers = []
+    for path in (path for root in roots for name in classes for path in _files(root / name)):
+        with _opened(path) as picture:
+            headers.append((picture.mode, picture.size))
     mode = "L" if all(mode in _GREY for mode, _ in headers) else "RGB"
     sizes = {size for _, size in headers}
     if size_px is None and (len(sizes) > 1 or any(w != h for w, h in sizes)):
@@ -229,13 +201,9 @@ def _from_folder(folder: Path, size_px: int | None) -> DataSet:
         raise UsageError(f"{folder}: {what}; make them squares of one size with --size-px")
     side = size_px or headers[0][1][0]
     parts = [_class_folders(root, classes, mode, side) for root in roots]
-    if all(_colourless(part.x) for part in parts):
+    if all((part.x == part.x[..., :1]).all() for part in parts):  # no colour
         parts = [Images(part.x[..., :1].copy(), part.y) for part in parts]
     return DataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
-
-
-def _colourless(x: NDArray[np.uint8]) -> bool:
-    return bool((x == x[..., :1]).all())
 
 
 def _classes(root: Path) -> tuple[str, ...]:
@@ -258,12 +226,6 @@ def _files(folder: Path) -> list[Path]:
         return []
     named = (p for p in folder.iterdir() if p.suffix.lower() in _SUFFIXES and not p.name.startswith("."))
     return sorted(p for p in named if p.is_file())  # a pipe would be waited for
-
-
-def _header(path: Path) -> tuple[str, tuple[int, int]]:
-    """Mode and (width, height), without decoding the pixels."""
-    with _opened(path) as picture:
-        return picture.mode, picture.size
 
 
 def _picture(path: Path, mode: str) -> Image.Image:

@@ -1,13 +1,17 @@
 """Reading patch stores: the columns of every patch of a site, and the pixels from the shard of its slide.
 
-See FORMAT.md. A missing shard raises instead of reading as black.
+A shard holds pixels, JPEG streams, or only a reference to the slide. See FORMAT.md. A missing shard raises instead of
+reading as black.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -17,30 +21,195 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stores.checksums import DAMAGE, SHARDS, RowChecksums, check_seal, shard_sum
-from wsi_fl.stores.contents import PIXELS, ReadSlide, Rows, SlideUnreadable, rows_of
 from wsi_fl.stores.fields import (
+    DAMAGE,
     SHARD_FORMAT,
+    SHARDS,
     STORE_FORMAT,
+    RowChecksums,
     check_format,
+    check_seal,
     first_line,
-    patients_of,
     read_meta,
-    read_table,
+    require_sound,
+    shard_sum,
     spec_attrs,
+    sums_of,
+    text_of,
     too_large,
 )
 from wsi_fl.stores.hdf5 import StoreFile, opened
+from wsi_fl.system import jpeg
 from wsi_fl.system.bulk import BufferPool
 from wsi_fl.system.machine import most_open_files, n_cores
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
+_QUALITIES = range(1, 101)
+PIXELS = ("pixels", "bytes")
+"""The datasets of a shard that hold pixels."""
 _OPEN_SHARDS = 128
 """Shards one reader keeps open, fewer where the system allows few files: joint training reads many stores."""
 _MOST_THREADS = 8
 _MEMORY = BufferPool(most=2)
 """Of batches that are gone."""
 _ROWS_PER_TASK = 4
+
+
+@dataclass(frozen=True)
+class SlideSource:
+    """Where the pixels of a shard without pixels are."""
+
+    slide: str
+    path: str
+    """Of the slide: relative to the study, or absolute."""
+    quickhash: str
+    mpp_override: float | None
+    reader: str
+    """The setting `slides.reader` at the time."""
+
+
+class SlideUnreadable(WsiFlError):
+    """The slide that a shard without pixels refers to is missing, another one, or damaged."""
+
+
+_ReadSlide = Callable[[SlideSource, NDArray[np.int64], GridSpec], NDArray[np.uint8]]
+"""(source, xy_l0 int64[b, 2], spec) → uint8[b, size_px, size_px, 3]; SlideUnreadable where that fails."""
+
+
+def quality_of(content: str) -> int | None:
+    """Return the quality of `jpeg:Q`, or None for `raw`, `native` and `none`.
+
+    Raises:
+        UsageError: when it is none of these.
+    """
+    if content in {"raw", "native", "none"}:
+        return None
+    name, _, number = content.partition(":")
+    if name == "jpeg" and number.isascii() and number.isdigit() and int(number) in _QUALITIES:
+        return int(number)
+    raise UsageError(
+        f"pixels are stored as raw, native, none or jpeg:Q with Q from 1 to 100, not {content!r}"
+    )
+
+
+class _Rows:
+    """The patches of one shard: reading one raises an error of `DAMAGE` or a WsiFlError where it is damaged.
+
+    Attributes:
+        n: how many there are.
+        shape: (height, width, channels) of each.
+        sums: their checksums; None where the shard holds no pixels.
+        threaded: whether several threads gain anything: HDF5 lets in one at a time.
+    """
+
+    threaded = False
+
+    def __init__(self, n: int, shape: tuple[int, int, int], sums: RowChecksums | None) -> None:
+        self.n, self.shape, self.sums = n, shape, sums
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
+        """Put the patches `rows` of the shard at the positions `at` of `out`; any thread may call it."""
+        for row, position in zip(rows, at, strict=True):
+            self._decode(self._checked(int(row)), out[position])
+
+    def damaged(self) -> Iterator[int]:
+        """Yield which patches are damaged, after reading each, without decoding it."""
+        for row in range(self.n) if self.sums is not None else ():
+            try:
+                self._checked(row)
+            except (*DAMAGE, WsiFlError):
+                yield row
+
+    def _checked(self, row: int) -> bytes:
+        stored = self._stored(row)
+        if self.sums is not None:
+            self.sums.check(row, stored)
+        return stored
+
+    def _stored(self, row: int) -> bytes:
+        raise NotImplementedError
+
+    def _decode(self, stored: bytes, out: NDArray[np.uint8]) -> None:
+        raise NotImplementedError
+
+
+class _RawRows(_Rows):
+    def __init__(self, pixels: h5py.Dataset, sums: RowChecksums) -> None:
+        n, *shape = pixels.shape
+        super().__init__(n, tuple(shape), sums)
+        self._pixels = pixels
+
+    def _stored(self, row: int) -> bytes:
+        chunk: bytes = self._pixels.id.read_direct_chunk((row, 0, 0, 0))[1]
+        return chunk
+
+    def _decode(self, stored: bytes, out: NDArray[np.uint8]) -> None:
+        out[:] = np.frombuffer(stored, np.uint8).reshape(self.shape)
+
+
+class _StreamRows(_Rows):
+    threaded = True
+
+    def __init__(
+        self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int, sums: RowChecksums
+    ) -> None:
+        super().__init__(len(start) - 1, (size_px, size_px, 3), sums)
+        whole = start.ndim == 1 and len(start) and start[0] == 0 and start[-1] == data.size
+        if data.ndim != 1 or not whole or (start[1:] < start[:-1]).any():
+            raise ValueError("start does not divide bytes into streams")
+        self._data, self._start = data, start.astype(np.int64)
+        self._offset = data.id.get_offset()  # None unless contiguous
+        self._descriptor = int(data.file.id.get_vfd_handle()) if self._offset is not None else -1
+
+    def _stored(self, row: int) -> bytes:
+        """Return one JPEG stream; where the bytes are contiguous, without HDF5, so that threads read in parallel."""
+        first, last = int(self._start[row]), int(self._start[row + 1])
+        if self._offset is None:
+            return bytes(self._data[first:last])
+        return os.pread(self._descriptor, last - first, self._offset + first)
+
+    def _decode(self, stored: bytes, out: NDArray[np.uint8]) -> None:
+        jpeg.decode(stored, out)
+
+
+class _SlideRows(_Rows):
+    """Without pixels; whoever reads slides has threads of his own."""
+
+    def __init__(
+        self, source: SlideSource, spec: GridSpec, xy_l0: NDArray[np.int64], read_slide: _ReadSlide | None
+    ) -> None:
+        super().__init__(len(xy_l0), (spec.size_px, spec.size_px, 3), None)
+        self._source, self._spec, self._xy_l0, self._read_slide = source, spec, xy_l0, read_slide
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
+        if self._read_slide is None:
+            raise SlideUnreadable(
+                f"the store holds no pixels of slide {self._source.slide} (store.pixels = none), "
+                "and slides cannot be read here"
+            )
+        out[at] = self._read_slide(self._source, self._xy_l0[rows], self._spec)
+
+
+def rows_of(
+    shard: h5py.Group, spec: GridSpec, read_slide: _ReadSlide | None, sums: RowChecksums | None = None
+) -> _Rows:
+    """Return the reader of a shard's patches.
+
+    Args:
+        sums: its checksums, where it was open before.
+    """
+    attrs, content = shard.attrs, str(shard.attrs["content"])
+    if content == "raw":
+        pixels = shard["pixels"]
+        return _RawRows(pixels, sums_of(shard, len(pixels)) if sums is None else sums)
+    if content == "none":
+        override = float(attrs["mpp_override"])
+        slide, path, quickhash, reader = (str(attrs[key]) for key in ("slide", "path", "quickhash", "reader"))
+        source = SlideSource(slide, path, quickhash, None if math.isnan(override) else override, reader)
+        return _SlideRows(source, spec, shard["xy_l0"][:], read_slide)
+    start = shard["start"][:]
+    sums = sums_of(shard, len(start) - 1) if sums is None else sums
+    return _StreamRows(shard["bytes"], start, spec.size_px, sums)
 
 
 class PatchStore(StoreFile):
@@ -59,19 +228,21 @@ class PatchStore(StoreFile):
     format = STORE_FORMAT
     command = "tile"
 
-    def __init__(self, path: str | Path, read_slide: ReadSlide | None = None) -> None:
+    def __init__(self, path: str | Path, read_slide: _ReadSlide | None = None) -> None:
         self._read_slide = read_slide
         super().__init__(path)
 
     def _load(self, file: h5py.File) -> None:
         self.meta = read_meta(file)
-        self.table = read_table(file, len(self.meta.classes))
+        numbers = (file[name][:] for name in ("xy_l0", "label", "tumor_fraction"))
+        self.table = PatchTable(*numbers, *(text_of(file, name) for name in ("slide", "patient", "split")))
+        require_sound(self.table.label, self.table.patient, self.table.split, len(self.meta.classes))
         names, first, counts = np.unique(self.table.slide, return_index=True, return_counts=True)
         order = np.argsort(first)
         self.slides = [str(name) for name in names[order]]
         self.shard_sums = dict(zip(self.slides, file[SHARDS][:].tolist(), strict=True))
         self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
-        self._shards: OrderedDict[str, tuple[h5py.Group, Rows]] = OrderedDict()
+        self._shards: OrderedDict[str, tuple[h5py.Group, _Rows]] = OrderedDict()
         self._sums: dict[str, RowChecksums] = {}
         self._most_open = max(1, min(_OPEN_SHARDS, most_open_files() // 8))
         self._lock = Lock()
@@ -117,25 +288,22 @@ class PatchStore(StoreFile):
             try:
                 check_seal(shard, PIXELS)
             except DAMAGE as error:
-                raise WsiFlError(
-                    f"{self.path}: the shard of slide {slide} is damaged ({first_line(error)}); {self.mend}"
-                ) from None
-            first = self._rows[slide].start
-            return [first + row for row in damaged_rows(patches)]
+                raise self._wrong(slide, f"is damaged ({first_line(error)})") from None
+            return [self._rows[slide].start + row for row in patches.damaged()]
 
     @cached_property
     def channels(self) -> int:
         """Return 3 for RGB, 1 for grey; every shard of a store has as many as the first."""
-        return self._rows_of(self.slides[0]).shape[-1] if self.slides else 3
+        return self._shard(self.slides[0])[1].shape[-1] if self.slides else 3
 
     def shard(self, slide: str) -> Any:
         """Return the HDF5 group of one slide; WsiFlError where its shard is missing, damaged or of other patches."""
         return self._shard(slide)[0]
 
-    def _rows_of(self, slide: str) -> Rows:
-        return self._shard(slide)[1]
+    def _wrong(self, slide: str, what: str) -> WsiFlError:
+        return WsiFlError(f"{self.path}: the shard of slide {slide} {what}; {self.mend}")
 
-    def _shard(self, slide: str) -> tuple[h5py.Group, Rows]:
+    def _shard(self, slide: str) -> tuple[h5py.Group, _Rows]:
         if slide not in self._shards:
             if len(self._shards) >= self._most_open:
                 self._shards.popitem(last=False)
@@ -148,15 +316,11 @@ class PatchStore(StoreFile):
                 rows = rows_of(group, self.meta.spec, self._read_slide, self._sums.get(slide))
                 self._check_columns(slide, group, rows)
             except FileNotFoundError:
-                raise WsiFlError(f"{self.path}: the shard of slide {slide} is missing; {self.mend}") from None
+                raise self._wrong(slide, "is missing") from None
             except DAMAGE as error:
-                raise WsiFlError(
-                    f"{self.path}: the shard of slide {slide} is damaged ({first_line(error)}); {self.mend}"
-                ) from None
+                raise self._wrong(slide, f"is damaged ({first_line(error)})") from None
             except MemoryError as error:
-                raise WsiFlError(
-                    f"{self.path}: the shard of slide {slide} is {too_large(error)}; {self.mend}"
-                ) from None
+                raise self._wrong(slide, f"is {too_large(error)}") from None
             self._shards[slide] = group, rows
             if rows.sums is not None:
                 self._sums[slide] = rows.sums
@@ -170,12 +334,8 @@ class PatchStore(StoreFile):
             return opened(self.path.parent / link.filename)["/"]
         return self._file["slides"][slide]
 
-    def _check_columns(self, slide: str, group: h5py.Group, patches: Rows) -> None:
-        """Refuse a shard of other patches: of a `tile` that was killed, of another slide, or from an old backup.
-
-        Raises:
-            WsiFlError: when its columns or attributes are not those of the store.
-        """
+    def _check_columns(self, slide: str, group: h5py.Group, patches: _Rows) -> None:
+        # it may be of a `tile` that was killed, of another slide, or from an old backup
         table, size = self.table.take(self._rows[slide]), self.meta.spec.size_px
         said = spec_attrs(self.meta.spec) | {"slide": slide}
         same = (
@@ -190,14 +350,12 @@ class PatchStore(StoreFile):
         if known := self.shard_sums[slide]:
             same = same and shard_sum(group) == known
         else:
-            patients = patients_of(group, len(table))
+            patients = text_of(group, "patient") if "patient" in group else str(group.attrs["patient"])
             same = same and bool(
                 np.all(patients == table.patient) and np.all(group.attrs["split"] == table.split)
             )
         if not same:
-            raise WsiFlError(
-                f"{self.path}: the shard of slide {slide} holds other patches, or is damaged; {self.mend}"
-            )
+            raise self._wrong(slide, "holds other patches, or is damaged")
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for.
@@ -206,12 +364,13 @@ class PatchStore(StoreFile):
         """
         size = self.meta.spec.size_px
         with self._lock:
-            channels = self._rows_of(str(self.table.slide[rows[0]])).shape[-1] if len(rows) else 3
+            channels = self._shard(str(self.table.slide[rows[0]]))[1].shape[-1] if len(rows) else 3
             out: NDArray[np.uint8] = _MEMORY.empty((len(rows), size, size, channels), np.uint8)
             at_work: list[Future[None]] = []
             try:
-                for slide, at in self._by_slide(rows):
-                    patches = self._rows_of(slide)
+                slides, which = np.unique(self.table.slide[rows], return_inverse=True)
+                for number, slide in enumerate(slides.tolist()):
+                    at, patches = np.flatnonzero(which == number), self._shard(slide)[1]
                     step = _ROWS_PER_TASK if patches.threaded else len(at)
                     for part in (at[k : k + step] for k in range(0, len(at), step)):
                         work = (slide, patches, rows[part], out, part)
@@ -226,33 +385,27 @@ class PatchStore(StoreFile):
                     future.cancel()
         return out
 
-    def _by_slide(self, rows: NDArray[np.int64]) -> Iterator[tuple[str, NDArray[np.int64]]]:
-        """Yield (slide, positions in `rows` of its patches) for each slide."""
-        slides, which = np.unique(self.table.slide[rows], return_inverse=True)
-        for k, slide in enumerate(slides):
-            yield str(slide), np.flatnonzero(which == k)
-
     def _read_part(
         self,
         slide: str,
-        patches: Rows,
+        patches: _Rows,
         rows: NDArray[np.int64],
         out: NDArray[np.uint8],
         at: NDArray[np.int64],
     ) -> None:
-        """Read some rows of one slide.
-
-        Raises:
-            SlideUnreadable: when the shard holds no pixels and the slide cannot be read.
-            WsiFlError: naming the first patch that is damaged.
-        """
         first = self._rows[slide].start
         try:
             patches.read(rows - first, out, at)
         except SlideUnreadable:
             raise
         except (*DAMAGE, WsiFlError) as error:
-            row = _first_damaged(patches, rows, first, out, at)
+            row = int(rows[0])
+            for k, one in enumerate(rows):
+                try:
+                    patches.read(rows[k : k + 1] - first, out, at[k : k + 1])
+                except (*DAMAGE, WsiFlError):
+                    row = int(one)
+                    break
             raise WsiFlError(
                 f"{self.path}: patch {row} in the shard of slide {slide} is damaged "
                 f"({first_line(error)}); {self.mend}"
@@ -262,24 +415,3 @@ class PatchStore(StoreFile):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(min(_MOST_THREADS, n_cores()))
         return self._pool
-
-
-def damaged_rows(patches: Rows) -> Iterator[int]:
-    """Yield which patches of a shard are damaged, after reading each."""
-    for row in range(patches.n):
-        try:
-            patches.verify(row)
-        except (*DAMAGE, WsiFlError):
-            yield row
-
-
-def _first_damaged(
-    patches: Rows, rows: NDArray[np.int64], first: int, out: NDArray[np.uint8], at: NDArray[np.int64]
-) -> int:
-    """Return the first of the rows that cannot be read."""
-    for k, row in enumerate(rows):
-        try:
-            patches.read(rows[k : k + 1] - first, out, at[k : k + 1])
-        except (*DAMAGE, WsiFlError):
-            return int(row)
-    return int(rows[0])

@@ -1,6 +1,6 @@
-"""Writing patch stores: a shard per slide, then the columns that link to them.
+"""Writing patch stores: a shard per slide, then `patches.h5` with the columns of all shards and a link to each.
 
-Shards are written to a temporary name and renamed, so a crash loses at most the slide in hand.
+Files are written to a temporary name and renamed, so a crash loses at most the slide in hand.
 """
 
 from __future__ import annotations
@@ -19,28 +19,40 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl import __version__
-from wsi_fl.stores.checksums import DAMAGE, ROWS, SHARDS, check_seal, crc_of_rows, seal, shard_sum
-from wsi_fl.stores.columns import ROW_BYTES, link_shards, table_bytes, write_table
-from wsi_fl.stores.contents import PIXELS, SlideSource, quality_of, rows_of, shard_bytes
 from wsi_fl.stores.fields import (
+    DAMAGE,
+    ROWS,
     SHARD_FORMAT,
-    VERSION,
+    SHARDS,
+    STORE_FORMAT,
     Marked,
     StoreMeta,
     check_format,
+    check_seal,
+    crc_of_rows,
     encoded_text,
     first_line,
     marked_columns,
     read_marked,
+    read_meta,
+    root_attrs,
+    seal,
+    shard_sum,
     spec_attrs,
     write_root,
 )
-from wsi_fl.stores.hdf5 import created, opened
-from wsi_fl.stores.patches import PatchStore, damaged_rows
+from wsi_fl.stores.hdf5 import SLIDE_BYTES, created, opened
+from wsi_fl.stores.patches import PIXELS, PatchStore, SlideSource, quality_of, rows_of
 from wsi_fl.system.bulk import BulkFile, pile_in
 from wsi_fl.system.files import atomic, remove_abandoned
-from wsi_fl.types import GridSpec, PatchTable, WsiFlError
+from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
+
+_ROW_BYTES = 256
+"""Room for a patch's columns and its place in the index of chunks."""
+_NUMBERS, _TEXTS = ("xy_l0", "label", "tumor_fraction"), ("slide", "patient", "split")
+
+Counts = dict[str, NDArray[np.int64]]
+"""Split → patches of each class."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +73,9 @@ class ShardMeta:
     """Patches that were set aside for their quality, and are no rows."""
 
 
-Unread = Mapping[int, str]
+_Unread = Mapping[int, str]
 """Rows of a planned table that cannot be read, and why."""
-_ALL_READ: Unread = MappingProxyType({})
+_ALL_READ: _Unread = MappingProxyType({})
 
 
 def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
@@ -94,7 +106,7 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
                 return "parameters or slide changed"
             patches = rows_of(file["/"], meta.spec, None)
             whole = patches.n == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
-            if not whole or next(damaged_rows(patches), None) is not None:
+            if not whole or next(patches.damaged(), None) is not None:
                 return "its shard was damaged (patches are not as they were written)"
     except (*DAMAGE, MemoryError, WsiFlError) as error:
         return f"its shard was damaged ({first_line(error)})"
@@ -114,7 +126,7 @@ def write_shard(
     pixels: Iterable[NDArray[np.uint8]],
     *,
     channels: int = 3,
-    unread: Unread = _ALL_READ,
+    unread: _Unread = _ALL_READ,
 ) -> None:
     """Write one slide's patches atomically, as they are.
 
@@ -155,16 +167,8 @@ def write_shard(
 def _allocated(
     file: h5py.File, name: str, shape: tuple[int, ...], kind: h5py.h5t.TypeID = h5py.h5t.STD_U8LE
 ) -> int:
-    """Create a dataset with its place on disk: one chunk per patch for patches, one after another.
-
-    What is written there bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
-
-    Returns:
-        The offset of its first byte in the file.
-
-    Raises:
-        WsiFlError: when HDF5 did not put the chunks one after another.
-    """
+    # Returns the offset of a new dataset, which has one chunk per patch, one after another. What is written there
+    # bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -177,9 +181,7 @@ def _allocated(
         return int(dataset.get_offset())
     corners = ((row, *[0] * (len(shape) - 1)) for row in (0, shape[0] - 1))
     first, last = (int(dataset.get_chunk_info_by_coord(corner).byte_offset) for corner in corners)
-    if last - first != math.prod(shape) // shape[0] * (
-        shape[0] - 1
-    ):  # the index of such chunks is "implicit"
+    if last - first != math.prod(shape[1:]) * (shape[0] - 1):  # the index of such chunks is "implicit"
         raise WsiFlError(f"{name}: this HDF5 library does not keep its chunks in one piece")
     return first
 
@@ -190,7 +192,7 @@ def write_streams(
     table: PatchTable,
     streams: Iterable[bytes],
     *,
-    unread: Unread = _ALL_READ,
+    unread: _Unread = _ALL_READ,
 ) -> None:
     """Write one slide's patches atomically as JPEG streams in the table's order: `meta.wanted` says whose.
 
@@ -220,7 +222,7 @@ def write_positions(
     table: PatchTable,
     source: SlideSource,
     *,
-    unread: Unread = _ALL_READ,
+    unread: _Unread = _ALL_READ,
 ) -> None:
     """Write one slide's columns atomically, with a reference to the slide instead of pixels."""
     with atomic(path) as temporary, _filled(temporary, meta, table, unread, 0) as file:
@@ -237,32 +239,19 @@ def write_positions(
 
 @contextmanager
 def _filled(
-    path: Path, meta: ShardMeta, planned: PatchTable, unread: Unread, n_bytes: int
+    path: Path, meta: ShardMeta, planned: PatchTable, unread: _Unread, n_bytes: int
 ) -> Iterator[h5py.File]:
-    """Yield a new shard with everything but its pixels.
-
-    Raises:
-        WsiFlError: when no patch is left.
-    """
+    # a new shard with everything but its pixels
     left_out = sorted(unread)
     table = planned.take(~np.isin(np.arange(len(planned)), left_out)) if left_out else planned
     if not len(table):
         raise WsiFlError(f"{meta.slide}: a shard holds at least one patch")
-    with created(path, n_bytes + (len(planned) + len(meta.aside)) * ROW_BYTES) as file:
+    with created(path, n_bytes + (len(planned) + len(meta.aside)) * _ROW_BYTES) as file:
+        said = {name: getattr(meta, name) for name in ("slide", "patient", "split", "quickhash")}
         file.attrs.update(
-            spec_attrs(meta.spec)
-            | {
-                "format": SHARD_FORMAT,
-                "version": VERSION,
-                "tool_version": __version__,
-                "slide": meta.slide,
-                "patient": meta.patient,
-                "split": meta.split,
-                "quickhash": meta.quickhash,
-                "fingerprint": fingerprint(meta, planned),
-            }
+            root_attrs(SHARD_FORMAT, meta.spec) | said | {"fingerprint": fingerprint(meta, planned)}
         )
-        for name in ("xy_l0", "label", "tumor_fraction"):
+        for name in _NUMBERS:
             file[name] = getattr(table, name)
         if (table.patient != meta.patient).any():  # images of many patients in one shard
             file["patient"] = encoded_text(table.patient)
@@ -277,6 +266,96 @@ def _check_count(path: Path, found: int, expected: int) -> None:
         raise WsiFlError(f"{path}: got {found} patches, expected {expected}")
 
 
+def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
+    """Write `patches.h5`, the rows of all shards in the order given; hold those of one shard at a time.
+
+    Shards lie below the folder of `path`.
+
+    Raises:
+        WsiFlError: when a shard is damaged or of another grid or format, or the disk is full.
+    """
+    heads = [_head(shard, meta.spec) for shard in shards]
+    n = sum(rows for rows, _ in heads)
+    widths = [max((each[k] for _, each in heads), default=1) for k in range(len(_TEXTS))]
+    counts = {split: np.zeros(len(meta.classes), np.int64) for split in SPLITS}
+    n_bytes = n * (sum(widths) + _ROW_BYTES) + len(heads) * SLIDE_BYTES
+    with atomic(path) as temporary, created(temporary, n_bytes) as file:
+        write_root(file, meta)
+        file.create_dataset("xy_l0", (n, 2), np.int64)
+        file.create_dataset("label", (n,), np.int64)
+        file.create_dataset("tumor_fraction", (n,), np.float32)
+        for name, width in zip(_TEXTS, widths, strict=True):
+            file.create_dataset(name, (n,), h5py.string_dtype("utf-8", width))
+        links = file.create_group("slides", track_order=True)
+        row, sums = 0, []
+        for shard, (rows, _) in zip(shards, heads, strict=True):
+            slide, known = _copy_columns(file, slice(row, row + rows), shard, counts)
+            links[slide] = h5py.ExternalLink(shard.relative_to(path.parent).as_posix(), "/")
+            sums.append(known)
+            row += rows
+        file[SHARDS] = np.array(sums, np.uint32)
+        seal(file)
+    return counts
+
+
+def linked(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None:
+    """Return how many patches a `patches.h5` has, where it is whole and links these shards in this order; else None.
+
+    A shard counts as the one that was linked where it is not newer than the file and its patches have the checksums
+    that were linked.
+    """
+    try:
+        with opened(path) as file:
+            check_format(file, STORE_FORMAT, path)
+            check_seal(file)
+            labels, split, known = file["label"][:], file["split"][:], file[SHARDS][:]
+            same = read_meta(file) == meta and list(file["slides"]) == [shard.stem for shard in shards]
+        written = path.stat().st_mtime_ns
+        for shard, value in zip(shards, known, strict=same):
+            with opened(shard) as source:
+                same = same and shard_sum(source) == value and shard.stat().st_mtime_ns <= written
+    except (*DAMAGE, WsiFlError):
+        return None
+    if not same:
+        return None
+    return {name: np.bincount(labels[split == name.encode()], minlength=len(meta.classes)) for name in SPLITS}
+
+
+def _head(path: Path, spec: GridSpec) -> tuple[int, list[int]]:
+    # how many rows a shard has, and the bytes of its longest slide, patient and split
+    with _opened(path) as file:
+        check_format(file, SHARD_FORMAT, path)
+        if spec_attrs(spec) != {key: file.attrs[key] for key in spec_attrs(spec)}:
+            raise WsiFlError(f"{path}: tiled on another grid than its store; tile the site again")
+        widths = [len(str(file.attrs[name]).encode()) or 1 for name in _TEXTS]
+        if "patient" in file:  # stands for the attribute
+            widths[1] = file["patient"].dtype.itemsize
+        return len(file["label"]), widths
+
+
+def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> tuple[str, int]:
+    """Copy one shard's rows; return its slide, and the checksum that identifies its pixels."""
+    with _opened(shard) as source:
+        check_seal(source, PIXELS)
+        columns = {name: source[name][:] for name in _NUMBERS}
+        for name in _TEXTS:
+            columns[name] = source[name][:] if name in source else str(source.attrs[name]).encode()
+        slide, split, known = str(source.attrs["slide"]), str(source.attrs["split"]), shard_sum(source)
+    for name, values in columns.items():
+        file[name][rows] = values
+    counts[split] += np.bincount(columns["label"], minlength=len(counts[split]))
+    return slide, known
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[h5py.File]:
+    try:
+        with opened(shard) as file:
+            yield file
+    except DAMAGE as error:
+        raise WsiFlError(f"{shard}: damaged ({first_line(error)}); run the command again") from None
+
+
 def write_columns(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> PatchTable:
     """Write `patches.h5` as `link_shards` does, and return all its columns."""
     link_shards(path, meta, shards)
@@ -288,20 +367,21 @@ def pack(source: Path, target: Path) -> None:
     """Copy a linked store into one self-contained file that reads the same."""
     remove_abandoned(target)
     with PatchStore(source) as store, atomic(target) as temporary:
-        room = sum(shard_bytes(store.shard(name)) for name in store.slides)
-        with created(temporary, room + len(store) * ROW_BYTES + table_bytes(store.table)) as file:
-            _copy_into(file, store)
-
-
-def _copy_into(file: h5py.File, store: PatchStore) -> None:
-    write_root(file, store.meta)
-    write_table(file, store.table)
-    slides = file.create_group("slides", track_order=True)
-    for name in store.slides:
-        group = slides.create_group(name)
-        shard = store.shard(name)
-        group.attrs.update(shard.attrs)
-        for key in shard:
-            shard.copy(key, group)
-    file[SHARDS] = np.array([shard_sum(group) for group in slides.values()], np.uint32)
-    seal(file)
+        table = store.table
+        row_bytes = _ROW_BYTES * 2 + sum(getattr(table, name).dtype.itemsize for name in _TEXTS)
+        held = (node.nbytes for slide in store.slides for node in store.shard(slide).values())
+        room = sum(held) + len(table) * row_bytes + len(store.slides) * SLIDE_BYTES
+        with created(temporary, room) as file:
+            write_root(file, store.meta)
+            for name in _NUMBERS:
+                file[name] = getattr(table, name)
+            for name in _TEXTS:
+                file[name] = encoded_text(getattr(table, name))
+            slides = file.create_group("slides", track_order=True)
+            for slide in store.slides:
+                group, shard = slides.create_group(slide), store.shard(slide)
+                group.attrs.update(shard.attrs)
+                for key in shard:
+                    shard.copy(key, group)
+            file[SHARDS] = np.array([shard_sum(group) for group in slides.values()], np.uint32)
+            seal(file)

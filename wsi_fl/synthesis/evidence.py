@@ -279,7 +279,7 @@ def spread(distances: _Distances) -> _Spread:
     return _Spread(len(distances), float(np.median(distances)), q05, float(distances.min()))
 
 
-def compared(training: _Distances, held_out: _Distances, *, copy_below: float = COPY) -> Comparison:
+def _compared(training: _Distances, held_out: _Distances, *, copy_below: float = COPY) -> Comparison:
     """Return whether training images are nearer to their nearest synthetic one than held-out images are."""
     a, b = training, held_out
     test = mannwhitneyu(a, b, alternative="less")
@@ -299,7 +299,7 @@ def compared(training: _Distances, held_out: _Distances, *, copy_below: float = 
     )
 
 
-def over_usual(distance: _Distances, usual: _Distances) -> _Distances:
+def _over_usual(distance: _Distances, usual: _Distances) -> _Distances:
     """Return each image's distance over its usual one, that to the nearest different training image of another patient.
 
     By chance more images that are far from everything may be held out; what a generator remembers shows in the
@@ -308,7 +308,7 @@ def over_usual(distance: _Distances, usual: _Distances) -> _Distances:
     or a held-out image is in the training set too (0), the image is left out.
 
     Example:
-        >>> over_usual(np.array([0.1, 0.3, 0.2]), np.array([0.2, 0.0, np.inf])).tolist()
+        >>> _over_usual(np.array([0.1, 0.3, 0.2]), np.array([0.2, 0.0, np.inf])).tolist()
         [0.5]
     """
     known = (usual > 0) & np.isfinite(usual)
@@ -323,8 +323,8 @@ def told_apart(
 
     None where copying cannot be told from likeness: no training image or fewer held-out ones than `least` are left.
     """
-    training, held_out = map(over_usual, reached, usual)
-    return compared(training, held_out) if len(training) and len(held_out) >= least else None
+    training, held_out = map(_over_usual, reached, usual)
+    return _compared(training, held_out) if len(training) and len(held_out) >= least else None
 
 
 def doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[str]:

@@ -99,7 +99,8 @@ class Gallery:
         if (exhibit := self._exhibit(number)) is None:
             return None
         with self.lent(number) as slide:
-            pyramid, mpp = Pyramid(slide.size_l0), None
+            pyramid = Pyramid(slide.size_l0)
+            mpp: float | None = None
             with suppress(WsiFlError):
                 mpp = slide.mpp
             return {

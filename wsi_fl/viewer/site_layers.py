@@ -20,8 +20,8 @@ from wsi_fl.slides.patching.patches import PlanParams, plan_slide
 from wsi_fl.slides.patching.quality import KINDS
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.quality import read_set_aside, tissue_of
-from wsi_fl.stages.prepare.tile import spec_of
+from wsi_fl.stages.prepare.tables import read_set_aside
+from wsi_fl.stages.prepare.tile_plans import spec_of, tissue_of
 from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.fields import read_marked
@@ -119,7 +119,8 @@ class SiteLayers:
 
     def over(self, record: SlideRecord) -> list[Overlay]:
         """Return the layers of a slide, in the order in which they are drawn."""
-        layers, slide = [], record.slide
+        slide = record.slide
+        layers: list[Overlay] = []
         if slide in self._rows:
             layers.append(Overlay("kept patches", "patches", partial(self._of_store, slide)))
             if self._set_aside.get(slide):
@@ -134,7 +135,7 @@ class SiteLayers:
 
     def note(self, slide: str) -> str:
         """Return in a few words what the stores kept of a slide, and why nothing."""
-        parts = []
+        parts: list[str] = []
         if (store := self.store) is not None:
             rows = self._rows.get(slide, _NO_ROWS)
             labels = np.bincount(store.table.label[rows], minlength=len(store.meta.classes))

@@ -4,14 +4,219 @@ It is laid out like Camelyon17 and needs no download, so that everything else ca
 are drawings: good for trying the software, never for claims about medicine.
 """
 
-from wsi_fl.demo.phantom.archive import PhantomSlide, paint_archive, paint_slide, plan_slides, truth_mask
+from __future__ import annotations
+
+import csv
+import io
+import os
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+from skimage.measure import find_contours
+
+from wsi_fl.demo.phantom.painting import COARSE_PX, MPP, Anatomy, bank, hospital, lay_out, paint, tumour_mask
 from wsi_fl.demo.phantom.tiff import write_pyramid
+from wsi_fl.system.files import write_text
+from wsi_fl.types import UsageError
 
 __all__ = [
     "PhantomSlide",
+    "outlines",
     "paint_archive",
     "paint_slide",
     "plan_slides",
     "truth_mask",
     "write_pyramid",
 ]
+
+_PATIENTS_PER_CENTRE = 20
+"""Camelyon17's rule: centre = patient number // 20."""
+_MIN_PX = 512
+_MAX_WORKERS = 4  # about 300 MB each at the default size
+
+_Outline = tuple[str, NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class PhantomSlide:
+    """One slide of the archive before it is painted."""
+
+    site: int
+    patient: int
+    """Number over all sites: 20 · site + number within the site."""
+    node: int
+    """0 is healthy; 1 holds metastases where the patient has any."""
+    size_px: int
+    seed: int
+    ill: bool = True
+    """Whether the patient has metastases."""
+
+    @property
+    def name(self) -> str:
+        """File name without suffix, as in Camelyon17."""
+        return f"patient_{self.patient:03d}_node_{self.node}"
+
+    @property
+    def positive(self) -> bool:
+        """Whether it holds tumour."""
+        return self.node == 1 and self.ill
+
+    def rng(self, purpose: int) -> Generator:
+        """Random numbers of this slide alone: 0 for its anatomy, 1 for its paint."""
+        return np.random.default_rng([self.seed, self.patient, self.node, purpose])
+
+    def anatomy(self) -> Anatomy:
+        """Where its tissues lie."""
+        return lay_out(self.rng(0), self.size_px, self.positive)
+
+
+def plan_slides(
+    n_sites: int, patients_per_site: int, size_px: int, seed: int, ill: Sequence[float] = ()
+) -> list[PhantomSlide]:
+    """Every slide of an archive, two per patient.
+
+    Args:
+        ill: share of each site's patients that have metastases, the first ones; all where it is left out.
+
+    Raises:
+        UsageError: a number out of range.
+
+    Example:
+        >>> [s.name for s in plan_slides(2, 1, 1024, seed=0)][1:3]
+        ['patient_000_node_1', 'patient_020_node_0']
+    """
+    if n_sites < 1:
+        raise UsageError(f"n_sites is {n_sites}: an archive needs at least one site")
+    if not 1 <= patients_per_site <= _PATIENTS_PER_CENTRE:
+        raise UsageError(f"patients_per_site is {patients_per_site}: choose 1 to {_PATIENTS_PER_CENTRE}")
+    if size_px < _MIN_PX or size_px % COARSE_PX:
+        raise UsageError(f"size_px is {size_px}: choose a multiple of {COARSE_PX}, at least {_MIN_PX}")
+    return [
+        PhantomSlide(
+            site,
+            _PATIENTS_PER_CENTRE * site + p,
+            node,
+            size_px,
+            seed,
+            not ill or p < round(ill[site] * patients_per_site),
+        )
+        for site in range(n_sites)
+        for p in range(patients_per_site)
+        for node in (0, 1)
+    ]
+
+
+def paint_slide(slide: PhantomSlide) -> NDArray[np.uint8]:
+    """[size_px, size_px, 3] the level-0 pixels of a slide, before JPEG."""
+    return paint(slide.rng(1), slide.anatomy(), hospital(slide.site))
+
+
+def truth_mask(slide: PhantomSlide) -> NDArray[np.bool_]:
+    """[size_px, size_px] which level-0 pixels are tumour; what is painted follows it in squares of LABEL_PX."""
+    return tumour_mask(slide.anatomy())
+
+
+def outlines(anatomy: Anatomy) -> list[_Outline]:
+    """The tumour's edge as (group, [n, 2] level-0 (x, y)): islands in `metastases`, holes (last) in `normal`."""
+    if anatomy.tumour is None:
+        return []
+    found = []
+    for contour in find_contours(anatomy.tumour, 0.0):
+        # A node lies at the middle of its square, hence the half.
+        xy = (contour[:-1, ::-1] + 0.5) * COARSE_PX
+        x, y = xy.T
+        area = 0.5 * float(np.sum(x * np.roll(y, -1) - np.roll(x, -1) * y))
+        # find_contours goes around the tumour one way and around its holes the other.
+        found.append(("metastases" if area > 0 else "normal", xy))
+    return sorted(found, key=lambda outline: outline[0])
+
+
+def _asap_xml(rings: list[_Outline]) -> str:
+    """Outlines in the XML of ASAP, the annotation tool of the Camelyon challenges."""
+    root = ET.Element("ASAP_Annotations")
+    annotations, groups = (ET.SubElement(root, name) for name in ("Annotations", "AnnotationGroups"))
+    for i, (group, xy) in enumerate(rings):
+        ring = {"Name": f"Annotation {i}", "Type": "Polygon", "PartOfGroup": group, "Color": "#F4FA58"}
+        coordinates = ET.SubElement(ET.SubElement(annotations, "Annotation", ring), "Coordinates")
+        for k, (x, y) in enumerate(xy):
+            ET.SubElement(coordinates, "Coordinate", {"Order": str(k), "X": f"{x:.3f}", "Y": f"{y:.3f}"})
+    for group, colour in (("metastases", "#ff0000"), ("normal", "#00ff00")):
+        found = ET.SubElement(groups, "Group", {"Name": group, "PartOfGroup": "None", "Color": colour})
+        ET.SubElement(found, "Attributes")
+    ET.indent(root, "\t")
+    return f'<?xml version="1.0"?>\n{ET.tostring(root, "unicode")}\n'
+
+
+def _write_slide(out: Path, slide: PhantomSlide) -> None:
+    """One slide and, where it holds tumour, its outlines, which come first: no positive slide is ever without."""
+    anatomy = slide.anatomy()
+    outline_path = out / "annotations" / f"{slide.name}.xml"
+    if slide.positive:
+        write_text(outline_path, _asap_xml(outlines(anatomy)))
+    else:
+        outline_path.unlink(missing_ok=True)
+    picture = paint(slide.rng(1), anatomy, hospital(slide.site))
+    write_pyramid(out / "training" / f"center_{slide.site}" / f"{slide.name}.tif", picture, MPP)
+
+
+def _stages_csv(slides: list[PhantomSlide]) -> str:
+    """Camelyon17's table: a row per patient, then one per slide."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("patient", "stage"))
+    for slide in slides:
+        if slide.node == 0:
+            rows.writerow((f"patient_{slide.patient:03d}.zip", "pN1" if slide.ill else "pN0"))
+        rows.writerow((f"{slide.name}.tif", "macro" if slide.positive else "negative"))
+    return text.getvalue()
+
+
+def paint_archive(
+    out: str | Path,
+    *,
+    n_sites: int = 4,
+    patients_per_site: int = 5,
+    size_px: int = 4096,
+    seed: int = 0,
+    ill: Sequence[float] = (),
+    only: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Paint a Camelyon17-like archive of imaginary hospitals into `out`, which is returned.
+
+    Writes `training/center_K/patient_PPP_node_N.tif`, `annotations/patient_PPP_node_N.xml` (positive slides) and, last,
+    `stages.csv`. The same arguments give the same bytes.
+
+    Args:
+        size_px: side of a slide in level-0 pixels of 0.5 µm.
+        ill: share of each site's patients that have metastases; all where it is left out.
+        only: paint the slides of this site alone, the very ones that it has among `n_sites`.
+        progress: called with one line per finished slide, always from the calling thread.
+
+    Raises:
+        UsageError: a number out of range.
+    """
+    out = Path(out)
+    slides = [
+        slide
+        for slide in plan_slides(n_sites, patients_per_site, size_px, seed, ill)
+        if only in (None, slide.site)
+    ]
+    (out / "annotations").mkdir(parents=True, exist_ok=True)
+    for site in {slide.site for slide in slides}:
+        (out / "training" / f"center_{site}").mkdir(parents=True, exist_ok=True)
+    bank()
+    # Threads suffice: numpy, scipy and the JPEG library work outside the interpreter lock.
+    with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
+        jobs = pool.map(lambda slide: _write_slide(out, slide), slides)
+        for i, (slide, _) in enumerate(zip(slides, jobs, strict=True), 1):
+            if progress:
+                progress(f"{slide.name}.tif ({i} of {len(slides)})")
+    write_text(out / "stages.csv", _stages_csv(slides))
+    return out

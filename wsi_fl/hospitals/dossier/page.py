@@ -19,7 +19,7 @@ from wsi_fl.hospitals.plans.contents import filled
 from wsi_fl.hospitals.plans.making import PlanDocument, document_of
 from wsi_fl.hospitals.plans.signed import Plan, approval_path, approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import applied, epsilon_of, guarantee_of, of_hospital, rounds_of, units_of
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile, run_id
 from wsi_fl.report.fill import fill

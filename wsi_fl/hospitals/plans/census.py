@@ -152,11 +152,7 @@ def _noisy(counts: NDArray[np.int64], sigma: float, clip: float) -> NDArray[np.f
 
 
 def read_census(path: Path, root: str) -> _Census:
-    """Return what a hospital has answered; UsageError where it was damaged, or not signed by whom it names.
-
-    Args:
-        root: what is trusted, PEM.
-    """
+    """Return what a hospital has answered and signed, by what is trusted (PEM); UsageError where it has not."""
     document = read_object(path, "ask the hospital for it again")
     holder = signer_of(document, root, _PURPOSE, str(path))
     said = {key: value for key, value in document.items() if key in _Census.__annotations__}

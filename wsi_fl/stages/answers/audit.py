@@ -27,15 +27,16 @@ from wsi_fl.privacy.audit import (
     auroc,
     auroc_interval,
     canary_bound,
+    distances,
+    found,
     level_of_each,
     roc,
     said_of_tests,
+    tail_of,
     tpr_at,
 )
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.letters import impossible, without
-from wsi_fl.privacy.sums import NoisySums
-from wsi_fl.privacy.tails import distances, found, tail_of
+from wsi_fl.privacy.sums import NoisySums, impossible, without
 from wsi_fl.report.audit import findings, tables
 from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder

@@ -34,8 +34,8 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.answers.predictions import COLUMNS
 from wsi_fl.stages.answers.trained import TrainedModels, answering
-from wsi_fl.stages.prepare.mosaic import OfSlides
-from wsi_fl.stages.prepare.quality import params_of, segmenter_of
+from wsi_fl.stages.prepare.bags import OfSlides
+from wsi_fl.stages.prepare.tile_plans import params_of, segmenter_of
 from wsi_fl.stages.site.data import open_bags
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.party import remembered_bags

@@ -1,8 +1,8 @@
-"""Slides to bags of features: what `mosaic` and `features` have in common, whatever chooses the patches.
+"""`mosaic` and `features`: slides to bags of features, a shard per slide, then one store per site.
 
-A shard per slide, then one store per site. A finished shard whose fingerprint still fits is not made again, so a
-killed job loses at most the slides in hand; while one is encoded the next are looked at and read, and the last one is
-written.
+A mosaic is a few patches of a slide (Yottixel's), read and encoded; no pixels are stored. `features` are those of every
+patch of a patch store. A finished shard whose fingerprint still fits is not made again, so a killed job loses at most
+the slides in hand; while one is encoded the next are looked at and read, and the last one is written.
 """
 
 from __future__ import annotations
@@ -11,29 +11,79 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.models.encoder import Encoded, Encoder, EncoderError, Spent, encode_each
-from wsi_fl.stages.work.console import Watcher, partly, reason_of, say, speed_of
+from wsi_fl.models.encoder import Encoded, Encoder, EncoderError, Spent, encode, encode_each
+from wsi_fl.models.presets import warning_of
+from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
+from wsi_fl.slides.patching.splits import SEED, assign_splits
+from wsi_fl.slides.patching.survey import mask_digest
+from wsi_fl.slides.pictures.overview import draw_mosaic, small_copy
+from wsi_fl.slides.reading.probe import check_opens_safely
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.slides.reading.sweep import read_patches
+from wsi_fl.stages.prepare.sources import (
+    Done,
+    Listed,
+    asked_for,
+    finish,
+    labelled,
+    list_slides,
+    set_aside,
+    share_slides,
+    stored_classes,
+    table_of,
+)
+from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
+from wsi_fl.stages.prepare.tile_plans import tissue_of
+from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.site.encoders import encoder_of, transform_of
+from wsi_fl.stages.work.console import (
+    Line,
+    Lines,
+    Table,
+    Watcher,
+    partly,
+    reason_of,
+    say,
+    speed_lines,
+    speed_of,
+)
 from wsi_fl.stages.work.job import Job
-from wsi_fl.stores.bag_shards import BagShard, current_shard, write_shard
-from wsi_fl.stores.bags import Bag
-from wsi_fl.system.files import locked, remove_strays, write_bytes
+from wsi_fl.stores.bags import (
+    Bag,
+    BagMeta,
+    BagShard,
+    bag_fingerprint,
+    bags_of,
+    current_shard,
+    read_bag_shard,
+    write_bag_shard,
+    write_bags,
+)
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.files import locked, write_bytes
 from wsi_fl.system.ordered import in_order
-from wsi_fl.types import DiskFull, GridSpec, WsiFlError
+from wsi_fl.types import DiskFull, GridSpec, SetAside, SlideRecord, WsiFlError
 
-Item = TypeVar("Item")
-T = TypeVar("T")
+_LOOKERS = 4
+"""Slides looked at while another is encoded: each needs some hundred megabytes for its tissue mask."""
+_READ = 32
+"""Patches of a store read at a time."""
 
-Pixels = NDArray[np.uint8]
+_Item = TypeVar("_Item")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class _Chosen:
     """The n patches of a slide that are to be encoded; their pixels are read once.
 
     Attributes:
@@ -45,7 +95,7 @@ class Chosen:
 
     slide: str
     xy_l0: NDArray[np.int64]
-    pixels: Callable[[], Iterator[Pixels]]
+    pixels: Callable[[], Iterator[NDArray[np.uint8]]]
     unread: dict[int, str] = field(default_factory=dict)
     picture: Callable[[], bytes] | None = None
     cluster: NDArray[np.int64] | None = None
@@ -62,59 +112,38 @@ class Chosen:
         return Bag(features, self.xy_l0[kept], *some)
 
 
-@dataclass(frozen=True)
-class Done:
-    """What became of one slide; plain enough for JSON.
-
-    Attributes:
-        slide: its name.
-        patches: how many its shard holds; 0 where it has none.
-        reason: why it, or some of its patches, were set aside.
-        note: what people should know of its bag.
-        made: how many patches were encoded; none where the shard was there already.
-        spent: what that took.
-    """
-
-    slide: str
-    patches: int = 0
-    reason: str | None = None
-    note: str = ""
-    made: int = 0
-    spent: Spent = field(default_factory=Spent)
-
-    @staticmethod
-    def of(shard: BagShard) -> Done:
-        """Return what a shard says of its slide."""
-        n = len(shard.bag.features)
-        return Done(shard.slide, n, partly(shard.unread, n + len(shard.unread)), shard.note)
-
-
-class Way(Generic[Item]):
+class Way(Generic[_Item]):
     """Which patches of a site's slides are encoded, and how they are read.
 
     Attributes:
         data: the name of the folder of its shards, as `train.data` says it.
         sets_aside: whether slides that cannot be read are left out; else they end the work.
+        items: the site's slides.
         site, path, spec: of the store, and of the patches in it.
         ahead: slides looked at while another is encoded; 0 where each is looked at when its turn comes.
     """
 
     data: ClassVar[str]
     sets_aside: ClassVar[bool]
+    items: Sequence[_Item] = ()
 
     def __init__(self, site: str, path: Path, spec: GridSpec, encoder: Encoder, ahead: int) -> None:
         self.site, self.path, self.spec, self.encoder, self.ahead = site, path, spec, encoder, ahead
 
-    def name(self, item: Item) -> str:
+    def name(self, item: _Item) -> str:
         """Return the name of a slide."""
         raise NotImplementedError
 
-    def wanted(self, item: Item) -> str:
+    def wanted(self, item: _Item) -> str:
         """Return the fingerprint of what decides the bag of a slide."""
         raise NotImplementedError
 
-    def choose(self, item: Item) -> Chosen:
+    def choose(self, item: _Item) -> _Chosen:
         """Return the patches of a slide."""
+        raise NotImplementedError
+
+    def write(self, made: list[Done]) -> dict[str, Any]:
+        """Write the store of all shards; return the site's part of the `--json` document."""
         raise NotImplementedError
 
     def shard(self, slide: str) -> Path:
@@ -125,60 +154,55 @@ class Way(Generic[Item]):
         """Return whether nothing is missing beside the shard of a slide."""
         return True
 
-    def make(
-        self, items: Sequence[Item], write: Callable[[list[Done]], T], job: Job, watcher: Watcher
-    ) -> tuple[list[Done], T | None]:
+    def make(self, job: Job, watcher: Watcher) -> tuple[dict[str, Any], dict[str, Any]]:
         """Make the shards of all slides, each rank its share; the first one holds the lock and writes the store.
 
-        Args:
-            write: what became of each slide → what is to be known of the store.
-
         Returns:
-            What became of each slide, and of the store; None on the other ranks.
+            What the site has, and how fast it was made; both empty on all ranks but the first.
         """
-        folder = self.path.parent
+        began, folder, n = time.perf_counter(), self.path.parent, len(self.items)
         with job.first_holds(locked(folder, self.site)):
-            done = job.share(
-                items,
-                lambda mine: map(asdict, self._shards(mine)),
-                lambda n, one: watcher.update(self.site, n, len(items), self.name(one)),
+            made = share_slides(
+                job,
+                self.items,
+                self._shards,
+                lambda done, one: watcher.update(self.site, done, n, self.name(one)),
             )
-            made = [Done(**{**one, "spent": Spent(**one["spent"])}) for one in done]
+            row = finish(job, made, self.write, (folder / self.data,))
+        if row is None:
+            return {}, {}
+        seconds = time.perf_counter() - began
+        spent = sum((Spent(**one.spent) for one in made), Spent())
+        slides, patches = sum(one.made > 0 for one in made), sum(one.made for one in made)
+        row |= {"transform": transform_of(self.encoder), "seconds": seconds}
+        return row, speed_of(self.site, spent, slides, patches, seconds)
 
-            def finish() -> T:
-                written = write(made)
-                remove_strays((folder / self.data,), {one.slide for one in made if one.patches})
-                return written
-
-            return made, job.first_does(finish)
-
-    def _shards(self, items: Sequence[Item]) -> Iterator[Done]:
-        """Write the shards of these slides and yield in order what became of each."""
+    def _shards(self, items: Sequence[_Item]) -> Iterator[Done]:
         n = self.ahead
         with ExitStack() as stack:
-            found: Iterable[tuple[str, Chosen] | Done] = map(self._look, items)
+            found: Iterable[tuple[str, _Chosen] | Done] = map(self._look, items)
             if n:
                 found = stack.enter_context(closing(in_order(self._look, items, threads=n, ahead=n)))
             to_read = ((one, () if isinstance(one, Done) else one[1].pixels()) for one in found)
             encoded = stack.enter_context(closing(encode_each(to_read, self.encoder)))
             yield from stack.enter_context(closing(in_order(self._write, encoded, threads=1, ahead=1)))
 
-    def _look(self, item: Item) -> tuple[str, Chosen] | Done:
+    def _look(self, item: _Item) -> tuple[str, _Chosen] | Done:
         """Choose the patches of a slide, unless its shard is there and current."""
         slide = self.name(item)
 
-        def look() -> tuple[str, Chosen] | Done:
+        def look() -> tuple[str, _Chosen] | Done:
             wanted = self.wanted(item)
             current = current_shard(self.shard(slide), wanted)
             if isinstance(current, BagShard) and self.has_picture(slide):
-                return Done.of(current)
+                return _done(current)
             if isinstance(current, str) and current:
                 say(f"  {slide}: {current}; made again")
             return wanted, self.choose(item)
 
         return self._apart(slide, look)
 
-    def _write(self, encoded: Encoded[tuple[str, Chosen] | Done]) -> Done:
+    def _write(self, encoded: Encoded[tuple[str, _Chosen] | Done]) -> Done:
         """Write the picture first: a shard that is there says that all of its slide is done."""
         if isinstance(encoded.item, Done):
             return encoded.item
@@ -196,13 +220,13 @@ class Way(Generic[Item]):
             )
             if chosen.picture is not None:
                 write_bytes(path.with_suffix(".png"), chosen.picture())
-            write_shard(path, shard)
+            write_bag_shard(path, shard)
             spent = encoded.spent + Spent(write=time.perf_counter() - began)
-            return replace(Done.of(shard), made=len(encoded.features), spent=spent)
+            return replace(_done(shard), made=len(encoded.features), spent=asdict(spent))
 
         return self._apart(chosen.slide, write)
 
-    def _apart(self, slide: str, step: Callable[[], T]) -> T | Done:
+    def _apart(self, slide: str, step: Callable[[], _T]) -> _T | Done:
         """Take a slide a step further: one that a library chokes on must not end the others."""
         try:
             return step()
@@ -214,12 +238,255 @@ class Way(Generic[Item]):
             return Done(slide, reason=reason_of(error))
 
 
-def quiet(_: str) -> None:
-    """Tell nobody: the first rank tells for all."""
+def _done(shard: BagShard) -> Done:
+    n = len(shard.bag.features)
+    return Done(shard.slide, n, partly(shard.unread, n + len(shard.unread)), shard.note)
 
 
-def speed_of_all(site: str, made: Sequence[Done], began: float) -> dict[str, Any]:
-    """Return for `--json` how fast the patches of a site were encoded since `began`."""
-    spent = sum((one.spent for one in made), Spent())
-    slides, patches = sum(one.made > 0 for one in made), sum(one.made for one in made)
-    return speed_of(site, spent, slides, patches, time.perf_counter() - began)
+class OfSlides(Way[SlideRecord]):
+    """A few patches of every slide, read from it.
+
+    Attributes:
+        params: how they are chosen, as the pipeline says.
+    """
+
+    data, sets_aside = "mosaics", True
+
+    def __init__(self, study: Study, pipeline: Pipeline, site: str, encoder: Encoder, threads: int) -> None:
+        settings = pipeline.mosaic
+        spec = GridSpec(settings.size_px, settings.mpp, settings.size_px)
+        super().__init__(site, study.mosaic(site), spec, encoder, min(threads, _LOOKERS))
+        self.params = MosaicParams(**_recipe(pipeline), tissue=tissue_of(study, pipeline))
+        self.reader, self.threads = pipeline.slides.reader, threads
+
+    def name(self, item: SlideRecord) -> str:
+        return item.slide
+
+    def has_picture(self, slide: str) -> bool:
+        return self.shard(slide).with_suffix(".png").exists()
+
+    def wanted(self, item: SlideRecord) -> str:
+        """Over the slide (its size on disk too, for formats without quickhash), the parameters and the encoder."""
+        check_opens_safely(item.path, item.mpp_override, self.reader)
+        with Slide(item.path, item.mpp_override, "openslide") as slide:
+            quickhash, mpp = slide.quickhash, slide.mpp
+        size = item.path.stat().st_size if item.path.is_file() else 0
+        params, masks = self.params, self.params.tissue.masks
+        tissue = mask_digest(Path(masks), item.slide) if masks else params.tissue.method
+        how = (params.min_tissue, params.clusters, params.fraction, params.seed, tissue)
+        patches = (self.reader, self.spec.size_px, self.spec.mpp)
+        return bag_fingerprint(item.slide, quickhash, size, mpp, *patches, *how, self.encoder.label)
+
+    def choose(self, item: SlideRecord) -> _Chosen:
+        plan = plan_mosaic(item, self.spec, self.params, reader=self.reader)
+        small: list[tuple[int, NDArray[np.uint8]]] = []
+        unread: dict[int, str] = {}
+
+        def pixels() -> Iterator[NDArray[np.uint8]]:
+            how: Any = {"threads": self.threads, "reader": self.reader, "aside": unread}
+            for first, read in read_patches(plan.record, plan.kept_l0, self.spec, **how):
+                rows = islice((row for row in count(first) if row not in unread), len(read))
+                small.extend((row, small_copy(patch)) for row, patch in zip(rows, read, strict=True))
+                yield read
+
+        return _Chosen(
+            item.slide,
+            plan.kept_l0,
+            pixels,
+            unread,
+            lambda: draw_mosaic(plan, small),
+            plan.kept_cluster,
+            plan.mosaic.weight,
+            plan.mpp,
+            plan.note,
+        )
+
+    def bag(self, record: SlideRecord) -> Bag:
+        """Return the mosaic of one slide, which is kept nowhere.
+
+        Raises:
+            WsiFlError: when the slide gives none.
+        """
+        chosen = self.choose(record)
+        return chosen.bag(encode(chosen.pixels(), self.encoder))
+
+
+class _OfSite(OfSlides):
+    """The mosaics of all slides of a site that have a class."""
+
+    def __init__(
+        self,
+        listed: Listed,
+        records: Sequence[SlideRecord],
+        aside: list[SetAside],
+        encoder: Encoder,
+        threads: int,
+    ) -> None:
+        super().__init__(listed.study, listed.pipeline, listed.site.name, encoder, threads)
+        self.listed, self.aside = listed, [*listed.aside, *aside]
+        self.items = assign_splits(records, test_fraction=listed.pipeline.slides.test_fraction)
+
+    def write(self, made: list[Done]) -> dict[str, Any]:
+        listed, pipeline = self.listed, self.listed.pipeline
+        failed = [*self.aside, *set_aside(made)]
+        kept = [record for record, one in zip(self.items, made, strict=True) if one.patches]
+        if not kept:
+            raise WsiFlError(f"site {self.site}: no slide gave a mosaic; {first_reason(failed)}")
+        shards = [read_bag_shard(self.shard(record.slide)) for record in kept]
+        table = table_of(kept, pipeline.subtypes, listed.site)
+        subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
+        classes = stored_classes(listed.site, subtypes)
+        meta = BagMeta(
+            self.site, classes, self.encoder.label, self.spec, "mosaic", subtypes, _recipe(pipeline)
+        )
+        mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
+        write_bags(self.path, meta, table, [shard.bag for shard in shards], mpp_l0)
+        return mosaic_row(
+            listed.study,
+            meta,
+            table,
+            n_patches=sum(one.patches for one in made),
+            failed=failed,
+            notes={one.slide: one.note for one in made if one.patches},
+            n_slides=len(self.items) + len(self.aside),
+        )
+
+
+def _recipe(pipeline: Pipeline) -> dict[str, Any]:
+    """The settings by which patches are chosen, named as in `MosaicParams`."""
+    settings = pipeline.mosaic
+    return {name: getattr(settings, name) for name in ("min_tissue", "clusters", "fraction")} | {"seed": SEED}
+
+
+class _OfStore(Way[str]):
+    """All patches of a patch store."""
+
+    data, sets_aside = "features", False
+
+    def __init__(self, study: Study, store: PatchStore, encoder: Encoder) -> None:
+        super().__init__(store.meta.site, study.features(store.meta.site), store.meta.spec, encoder, 0)
+        self.study, self.store, self.items = study, store, store.slides
+        if not store.slides:
+            raise WsiFlError(f"site {self.site}: its store has no patches")
+        if unusual := warning_of(encoder.name, self.spec.size_px, self.spec.mpp):
+            say(f"  {self.site}: {unusual}", "yellow")
+
+    def name(self, item: str) -> str:
+        return item
+
+    def wanted(self, item: str) -> str:
+        patches = str(self.store.shard(item).attrs["fingerprint"])
+        return bag_fingerprint(item, patches, len(self._rows(item)), self.encoder.label)
+
+    def choose(self, item: str) -> _Chosen:
+        rows = self._rows(item)
+
+        def pixels() -> Iterator[NDArray[np.uint8]]:
+            for first in range(0, len(rows), _READ):
+                read = self.store.read(rows[first : first + _READ])
+                yield read if read.shape[-1] == 3 else np.repeat(read, 3, axis=-1)
+
+        return _Chosen(item, self.store.table.xy_l0[rows], pixels)
+
+    def _rows(self, slide: str) -> NDArray[np.int64]:
+        return np.flatnonzero(self.store.table.slide == slide)
+
+    def write(self, made: list[Done]) -> dict[str, Any]:
+        """Write `features.h5` from all shards; holds one slide's at a time."""
+        store, patches = self.store.meta, self.store.table
+        recipe = {} if store.min_tissue is None else {"min_tissue": store.min_tissue}
+        meta = BagMeta(
+            self.site, store.classes, self.encoder.label, self.spec, "features", {}, recipe, store.generator
+        )
+        table, sizes = bags_of(patches)
+        bags = (read_bag_shard(self.shard(str(slide))).bag for slide in table.slide)
+        write_bags(self.path, meta, table, bags, sizes=sizes, patches=patches)
+        return {
+            "site": self.site,
+            "slides": len(self.items),
+            "made": sum(one.made > 0 for one in made),
+            "patches": len(patches),
+            "n_features": self.encoder.n_features,
+            "train": int((patches.split == "train").sum()),
+            "test": int((patches.split == "test").sum()),
+            "encoder": self.encoder.label,
+            "store": self.study.relative(self.path),
+        }
+
+
+def mosaic(
+    study: Study,
+    *,
+    site: str | None,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Make the mosaics of one site, or with `site` None of every site of the pipeline; return the `--json` document.
+
+    Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
+    """
+
+    def prepare(job: Job) -> Iterator[Way[SlideRecord]]:
+        listed = list_slides(study, site, pipeline_name, overrides, job)
+        known = [labelled(one.records, one.pipeline.subtypes, one.site) for one in listed]
+        pipeline, settings = listed[0].pipeline, listed[0].pipeline.mosaic
+        if job.first and (unusual := warning_of(settings.encoder, settings.size_px, settings.mpp)):
+            say(f"  {unusual}", "yellow")
+        encoder = encoder_of(study, settings, job.threads, tell=_tell(job), gpu=pipeline.gpu)
+        for one, labels in zip(listed, known, strict=True):
+            yield _OfSite(one, *labels, encoder, job.threads)
+
+    return _make(prepare, watcher)
+
+
+def features(
+    study: Study,
+    *,
+    site: str | None,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Make the features of one site, or with `site` None of every site of the pipeline; return the `--json` document.
+
+    Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
+    """
+
+    def prepare(job: Job) -> Iterator[Way[str]]:
+        pipeline, sites = asked_for(study, site, pipeline_name, overrides)
+        stores = [open_store(study, one.name) for one in sites]
+        encoder = encoder_of(study, pipeline.encoding, job.threads, "features", _tell(job), gpu=pipeline.gpu)
+        for store in stores:
+            yield _OfStore(study, store, encoder)
+
+    return _make(prepare, watcher)
+
+
+def _tell(job: Job) -> Callable[[str], None]:
+    """The first rank tells for all."""
+    return say if job.first else lambda _: None
+
+
+def _make(prepare: Callable[[Job], Iterable[Way[Any]]], watcher: Watcher | None) -> dict[str, Any]:
+    """Make the bags of each site; return the `--json` document."""
+    job = Job()
+    told = job.watched(watcher)
+    ways = job.each(lambda: list(prepare(job)))
+    for way in ways:
+        told.update(way.site, 0, len(way.items))
+    made = [way.make(job, told) for way in ways]
+    return {"sites": [row for row, _ in made], "speed": [speed for _, speed in made]} if job.first else {}
+
+
+def features_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row per site."""
+    headings = ("slides", "patches", "train", "test")
+    rows = [[row["site"], *(str(row[key]) for key in headings)] for row in document["sites"]]
+    yield Table("features", ["site", *headings], rows)
+    yield from speed_lines(document["speed"])
+    first = document["sites"][0]
+    yield Line(f"{first['n_features']} features of every patch ready ({first['encoder']})")
+    yield Line(
+        "next: wsi-fl train --set train.data=features --set model.private=linear_head --set model.proxy=linear_head"
+    )

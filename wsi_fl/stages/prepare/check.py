@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from wsi_fl.plugins import entries
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
-from wsi_fl.stores.bag_shards import read_shard
-from wsi_fl.stores.checksums import DAMAGE
-from wsi_fl.stores.fields import first_line
+from wsi_fl.stores.bags import read_bag_shard
+from wsi_fl.stores.fields import DAMAGE, first_line
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
@@ -27,22 +24,8 @@ _NAMED = 5
 """Damaged patches of a slide that are named."""
 _FOUND = (WsiFlError, *DAMAGE, MemoryError)
 
-Step = tuple[str, Callable[[], object]]
+_Step = tuple[str, Callable[[], object]]
 """What is read, and reading it, which raises WsiFlError for damage."""
-
-
-class _CheckRow(TypedDict):
-    """What was found at a site.
-
-    Attributes:
-        read: how many shards, bags and other files were read.
-        damaged: a line for each damage: where, what, and what mends it.
-    """
-
-    site: str
-    read: int
-    damaged: list[str]
-    seconds: float
 
 
 def check(
@@ -66,49 +49,47 @@ def check(
     return {"sites": rows, "ok": not any(row["damaged"] for row in rows)}
 
 
-def _check_site(study: Study, site: str, watcher: Watcher) -> _CheckRow:
-    began = time.perf_counter()
-    row = _CheckRow(site=site, read=0, damaged=[], seconds=0.0)
+def _check_site(study: Study, site: str, watcher: Watcher) -> dict[str, Any]:
+    """Return how many shards, bags and other files were read, and a line for each damage: where, what, its mending."""
+    began, n_read = time.perf_counter(), 0
+    damaged: list[str] = []
+
+    def told(error: BaseException) -> str:
+        """Say what is damaged, also where no reader foresaw that: the other stores and sites are read all the same."""
+        return str(error) if isinstance(error, WsiFlError) else f"{site}: damaged ({first_line(error)})"
+
+    opened: list[Iterator[list[_Step]]] = []
     for path, part, shards, command in (
         (study.store(site), _patches, "slides", "tile"),
         (study.features(site), partial(_bags, "features"), "features", "features"),
         (study.mosaic(site), partial(_bags, "mosaics"), "mosaics", "mosaic"),
     ):
         if path.exists():
-            _take(row, part(study, site), watcher)
+            opened.append(part(study, site))
         elif any((path.parent / shards).glob("*.h5")):
-            row["read"] += 1
-            row["damaged"].append(
+            n_read += 1
+            damaged.append(
                 f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again"
             )
-    for of_plugin in entries("wsi_fl.checks").values():  # what others store beside it
-        _take(row, of_plugin(study, site), watcher)
-    return row | {"seconds": time.perf_counter() - began}
+    opened += [of_plugin(study, site) for of_plugin in entries("wsi_fl.checks").values()]  # what others store
+    for steps in opened:
+        try:
+            for known in steps:  # once it is open
+                for done, (name, read) in enumerate(known):
+                    watcher.update(site, done, len(known), name)
+                    n_read += 1
+                    try:
+                        read()
+                    except _FOUND as error:
+                        damaged.append(told(error))
+                watcher.update(site, len(known), len(known))
+        except _FOUND as error:  # it does not even open
+            n_read += 1
+            damaged.append(told(error))
+    return {"site": site, "read": n_read, "damaged": damaged, "seconds": time.perf_counter() - began}
 
 
-def _take(row: _CheckRow, steps: Iterator[list[Step]], watcher: Watcher) -> None:
-    """Read one store: the steps are known once it is open."""
-    try:
-        for known in steps:
-            for done, (name, read) in enumerate(known):
-                watcher.update(row["site"], done, len(known), name)
-                row["read"] += 1
-                try:
-                    read()
-                except _FOUND as error:
-                    row["damaged"].append(_told(row, error))
-            watcher.update(row["site"], len(known), len(known))
-    except _FOUND as error:  # it does not even open
-        row["read"] += 1
-        row["damaged"].append(_told(row, error))
-
-
-def _told(row: _CheckRow, error: BaseException) -> str:
-    """Say what is damaged, also where no reader foresaw that: the other stores and sites are read all the same."""
-    return str(error) if isinstance(error, WsiFlError) else f"{row['site']}: damaged ({first_line(error)})"
-
-
-def _patches(study: Study, site: str) -> Iterator[list[Step]]:
+def _patches(study: Study, site: str) -> Iterator[list[_Step]]:
     with open_store(study, site) as store:
         yield [(slide, partial(_read_slide, store, slide)) for slide in store.slides]
 
@@ -121,11 +102,13 @@ def _read_slide(store: PatchStore, slide: str) -> None:
         )
 
 
-def _bags(data: str, study: Study, site: str) -> Iterator[list[Step]]:
+def _bags(data: str, study: Study, site: str) -> Iterator[list[_Step]]:
     with open_bags(study, site, data) as store:
-        steps: list[Step] = [(str(slide), partial(store.bag, k)) for k, slide in enumerate(store.table.slide)]
+        steps: list[_Step] = [
+            (str(slide), partial(store.bag, k)) for k, slide in enumerate(store.table.slide)
+        ]
         shards = sorted((store.path.parent / data).glob("*.h5"))
-        yield [*steps, *((path.stem, partial(read_shard, path)) for path in shards)]
+        yield [*steps, *((path.stem, partial(read_bag_shard, path)) for path in shards)]
 
 
 def check_lines(document: dict[str, Any]) -> Lines:

@@ -24,8 +24,7 @@ from wsi_fl.privacy.accounting import sigma_for
 from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare.quality import params_of
-from wsi_fl.stages.prepare.tile import spec_of
+from wsi_fl.stages.prepare.tile_plans import params_of, spec_of
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.stores.bags import BagStore
@@ -92,16 +91,14 @@ def directions(
     encoder = encoder_of(study, pipeline.encoding, n_cores(), "features", gpu=pipeline.gpu)
     told = watcher or Silent()
     rows, known, aside = [], [], []
-    files = _files(sources)
+    inside = (sorted(path.iterdir()) if path.is_dir() else [path] for path in sources)
+    files = [file for files in inside for file in files if file.is_file() or file in sources]
     for path in files:
         told.update(path.name, 0, 1)
     for path in files:
+        stored = path.suffix == ".h5"
         try:
-            found = (
-                _stored(path, encoder.label)
-                if path.suffix == ".h5"
-                else _seen(path, study, pipeline, encoder, mpp)
-            )
+            found = _stored(path, encoder.label) if stored else _seen(path, study, pipeline, encoder, mpp)
         except WsiFlError as error:
             if path in sources or isinstance(error, UsageError):
                 raise
@@ -127,12 +124,6 @@ def directions(
         "sources": [one.model_dump() for one in known],
         "left_aside": aside,
     }
-
-
-def _files(sources: Sequence[Path]) -> list[Path]:
-    """Return all files that are named, and those in folders that are."""
-    inside = (sorted(path.iterdir()) if path.is_dir() else [path] for path in sources)
-    return [file for files in inside for file in files if file.is_file() or file in sources]
 
 
 def _stored(path: Path, encoder: str) -> NDArray[np.float32]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.models.presets import HUB_FILES, PRESETS, Preset
+from wsi_fl.models.presets import HUB_FILES, PRESETS
 from wsi_fl.models.weights import cached_weights
 from wsi_fl.stages.work.console import Line, Lines, Table
 from wsi_fl.stages.work.job import device_of_rank
@@ -22,29 +22,29 @@ def encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str,
     """
     given = _given(study, pipeline_name) if study else {}
     memory = _memory()
-    rows = [_row(name, preset, given.get(name), memory) for name, preset in PRESETS.items()]
+    rows = []
+    for name, preset in PRESETS.items():
+        cached = cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None
+        weights = given.get(name) or cached
+        rows.append(
+            {
+                "name": name,
+                "n_features": preset.n_features,
+                "px": preset.transform.px,
+                "mpp": list(preset.mpp),
+                "parameters": preset.n_parameters,
+                "licence": preset.licence,
+                "hub": preset.hub_id,
+                "pooling": preset.pooling,
+                "mean": list(preset.transform.mean),
+                "sd": list(preset.transform.sd),
+                "interpolation": preset.transform.interpolation,
+                "weights": str(weights) if weights else None,
+                "needed_bytes": preset.needed_bytes,
+                "fits": preset.needed_bytes <= memory,
+            }
+        )
     return {"encoders": rows, "memory_bytes": memory}
-
-
-def _row(name: str, preset: Preset, given: Path | None, memory: int) -> dict[str, Any]:
-    weights = given or (cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None)
-    needed = preset.needed_bytes
-    return {
-        "name": name,
-        "n_features": preset.n_features,
-        "px": preset.transform.px,
-        "mpp": list(preset.mpp),
-        "parameters": preset.n_parameters,
-        "licence": preset.licence,
-        "hub": preset.hub_id,
-        "pooling": preset.pooling,
-        "mean": list(preset.transform.mean),
-        "sd": list(preset.transform.sd),
-        "interpolation": preset.transform.interpolation,
-        "weights": str(weights) if weights else None,
-        "needed_bytes": needed,
-        "fits": needed <= memory,
-    }
 
 
 def _memory() -> int:

@@ -80,7 +80,10 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     return FeatureTable(x.astype(np.float32), numbers.astype(np.int64), patient.astype(np.str_), names)
 
 
-def _of_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+_Columns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+
+
+def _of_arrays(path: Path) -> _Columns:
     try:
         with np.load(ordinary(path), allow_pickle=False) as file:
             x, y = file["x"], file["y"]
@@ -89,7 +92,7 @@ def _of_arrays(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         raise UsageError(f"{path}: not a file of NumPy with x and y ({error})") from None
 
 
-def _of_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _of_csv(path: Path) -> _Columns:
     rows = rows_of(path, ["label"])
     try:
         x = np.array([[float(row[name]) for name in row if name not in _NAMES] for row in rows])
@@ -98,20 +101,18 @@ def _of_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     return x, np.array([row["label"] for row in rows]), np.array([row.get("patient", "") for row in rows])
 
 
-def _of_store(path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _of_store(path: Path) -> _Columns:
     with BagStore(path) as store:
         if store.own_labels:
             patches = store.patches
             names = np.array(store.meta.classes)[patches.label]
             return store.read(np.arange(len(patches.label))), names, np.array(patches.patient)
-        columns, bags = store.table, [store.bag(k).features for k in range(len(store.table.slide))]
+        columns, bags = store.table, [store.bag(k).features for k in range(len(store))]
         names = np.array(store.meta.classes)[columns.label]
-        if max(map(len, bags)) == 1:
-            return np.concatenate(bags), names, np.array(columns.patient)
         return np.stack([bag.mean(0) for bag in bags]), names, np.array(columns.patient)
 
 
-def _of_folder(path: Path, labels: Path | None) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _of_folder(path: Path, labels: Path | None) -> _Columns:
     if labels is None:
         raise UsageError(f"{path}: --labels names a CSV with the columns slide, label and perhaps patient")
     layout, rows = LAYOUTS["trident"], rows_of(labels, ["slide"])

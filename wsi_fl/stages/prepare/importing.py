@@ -17,15 +17,12 @@ import numpy as np
 
 from wsi_fl.models.presets import PRESETS, preset_called
 from wsi_fl.slides.patching.splits import assign_splits
-from wsi_fl.stages.prepare.bag_labels import Labelled, labelled, matched, stored_classes, table_of
-from wsi_fl.stages.prepare.sources import asked_for
+from wsi_fl.stages.prepare.sources import asked_for, labelled, matched, stored_classes, table_of
 from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
 from wsi_fl.stages.site.data import open_bags
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
-from wsi_fl.stores.exchange import LAYOUTS, Layout, write_labels
-from wsi_fl.stores.exchange.clam import write_clam
-from wsi_fl.stores.exchange.foreign import Facts
+from wsi_fl.stores.exchange import LAYOUTS, Facts, Layout, write_clam, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -98,12 +95,12 @@ def import_features(
         raise UsageError(f"--from {source}: no such folder")
     layout = LAYOUTS[form]
     files = layout.find(source)
-    found = matched(labels, files, file, diagnoses=bool(pipeline.subtypes))
-    told.say(f"  {site}: {found.said}")
-    known = labelled(found.records, pipeline.subtypes, file)
-    records = assign_splits(known.records, test_fraction=pipeline.slides.test_fraction)
+    matching, unmatched, told_of_rows = matched(labels, files, file, diagnoses=bool(pipeline.subtypes))
+    told.say(f"  {site}: {told_of_rows}")
+    known, unfit = labelled(matching, pipeline.subtypes, file)
+    records = assign_splits(known, test_fraction=pipeline.slides.test_fraction)
     looked: list[_Looked] = []
-    failed = [*found.aside, *known.aside]
+    failed = [*unmatched, *unfit]
     n_slides = len(records) + len(failed)
     with locked(study.mosaic(site).parent, site):
         for number, record in enumerate(records):
@@ -117,9 +114,21 @@ def import_features(
             raise WsiFlError(f"site {site}: no slide could be imported; {first_reason(failed)}")
         meta = _meta(file, pipeline, looked, said)
         looked = [_at_scale(one, meta.spec) for one in looked]
-        tell = _teller(told, site, len(records), looked)
-        _write(study.mosaic(site), meta, known, looked, layout, tell)
-    return _document(study, meta, known, looked, failed, n_slides=n_slides, began=began)
+        table = table_of([one.record for one in looked], pipeline.subtypes, file)
+        each = [one.mpp_l0 for one in looked]
+        mpp_l0 = None if None in each else np.array(each, np.float64)
+        bags = _bags(looked, layout, told, site, len(records))
+        write_bags(study.mosaic(site), meta, table, bags, mpp_l0, sizes=[one.n for one in looked])
+    row = mosaic_row(
+        study,
+        meta,
+        table,
+        n_patches=sum(one.n for one in looked),
+        failed=failed,
+        notes={one.record.slide: one.note for one in looked},
+        n_slides=n_slides,
+    )
+    return {"sites": [row | {"seconds": time.perf_counter() - began}]}
 
 
 def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside:
@@ -137,9 +146,9 @@ def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside
     looked = _Looked(record, path, n, d, own)
     if foreign.bag(looked.mpp_l0).placed:
         return looked
-    if foreign.places is None and n == 1:
+    if foreign.xy is None and n == 1:
         why = "one vector stands for the whole slide"
-    elif foreign.places is None:
+    elif foreign.xy is None:
         why = "its file has no coordinates"
     elif looked.mpp_l0 is None:
         why = "its coordinates are µm, and nobody says how large a pixel of the slide is (column mpp, or mpp_override)"
@@ -177,12 +186,7 @@ def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: I
 
 
 def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:
-    """Return the label of the encoder: a preset's name where the features can be its own, and what the files call it.
-
-    Raises:
-        UsageError: when slides are of several encoders or widths, nobody names one, or it gives features of another
-            width.
-    """
+    """Return the encoder's label: a preset's name where the features can be its own, and what the files call it."""
     width = int(_agreed(looked, "features of width", lambda one: one.d))
     written = _agreed(looked, "encoder", lambda one: _known(one.facts.encoder, width))
     if said.called is None:
@@ -244,60 +248,14 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _teller(told: Watcher, site: str, n: int, looked: Sequence[_Looked]) -> Callable[[int], None]:
-    """Tells how many bags are written: the second half of the work."""
-
-    def tell(done: int) -> None:
-        told.update(site, n + done * n / len(looked), 2 * n, looked[done - 1].record.slide)
-
-    return tell
-
-
-def _write(
-    path: Path,
-    meta: BagMeta,
-    known: Labelled,
-    looked: Sequence[_Looked],
-    layout: Layout,
-    tell: Callable[[int], None],
-) -> None:
-    def bags() -> Iterator[Bag]:
-        for number, one in enumerate(looked, 1):
-            try:
-                yield layout.read(one.path).bag(one.mpp_l0)
-            except WsiFlError as error:
-                raise WsiFlError(f"{error}; it changed while it was imported, import again") from None
-            tell(number)
-
-    table = table_of([one.record for one in looked], known)
-    each = [one.mpp_l0 for one in looked]
-    mpp_l0 = None if None in each else np.array(each, np.float64)
-    write_bags(path, meta, table, bags(), mpp_l0, sizes=[one.n for one in looked])
-
-
-def _document(
-    study: Study,
-    meta: BagMeta,
-    known: Labelled,
-    looked: Sequence[_Looked],
-    failed: Sequence[SetAside],
-    *,
-    n_slides: int,
-    began: float,
-) -> dict[str, Any]:
-    row = mosaic_row(
-        study,
-        meta.site,
-        table_of([one.record for one in looked], known),
-        n_patches=sum(one.n for one in looked),
-        encoder=meta.encoder,
-        classes=meta.classes,
-        failed=failed,
-        notes=[{"slide": one.record.slide, "note": one.note} for one in looked if one.note],
-        n_slides=n_slides,
-        seconds=time.perf_counter() - began,
-    )
-    return {"sites": [row]}
+def _bags(looked: Sequence[_Looked], layout: Layout, told: Watcher, site: str, n: int) -> Iterator[Bag]:
+    """Read each file again; of n slides so many are written, which is the second half of the work."""
+    for number, one in enumerate(looked, 1):
+        try:
+            yield layout.read(one.path).bag(one.mpp_l0)
+        except WsiFlError as error:
+            raise WsiFlError(f"{error}; it changed while it was imported, import again") from None
+        told.update(site, n + number * n / len(looked), 2 * n, one.record.slide)
 
 
 def export(

@@ -95,12 +95,22 @@ def init(
         mosaics = Study(folder).pipeline(pipeline).train.data == "mosaics"
         found = _find(archive, layout, tables or Tables(), labelled=mosaics)
         sites = {site.name: _site_file(site, found, real) for site in found.sites}
-        pipelines = {pipeline: pipelines[pipeline] + _subtypes_text(found.subtypes)}
+        subtypes = "\n" + tomli_w.dumps({"subtypes": found.subtypes}) if found.subtypes else ""
+        pipelines = {pipeline: pipelines[pipeline] + subtypes}
     elif names:
-        sites = {name: _named_site(name, real) for name in names}
+        sites = {name: _text_of({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
     _write(folder, pipelines, sites)
-    return _document(folder, layout, found, names)
+    slides = {site.name: site.n_slides for site in found.sites} if found else dict.fromkeys(names, 0)
+    document: dict[str, Any] = {
+        "study": str(folder),
+        "layout": layout,
+        "pipelines": sorted(p.stem for p in (folder / "pipelines").glob("*.toml")),
+        "sites": [{"site": name, "slides": n} for name, n in slides.items()],
+    }
+    if found is not None and (found.subtypes or found.notes):
+        document |= {"subtypes": found.subtypes, "notes": found.notes}
+    return document
 
 
 def _write(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
@@ -115,31 +125,31 @@ def _write(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str])
     unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
 
 
-def _document(folder: Path, layout: str | None, found: _Found | None, names: Sequence[str]) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "study": str(folder),
-        "layout": layout,
-        "pipelines": sorted(p.stem for p in (folder / "pipelines").glob("*.toml")),
-        "sites": [{"site": site.name, "slides": site.n_slides} for site in (found.sites if found else [])]
-        or [{"site": name, "slides": 0} for name in names],
-    }
-    if found is not None and (found.subtypes or found.notes):
-        document |= {"subtypes": found.subtypes, "notes": found.notes}
-    return document
-
-
 def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Found:
     """The sites of an archive; where slides are `labelled` as a whole, their diagnoses and the sites that have some."""
     found = describe(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
-    unknown = sorted(code for site in found for code in site.unknown_codes)
-    notes = [_unknown_note(unknown)] if unknown else []
+    notes = []
+    if unknown := sorted(code for site in found for code in site.unknown_codes):
+        notes.append(
+            f"not in the built-in table of source sites: {', '.join(unknown)}; each is a site of its own, named by its "
+            "code; the GDC's tissueSourceSite.tsv in the archive, or as --codes FILE, merges them by institution"
+        )
     columns = _columns(tables.columns)
     if not labelled:
         return _Found(layout, found, columns, {}, notes)
     kept: list[ArchiveSite] = []
     records: list[SlideRecord] = []
     for site in found:
-        usable, aside = list_site(layout, _sources(site, columns))
+        sources = Sources(  # as the site file will say
+            site=site.name,
+            label=site.name,
+            slides=site.slides,
+            annotations=Path(site.annotations) if site.annotations else None,
+            labels=Path(site.labels) if site.labels else None,
+            manifests=site.manifests,
+            columns=columns,
+        )
+        usable, aside = list_site(layout, sources)
         usable = [record for record in usable if record.diagnosis]
         records += usable
         if usable:
@@ -149,27 +159,11 @@ def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Fou
             notes.append(f"{site.name} is left out: none of its slides has a diagnosis{why}")
     if not kept:
         raise UsageError(f"{archive}: {notes[-1]}")
-    return _Found(layout, kept, columns, _subtypes(records), notes)
-
-
-def _unknown_note(codes: Sequence[str]) -> str:
-    return (
-        f"not in the built-in table of source sites: {', '.join(codes)}; each is a site of its own, named by its code; "
-        "the GDC's tissueSourceSite.tsv in the archive, or as --codes FILE, merges them by institution"
-    )
-
-
-def _sources(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
-    """As the site file will say."""
-    return Sources(
-        site=site.name,
-        label=site.name,
-        slides=site.slides,
-        annotations=Path(site.annotations) if site.annotations else None,
-        labels=Path(site.labels) if site.labels else None,
-        manifests=site.manifests,
-        columns=columns,
-    )
+    pairs = sorted(
+        {(record.tumor_type, record.diagnosis) for record in records}
+    )  # so that all sites agree on classes
+    subtypes = {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
+    return _Found(layout, kept, columns, subtypes, notes)
 
 
 def _columns(pairs: Sequence[str]) -> dict[str, str]:
@@ -183,16 +177,6 @@ def _columns(pairs: Sequence[str]) -> dict[str, str]:
         columns[key] = name
     checked = validated(SiteFile, {"name": "site", "columns": columns}, "--column").columns
     return {str(key): name for key, name in checked.items()}
-
-
-def _subtypes(records: Sequence[SlideRecord]) -> dict[str, list[str]]:
-    """Each tumour type with its diagnoses, in order, so that all sites agree on the classes."""
-    pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
-    return {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
-
-
-def _subtypes_text(subtypes: Mapping[str, Sequence[str]]) -> str:
-    return "\n" + tomli_w.dumps({"subtypes": subtypes}) if subtypes else ""
 
 
 def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
@@ -209,11 +193,6 @@ def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
     if archive.layout == "tcga":
         values |= {"manifest": _plain(found.manifests) or None, "slide_types": ["DX"]}
     return _text_of(values, f"site {found.name!r} of the archive", _next(archive.subtypes))
-
-
-def _named_site(name: str, real: bool) -> str:
-    """The site file of a site without an archive."""
-    return _text_of({"name": name, "real": real}, f"--site {name!r}", "import")
 
 
 def _text_of(values: dict[str, Any], what: str, command: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from math import isfinite
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -14,8 +16,7 @@ from numpy.typing import NDArray
 from wsi_fl.stages.work.console import Line, Lines, by_site
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.images import DataSet, Images, read_data_set
-from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
-from wsi_fl.stores.skew import parse_skew
+from wsi_fl.stores.shards import Counts, ShardMeta, link_shards, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import MOST_SEED, dump_toml, validated
@@ -70,8 +71,15 @@ def partition(
     rows = []
     with _begun(study, sites):
         for site, mine, held_out in zip(sites, train, test, strict=True):
-            table = _write_store(study, site.name, data_set, {"train": mine, "test": np.sort(held_out)})
-            rows.append(_row(study, site.name, table, data_set.classes))
+            counts = _write_store(study, site.name, data_set, {"train": mine, "test": np.sort(held_out)})
+            training = counts["train"].tolist()
+            row: dict[str, Any] = {
+                "site": site.name,
+                "train": sum(training),
+                "test": int(counts["test"].sum()),
+            }
+            row["store"] = study.relative(study.store(site.name))
+            rows.append(row | {"classes": dict(zip(data_set.classes, training, strict=True))})
         for site in sites:  # last, so that a site file stands for a whole store
             write_text(
                 _site_file(study, site.name), dump_toml(site.model_copy(update={"allow": None}), first)
@@ -145,9 +153,7 @@ def _with_test(data_set: DataSet, fraction: float, rng: np.random.Generator) -> 
     return DataSet(Images(x[kept], y[kept]), Images(x[held_out], y[held_out]), data_set.classes)
 
 
-def _write_store(
-    study: Study, site: str, data_set: DataSet, splits: dict[str, NDArray[np.int64]]
-) -> PatchTable:
+def _write_store(study: Study, site: str, data_set: DataSet, splits: dict[str, NDArray[np.int64]]) -> Counts:
     """One shard per split; every image is a patient of its own."""
     size, channels = data_set.train.x.shape[1], data_set.train.x.shape[3]
     spec = GridSpec(size, 0.0, size)
@@ -161,25 +167,10 @@ def _write_store(
         table = PatchTable.of_images(images.y[rows], split, [f"{split}_{row}" for row in rows], split)
         shard = path.parent / "slides" / f"{split}.h5"
         meta = ShardMeta(split, split, split, spec, "")
-        write_shard(shard, meta, table, _batches(images.x, rows), channels=channels)
+        batches = (images.x[rows[first : first + _BATCH]] for first in range(0, len(rows), _BATCH))
+        write_shard(shard, meta, table, batches, channels=channels)
         shards.append(shard)
-    return write_columns(path, StoreMeta(site, data_set.classes, spec), shards)
-
-
-def _batches(x: NDArray[np.uint8], rows: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
-    for start in range(0, len(rows), _BATCH):
-        yield x[rows[start : start + _BATCH]]
-
-
-def _row(study: Study, site: str, table: PatchTable, classes: tuple[str, ...]) -> dict[str, Any]:
-    training = table.label[table.split == "train"]
-    return {
-        "site": site,
-        "train": len(training),
-        "test": int((table.split == "test").sum()),
-        "store": study.relative(study.store(site)),
-        "classes": {name: int((training == k).sum()) for k, name in enumerate(classes)},
-    }
+    return link_shards(path, StoreMeta(site, data_set.classes, spec), shards)
 
 
 def partition_lines(document: dict[str, Any]) -> Lines:
@@ -190,3 +181,96 @@ def partition_lines(document: dict[str, Any]) -> Lines:
     title = f"training images ({document['skew']})"
     yield by_site(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
     yield Line("stores ready; next: wsi-fl train --method proxyfl --pipeline NAME")
+
+
+_Skew = Callable[[NDArray[np.int64], int, int | None, np.random.Generator], list[NDArray[np.int64]]]
+"""(labels, n_sites, rows per site or None, generator) → the rows of each site, disjoint."""
+
+
+def parse_skew(text: str) -> _Skew:
+    """Return the skew `iid`, `major:0.8` (a share of one class at each site, by turns) or `dirichlet:0.5`."""
+    name, _, number = text.partition(":")
+    try:
+        value = float(number) if number else None
+    except ValueError:
+        value = None
+    if text == "iid":
+        return _iid
+    if name == "major" and value is not None and 0 <= value <= 1:
+        return partial(_major, share=value)
+    if name == "dirichlet" and value is not None and value > 0 and isfinite(value):
+        return partial(_dirichlet, alpha=value)
+    raise UsageError(
+        f"--skew {text!r}: known are iid, major:0.8 (a share up to 1) and dirichlet:0.5 (above 0)"
+    )
+
+
+def _enough(per_site: int | None, n_sites: int, there: int) -> int:
+    """How many images each site gets: as many as are asked for, or all that there are."""
+    per_site = there // n_sites if per_site is None else per_site
+    if per_site < 1:
+        raise UsageError(f"{there} training images are too few for {n_sites} sites")
+    if per_site * n_sites > there:
+        raise UsageError(
+            f"{n_sites} sites of {per_site} need {per_site * n_sites} training images, but there are {there}"
+        )
+    return per_site
+
+
+def _iid(
+    y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator
+) -> list[NDArray[np.int64]]:
+    per_site = _enough(per_site, n_sites, len(y))
+    order = rng.permutation(len(y))
+    return [np.sort(order[k * per_site : (k + 1) * per_site]) for k in range(n_sites)]
+
+
+def _major(
+    y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator, *, share: float
+) -> list[NDArray[np.int64]]:
+    """Give each site a share of one class, the rest at random of all others (ProxyFL, section 4.1)."""
+    per_site = _enough(per_site, n_sites, len(y))
+    classes = np.unique(y)
+    free = rng.permutation(len(y))
+    sites: list[NDArray[np.int64]] = []
+    n_major = round(share * per_site)
+    for k in range(n_sites):  # majorities first, so that no site's rest uses up another's majority
+        major = classes[k % len(classes)]
+        mine = free[y[free] == major][:n_major]
+        if len(mine) < n_major:
+            raise UsageError(
+                f"class {major} has too few images for {n_major} at each site that specialises in it; use a smaller "
+                "--per-site"
+            )
+        sites.append(mine)
+        free = free[~np.isin(free, mine)]
+    free = rng.permutation(free)  # its front holds none of the classes that were just taken from it
+    for k, mine in enumerate(sites):
+        rest = free[y[free] != classes[k % len(classes)]][: per_site - n_major]
+        if len(rest) < per_site - n_major:
+            raise UsageError(
+                f"too few images for {per_site} at each of {n_sites} sites; use a smaller --per-site"
+            )
+        sites[k] = np.sort(np.concatenate([mine, rest]))
+        free = free[~np.isin(free, rest)]
+    return sites
+
+
+def _dirichlet(
+    y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator, *, alpha: float
+) -> list[NDArray[np.int64]]:
+    """Divide each class among the sites in proportions drawn from Dirichlet(α) (Yurochkin et al., 2019)."""
+    parts: list[list[NDArray[np.int64]]] = [[] for _ in range(n_sites)]
+    for c in np.unique(y):
+        rows = rng.permutation(np.flatnonzero(y == c))
+        shares = rng.dirichlet(np.full(n_sites, alpha))
+        if not np.isclose(shares.sum(), 1):  # the generator left its range
+            raise UsageError(f"--skew dirichlet:{alpha:g} is beyond what can be drawn; use 0.01 to 1000")
+        cuts = np.round(np.cumsum(shares)[:-1] * len(rows)).astype(int)
+        for k, piece in enumerate(np.split(rows, cuts)):
+            parts[k].append(piece)
+    sites = [rng.permutation(np.concatenate(pieces)) for pieces in parts]
+    empty = [k + 1 for k, rows in enumerate(sites) if not len(rows)]
+    if empty:
+        raise UsageError(f"site {empty[0]} got no image at all; use another --seed or a larger dirichlet:α")
+    return [np.sort(rows[:per_site]) for rows in sites]

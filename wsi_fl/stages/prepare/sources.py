@@ -1,17 +1,27 @@
-"""Where the slides of a site lie, and what its archive says of them."""
+"""The slides of a site: where they lie, what they are labelled with, and what becomes of each in a job."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TypedDict, TypeVar
+
+import numpy as np
 
 from wsi_fl.slides.layouts import Sources, read_site
+from wsi_fl.slides.layouts.common import accounted, label_of, mpp_of, of_site, rows_of
+from wsi_fl.stages.site.targets import Subtypes, classes_of
+from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import SetAside, SlideRecord, UsageError
+from wsi_fl.system.files import remove_strays
+from wsi_fl.types import SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord, UsageError
+
+_T = TypeVar("_T")
 
 
 def sources_of(study: Study, site: SiteFile) -> Sources:
@@ -25,41 +35,35 @@ def sources_of(study: Study, site: SiteFile) -> Sources:
     def path(text: str | None) -> Path | None:
         return study.resolve(text) if text is not None else None
 
+    def patterns(given: str | list[str] | None) -> tuple[str, ...]:
+        return tuple(
+            str(escaped.resolve(one)) for one in ([given] if isinstance(given, str) else given or [])
+        )
+
     return Sources(
         site=site.name,
         label=f"sites/{site.name}.toml",
-        slides=tuple(str(escaped.resolve(pattern)) for pattern in _patterns(site.slides)),
+        slides=patterns(site.slides),
         annotations=path(site.annotations),
         labels=path(site.labels),
         split=path(site.split),
         mpp_override=site.mpp_override,
-        manifests=tuple(str(escaped.resolve(pattern)) for pattern in _patterns(site.manifest)),
+        manifests=patterns(site.manifest),
         slide_types=tuple(site.slide_types or ("DX",)),
         labelled=not site.receives,
         columns={str(key): name for key, name in site.columns.items()},
     )
 
 
-def _patterns(patterns: str | list[str] | None) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else patterns or []
-
-
 @dataclass(frozen=True)
 class Listed:
-    """A site and its slides.
-
-    Attributes:
-        records: the slides that its archive describes well.
-        aside: the others.
-        said: what became of the rows of its tables.
-    """
+    """A site and its slides: `records` that its archive describes well, and the others in `aside`."""
 
     study: Study
     site: SiteFile
     pipeline: Pipeline
     records: tuple[SlideRecord, ...]
     aside: tuple[SetAside, ...]
-    said: tuple[str, ...]
 
 
 def asked_for(
@@ -71,13 +75,224 @@ def asked_for(
 
 
 def list_slides(
-    study: Study, site: str | None, pipeline_name: str | None, overrides: Sequence[str]
+    study: Study,
+    site: str | None,
+    pipeline_name: str | None,
+    overrides: Sequence[str],
+    job: Job | None = None,
 ) -> list[Listed]:
-    """Return the slides of the sites that `asked_for` gives; every site's paths are looked at before any archive."""
+    """Return the slides of the sites that `asked_for` gives; every site's paths are looked at before any archive.
+
+    The first rank of a job says what became of the rows of tables.
+    """
     pipeline, sites = asked_for(study, site, pipeline_name, overrides)
     listed = []
     for one, sources in [(one, sources_of(study, one)) for one in sites]:
         said: list[str] = []
         records, aside = read_site(one.layout, replace(sources, tell=said.append))
-        listed.append(Listed(study, one, pipeline, tuple(records), tuple(aside), tuple(said)))
+        listed.append(Listed(study, one, pipeline, tuple(records), tuple(aside)))
+        for line in said if job and job.first else ():
+            say(f"  {one.name}: {line}")
     return listed
+
+
+class Quality(TypedDict):
+    """Of one slide: patches that are good, patches set aside by fault, how its tissue was found, and its area for each
+    of that by saturation."""
+
+    good: int
+    aside: dict[str, int]
+    tissue_by: str
+    tissue_gain: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of one slide; plain enough for JSON.
+
+    Attributes:
+        slide: its name.
+        patches: how many its shard holds; 0 where it has none.
+        reason: why it, or some of its patches, were set aside.
+        note: what people should know of its bag.
+        made: how many patches were encoded; none where the shard was there already.
+        spent: the seconds that took, by what for.
+        content: what its shard holds for pixels.
+        quality: how many patches have which fault, and how tissue was found.
+    """
+
+    slide: str
+    patches: int = 0
+    reason: str | None = None
+    note: str = ""
+    made: int = 0
+    spent: dict[str, float] = field(default_factory=dict)
+    content: str = ""
+    quality: Quality | None = None
+
+
+def share_slides(
+    job: Job,
+    items: Sequence[_T],
+    work: Callable[[list[_T]], Iterable[Done]],
+    tell: Callable[[float, _T], None],
+) -> list[Done]:
+    """Have every rank do its share of a site's slides; return what became of each, in order (see `Job.share`)."""
+    return [Done(**one) for one in job.share(items, lambda mine: map(asdict, work(mine)), tell)]
+
+
+def finish(
+    job: Job, done: list[Done], write: Callable[[list[Done]], _T], folders: Iterable[Path]
+) -> _T | None:
+    """Have the first rank write the store of a site, then remove from these folders what is of no slide in it."""
+
+    def write_and_clear() -> _T:
+        written = write(done)
+        remove_strays(folders, {one.slide for one in done if one.patches})
+        return written
+
+    return job.first_does(write_and_clear)
+
+
+def set_aside(done: Iterable[Done]) -> list[SetAside]:
+    return [SetAside(one.slide, one.reason) for one in done if one.reason]
+
+
+def stored_classes(site: SiteFile, subtypes: Subtypes) -> tuple[str, ...]:
+    """The classes of a site's store: those of the study, or the one that says that nobody has labelled anything."""
+    return UNLABELLED if site.receives else classes_of(subtypes)
+
+
+def labelled(
+    records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile
+) -> tuple[list[SlideRecord], list[SetAside]]:
+    """Return the slides that have a class, and those whose diagnosis is none of the study's; a receiver needs no class.
+
+    Raises:
+        UsageError: when slides have diagnoses and the study does not say which ones it is about.
+    """
+    one = next((record for record in records if record.diagnosis), None)
+    if one and not subtypes and not site.receives:
+        raise UsageError(
+            f"site {one.site}: its slides have diagnoses ({one.slide}: {one.diagnosis}); say in the pipeline which "
+            f'ones count, for example subtypes = {{ {one.tumor_type or "tumor"} = ["{one.diagnosis}", …] }}'
+        )
+    reasons = ["" if site.receives or not subtypes else _unfit(record, subtypes) for record in records]
+    both = list(zip(records, reasons, strict=True))
+    return [one for one, why in both if not why], [SetAside(one.slide, why) for one, why in both if why]
+
+
+def table_of(records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile) -> BagTable:
+    """Return the columns of a store of these slides, in order."""
+    classes, typed = classes_of(subtypes), subtypes or site.receives
+    names = [one.diagnosis if subtypes else "tumor" if one.positive else "healthy" for one in records]
+    return BagTable(
+        np.array([0 if site.receives else classes.index(name) for name in names], np.int64),
+        np.array([_type_of(one, subtypes) if typed else one.tumor_type for one in records], np.str_),
+        np.array([one.slide for one in records], np.str_),
+        np.array([one.patient for one in records], np.str_),
+        np.array([one.split or "train" for one in records], np.str_),
+    )
+
+
+def _unfit(record: SlideRecord, subtypes: Subtypes) -> str:
+    """Why a slide has no place in the study; "" when it has."""
+    known = ", ".join(classes_of(subtypes))
+    if not record.diagnosis:
+        return f"it has no diagnosis; the study's are {known}"
+    if record.diagnosis not in classes_of(subtypes):
+        return f"its diagnosis {record.diagnosis} is none of the study's ({known})"
+    if record.tumor_type in subtypes and record.diagnosis not in subtypes[record.tumor_type]:
+        return f"its diagnosis {record.diagnosis} is none that {record.tumor_type} may have"
+    return ""
+
+
+def _type_of(record: SlideRecord, subtypes: Subtypes) -> str:
+    """The archive's tumour type where the study knows it, else the one its diagnosis belongs to alone."""
+    if record.tumor_type in subtypes:
+        return record.tumor_type
+    possible = [name for name, diagnoses in subtypes.items() if record.diagnosis in diagnoses]
+    return possible[0] if len(possible) == 1 else ""
+
+
+_NAMES = {
+    "slide": ("slide", "slide_id"),
+    "patient": ("patient", "case_id"),
+    "label": ("label", "diagnosis"),
+}
+"""What a column may be called; the first that is there counts."""
+
+
+def matched(
+    table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: bool
+) -> tuple[list[SlideRecord], list[SetAside], str]:
+    """Match the rows of a table with the files of slides.
+
+    Where the table has a column `site`, rows of other sites are passed over.
+
+    Args:
+        site: whose; of a receiver no labels are needed or read.
+        diagnoses: whether labels are the study's diagnoses; healthy or tumour otherwise.
+
+    Returns:
+        The slides that have both a file and a row, those that lack one, and what became of all rows of the table.
+
+    Raises:
+        UsageError: when a column is missing, a slide has two rows, or a row cannot be read; names the line.
+    """
+    records: dict[str, SlideRecord] = {}
+    aside = []
+    needed = ("slide", "patient") if site.receives else ("slide", "patient", "label")
+    rows, said = _rows(table, site.name, needed)
+    for where, row in rows:
+        if empty := [key for key in needed if not row[key]]:
+            raise UsageError(f"{where}: {empty[0]} is empty")
+        record = _record(row, where, files, site, diagnoses=diagnoses)
+        if record.slide in records:
+            raise UsageError(f"{where}: slide {record.slide} has a row already")
+        records[record.slide] = record
+        if record.slide not in files:
+            aside.append(SetAside(record.slide, f"has a label ({where}) and no features"))
+    aside += [SetAside(name, f"has no label in {table.name}") for name in files if name not in records]
+    return [one for name, one in records.items() if name in files], aside, said
+
+
+def _rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[tuple[str, dict[str, str]]], str]:
+    """(where, columns by our names) of each row of the site, and what became of all rows."""
+    rows = rows_of(table, ())
+    if not rows:
+        raise UsageError(f"{table}: has no rows")
+    called = {ours: next((name for name in _NAMES[ours] if name in rows[0]), None) for ours in needed}
+    if missing := next((ours for ours, name in called.items() if name is None), None):
+        raise UsageError(f"{table}: no column {' or '.join(_NAMES[missing])}; it has {', '.join(rows[0])}")
+    mine = [
+        (row.where, row | {ours: row[name] for ours, name in called.items() if name})
+        for row in of_site(rows, site)
+    ]
+    if not mine:
+        raise UsageError(f"{table}: has no row of site {site}")
+    return mine, accounted(table.name, rows, len(mine), site)
+
+
+def _record(
+    row: Mapping[str, str], where: str, files: Collection[str], site: SiteFile, *, diagnoses: bool
+) -> SlideRecord:
+    split = row.get("split") or None
+    if split is not None and split not in SPLITS:
+        raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
+    name = Path(row["slide"]).name
+    slide = name if name in files else Path(name).stem if Path(name).stem in files else name
+    label = "" if site.receives else row["label"]
+    negative = site.receives or (not diagnoses and label_of(label, where)[0])
+    return SlideRecord(
+        Path(row["slide"]),
+        slide,
+        row["patient"],
+        site.name,
+        "negative" if negative else "weak",
+        not negative,
+        split=split,
+        mpp_override=mpp_of(row["mpp"], where) if row.get("mpp") else site.mpp_override,
+        diagnosis=label if diagnoses else "",
+        tumor_type=row.get("tumor_type", ""),
+    )

@@ -2,108 +2,53 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import isnan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wsi_fl.stages.prepare.quality import Quality, quality_lines, quality_row
-from wsi_fl.stages.work.console import Line, Lines, Table, by_site, say, speed_lines
-from wsi_fl.stores.columns import Counts
+from wsi_fl.slides.patching.quality import KINDS
+from wsi_fl.stages.prepare.sources import Quality
+from wsi_fl.stages.work.console import Line, Lines, Table, by_site, speed_lines
+from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
-from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord
+from wsi_fl.system.files import write_text
+from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, BagTable, SetAside, WsiFlError
 
 _NAMED = 20
 """Slides of a site that are named to people; the others are counted."""
 
 
-def tile_row(
-    study: Study,
-    site: str,
-    found: Counts,
-    failed: Sequence[SetAside],
-    seen: Mapping[str, Quality],
-    *,
-    n_slides: int,
-    seconds: float,
-) -> dict[str, Any]:
-    """Return a site's part of the document of `tile`.
-
-    Args:
-        found: patches of each class by split.
-        seen: the quality of each slide.
-    """
-    names = CLASSES if len(found["train"]) > 1 else UNLABELLED
-    counts = {split: {name: int(found[split][k]) for k, name in enumerate(names)} for split in SPLITS}
-    return {
-        "site": site,
-        "slides": n_slides,
-        "failed": [asdict(aside) for aside in failed],
-        "patches": sum(sum(c.values()) for c in counts.values()),
-        **{name: sum(c.get(name, 0) for c in counts.values()) for name in CLASSES},
-        "train": sum(counts["train"].values()),
-        "test": sum(counts["test"].values()),
-        **quality_row(seen),
-        "store": study.relative(study.store(site)),
-        "seconds": seconds,
-        "table": counts,
-    }
-
-
 def mosaic_row(
     study: Study,
-    site: str,
+    meta: BagMeta,
     table: BagTable,
     *,
     n_patches: int,
-    encoder: str,
-    classes: Sequence[str],
     failed: Sequence[SetAside],
-    notes: Sequence[Mapping[str, str]],
+    notes: Mapping[str, str],
     n_slides: int,
-    seconds: float,
 ) -> dict[str, Any]:
-    """Return a site's part of the document of `mosaic`."""
-    counts = np.bincount(table.label, minlength=len(classes))
+    """Return a site's part of the document of `mosaic` and `import`; a slide without a note has the note ""."""
+    counts = np.bincount(table.label, minlength=len(meta.classes))
     return {
-        "site": site,
+        "site": meta.site,
         "slides": n_slides,
         "failed": [asdict(aside) for aside in failed],
-        "notes": list(notes),
+        "notes": [{"slide": slide, "note": note} for slide, note in notes.items() if note],
         "bags": len(table),
         "patches": n_patches,
-        "classes": {name: int(counts[k]) for k, name in enumerate(classes)},
+        "classes": dict(zip(meta.classes, counts.tolist(), strict=True)),
         "train": int((table.split == "train").sum()),
         "test": int((table.split == "test").sum()),
-        "encoder": encoder,
-        "store": study.relative(study.mosaic(site)),
-        "seconds": seconds,
+        "encoder": meta.encoder,
+        "store": study.relative(study.mosaic(meta.site)),
     }
-
-
-def say_tables(site: str, said: Iterable[str]) -> None:
-    """Say what became of the rows of a site's tables."""
-    for line in said:
-        say(f"  {site}: {line}")
-
-
-def weak_note(records: Sequence[SlideRecord]) -> str:
-    """Say how many slides lend their label to all their patches; "" when none does."""
-    n = sum(record.supervision == "weak" for record in records)
-    return (
-        f"{n} slides have no annotation: their patches take the slide's label (weak supervision)" if n else ""
-    )
-
-
-def storage_note(contents: Sequence[str], wanted: str) -> str:
-    """Say how many slides could not be stored as their own bytes; "" when all could."""
-    n = sum(content != wanted for content in contents)
-    return (
-        f"{n} of {len(contents)} slides are stored raw: their patches are not whole JPEG tiles of theirs"
-        if n
-        else ""
-    )
 
 
 def first_reason(failed: Sequence[SetAside]) -> str:
@@ -125,30 +70,25 @@ def tile_lines(document: dict[str, Any]) -> Lines:
     yield from _aside_lines(rows, "patch")
     for row in rows:
         yield from quality_lines(row)
+        missing = [name for name in CLASSES if not row[name]]
+        untested = [name for name in CLASSES if not row["table"]["test"].get(name)]
         if UNLABELLED[0] in row["table"]["train"]:
             continue
-        if missing := [name for name in CLASSES if not row[name]]:
+        if missing:
             yield Line(f"  {row['site']}: has no {missing[0]} patch at all", "bold yellow")
-        else:
-            yield from _untested_lines(row)
+        elif untested and row["train"]:
+            what = "test patch" if len(untested) == len(CLASSES) else f"{untested[0]} patch for testing"
+            yield Line(
+                f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in its "
+                "table, or raise slides.test_fraction",
+                "bold yellow",
+            )
     if idle := [row["site"] for row in rows if not row["train"]]:
         yield Line(f"not ready ({', '.join(idle)}); see what was set aside, then run `wsi-fl tile` again")
         return
     yield Line(
         f"stores ready ({', '.join(row['store'] for row in rows)}); next: {' && '.join(document['next'])}"
     )
-
-
-def _untested_lines(row: Mapping[str, Any]) -> Lines:
-    """Say which label a site will not be tested on."""
-    untested = [name for name in CLASSES if not row["table"]["test"][name]]
-    if untested and row["train"]:
-        what = "test patch" if len(untested) == len(CLASSES) else f"{untested[0]} patch for testing"
-        yield Line(
-            f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in its "
-            "table, or raise slides.test_fraction",
-            "bold yellow",
-        )
 
 
 def mosaic_lines(document: dict[str, Any]) -> Lines:
@@ -165,7 +105,7 @@ def mosaic_lines(document: dict[str, Any]) -> Lines:
 
 
 def _summed(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> Table:
-    """Print lines of a name and a number for each site as a table, with their sum."""
+    """A table of lines of a name and a number for each site, with their sum."""
     summed = [line and [*line, sum(line[1:])] for line in lines]
     return by_site(title, "", [*(row["site"] for row in rows), "sum"], summed)
 
@@ -173,23 +113,68 @@ def _summed(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) 
 def _aside_lines(rows: Sequence[Any], unit: str) -> Lines:
     """Say which slides were set aside, what is to be known of others, and which sites have nothing to learn from."""
     for row in rows:
-        for aside in row["failed"][:_NAMED]:
-            whole = "" if " patches set aside" in aside["reason"] else " set aside"
-            yield Line(f"  {row['site']}: {aside['slide']}{whole}: {aside['reason']}", "yellow")
-        if len(row["failed"]) > _NAMED:
-            yield Line(
-                f"  {row['site']}: and {len(row['failed']) - _NAMED} more set aside; --json names all",
-                "yellow",
-            )
-        notes = row.get("notes", ())
-        for one in notes[:_NAMED]:
-            yield Line(f"  {row['site']}: {one['slide']}: {one['note']}", "yellow")
-        if len(notes) > _NAMED:
-            yield Line(
-                f"  {row['site']}: and {len(notes) - _NAMED} more such notes; --json has all", "yellow"
-            )
+        aside = [
+            f"{one['slide']}{'' if ' patches set aside' in one['reason'] else ' set aside'}: {one['reason']}"
+            for one in row["failed"]
+        ]
+        notes = [f"{one['slide']}: {one['note']}" for one in row.get("notes", ())]
+        for said, more in ((aside, "set aside; --json names all"), (notes, "such notes; --json has all")):
+            for line in said[:_NAMED]:
+                yield Line(f"  {row['site']}: {line}", "yellow")
+            if len(said) > _NAMED:
+                yield Line(f"  {row['site']}: and {len(said) - _NAMED} more {more}", "yellow")
         if not row["train"]:
+            nothing = f"has no training {unit}, so nothing can be trained on it"
+            yield Line(f"  {row['site']}: {nothing}", "bold yellow")
+
+
+def write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
+    """Write a line per slide; no file where nothing was set aside and all tissue was found by saturation."""
+    if not any(one["aside"] or one["tissue_by"] != "saturation" for one in seen.values()):
+        path.unlink(missing_ok=True)
+        return
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["slide", "good", *KINDS, "tissue_by", "tissue_gain"])
+    for slide, one in seen.items():
+        counts = [one["aside"].get(kind, 0) for kind in KINDS]
+        gain = "" if isnan(one["tissue_gain"]) else f"{one['tissue_gain']:.3g}"
+        table.writerow([slide, one["good"], *counts, one["tissue_by"], gain])
+    write_text(path, text.getvalue())
+
+
+def read_set_aside(path: Path) -> dict[str, dict[str, int]]:
+    """Return slide → how many patches were set aside for which fault, as `write_quality` wrote it; {} for no file.
+
+    Raises:
+        WsiFlError: when it is another table.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return {
+                line["slide"]: {kind: n for kind in KINDS if (n := int(line[kind]))}
+                for line in csv.DictReader(file)
+            }
+    except (KeyError, TypeError, ValueError):
+        raise WsiFlError(f"{path}: not what `wsi-fl tile` writes; tile the site again") from None
+
+
+def quality_lines(row: Mapping[str, Any]) -> Lines:
+    """Say what patches of a site were set aside for, and where tissue was not found by saturation."""
+    where = Path(row["store"]).parent / "quality.csv"
+    if aside := row["set_aside"]:
+        said = ", ".join(f"{n} {kind}" for kind, n in aside.items())
+        yield Line(
+            f"  {row['site']}: {sum(aside.values())} patches set aside ({said}); by slide: {where}",
+            "yellow",
+        )
+    for name, one in row["tissue"].items():
+        if name != "saturation":
+            gain = one["gain"]
+            beside = "where saturation finds none" if gain is None else f"{gain:.2g} × that by saturation"
+            area = "" if name == "masks" else f", its area {beside}"
             yield Line(
-                f"  {row['site']}: has no training {unit}, so nothing can be trained on it",
-                "bold yellow",
+                f"  {row['site']}: tissue of {one['slides']} slides by {name}{area}; by slide: {where}"
             )

@@ -1,4 +1,4 @@
-"""`tile`: the patch store of a site.
+"""`tile`: the patch store of a site; with `--dry-run`, what tiling would take.
 
 Slides are planned (tissue, grid, labels) from thumbnails and annotations alone; patches are chosen over the
 whole site; only then are pixels read, slide by slide, into shards. A finished shard whose fingerprint still
@@ -7,34 +7,46 @@ fits is not read again, so a killed job loses at most the slide in hand.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from functools import partial
+from math import isfinite
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.patches import AllSetAside, SlidePlan, plan_slide
-from wsi_fl.slides.patching.splits import SEED, assign_splits
-from wsi_fl.slides.reading.probe import check_opens_safely
-from wsi_fl.stages.prepare.bag_labels import stored_classes
-from wsi_fl.stages.prepare.quality import Quality, params_of, quality_of_none, segmenter_of, write_quality
-from wsi_fl.stages.prepare.sources import Listed, list_slides
-from wsi_fl.stages.prepare.tables import first_reason, say_tables, storage_note, tile_row, weak_note
-from wsi_fl.stages.prepare.tile_plans import Plans, choose, made_of, plan_each
-from wsi_fl.stages.prepare.tile_shards import Wanted, Written, check_space, shard_path, write_each
-from wsi_fl.stages.work.console import Watcher, say
+from wsi_fl.slides.patching.splits import assign_splits
+from wsi_fl.slides.reading.sweep import read_patches
+from wsi_fl.stages.prepare.sources import (
+    Done,
+    Listed,
+    Quality,
+    finish,
+    list_slides,
+    set_aside,
+    share_slides,
+    stored_classes,
+)
+from wsi_fl.stages.prepare.tables import first_reason, write_quality
+from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each, spec_of
+from wsi_fl.stages.prepare.tile_shards import Shards, bytes_of
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher, say
 from wsi_fl.stages.work.job import Job
-from wsi_fl.stores.columns import Counts, link_shards, linked
 from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.shards import Counts, link_shards, linked
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import locked, remove_strays
-from wsi_fl.types import GridSpec, SetAside, SlideRecord, WsiFlError
+from wsi_fl.system.files import locked
+from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, WsiFlError
+
+_TRIED, _READ = 8, 128
+"""Slides of a site that a dry run plans, evenly from its list, and patches of each that it reads."""
 
 
 def tile(
@@ -51,13 +63,15 @@ def tile(
     """
     job = Job()
     told = job.watched(watcher)
-    listed = job.each(lambda: list_slides(study, site, pipeline_name, overrides))
-    if job.first:
-        for one in listed:
-            say_tables(one.site.name, one.said)
-            if note := weak_note(one.records):
-                say(f"  {one.records[0].site}: {note}", style="yellow")
+    listed = job.each(lambda: list_slides(study, site, pipeline_name, overrides, job))
     for one in listed:
+        weak = sum(record.supervision == "weak" for record in one.records)
+        if weak and job.first:
+            say(
+                f"  {one.site.name}: {weak} slides have no annotation: their patches take the slide's label "
+                "(weak supervision)",
+                style="yellow",
+            )
         told.update(one.site.name, 0, len(one.records))
     rows = [_tile_site(one, job, told) for one in listed]
     which = "--all" if site is None else f"--site {site}"
@@ -78,127 +92,181 @@ def _next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
 
 def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     """All ranks plan, then all write shards, each its share; the first one holds the lock and writes the columns."""
-    began = time.perf_counter()
-    study, name, pipeline = listed.study, listed.site.name, listed.pipeline
-    folder, spec, tiling = study.store(name).parent, spec_of(pipeline), pipeline.tile
+    began, name, pipeline = time.perf_counter(), listed.site.name, listed.pipeline
+    store = listed.study.store(name)
     records = assign_splits(listed.records, test_fraction=pipeline.slides.test_fraction)
-    plans = Plans(folder / ".plans", records, spec)
+    plans = Plans(store.parent / ".plans", records, spec_of(pipeline))
+    shards = Shards(listed, plans, job.threads)
     failed = list(listed.aside)
-    with job.first_holds(_locked(folder, name)):
-        numbers, seen = _plan_all(listed, records, plans, job, watcher, failed)
-        written = _write_all(listed, plans, numbers, job, watcher)
-        failed += [SetAside(records[one.number].slide, one.reason) for one in written if one.reason]
-        shards = [shard_path(folder, records[one.number].slide) for one in written if one.content]
+    with job.first_holds(locked(store.parent, name)):
+        n = len(records)
+        planned = share_slides(
+            job,
+            range(n),
+            lambda mine: plan_each(mine, listed, plans, job.threads),
+            lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
+        )
 
-        def write_columns() -> Counts:
-            if not shards:
+        def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
+            chosen = _chosen(plans, planned, pipeline)
+            if job.first:
+                counts = {number: int(rows.sum()) for number, rows in chosen}
+                needed = shards.check_space(counts) / 1e9
+                say(
+                    f"  {name}: {sum(counts.values())} patches of {plans.spec.size_px} px, at most {needed:.2f} GB"
+                )
+            return chosen
+
+        chosen = job.each(choose_rows)
+        n_planned = len(chosen)
+        written = share_slides(
+            job,
+            chosen,
+            shards.write_each,
+            lambda done, one: watcher.update(name, (n_planned + done) / 2, n_planned, plans.slide(one[0])),
+        )
+        failed += set_aside((*planned, *written))
+
+        def write_columns(done: list[Done]) -> Counts:
+            paths = [shards.path(one.slide) for one in done if one.patches]
+            if not paths:
                 raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
-            meta = StoreMeta(name, stored_classes(listed.site, {}), spec, min_tissue=tiling.min_tissue)
-            store = study.store(name)
-            counts = linked(store, meta, shards) or link_shards(store, meta, shards)
-            kept = {shard.stem for shard in shards}
-            remove_strays((folder / "slides", folder / "overview", plans.folder), kept)
-            return counts
+            classes = stored_classes(listed.site, {})
+            meta = StoreMeta(name, classes, plans.spec, min_tissue=pipeline.tile.min_tissue)
+            return linked(store, meta, paths) or link_shards(store, meta, paths)
 
-        counts = job.first_does(write_columns)
+        folders = (*(store.parent / part for part in ("slides", "overview")), plans.folder)
+        counts = finish(job, written, write_columns, folders)
     if counts is None:
         return {}
-    if note := storage_note([one.content for one in written if one.content], pipeline.store.pixels):
-        say(f"  {name}: {note}", style="yellow")
-    n_slides = len(records) + len(listed.aside)
-    seen |= {records[one.number].slide: one.quality for one in written if one.quality}
-    write_quality(folder / "quality.csv", seen)
-    return tile_row(study, name, counts, failed, seen, n_slides=n_slides, seconds=time.perf_counter() - began)
+    contents = [one.content for one in written if one.patches]
+    if raw := sum(content != pipeline.store.pixels for content in contents):
+        say(
+            f"  {name}: {raw} of {len(contents)} slides are stored raw: their patches are not whole JPEG tiles of "
+            "theirs",
+            style="yellow",
+        )
+    seen = {one.slide: one.quality for one in (*planned, *written) if one.quality}
+    write_quality(store.with_name("quality.csv"), seen)
+    names = CLASSES if len(counts["train"]) > 1 else UNLABELLED
+    table = {split: dict(zip(names, counts[split].tolist(), strict=True)) for split in SPLITS}
+    return {
+        "site": name,
+        "slides": n + len(listed.aside),
+        "failed": [asdict(aside) for aside in failed],
+        "patches": sum(sum(one.values()) for one in table.values()),
+        **{label: sum(one.get(label, 0) for one in table.values()) for label in CLASSES},
+        **{split: sum(table[split].values()) for split in ("train", "test")},
+        **_quality_of(seen.values()),
+        "store": listed.study.relative(store),
+        "seconds": time.perf_counter() - began,
+        "table": table,
+    }
 
 
-@contextmanager
-def _locked(folder: Path, site: str) -> Iterator[None]:
-    """Hold the site's folder."""
-    with locked(folder, site):
-        (folder / "slides").mkdir(exist_ok=True)
-        yield
-
-
-def spec_of(pipeline: Pipeline) -> GridSpec:
-    size = pipeline.tile.size_px
-    return GridSpec(size, pipeline.tile.mpp, pipeline.tile.stride_px or size)
-
-
-def _plan_all(
-    listed: Listed,
-    records: Sequence[SlideRecord],
-    plans: Plans,
-    job: Job,
-    watcher: Watcher,
-    failed: list[SetAside],
-) -> tuple[list[int], dict[str, Quality]]:
-    """Plan every slide; plans go to `plans`, slides without one to `failed`.
-
-    Return the numbers of the others, and what is wrong with slides of faults alone.
+def _quality_of(seen: Iterable[Quality]) -> dict[str, Any]:
+    """Return how many patches were set aside for which fault, and by which method tissue was found on how many slides,
+    with the median gain of those on which saturation finds some.
     """
-    n, name = len(records), listed.site.name
-    found = job.share(
-        range(n),
-        planner(listed, records, plans, job),
-        lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
-    )
-    for record, (reason, _) in zip(records, found, strict=True):
-        if reason:
-            failed.append(SetAside(record.slide, reason))
-    faulty = {record.slide: quality for record, (_, quality) in zip(records, found, strict=True) if quality}
-    return [number for number, (reason, _) in enumerate(found) if reason is None], faulty
+    aside: Counter[str] = Counter()
+    gains: dict[str, list[float]] = {}
+    for one in seen:
+        aside.update(one["aside"])
+        gains.setdefault(one["tissue_by"], []).append(one["tissue_gain"])
+    tissue = {}
+    for name, gain in sorted(gains.items()):
+        found = list(filter(isfinite, gain))
+        tissue[name] = {"slides": len(gain), "gain": median(found) if found else None}
+    return {"set_aside": dict(sorted(aside.items())), "tissue": tissue}
 
 
-def planner(
-    listed: Listed, records: Sequence[SlideRecord], plans: Plans, job: Job
-) -> Callable[[Sequence[int]], Iterator[tuple[str | None, Quality | None]]]:
-    """Return what plans slides: it yields why one cannot be used, and its quality where faults are the reason."""
-    params = params_of(listed.study, listed.pipeline)
-    segmenter = segmenter_of(listed.study, listed.pipeline)
-    spec, reader = spec_of(listed.pipeline), listed.pipeline.slides.reader
-    faulty: dict[str, Quality] = {}
-
-    def plan(record: SlideRecord) -> SlidePlan:
-        check_opens_safely(record.path, record.mpp_override, reader)
-        try:
-            return plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
-        except AllSetAside as error:
-            faulty[record.slide] = quality_of_none(error)
-            raise
-
-    made = partial(made_of, spec=spec, params=params, reader=reader)
-
-    def plan_mine(mine: Sequence[int]) -> Iterator[tuple[str | None, Quality | None]]:
-        reasons = plan_each(mine, records, plan, made, plans, job.threads)
-        for number, reason in zip(mine, reasons, strict=True):
-            yield reason, faulty.get(records[number].slide)
-
-    return plan_mine
+def _chosen(plans: Plans, planned: Sequence[Done], pipeline: Pipeline) -> list[tuple[int, NDArray[np.bool_]]]:
+    """Return the numbers of slides that have a plan, and which of their patches are kept."""
+    numbers = [number for number, one in enumerate(planned) if one.reason is None]
+    settings = pipeline.tile
+    keep = choose(plans, numbers, balance=settings.balance, max_per_slide=settings.max_per_slide)
+    return list(zip(numbers, keep, strict=True))
 
 
-def _write_all(
-    listed: Listed, plans: Plans, numbers: Sequence[int], job: Job, watcher: Watcher
-) -> list[Written]:
-    """Write the shards of all planned slides, each by one rank; return what became of each, in order."""
-    study, pipeline, name = listed.study, listed.pipeline, listed.site.name
-    folder, spec, settings = study.store(name).parent, spec_of(pipeline), pipeline.tile
-    wanted = Wanted(folder, spec, pipeline.store.pixels, pipeline.slides.reader, job.threads, study.relative)
+def estimate(
+    study: Study,
+    *,
+    site: str | None,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Return as the `--json` document how many patches, bytes and seconds one site or every site would take.
 
-    def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
-        most = settings.max_per_slide
-        keep = choose(plans, numbers, balance=settings.balance, max_per_slide=most, seed=SEED)
-        if job.first:
-            counts = {number: int(rows.sum()) for number, rows in zip(numbers, keep, strict=True)}
-            needed = check_space(folder, counts, plans, spec, wanted.content)
-            say(
-                f"  {name}: {sum(counts.values())} patches of {spec.size_px} px, at most {needed / 1e9:.2f} GB"
+    A few of its slides are tried; nothing is kept.
+
+    Raises:
+        WsiFlError: when none of the slides that were tried gives a patch.
+    """
+    job, told = Job(), watcher or Silent()
+    rows = [_estimate_site(one, job, told) for one in list_slides(study, site, pipeline_name, overrides)]
+    whole = {key: sum(row[key] for row in rows) for key in ("slides", "patches", "bytes", "seconds")}
+    return {"sites": rows, **whole, "free_bytes": shutil.disk_usage(study.root).free}
+
+
+def _estimate_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
+    name, pipeline, n = listed.site.name, listed.pipeline, len(listed.records)
+    records = [listed.records[k] for k in np.unique(np.linspace(0, n - 1, min(n, _TRIED)).astype(int))]
+    tried = len(records)
+    with tempfile.TemporaryDirectory() as folder:
+        plans = Plans(Path(folder), records, spec_of(pipeline))
+        # 1. tissue, grid and labels of a few slides
+        began, planned = time.perf_counter(), []
+        for one in plan_each(range(tried), listed, plans, job.threads):
+            planned.append(one)
+            watcher.update(name, len(planned) / 2, tried, "finding tissue")
+        planning, failed = time.perf_counter() - began, set_aside(planned)
+        chosen = _chosen(plans, planned, pipeline)
+        if not chosen:
+            raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
+        counts = {number: int(rows.sum()) for number, rows in chosen}
+        # 2. the pixels of some of their patches
+        began, read = time.perf_counter(), 0
+        for number, rows in chosen:
+            corners, how = plans.load(number).xy_l0[rows][:_READ], pipeline.slides.reader
+            found = read_patches(
+                records[number], corners, plans.spec, threads=job.threads, reader=how, aside={}
             )
-        return list(zip(numbers, keep, strict=True))
+            read += sum(len(batch) for _, batch in found)
+            watcher.update(name, tried / 2 + number / 2, tried, plans.slide(number))
+        reading = time.perf_counter() - began
+        needed = bytes_of(counts, plans, plans.spec, pipeline.store.pixels)
+    # 3. as many more as there are slides
+    times, patches = n / tried, sum(counts.values())
+    return {
+        "site": name,
+        "slides": n,
+        "tried": tried,
+        "failed": len(failed),
+        "patches": round(times * patches),
+        "bytes": round(times * needed),
+        "seconds": times * (planning + reading * patches / max(read, 1)),
+    }
 
-    n = len(numbers)
-    written = job.share(
-        job.each(choose_rows),
-        lambda mine: map(asdict, write_each(mine, plans, wanted)),
-        lambda done, one: watcher.update(name, (n + done) / 2, n, plans.slide(one[0])),
+
+def estimate_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row per site, and what all take."""
+    rows = [
+        [
+            row["site"],
+            str(row["slides"]),
+            f"{row['tried']}, {row['failed']} set aside" if row["failed"] else str(row["tried"]),
+            f"{row['patches']:,}",
+            f"{row['bytes'] / 1e9:.2f}",
+            f"{row['seconds'] / 60:.1f}",
+        ]
+        for row in document["sites"]
+    ]
+    yield Table("estimate", ["site", "slides", "tried", "patches", "GB", "minutes"], rows)
+    minutes = document["seconds"] / 60
+    yield Line(
+        f"about {document['patches']:,} patches, {document['bytes'] / 1e9:.1f} GB "
+        f"({document['free_bytes'] / 1e9:.0f} GB are free) and "
+        f"{f'{minutes / 60:.1f} h' if minutes > 90 else f'{minutes:.1f} min'} on this machine; "
+        "nothing was written"
     )
-    return [Written(**one) for one in written]

@@ -1,6 +1,7 @@
-"""The part of `tile` that decides: a plan per slide, kept on disk so that a site needs no more memory than a slide.
+"""The part of `tile` that decides: what the pipeline asks of patches, and a plan per slide.
 
-A plan is kept for the next `tile`, which does not open a slide again whose file, annotation and settings are the same.
+Plans are kept on disk, so that a site needs no more memory than a slide, and for the next `tile`, which does not open a
+slide again whose file, annotation and settings are the same.
 """
 
 from __future__ import annotations
@@ -8,22 +9,29 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.patches import PlanParams, SlidePlan
-from wsi_fl.slides.patching.splits import sample_rows
+from wsi_fl.slides.patching.patches import AllSetAside, PlanParams, SlidePlan, plan_slide
+from wsi_fl.slides.patching.quality import QualityParams, Segmenter
+from wsi_fl.slides.patching.splits import SEED, sample_rows
 from wsi_fl.slides.patching.survey import mask_digest
+from wsi_fl.slides.patching.tissue import Method, TissueParams
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader
+from wsi_fl.stages.prepare.sources import Done, Listed, Quality
 from wsi_fl.stages.work.console import reason_of
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import atomic, ordinary
 from wsi_fl.system.ordered import in_order
-from wsi_fl.types import GridSpec, SlideRecord
+from wsi_fl.types import GridSpec, SlideRecord, UsageError
 
 _MADE = 3
 """How plans are made; with another number none is believed that was kept."""
@@ -31,6 +39,68 @@ _ONE_FILE = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
 """Slides whose size and time are those of their one file; others are looked at each time."""
 _PLANNERS = 4
 """Slides planned at once: each needs some hundred megabytes for its tissue mask."""
+
+
+def spec_of(pipeline: Pipeline) -> GridSpec:
+    size = pipeline.tile.size_px
+    return GridSpec(size, pipeline.tile.mpp, pipeline.tile.stride_px or size)
+
+
+def params_of(study: Study, pipeline: Pipeline) -> PlanParams:
+    """Return what makes a patch worth keeping, as the pipeline says."""
+    tiling, digest = pipeline.tile, ""
+    if tiling.segmenter and tiling.qc:
+        try:
+            with ordinary(study.resolve(tiling.segmenter)).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UsageError(f"tile.segmenter = {tiling.segmenter!r}: {error.strerror}") from None
+    return PlanParams(
+        min_tissue=tiling.min_tissue,
+        tissue=tissue_of(study, pipeline),
+        groups=tiling.groups,
+        quality=QualityParams(
+            tuple(tiling.qc),
+            **{f"max_{fault}": share for fault, share in tiling.qc.items()},
+            segmenter=digest,
+        ),
+    )
+
+
+def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
+    """Return the segmenter that the pipeline names, if it looks for faults at all; UsageError for one of no use."""
+    named = pipeline.tile.segmenter
+    if not (named and pipeline.tile.qc):
+        return None
+    from wsi_fl.models.segmenter import load_segmenter
+
+    segmenter = load_segmenter(study.resolve(named))
+    if not set(segmenter.classes) & set(pipeline.tile.qc):
+        raise UsageError(
+            f"tile.segmenter = {named!r} finds {', '.join(segmenter.classes)}, but none of tile.qc = "
+            f"{', '.join(pipeline.tile.qc)}"
+        )
+    return segmenter
+
+
+def tissue_of(study: Study, pipeline: Pipeline) -> TissueParams:
+    """Return how tissue is told from background, as the pipeline says."""
+    if not pipeline.tissue.masks:
+        return TissueParams(method=cast(Method, pipeline.tissue.method))
+    masks = study.resolve(pipeline.tissue.masks)
+    if not masks.is_dir():
+        raise UsageError(f"tissue.method = {pipeline.tissue.masks!r}: no such folder")
+    return TissueParams(masks=str(masks))
+
+
+def quality_of_plan(good: int, found: SlidePlan | AllSetAside, reasons: NDArray[np.str_]) -> Quality:
+    """Return the quality of a slide with so many good patches, and why the others were set aside."""
+    return Quality(
+        good=good,
+        aside=dict(Counter(reasons.tolist())),
+        tissue_by=found.tissue_by,
+        tissue_gain=found.tissue_gain,
+    )
 
 
 def made_of(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Reader) -> str | None:
@@ -59,7 +129,7 @@ class Plans:
     """The plans of a site's slides in a folder; every rank reads all of them."""
 
     def __init__(self, folder: Path, records: Sequence[SlideRecord], spec: GridSpec) -> None:
-        self.folder, self._records, self._spec = folder, records, spec
+        self.folder, self.records, self.spec = folder, records, spec
 
     def holds(self, number: int, made: str) -> bool:
         """Return whether there is a whole plan of the slide with this number that was made of the same."""
@@ -107,10 +177,10 @@ class Plans:
                     values[name] = file[key]
             for name, value in json.loads(str(file["plain"])).items():
                 values[name] = tuple(value) if isinstance(value, list) else value
-        return SlidePlan(record=self._records[number], spec=self._spec, **values)
+        return SlidePlan(record=self.records[number], spec=self.spec, **values)
 
     def slide(self, number: int) -> str:
-        return self._records[number].slide
+        return self.records[number].slide
 
     def labels(self, number: int) -> NDArray[np.int8]:
         """The labels of a slide's patches alone."""
@@ -126,42 +196,35 @@ class Plans:
         return self.folder / f"{self.slide(number)}.npz"
 
 
-def plan_each(
-    numbers: Sequence[int],
-    records: Sequence[SlideRecord],
-    plan: Callable[[SlideRecord], SlidePlan],
-    made: Callable[[SlideRecord], str | None],
-    plans: Plans,
-    threads: int,
-) -> Iterator[str | None]:
-    """Plan and save the slides with these numbers, a few at a time; yield in order why one cannot be used, or None.
+def plan_each(numbers: Sequence[int], listed: Listed, plans: Plans, threads: int) -> Iterator[Done]:
+    """Plan and save the slides with these numbers, a few at a time; a kept plan of the same stays.
 
-    Args:
-        made: says what a plan is made of; one that was kept and was made of the same stays.
+    Yields:
+        In order what became of each: a reason where it cannot be used.
     """
+    params, segmenter = params_of(listed.study, listed.pipeline), segmenter_of(listed.study, listed.pipeline)
+    spec, reader = plans.spec, listed.pipeline.slides.reader
 
-    def one(number: int) -> str | None:
+    def one(number: int) -> Done:
+        record = plans.records[number]
         try:
-            of = made(records[number])
+            of = made_of(record, spec, params, reader)
             if of is not None and plans.holds(number, of):
-                return None
-            found = plan(records[number])
+                return Done(record.slide)
+            check_opens_safely(record.path, record.mpp_override, reader)
+            found = plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
         except Exception as error:  # one slide that a library chokes on must not end the others
-            return reason_of(error)
+            faults = quality_of_plan(0, error, error.reasons) if isinstance(error, AllSetAside) else None
+            return Done(record.slide, reason=reason_of(error), quality=faults)
         plans.save(number, found, of)
-        return None
+        return Done(record.slide)
 
     n_threads = min(threads, _PLANNERS)
     yield from in_order(one, numbers, threads=n_threads, ahead=2 * n_threads)
 
 
 def choose(
-    plans: Plans,
-    numbers: Sequence[int],
-    *,
-    balance: bool,
-    max_per_slide: int | None,
-    seed: int,
+    plans: Plans, numbers: Sequence[int], *, balance: bool, max_per_slide: int | None, seed: int = SEED
 ) -> list[NDArray[np.bool_]]:
     """Which patches of each of these slides are kept, balanced over the site if asked; the same in every rank.
 

@@ -22,8 +22,7 @@ from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
-from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
-from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
+from wsi_fl.privacy.accounting import MOST_EPSILON, Mechanism, epsilon, group_epsilon, sigma_for
 from wsi_fl.privacy.guarantee import Round, Terms, rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Guarantee

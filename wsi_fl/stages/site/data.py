@@ -25,8 +25,7 @@ from wsi_fl.runs.site import PIXELS
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stores.bags import BagStore
-from wsi_fl.stores.contents import SlideSource, SlideUnreadable
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.patches import PatchStore, SlideSource, SlideUnreadable
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.system.machine import n_cores

@@ -8,10 +8,9 @@ from importlib.metadata import version
 from typing import Any
 
 from wsi_fl import __version__
-from wsi_fl.federation.graph import from_file
 from wsi_fl.federation.methods import FILES, SHARED, Method, names_of
-from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
-from wsi_fl.privacy.survivors import require_enough
+from wsi_fl.federation.topology import TOPOLOGIES, Topology, from_file, named, over
+from wsi_fl.privacy.masks import require_enough
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.slides import open_data

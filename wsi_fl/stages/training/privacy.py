@@ -6,8 +6,15 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, detection, epsilon, plan, sigma_for
-from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
+from wsi_fl.privacy.accounting import (
+    ACCOUNTANT,
+    MOST_EPSILON,
+    detection,
+    epsilon,
+    group_epsilon,
+    plan,
+    sigma_for,
+)
 from wsi_fl.privacy.plan import Proposal, planned, proposals
 from wsi_fl.report.words import detected
 from wsi_fl.stages.work.console import Line, Lines

@@ -92,7 +92,7 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, An
     return rows
 
 
-def _scoring(party: RunContext, sites: Sequence[Site], comm: Comm, report: loop.Report) -> CrossSiteScoring:
+def _scoring(party: RunContext, sites: Sequence[Site], comm: Comm, report: loop._Report) -> CrossSiteScoring:
     """What scores the models that travelled, where hospitals keep their test parts to themselves."""
     rounds = party.pipeline.train.rounds
 
@@ -221,7 +221,7 @@ def take_part(party: RunContext, comm: _AnyComm, run_of: Callable[[_AnyComm], Ru
     return _guarded(comm, study, me, lambda: run_of(comm), work, tell)
 
 
-def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:
+def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop._Report:
     folders = {site.name: site.folder for site in sites}
     rounds, task = pipeline.train.rounds, sites[0].train.task
 

@@ -34,14 +34,14 @@ from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tun
 from wsi_fl.learning.units import Canaries, canaries, tossed
 from wsi_fl.learning.validation import LONE, require_names, with_validation
 from wsi_fl.models import HUB, Start, build, schema, started_from
-from wsi_fl.models.heads import MeanOfBag
+from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
-from wsi_fl.privacy.letters import impossible
 from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.privacy.sums import impossible
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.account import affordable_rounds, open_account, weights_of
 from wsi_fl.stages.site.data import Data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from wsi_fl.federation.buffers import Buffer, BufferShape, packed
+from wsi_fl.federation.site import Buffer, BufferShape
 from wsi_fl.learning.examples import Examples, resized
 from wsi_fl.stages.site.data import Patches, learned_from
 from wsi_fl.stages.site.party import RunContext
@@ -57,7 +57,7 @@ def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> 
     images = np.concatenate(list(as_pixels(GAN.draw(folder, found, labels))))
     name = np.full(len(labels), "synthetic")
     seen = resized(Examples(lambda rows: images[rows], labels, name, name), shape.size_px)
-    return Buffer(shape, packed(seen.read(np.arange(len(labels))), labels), found)
+    return Buffer(shape, shape.packed(seen.read(np.arange(len(labels))), labels), found)
 
 
 def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:

@@ -3,7 +3,7 @@
 Its check looks at exactly the images that other sites would draw: `ddpm.samples_per_class` of each class. It asks three
 questions, all calibrated on held-out real images. How near is each generated image to a training image, and does that
 one stand out (`evidence.judged`)? Are training images nearer to the generated ones than held-out images are, for
-how near they are to other real ones (`evidence.compared`)? And is that so by LPIPS too, where there are weights?
+how near they are to other real ones (`evidence.told_apart`)? And is that so by LPIPS too, where there are weights?
 """
 
 from __future__ import annotations

@@ -1,0 +1,453 @@
+"""Features of slides in other tools' layouts: a file is read whole, or refused in one line.
+
+TRIDENT (mahmoodlab/TRIDENT, `WSI.extract_patch_features`): `features_<encoder>/<slide>.h5`. `features` float[m, d] has
+the attribute `encoder`; `coords` int64[m, 2] in level-0 pixels has those of the patching: `patch_size` at the target
+magnification, `patch_size_level0`, `level0_magnification`, `target_magnification` and `overlap`. Of encoders of whole
+slides, `slide_features_<encoder>/<slide>.h5` has `features` float[d].
+
+CLAM (mahmoodlab/CLAM, `extract_features_fp.py`): `h5_files/<slide>.h5` with `features` float32[m, d] and `coords`
+int32[m, 2] in level-0 pixels, which says neither encoder nor patch size; `pt_files/<slide>.pt` is the features alone as
+a tensor, which is what CLAM's training reads.
+
+STAMP (KatherLab/STAMP, `stamp preprocess`): `<extractor>-<hash>/…/<slide>.h5`. `feats` float[m, d] and `coords`
+float32[m, 2] in µm from the slide's corner; root attributes `extractor`, `unit`, `tile_size_um` (`tile_size` before
+2.1), `tile_size_px`. How large a pixel of the slide is, the file does not say.
+
+AnnData of one slide (scverse, `write_h5ad`), as LazySlide makes it of its tiles: `<slide>.h5ad`. `X` float[m, d];
+`obsm/spatial` [m, 2], the corners of tiles in level-0 pixels; `uns/tile_spec` with `width`, `stride_width` and `mpp` of
+a tile; `uns/slide_properties` with `mpp` of the slide. All but `X` may be missing.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.stores.bags import UNPLACED, Bag, BagStore
+from wsi_fl.stores.fields import first_line, too_large
+from wsi_fl.stores.hdf5 import created, is_own, opened, own_dataset, own_group
+from wsi_fl.system.files import atomic, ordinary, write_text
+from wsi_fl.types import UsageError, WsiFlError
+
+_MAGNIFIED = 10.0
+"""µm per pixel times magnification: 40× is 0.25 µm, as TRIDENT, CLAM and most scanners round it."""
+_PREFIX = "features_"
+_BESIDES = ("cluster", "weight")
+"""Columns of our own exports, which other tools pass over."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a file says of its patches; None where it says nothing.
+
+    Attributes:
+        encoder: name of what made the features.
+        size_px, overlap_px: of a patch as the encoder's input was cut, at `mpp`.
+        mpp: µm per pixel of the patches.
+        nominal: whether `mpp` only follows from a magnification.
+        mpp_l0: µm per level-0 pixel of the slide.
+    """
+
+    encoder: str | None = None
+    size_px: int | None = None
+    overlap_px: int | None = None
+    mpp: float | None = None
+    nominal: bool = False
+    mpp_l0: float | None = None
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """The features of one slide in another tool's file.
+
+    Attributes:
+        features: float32[m, d].
+        xy: top-left corners [m, 2], in level-0 pixels or in µm; None where the file has none.
+        cluster, weight: as in `Bag`, which only our own exports have.
+    """
+
+    features: NDArray[np.float32]
+    xy: NDArray[Any] | None
+    facts: Facts
+    in_um: bool = False
+    cluster: NDArray[np.int64] | None = None
+    weight: NDArray[np.float32] | None = None
+
+    def bag(self, mpp_l0: float | None) -> Bag:
+        """Return the bag with its places in level-0 pixels, or unplaced where they cannot be known.
+
+        Args:
+            mpp_l0: µm per level-0 pixel of the slide, which places in µm need.
+        """
+        unit = mpp_l0 if self.in_um else 1.0
+        if self.xy is None or unit is None:
+            xy = np.full((len(self.features), 2), UNPLACED, np.int64)
+        else:
+            xy = np.rint(self.xy / unit).astype(np.int64)
+        return Bag(self.features, xy, self.cluster, self.weight)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tool lays out features.
+
+    Attributes:
+        find: folder → the file of every slide by name; UsageError where there is none.
+        read: a file → the features in it, or a WsiFlError of one line.
+        write: a store and a folder → the files of its slides; None where nobody needs that.
+    """
+
+    find: Callable[[Path], dict[str, Path]]
+    read: Callable[[Path], _Foreign]
+    write: Callable[[BagStore, Path], list[Path]] | None = None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[h5py.File]:
+    try:
+        with opened(path) as file:
+            yield file
+    except WsiFlError:
+        raise
+    except KeyError as error:
+        raise WsiFlError(f"{path.name}: damaged, or not of this format ({first_line(error)})") from None
+    except (OSError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise WsiFlError(f"{path.name}: not a readable HDF5 file ({first_line(error)})") from None
+    except MemoryError as error:
+        raise WsiFlError(f"{path.name}: {too_large(error)}") from None
+
+
+def _features(values: NDArray[Any], name: str) -> NDArray[np.float32]:
+    # as float32[m, d]; [1, m, d] is one bag too, and [d] one vector of a whole slide
+    if values.ndim == 3 and values.shape[0] == 1:
+        values = values[0]
+    if values.ndim == 1:
+        values = values[None]
+    if values.ndim != 2 or values.dtype.kind != "f":
+        raise WsiFlError(
+            f"{name}: features are {values.dtype}{list(values.shape)}, not float[patches, width]"
+        )
+    if not values.size:
+        raise WsiFlError(f"{name}: the bag is empty")
+    with np.errstate(over="ignore"):
+        features = values.astype(np.float32, copy=False)
+    if not np.isfinite(features).all():
+        raise WsiFlError(f"{name}: features are not finite")
+    return features
+
+
+def _places(values: NDArray[Any], n: int, name: str) -> NDArray[Any]:
+    if values.shape == (1, n, 2):
+        values = values[0]
+    if values.shape != (n, 2) or values.dtype.kind not in "iuf" or not np.isfinite(values).all():
+        raise WsiFlError(
+            f"{name}: coords are {values.dtype}{list(values.shape)}, not two numbers for each of {n} patches"
+        )
+    return values
+
+
+def _besides(file: h5py.File, n: int) -> dict[str, Any]:
+    found = {name: own_dataset(file, name)[:] for name in _BESIDES if is_own(file, name)}
+    if any(values.shape != (n,) for values in found.values()):
+        raise WsiFlError(f"{Path(file.filename).name}: not one group and weight for every patch")
+    return found
+
+
+def _number(attrs: Mapping[str, Any], name: str) -> float | None:
+    """Return a positive number among attributes; None where there is none."""
+    try:
+        value = float(attrs[name])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return value if 0 < value < float("inf") else None
+
+
+def _text(attrs: Mapping[str, Any], name: str) -> str | None:
+    """Return a text among attributes; None where there is none, or where a tool wrote "None"."""
+    value = attrs.get(name)
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return None if value is None or text in {"", "None"} else text
+
+
+def _by_slide(files: Iterable[Path]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for path in sorted(files):
+        if path.stem in found:
+            raise UsageError(f"slide {path.stem} has two files, {found[path.stem]} and {path}; remove one")
+        found[path.stem] = path
+    return found
+
+
+def _found(folder: Path, *patterns: str, missing: str) -> dict[str, Path]:
+    # of the last pattern that gives a slide's
+    found: dict[str, Path] = {}
+    for pattern in patterns:
+        found |= _by_slide(folder.glob(pattern))
+    if not found:
+        raise UsageError(f"{folder}: {missing}")
+    return dict(sorted(found.items()))
+
+
+def _find_trident(folder: Path) -> dict[str, Path]:
+    # in `features_<encoder>`, or in the one such folder below
+    if files := list(folder.glob("*.h5")):
+        return _by_slide(files)
+    found = sorted(path for path in folder.rglob(f"{_PREFIX}*") if path.is_dir() and any(path.glob("*.h5")))
+    if len(found) != 1:
+        several = f"several folders of features ({', '.join(path.name for path in found)}); name one"
+        raise UsageError(f"{folder}: {several if found else f'no {_PREFIX}<encoder>/*.h5 in it'}")
+    return _by_slide(found[0].glob("*.h5"))
+
+
+def _read_trident(path: Path) -> _Foreign:
+    with _opened(path) as file:
+        features_of, coords = own_dataset(file, "features"), own_dataset(file, "coords")
+        features = _features(features_of[:], path.name)
+        whole = features_of.ndim == 1  # one vector of the whole slide, beside the places of its patches
+        places = None if whole else _places(coords[:], len(features), path.name)
+        _, prefix, rest = path.parent.name.partition(_PREFIX)
+        facts = _facts_of(coords.attrs, _text(features_of.attrs, "encoder") or (rest if prefix else None))
+        return _Foreign(features, places, facts, **_besides(file, len(features)))
+
+
+def _facts_of(attrs: Mapping[str, Any], encoder: str | None) -> Facts:
+    """Return what attributes of `coords` say; `mpp` and `mpp_level0` are our own, and exact."""
+    size, size_l0 = _number(attrs, "patch_size"), _number(attrs, "patch_size_level0")
+    magnification, exact = _number(attrs, "target_magnification"), _number(attrs, "mpp")
+    mpp = exact or (_MAGNIFIED / magnification if magnification else None)
+    mpp_l0 = _number(attrs, "mpp_level0")
+    if mpp_l0 is None and mpp and size and size_l0:
+        mpp_l0 = mpp * size / size_l0
+    return Facts(
+        encoder=encoder,
+        size_px=round(size) if size else None,
+        overlap_px=round(_number(attrs, "overlap") or 0) if "overlap" in attrs else None,
+        mpp=mpp,
+        nominal=exact is None and mpp is not None,
+        mpp_l0=mpp_l0,
+    )
+
+
+def _read_clam(path: Path) -> _Foreign:
+    # Of a `.pt`, a pickle, `weights_only` loads tensors alone and runs no code. A zip whose entries are compressed is
+    # refused: PyTorch writes none, but would unpack one of any size.
+    if path.suffix == ".h5":
+        return _read_trident(path)
+    import torch
+
+    if is_zipfile(ordinary(path)):  # else of PyTorch before 1.6
+        try:
+            with ZipFile(path) as archive:
+                packed = any(one.compress_type != ZIP_STORED for one in archive.infolist())
+        except BadZipFile:
+            packed = False  # for PyTorch to say
+        if packed:
+            raise WsiFlError(
+                f"{path.name}: its tensor is compressed, which PyTorch never does; save it anew by torch.save"
+            )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that are refused anyway
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise WsiFlError(
+            f"{path.name}: damaged, or it holds more than a tensor; it could run code, so it is not opened"
+        ) from None
+    except Exception as error:  # torch wraps what it finds in whatever comes first
+        raise WsiFlError(f"{path.name}: damaged ({str(error).strip().splitlines()[0][:120]})") from None
+    if not isinstance(found, torch.Tensor) or found.layout != torch.strided or not found.is_floating_point():
+        raise WsiFlError(f"{path.name}: holds a {type(found).__name__}, not one tensor of features")
+    if found.untyped_storage().nbytes() < found.nbytes:
+        raise WsiFlError(f"{path.name}: damaged, it claims more numbers than it holds")
+    return _Foreign(_features(found.detach().float().numpy(), path.name), None, Facts())
+
+
+def _read_stamp(path: Path) -> _Foreign:
+    with _opened(path) as file:
+        attrs, features = file.attrs, _features(own_dataset(file, "feats")[:], path.name)
+        older = _number(attrs, "tile_size") if _text(attrs, "unit") == "um" else None
+        size_um, size = _number(attrs, "tile_size_um") or older, _number(attrs, "tile_size_px")
+        if size_um is None:
+            raise WsiFlError(
+                f"{path.name}: does not say its tile size in µm; extract it again with STAMP 2 or newer"
+            )
+        places = _places(own_dataset(file, "coords")[:], len(features), path.name)
+        facts = Facts(
+            encoder=_text(attrs, "extractor"),
+            size_px=round(size) if size else None,
+            overlap_px=round(_number(attrs, "overlap_px") or 0),
+            mpp=_number(attrs, "mpp") or (size_um / size if size else None),
+            mpp_l0=_number(attrs, "mpp_level0"),
+        )
+        return _Foreign(features, places, facts, in_um=True, **_besides(file, len(features)))
+
+
+def _read_anndata(path: Path) -> _Foreign:
+    with _opened(path) as file:
+        features, xy = _features(own_dataset(file, "X")[:], path.name), None
+        if is_own(file, "obsm"):
+            xy = _places(own_dataset(own_group(file, "obsm"), "spatial")[:], len(features), path.name)
+        tile = _stated(file, "tile_spec", ("width", "stride_width", "mpp"))
+        size, stride = _number(tile, "width"), _number(tile, "stride_width")
+        facts = Facts(
+            size_px=round(size) if size else None,
+            overlap_px=round(size - stride) if size and stride else None,
+            mpp=_number(tile, "mpp"),
+            mpp_l0=_number(_stated(file, "slide_properties", ("mpp",)), "mpp"),
+        )
+        return _Foreign(features, xy, facts)
+
+
+def _stated(file: h5py.File, name: str, wanted: Sequence[str]) -> dict[str, float]:
+    """Return the numbers that a group of `uns` has of those wanted."""
+    if not is_own(file, "uns") or not is_own(uns := own_group(file, "uns"), name):
+        return {}
+    group = own_group(uns, name)
+    return {key: float(own_dataset(group, key)[()]) for key in wanted if is_own(group, key)}
+
+
+def _mpp_of_each(store: BagStore) -> list[float]:
+    if store.mpp_l0 is None:
+        raise WsiFlError(f"{store.path}: does not say how large its patches are on the slides; make it again")
+    found: list[float] = store.mpp_l0.tolist()
+    return found
+
+
+def _write_each(
+    store: BagStore, folder: Path, fill: Callable[[h5py.File, str, Bag, float], None]
+) -> list[Path]:
+    """Write `<slide>.h5` for every bag, atomically; return their paths."""
+    files = []
+    for k, mpp_l0 in enumerate(_mpp_of_each(store)):
+        slide, bag = str(store.table.slide[k]), store.bag(k)
+        files.append(folder / f"{slide}.h5")
+        room = bag.features.nbytes + bag.xy_l0.nbytes
+        with atomic(files[-1]) as temporary, created(temporary, room) as file:
+            fill(file, slide, bag, mpp_l0)
+            for name in _BESIDES:
+                if (values := getattr(bag, name)) is not None:
+                    file[name] = values
+    return files
+
+
+def _encoder_folder(store: BagStore) -> str:
+    return store.meta.encoder.split()[0].replace("/", "_")
+
+
+def _fill_trident(store: BagStore, file: h5py.File, slide: str, bag: Bag, mpp_l0: float) -> None:
+    """Fill a file as TRIDENT's and CLAM's readers want it.
+
+    TRIDENT's magnifications are rounded; `mpp` and `mpp_level0` beside them are exact.
+    """
+    spec = store.meta.spec
+    file["features"] = bag.features
+    file["features"].attrs.update({"name": slide, "encoder": store.meta.encoder})
+    file["coords"] = bag.xy_l0
+    file["coords"].attrs.update(
+        {
+            "name": slide,
+            "patch_size": spec.size_px,
+            "patch_size_level0": round(spec.size_px * spec.mpp / mpp_l0),
+            "patch_level": 0,
+            "overlap": spec.size_px - spec.stride_px,
+            "level0_magnification": max(1, round(_MAGNIFIED / mpp_l0)),
+            "target_magnification": max(1, round(_MAGNIFIED / spec.mpp)),
+            "mpp": spec.mpp,
+            "mpp_level0": mpp_l0,
+        }
+    )
+
+
+def _write_trident(store: BagStore, folder: Path) -> list[Path]:
+    folder = folder / f"{_PREFIX}{_encoder_folder(store)}"
+    return _write_each(store, folder, lambda *one: _fill_trident(store, *one))
+
+
+def write_clam(store: BagStore, folder: Path, *, tensors: bool = False) -> list[Path]:
+    """Write `h5_files/<slide>.h5` for every bag, with the attributes that TRIDENT's readers want; return their paths.
+
+    Args:
+        tensors: whether `pt_files/<slide>.pt` is written too, one float32[m, d] each, which CLAM's training reads.
+    """
+
+    def fill(file: h5py.File, slide: str, bag: Bag, mpp_l0: float) -> None:
+        _fill_trident(store, file, slide, bag, mpp_l0)
+        if tensors:
+            import torch
+
+            with atomic(folder / "pt_files" / f"{slide}.pt") as temporary:
+                torch.save(torch.from_numpy(bag.features), temporary)
+
+    return _write_each(store, folder / "h5_files", fill)
+
+
+def _write_stamp(store: BagStore, folder: Path) -> list[Path]:
+    """STAMP's own features are float16; these keep float32. Attributes of our own say the slide's resolution and
+    overlap.
+    """
+    spec, encoder = store.meta.spec, store.meta.encoder
+
+    def fill(file: h5py.File, slide: str, bag: Bag, mpp_l0: float) -> None:
+        del slide
+        file["coords"] = (bag.xy_l0 * mpp_l0).astype(np.float32)
+        file["feats"] = bag.features
+        file.attrs.update(
+            {
+                "extractor": encoder,
+                "unit": "um",
+                "tile_size_um": spec.size_px * spec.mpp,
+                "tile_size_px": spec.size_px,
+                "feat_type": "tile",
+                "overlap_px": spec.size_px - spec.stride_px,
+                "mpp": spec.mpp,
+                "mpp_level0": mpp_l0,
+            }
+        )
+
+    return _write_each(store, folder / _encoder_folder(store), fill)
+
+
+_NO_H5AD = (
+    "no .h5ad file in it; LazySlide writes one with "
+    'wsi.fetch.features_anndata("uni").write_h5ad("SLIDE.h5ad")'
+)
+LAYOUTS = {
+    "clam": Layout(
+        lambda folder: _found(
+            folder,
+            "pt_files/*.pt",
+            "h5_files/*.h5",
+            missing="neither h5_files/*.h5 nor pt_files/*.pt in it",
+        ),
+        _read_clam,
+        write_clam,
+    ),
+    "trident": Layout(_find_trident, _read_trident, _write_trident),
+    "stamp": Layout(
+        lambda folder: _found(folder, "**/*.h5", missing="no .h5 file in it"), _read_stamp, _write_stamp
+    ),
+    "anndata": Layout(lambda folder: _found(folder, "*.h5ad", missing=_NO_H5AD), _read_anndata),
+}
+
+
+def write_labels(store: BagStore, path: Path) -> None:
+    """Write the table of a store's slides: case_id, slide_id and label as CLAM reads them, and what else is known."""
+    lines, columns = io.StringIO(newline=""), store.table
+    table = csv.writer(lines, lineterminator="\n")
+    table.writerow(("case_id", "slide_id", "label", "tumor_type", "split", "mpp"))
+    labels = np.array(store.meta.classes)[columns.label]
+    known = (columns.patient, columns.slide, labels, columns.tumor_type, columns.split)
+    table.writerows(zip(*known, map(repr, _mpp_of_each(store)), strict=True))
+    write_text(path, lines.getvalue())
