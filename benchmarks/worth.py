@@ -192,12 +192,16 @@ def study_of(pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: 
         (folder / "sites" / f"{site}.toml").write_text(file, encoding="utf-8")
         rows = np.concatenate([part, test if k == 0 else test[:0]])
         split = np.where(np.arange(len(rows)) < len(part), "train", "test")
+        if pool.patches > 1:
+            names = [f"{row // pool.patches}" for row in part.tolist()]
+        else:
+            names = patients(pool.label[part], unit)
         table = PatchTable(
             np.stack([rows, np.zeros_like(rows)], 1),
             pool.label[rows],
             pool.label[rows].astype(np.float32),
             split,
-            np.concatenate([patients(pool, part, unit), [f"test {row}" for row in rows[len(part) :]]]),
+            np.concatenate([names, [f"test {row}" for row in rows[len(part) :]]]),
             split,
         )
         path = study.features(site)
@@ -207,14 +211,12 @@ def study_of(pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: 
     return study
 
 
-def patients(pool: Pool, rows: Rows, unit: str) -> list[str]:
-    """A name for every row, for the pool's own patients, or for every five rows of one class."""
-    if pool.patches > 1:
-        return [f"{row // pool.patches}" for row in rows.tolist()]
+def patients(label: Rows, unit: str) -> list[str]:
+    """A name for every row, or for every five rows of one class."""
     size = ROWS_OF_A_PATIENT if unit == "patient" else 1
     seen = [0, 0]
     names = []
-    for one in pool.label[rows].tolist():
+    for one in label.tolist():
         names.append(f"{one}-{seen[one] // size}")
         seen[one] += 1
     return names

@@ -43,6 +43,15 @@ def test_drawn_hospitals_are_as_the_setting_says_and_no_row_is_drawn_twice(worth
         worth.drawn(worth.Setting("s", 4, 400, (0.05,)), label, 0)
 
 
+def test_whole_patients_are_drawn_where_the_pool_has_some(worth):
+    label = np.repeat([0, 1] * 20, 5)
+    parts, test = worth.drawn(worth.Setting("s", 3, 20, (0.25, 0.75)), label, 0, patches=5)
+    for rows in (*parts, test):
+        whose, counts = np.unique(rows // 5, return_counts=True)
+        assert set(counts) == {5} and all(len(set(label[5 * one : 5 * one + 5])) == 1 for one in whose)
+    assert len(np.unique(np.concatenate([*parts, test]))) == 60 + len(test)
+
+
 def test_patients_have_five_rows_of_one_class_or_one_row(worth):
     label = np.repeat([0, 1], [12, 5])
     names = np.array(worth.patients(label, "patient"))
