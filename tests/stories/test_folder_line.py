@@ -17,7 +17,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from conftest import Told, make_study, nightly, refused, write_store
-from test_oneshot import rows_of
+from test_oneshot import HEADS, rows_of
 from test_relayed import NAMES, Federation, right, rounds_of, together
 
 from wsi_fl.federation.comm import PeerLate
@@ -415,6 +415,12 @@ def test_the_owner_of_the_share_is_caught(identities, ledgers, share, line_of, w
 
 SITES = ("S0", "S1", "S2")
 BASE = ["train.rounds=3", "privacy.insecure_seed=5", "privacy.sigma=4", "comm.timeout_s=150"]
+OTHERS = {
+    "fedavg": BASE,
+    "cwt": BASE,
+    "replay": [BASE[0], "privacy.enabled=false", BASE[3]],
+    "oneshot": [*HEADS, *BASE[1:]],
+}
 REAL = 'real = true\nmax_epsilon = 5000.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
 
 
@@ -428,6 +434,10 @@ def furnish(study, method, site, k):
         write_features(study, site, x, labels, [f"p{i // 3}" for i in range(40)], splits)
         return
     write_store(study, site, seed=k)
+    if method == "replay":
+        from test_replay import plant
+
+        plant(study, site, seed=k)
 
 
 def plan_of(study, method, overrides, sites=SITES, name="small"):
@@ -586,6 +596,15 @@ def test_models_over_a_folder_are_those_of_one_process(groups):
     require_the_same(groups["calm"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", OTHERS)
+def test_all_methods_over_a_folder_make_the_models_of_one_process(tmp_path, federation, method):
+    (tmp_path / "share").mkdir()
+    group = Group(tmp_path / method, method, OTHERS[method], federation, tmp_path / "share")
+    start(tmp_path, [group])
+    require_the_same(group)
+
+
 def require_the_same(group):
     study = group.expected()
     (run,) = study.runs.glob("0*")
@@ -711,3 +730,32 @@ def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation)
     path = study.root / "federation" / "plan.json"
     path.write_text(path.read_text().replace("wsi_fl", "wsi_fi"))
     refused(lambda: take_part_by_folder(study, kit), "signed another plan")
+
+
+@pytest.mark.slow
+def test_generators_travel_over_a_folder_as_in_one_process(tmp_path, federation):
+    """Method mpcpa: denoisers up, packages down, classifiers up."""
+    import test_mpcpa
+
+    (tmp_path / "share").mkdir()
+    study = test_mpcpa.make_study(tmp_path / "one")
+    sites, jobs = ("S1", "S2", "S3"), []
+    for site in sites:
+        folder = tmp_path / site
+        shutil.copytree(study.root, folder, ignore=shutil.ignore_patterns("stores", "data.npz"))
+        shutil.copytree(study.root / "stores" / site, folder / "stores" / site)
+        for one in sites:
+            file = folder / "sites" / f"{one}.toml"
+            file.write_text(file.read_text().replace("real = false", REAL))
+        plan = plan_of(Study(folder), "mpcpa", [], sites, "mpcpa_tiny")
+        identity = federation.identity(site)
+        approve(Study(folder), plan, identity)
+        kit = kit_of(tmp_path / f"kit-{site}", identity, federation, site, tmp_path / "share")
+        jobs.append({"study": str(folder), "kit": str(kit)})
+    group = Group.__new__(Group)
+    group.root, group.jobs = tmp_path, jobs
+    start(tmp_path, [group])
+    summary = train(study, method="mpcpa", backend="local")
+    for site in sites:
+        assert group.result(site)["communication"]["messages"] == 3 * 3
+        assert models(group.run(site), site) == models(study.root / summary["run"], site)
