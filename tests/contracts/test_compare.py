@@ -285,6 +285,15 @@ def test_differing_settings_make_rows_and_labels(tmp_path):
     assert "train.alpha=0.3" in Document((study.root / document["page"]).read_text()).text
 
 
+def test_hospitals_alone_that_were_not_tuned_stand_beside_the_tuned_ones_that_are_missing(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    name = run(study, "regular", "train.tune=false", "privacy.enabled=false")
+    document = compare(study, [name], baseline=False)
+    mine, missing = sorted(document["rows"], key=lambda row: not row["seeds"])
+    assert mine["label"] == document["reference"] == "Regular without DP"
+    assert missing["label"] == document["baseline"] and missing["settings"] == {"train.tune": True}
+
+
 def test_only_settings_that_matter_to_a_method_count():
     strict, off = Pipeline(), Pipeline(privacy=Privacy(enabled=False))
     weight = "topology.self_weight"

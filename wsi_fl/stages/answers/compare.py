@@ -274,6 +274,9 @@ def _grouped(
     if not any(row.is_alone(first) for row in rows.values()):
         wanted = baseline_settings(first)
         empty = _Row(BASELINE, False, {key: wanted[key] for key in keys if key in wanted})
+        if alike := rows.get(empty.label):  # a hospital alone, but not as well tuned
+            known = alike.runs[0].settings
+            empty.settings.update({key: value for key, value in wanted.items() if known.get(key) != value})
         rows[empty.label] = empty
     if first.pipeline.train.folds:
         for row in rows.values():
