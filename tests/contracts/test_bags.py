@@ -180,7 +180,7 @@ def test_a_bag_of_padding_alone_and_a_bag_of_one_patch_have_answers(name):
 def test_per_example_gradients_of_unequal_bags_are_those_of_single_bags(mode, name, lengths, monkeypatch):
     """By inner products and by gradients written down; of TransMIL also where it has landmarks."""
     if lengths == (9, 2, 17):
-        monkeypatch.setattr(mil, "LANDMARKS", 4)
+        monkeypatch.setattr(mil, "_LANDMARKS", 4)
     torch.manual_seed(0)
     model, bags = model_of(name), unequal(lengths=lengths)
     _check_trainable(model)

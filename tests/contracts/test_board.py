@@ -305,7 +305,7 @@ def finished(founded, tmp_path_factory):
     root = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
-        patch.setattr(checks, "_wrong", lambda *_: ())
+        patch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
         provision(root / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
         study = make_study(root / "study", 2, site_extra=REAL + '\nallow = ["scores"]')
         plan = made(study, study.root, "proxyfl", "train.rounds=1", "privacy.sigma=4")

@@ -41,14 +41,14 @@ def test_attention_is_what_the_answer_rests_on():
 def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
     model, x = model_of("transmil"), as_tensor(unequal(lengths=(9, 12)))
     exact = model(x)
-    monkeypatch.setattr(mil, "LANDMARKS", 12)
+    monkeypatch.setattr(mil, "_LANDMARKS", 12)
     torch.testing.assert_close(model(x), exact)
-    monkeypatch.setattr(mil, "LANDMARKS", 8)
+    monkeypatch.setattr(mil, "_LANDMARKS", 8)
     assert (model(x) - exact).abs().max() > 1e-6
 
 
 def test_transmil_never_sees_padding_where_it_has_landmarks(monkeypatch):
-    monkeypatch.setattr(mil, "LANDMARKS", 4)
+    monkeypatch.setattr(mil, "_LANDMARKS", 4)
     model, bags = model_of("transmil"), unequal(lengths=(9, 2, 17))
     x = functional.pad(as_tensor(bags), (0, 0, 0, 11), value=torch.nan)
     x[:, 17:, -1] = 0

@@ -389,7 +389,7 @@ def test_after_a_restart_the_same_counts_leave(tmp_path, monkeypatch, moment):
     before = {site: left(study, site) for site in SITES}
     kept = folder.site("S0").kept("counts")
     assert before["S0"] and kept and told(folder) is None
-    monkeypatch.setattr(between, "counted", lambda *_, **__: nothing(2))  # nothing is counted anew
+    monkeypatch.setattr(between, "count", lambda *_, **__: nothing(2))  # nothing is counted anew
     resume(study, folder.name, backend="local")
     assert told(folder)["hospitals"] == SITES and folder.site("S0").kept("counts") == kept
     for site in SITES:

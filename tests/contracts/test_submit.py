@@ -29,7 +29,7 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("submit")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
-        patch.setattr(checks, "_wrong", lambda *_: ())  # in one process for once
+        patch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)  # in one process for once
         study = make_study(root / "study", 2, site_extra=REAL + '\nallow = ["scores"]')
         overrides = ["train.rounds=1", "privacy.sigma=4"]
         return study, train(study, method="proxyfl", overrides=overrides, backend="local")

@@ -57,8 +57,9 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
     # a graph of more hops than a round has room for is refused
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_leave(party)
-    for refusal in _wrong(party, backend):
+    for refusal in _wrong(party):
         raise UsageError(refusal)
+    _check_stores_stay_apart(party, backend)
     if stores and spends(pipeline) and not party.by_files:  # a rank of a hospital looks at its own file alone
         for site in sites:
             require_budget(site)
@@ -119,7 +120,7 @@ def _check_leave(party: RunContext) -> None:
         raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
 
 
-def _wrong(party: RunContext, backend: str) -> Iterator[str]:
+def _wrong(party: RunContext) -> Iterator[str]:
     """Say what is wrong with the sites that take part, the models that they train and what their files allow."""
     train, model, privacy = party.pipeline.train, party.pipeline.model, party.pipeline.privacy
     if train.left_out is not None and not party.study.site(train.left_out).allows("patches"):
@@ -144,8 +145,12 @@ def _wrong(party: RunContext, backend: str) -> Iterator[str]:
     shut = [site.name for site in party.sites if not site.allows("patches")]
     if shut and party.method.learns_from == "everybody":
         yield f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; add allow = ["patches"] if it may'
+
+
+def _check_stores_stay_apart(party: RunContext, backend: str) -> None:
+    shut = [site.name for site in party.sites if not site.allows("patches")]
     if shut and backend == "local" and len(party.here) > 1:
-        yield (
+        raise UsageError(
             f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
         )
 
