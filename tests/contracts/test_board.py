@@ -106,6 +106,13 @@ SUBMIT = "wsi-fl federation submit --kit fed/coordinator --plan plan.json"
             replace(with_c2(signed=False), me="C2", kit="/srv/my kit", plan="federation/plan.json"),
             [f"C2: {SIGN.replace('plan.json --kit KIT', OWN)}"],
         ),
+        (
+            with_c2(signed=False, withdrawn=True, until=NOW),
+            [
+                "coordinator: the key of C2 was withdrawn: make a plan without it, or with its new key: "
+                "wsi-fl federation plan --method proxyfl --kit FOUNDED"
+            ],
+        ),
         (replace(READY, me=""), [": say --kit too: without it nothing is known of signatures, server and folder: "]),
     ],
 )  # fmt: skip

@@ -99,6 +99,7 @@ def test_a_number_that_is_none_is_noticed(rehearsed):
 def test_a_rehearsal_that_fails_leaves_nothing_behind(asked, monkeypatch):
     study, plan, _ = asked
     before = files(study.root)
+    (study.root / ".rehearsal-killed" / "runs").mkdir(parents=True)  # by SIGKILL, the last time
     monkeypatch.setattr("wsi_fl.stages.training.train.train", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rehearse(study, plan, "S0")

@@ -21,7 +21,7 @@ from wsi_fl.hospitals.board.steps import Facts, Member, next_steps
 from wsi_fl.hospitals.dossier.page import dossier_of
 from wsi_fl.hospitals.lines.folder_line import lying
 from wsi_fl.hospitals.plans.signed import Plan, approvals, check_code, check_promises, plan_path
-from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
+from wsi_fl.hospitals.trust.certificates import NotTrusted, verified, withdrawn
 from wsi_fl.hospitals.trust.kit import Kit, look
 from wsi_fl.hospitals.trust.letters import HELLO, Letter
 from wsi_fl.hospitals.trust.root import Root
@@ -213,6 +213,9 @@ def _at_signatures(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
         facts.note(
             name, signed=True, until=until, version=said["wsi_fl"], labels=tuple(classes or ()) or None
         )
+    gone = withdrawn(root).keys
+    for name, key in plan.keys.items():
+        facts.note(name, withdrawn=key in gone)
     for name in heard.missing if kit.role == "coordinator" else {kit.name} & set(heard.missing):
         facts.note(name, signed=False)
 

@@ -26,6 +26,7 @@ class Member:
     Attributes:
         until: when the certificate ends.
         signed: whether the plan.
+        withdrawn: whether the key that the plan names.
         connected, since: whether a process of its own takes part, and since when.
         round, heard: the last that it began or finished, and when it last wrote a letter or a line of its log.
         spent, budget: ε of everything that it ever released, and its max_epsilon.
@@ -37,6 +38,7 @@ class Member:
     until: datetime | None = None
     version: str | None = None
     signed: bool | None = None
+    withdrawn: bool | None = None
     connected: bool | None = None
     since: datetime | None = None
     round: int | None = None
@@ -144,7 +146,10 @@ def _to_a_run(facts: Facts) -> Iterator[_Step]:
 
 def _from_hospital(facts: Facts, one: Member) -> Iterator[_Step]:
     waited_for = one.heard if facts.over == "folder" else None  # a server says itself who is gone
-    if one.signed is False:
+    if one.withdrawn:
+        what = f"the key of {one.name} was withdrawn: make a plan without it, or with its new key"
+        yield _step(facts, COORDINATOR, what, "plan")
+    elif one.signed is False:
         yield _step(facts, one.name, "sign the plan, and send the approval to the coordinator", "approve")
     elif one.connected is False:
         yield _step(facts, one.name, "not connected: start", "start")
@@ -153,7 +158,7 @@ def _from_hospital(facts: Facts, one: Member) -> Iterator[_Step]:
 
 
 def _renewal(facts: Facts, one: Member) -> Iterator[_Step]:
-    if one.until is None or (days := (one.until - facts.now).days) >= SOON_DAYS:
+    if one.withdrawn or one.until is None or (days := (one.until - facts.now).days) >= SOON_DAYS:
         return
     when = f"ends in {days} days" if days >= 0 else f"ended on {one.until:%Y-%m-%d}"
     renew = f"the certificate of {one.name} {when}: approve its request again, send it back"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,11 +18,11 @@ from wsi_fl.stages.work.console import Line, Lines, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import write_text
+from wsi_fl.system.files import alone, write_text
 from wsi_fl.system.machine import peak_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
-_PIPELINE = "rehearsal"
+_PIPELINE, _PLACE = "rehearsal", ".rehearsal-"
 _NOT_SHOWN = {"federation", "generated", "ledgers", "pipelines", "releases", "runs", "sites", "stores"}
 """Folders of a study that a rehearsal has for itself."""
 _OF_THE_ACCOUNT = {"ledger.head.json", "release.safetensors"}
@@ -94,8 +94,14 @@ def rehearse(
 
 @contextmanager
 def _imitated(study: Study, plan: Plan, site: str) -> Iterator[Study]:
-    """A study inside the hospital's, for as long as it is used: its sites are simulated, and have a ledger there."""
-    with TemporaryDirectory(dir=study.root, prefix=".rehearsal-") as place:
+    """A study inside the hospital's, for as long as it is used: its sites are simulated, and have a ledger there.
+
+    What one that was killed has left, private models among it, goes first.
+    """
+    for left in study.root.glob(f"{_PLACE}*"):
+        with suppress(WsiFlError), alone(left / ".lock", "another rehearsal is at work there"):
+            shutil.rmtree(left)
+    with TemporaryDirectory(dir=study.root, prefix=_PLACE) as place, alone(Path(place) / ".lock"):
         stage = Study(Path(place), rehearses=site)
         for entry in study.root.iterdir():
             if entry.name not in _NOT_SHOWN and not entry.name.startswith("."):
