@@ -327,6 +327,14 @@ def interrupted_after(n: int):
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _state_of_a_module(tmp_path_factory):
+    """What the tests of a file share is made by a user of its own as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _user_state(tmp_path_factory, monkeypatch):
     """Each test is a user of its own: what real sites of the same name spent elsewhere is not its."""
