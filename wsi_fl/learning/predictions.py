@@ -21,7 +21,7 @@ from wsi_fl.learning.metrics import (
 )
 from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth, intervals, scored
 
-_Names = NDArray[np.str_]
+Names = NDArray[np.str_]
 _MEANS = ("mean", "weighted_mean")
 _RULES = (*_MEANS, "absolute", "relative", "weighted")
 _REJECTED = -1
@@ -45,9 +45,9 @@ class Predictions:
 
     site: str
     answer: str
-    part: _Names
-    slide: _Names
-    patient: _Names
+    part: Names
+    slide: Names
+    patient: Names
     truth: Truth
     said: Mapping[str, Predicted]
     outputs: tuple[str, ...]
@@ -104,7 +104,7 @@ class Predictions:
         """Return n and every score of a model, or of the one that answers."""
         return scored(self.said[model or self.answer], self.truth, self.task)
 
-    def whose(self, names: _Names) -> _Names:
+    def whose(self, names: Names) -> Names:
         """Return names of slides or patients, str[n], made unique across sites."""
         if (self.part == self.part[:1]).all():
             return names
@@ -122,7 +122,7 @@ def measured(table: Predictions, *, repeats: int, slides: bool, point: float | N
     if not len(table):
         return table.scores() | {"tumor_types": {}}
 
-    def of(said: Predicted, truth: Truth, patient: _Names) -> dict[str, Any]:
+    def of(said: Predicted, truth: Truth, patient: Names) -> dict[str, Any]:
         """Return scores and intervals clustered by patient; of classes confusion and calibration too."""
         found = scored(said, truth, table.task)
         found["intervals"] = intervals(said, truth, patient, table.task, repeats=repeats)
