@@ -441,7 +441,9 @@ def test_numbers_that_could_not_be_computed_are_dashes(nothing):
 def test_any_part_of_an_evaluation_may_be_missing(small, part):
     for value in ({}, {part: None}):
         sites = [{k: v for k, v in s.items() if k != part} | value for s in small.evaluation["sites"]]
-        Document(render(replace(small, evaluation={**small.evaluation, "sites": sites})))
+        document = Document(render(replace(small, evaluation={**small.evaluation, "sites": sites})))
+        assert all(site["site"] in document.text for site in sites)
+        assert not re.search(r"\b(None|nan|NaN|Undefined)\b", document.text)
 
 
 def test_names_cannot_break_the_page():
