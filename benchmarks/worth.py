@@ -51,9 +51,9 @@ private = "linear_head"
 proxy = "linear_head"
 [train]
 data = "features"
-rounds = 40
-eval_every = 40
-lr = 0.002
+rounds = 60
+eval_every = 60
+lr = 0.03
 [evaluate]
 bootstrap = 0
 """
@@ -64,14 +64,16 @@ class Setting:
     """What the hospitals are like.
 
     Attributes:
-        rows: of each site, for training.
+        rows: of each site, for training; where there are several sites take turns.
         shares: of class 1, by site; sites take turns.
+        receives: how many rows a further hospital without labels has, on which all are tested.
     """
 
     name: str
     sites: int
-    rows: int
+    rows: int | tuple[int, ...]
     shares: tuple[float, ...] = (0.5,)
+    receives: int = 0
 
 
 SETTINGS = (
@@ -88,6 +90,7 @@ SETTINGS = (
     Setting("4 × 50, each one class", 4, 50, (0.0, 1.0)),
     Setting("4 × 50, 90 %", 4, 50, (0.1, 0.9)),
     Setting("4 × 50, alike", 4, 50),
+    Setting("569, 604 and 150, and a receiver", 3, (569, 604, 150), (0.11, 0.57, 0.3), receives=1174),
 )
 
 
@@ -119,6 +122,7 @@ def private(name: str, method: str, epsilon: float, *overrides: str, unit: str =
 
 ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
 STACKED = ("train.tune=true", "predict.with=stack")
+"""What answers contains the head that the site has alone."""
 VARIANTS = (
     Variant("lone", "regular", ALONE),
     Variant("pooled", "joint", ALONE),
@@ -127,7 +131,9 @@ VARIANTS = (
     *(private("one-shot", "oneshot", epsilon, unit="patient") for epsilon in (0.5, 1, 3)),
     *(private("one-shot", "oneshot", epsilon, SHARED_NOISE, unit="patient") for epsilon in (0.5, 1, 3)),
     *(private("ProxyFL", "proxyfl", epsilon, *STACKED) for epsilon in (1, 3)),
-    *(private("FedAvg", "fedavg", epsilon) for epsilon in (1, 3)),
+    *(private("FedAvg", "fedavg", epsilon, *STACKED) for epsilon in (1, 3)),
+    *(private("ProxyFL", "proxyfl", epsilon, *STACKED, unit="patient") for epsilon in (1, 3)),
+    *(private("FedAvg", "fedavg", epsilon, *STACKED, unit="patient") for epsilon in (1, 3)),
     Variant("lone, per patient", "regular", ALONE, "patient"),
     private("one-shot", "oneshot", 0.01),
 )
@@ -163,32 +169,39 @@ def pool_of(study: Study, patches: int = 1) -> Pool:
 
 
 def drawn(setting: Setting, label: Rows, seed: int, patches: int = 1) -> tuple[list[Rows], Rows]:
-    """(rows of each site, rows of the test set), no row or patient twice; of the test set half are of each class."""
+    """(rows of each site, rows of the test set), no row or patient twice; of the test set half are of each class.
+
+    Of patients with several patches a site has whole ones, as many as come nearest.
+    """
     rng, within, first = np.random.default_rng(seed), np.arange(patches), label[::patches]
     left = [
         (patches * rng.permutation(np.flatnonzero(first == one))[:, None] + within).ravel() for one in (0, 1)
     ]
     parts = []
     for site in range(setting.sites):
-        ones = round(setting.rows * setting.shares[site % len(setting.shares)])
-        taken = (setting.rows - ones, ones)
+        n = setting.rows if isinstance(setting.rows, int) else setting.rows[site % len(setting.rows)]
+        n -= n % patches
+        ones = patches * round(n * setting.shares[site % len(setting.shares)] / patches)
+        taken = (n - ones, ones)
         parts.append(np.concatenate([left[c][:n] for c, n in enumerate(taken)]))
         left = [left[c][n:] for c, n in enumerate(taken)]
-        if len(parts[-1]) < setting.rows:
+        if len(parts[-1]) < n:
             raise ValueError(f"{setting.name}: the pool has too few rows")
-    n_test = min(TEST_ROWS, *map(len, left))
+    n_test = min(setting.receives // 2 or TEST_ROWS, *map(len, left))
     return parts, np.concatenate([one[:n_test] for one in left])
 
 
-def study_of(pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: str) -> Study:
-    """A study of a site for each part; the first site keeps the test set for all."""
+def study_of(
+    pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: str, *, receives: bool = False
+) -> Study:
+    """A study of a site for each part; the first site keeps the test set for all, one that `receives` has it too."""
     for name in ("pipelines", "sites"):
         (folder / name).mkdir(parents=True)
     (folder / "pipelines" / "worth.toml").write_text(PIPELINE, encoding="utf-8")
     study = Study(folder)
-    for k, part in enumerate(parts):
-        site = f"S{k + 1:02}"
-        file = f'name = "{site}"\nreal = false\nlayout = "generic"\n'
+    for k, part in enumerate([*parts, test] if receives else parts):
+        site, role = f"S{k + 1:02}", "receiver" if k == len(parts) else "member"
+        file = f'name = "{site}"\nreal = false\nlayout = "generic"\nrole = "{role}"\n'
         (folder / "sites" / f"{site}.toml").write_text(file, encoding="utf-8")
         rows = np.concatenate([part, test if k == 0 else test[:0]])
         split = np.where(np.arange(len(rows)) < len(part), "train", "test")
@@ -239,6 +252,7 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
         **{score: document["merged"][score]["mean"] for score in SCORES},
         "sites": [site["accuracy"] for site in document["sites"]],
         "shared": shared["merged"]["accuracy"]["mean"] if shared else None,
+        "receiver": document["receivers"] and document["receivers"]["expected"]["auroc"]["mean"],
         "right": [sum(one) for one in zip(*right, strict=True)],
         "epsilon": max((site["epsilon"] for site in summary["sites"] if site["epsilon"]), default=None),
         "seconds": seconds,
@@ -260,7 +274,9 @@ def run_grid(pool: Pool, args: argparse.Namespace, done: set[tuple[str, str, int
                 # every site would fit the same pooled model, so one does
                 rows = [np.concatenate(parts)] if variant.method == "joint" else parts
                 with tempfile.TemporaryDirectory() as folder:
-                    study = study_of(pool, rows, test, Path(folder), variant.unit)
+                    study = study_of(
+                        pool, rows, test, Path(folder), variant.unit, receives=setting.receives > 0
+                    )
                     found = measured(study, variant, seed, args.directions)
                 names = {"setting": setting.name, "variant": variant.name, "seed": seed}
                 yield {**names, **found, "asked": test.tolist()}
@@ -331,7 +347,7 @@ def ends(joined: Mapping[int, Row], lone: Mapping[int, Row]) -> tuple[float, flo
 
 def mean_of(rows: Mapping[int, Row], key: str, form: str = ".3f") -> str:
     """The mean over seeds, where it is known."""
-    known = [row[key] for row in rows.values() if row[key] is not None]
+    known = [row[key] for row in rows.values() if row.get(key) is not None]
     return format(float(np.mean(known)), form) if known else ""
 
 
@@ -345,7 +361,16 @@ def tables(rows: Sequence[Row]) -> str:
         lone, pooled = (of_seeds(rows, setting, one) for one in ("lone", "pooled"))
         cells = [headroom_words(of_seeds(rows, setting, one), lone, pooled) for one in joining]
         lines.append(line([setting, mean_of(lone, "accuracy"), mean_of(pooled, "accuracy"), *cells]))
-    titles = ["", "accuracy", "balanced", "AUROC", "shared head", "gain over lone", "headroom"]
+    titles = [
+        "",
+        "accuracy",
+        "balanced",
+        "AUROC",
+        "shared head",
+        "receiver's AUROC",
+        "gain over lone",
+        "headroom",
+    ]
     titles += ["worst site", "best site", "ε", "s", "messages", "kB", "seeds"]
     for setting in settings:
         lone, pooled = (of_seeds(rows, setting, one) for one in ("lone", "pooled"))
@@ -354,7 +379,7 @@ def tables(rows: Sequence[Row]) -> str:
             mine = of_seeds(rows, setting, variant)
             if not mine:
                 continue
-            cells = [variant, *(mean_of(mine, score) for score in (*SCORES, "shared"))]
+            cells = [variant, *(mean_of(mine, score) for score in (*SCORES, "shared", "receiver"))]
             cells.append("" if variant == "lone" else gain_words(mine, lone))
             cells.append(headroom_words(mine, lone, pooled) if variant in joining else "")
             both = ends(mine, lone) if variant not in ("lone", "pooled") else None

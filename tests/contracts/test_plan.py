@@ -119,6 +119,7 @@ def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, plan, 
     assert said["sites"][1] == {
         "name": "S1",
         "real": True,
+        "role": "member",
         "allow": [],
         "max_epsilon": 50.0,
         "delta": 1e-5,

@@ -15,6 +15,8 @@ from test_release import HEADS, NOISE, released, sums_at
 
 from wsi_fl.demo import phantom
 from wsi_fl.federation.preflight import compare as compare_plans
+from wsi_fl.hospitals.plans.approving import look, look_lines
+from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import compare
@@ -37,19 +39,24 @@ from wsi_fl.types import UNLABELLED, WsiFlError
 D = 24
 QUIET = [*HEADS, "privacy.sigma=0.5"]
 FILES = [*NOISE, "train.releases=true"]
-RECEIVER = 'name = "S3"\nrole = "receiver"\n'
 
 
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory):
     """Three hospitals with labels, and S3 without any."""
     made = make_hospitals(tmp_path_factory.mktemp("receive") / "study")
-    (made.root / "sites/S3.toml").write_text(f"{RECEIVER}real = false\n")
+    unlabelled(made, "S3")
+    return made
+
+
+def unlabelled(study, name):
+    """Let a receiver be part of a study."""
+    file = f'name = "{name}"\nrole = "receiver"\nreal = false\n'
+    (study.root / f"sites/{name}.toml").write_text(file)
     x, _ = rows_of(80, 7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("conftest.CLASSES", UNLABELLED)
-        write_features(made, "S3", x, np.zeros(80, int), [f"p{k}" for k in range(80)], ["train"] * 80)
-    return made
+        write_features(study, name, x, np.zeros(80, int), [f"p{k}" for k in range(80)], ["train"] * 80)
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +180,57 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study, tmp_
     assert not study.ledger("S3").exists()
 
 
+def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_it(study):
+    """The hub of the star is a site with labels, also where a receiver's name comes first."""
+    known = [*NOISE, "privacy.insecure_seed=1"]
+
+    def once():
+        return train(study, method="oneshot", overrides=known, backend="local")
+
+    summary = once()
+    assert summary["receivers"] == ["S3"] and [row["site"] for row in summary["sites"]] == ["S0", "S1", "S2"]
+    run, head = study.root / summary["run"], SharedHead(2, D)
+    assert summary["communication"]["messages"] == 2 + 3  # two letters to the hub, three heads from it
+    head.load_state_dict(model(run, "S3", "proxy"))
+    assert int(head.n_sites) == 3 and not (head.own.any() or head.released.any())
+    assert not (study.ledger("S3").exists() or (run / "sites/S3/private.safetensors").exists())
+    member = SharedHead(2, D)
+    member.load_state_dict(model(run, "S1", "proxy"))
+    assert torch.equal(head.sums, member.sums)
+    told = evaluate(study, summary["run"])["receivers"]
+    assert told["sites"][0]["n"] == 80 and told["told_by"] == ["S0", "S1", "S2"]
+    assert resume(study, summary["run"], backend="local") == summary
+    (study.root / "sites/S3.toml").unlink()
+    without = study.root / once()["run"]
+    heads = [model(one, "S1", "proxy")["sums"] for one in (run, without)]
+    torch.testing.assert_close(*heads, rtol=1e-6, atol=1e-6)  # the hub gives away fourths, and thirds
+    unlabelled(study, "R3")  # it comes first
+    unlabelled(study, "S3")
+    first = study.root / once()["run"]
+    assert same(*(model(first, one, "proxy") for one in ("R3", "S3")))
+    assert torch.equal(*(model(first, one, "proxy")["sums"] for one in ("R3", "S1")))
+
+
+def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study, tmp_path):
+    made_real(study)
+    plan = make_plan(
+        study, method="oneshot", overrides=[*HEADS, "privacy.target_epsilon=1"], out=tmp_path / "plan"
+    )
+    assert [site["role"] for site in plan.document["sites"]] == ["member"] * 3 + ["receiver"]
+    shutil.rmtree(study.features("S0").parent)
+    looked = look(study, plan, "S3")
+    assert looked.cost is not None and looked.cost.epsilon is None and not study.ledger("S3").exists()
+    words = said(look_lines(looked))
+    assert "your hospital receives" in words and "nothing of its records leaves it" in words
+    assert "what leaves your hospital" in said(look_lines(look(study, plan, "S1")))
+    file = study.root / "sites/S3.toml"
+    file.write_text(file.read_text().replace("receiver", "member"))
+    refused(lambda: look(study, plan, "S3"), 'role = "receiver"', 'says "member"')
+
+
 def test_a_receiver_takes_no_part_elsewhere(study):
-    refused(lambda: train(study, method="oneshot", overrides=NOISE, backend="local"), "S3.toml", "files")
+    shared = [*NOISE, "privacy.noise=shared"]
+    refused(lambda: train(study, method="oneshot", overrides=shared, backend="local"), "S3.toml", "'own'")
     refused(lambda: released(study, "S3"), "S3.toml", "writes no letter")
     summary = train(study, method="regular", overrides=[*HEADS, "train.rounds=1"], backend="local")
     assert [row["site"] for row in summary["sites"]] == ["S0", "S1", "S2"] and not summary["receivers"]
@@ -274,4 +330,3 @@ def test_a_run_keeps_the_letters_it_began_with(study):
 @pytest.mark.parametrize("wrong", ["train.until=soon", "train.at_least=0"])
 def test_wrong_terms_are_refused(study, wrong):
     refused(lambda: joined(study, wrong), wrong.split("=")[0])
-    refused(lambda: train(study, method="oneshot", overrides=[*NOISE, "train.at_least=2"]), "train.releases")

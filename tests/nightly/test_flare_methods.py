@@ -3,12 +3,15 @@
 import json
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import test_mpcpa
 from conftest import write_features
 from hospitals import Bed, digests
 from test_oneshot import HEADS, rows_of
 from test_replay import plant
+
+from wsi_fl.types import UNLABELLED
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,8 +21,17 @@ NO_DP = ("privacy.enabled=false",)
 
 
 def heads(study, site, k):
-    x, labels = rows_of(40, k, (0.0, 1.0, 0.5)[k])
-    write_features(study, site, x, labels, [f"p{i // 3}" for i in range(40)], ["train"] * 30 + ["test"] * 10)
+    """Features of three hospitals, and of a fourth that has no labels and receives."""
+    x, labels = rows_of(40, k, (0.0, 1.0, 0.5, 0.5)[k])
+    patients = [f"p{i // 3}" for i in range(40)]
+    if k < 3:
+        write_features(study, site, x, labels, patients, ["train"] * 30 + ["test"] * 10)
+        return
+    with (study.root / "sites" / f"{site}.toml").open("a") as file:
+        file.write('role = "receiver"\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("conftest.CLASSES", UNLABELLED)
+        write_features(study, site, x, np.zeros(40, int), patients, ["train"] * 40)
 
 
 def planted(study, site, k):
@@ -33,14 +45,14 @@ def planted(study, site, k):
         ("cwt", ("train.rounds=2",), {}),
         ("avgpush", ("train.rounds=2",), {}),
         ("replay", ("train.rounds=2", *NO_DP), {"furnish": planted, "extra": "[replay]\nbuffer = 10\n"}),
-        ("oneshot", tuple(HEADS), {"furnish": heads}),
+        ("oneshot", tuple(HEADS), {"n": 4, "furnish": heads}),
         ("mpcpa", (), {}),
     ],
 )
 def test_a_method_over_flare(tmp_path, method, settings, given):
     if method == "mpcpa":
         given = {"whole": test_mpcpa.make_study(tmp_path / "whole")}
-    bed = Bed(tmp_path, 3, **given)
+    bed = Bed(tmp_path, **{"n": 3} | given)
     bed.sign(method, *settings)
     with bed.running():
         said = bed.submit("--plan", str(bed.study(bed.sites[0]).root / "federation" / "plan.json"))

@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 from conftest import Told, make_study, nightly, refused, write_store
+from safetensors.numpy import load_file
 from test_oneshot import HEADS, rows_of
 from test_relayed import NAMES, Federation, right, rounds_of, together
 
@@ -34,7 +36,7 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import alone
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UNLABELLED, WsiFlError
 
 TOPIC = "ab" * 32
 FILE = re.compile(r"S\d~(hello|end|g\d+|x\d+\.\d)~[0-9a-f]{32}\.letter")
@@ -603,6 +605,36 @@ def test_all_methods_over_a_folder_make_the_models_of_one_process(tmp_path, fede
     group = Group(tmp_path / method, method, OTHERS[method], federation, tmp_path / "share")
     start(tmp_path, [group])
     require_the_same(group)
+
+
+@pytest.mark.slow
+def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_path, federation):
+    from conftest import write_features
+
+    (tmp_path / "share").mkdir()
+    group = Group(tmp_path / "listening", "oneshot", OTHERS["oneshot"], federation, tmp_path / "share")
+    *givers, listener = SITES
+    for site in SITES:
+        file = group.study(site).root / "sites" / f"{listener}.toml"
+        file.write_text(f'name = "{listener}"\nreal = true\nrole = "receiver"\n')
+    x, _ = rows_of(40, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("conftest.CLASSES", UNLABELLED)
+        write_features(
+            group.study(listener),
+            listener,
+            x,
+            np.zeros(40, int),
+            [f"p{k}" for k in range(40)],
+            ["train"] * 40,
+        )
+    start(tmp_path, [group])
+    heads = {site: load_file(group.run(site) / "sites" / site / "proxy.safetensors") for site in SITES}
+    for site in SITES:
+        assert group.result(site)["receivers"] == [listener]
+        assert np.array_equal(heads[site]["sums"], heads[listener]["sums"]) and heads[site]["n_sites"] == 2
+    assert not heads[listener]["released"].any() and not group.study(listener).ledger(listener).exists()
+    assert all(len(charged(group.study(site), site)) == 1 for site in givers)
 
 
 def require_the_same(group):

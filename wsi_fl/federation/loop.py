@@ -117,7 +117,8 @@ def _communicate(
         return
     held = {site.index: site.push for site in sites}
     graph = schedule.graph or method.graph(schedule.seed)
-    for hop, matrix in enumerate(over(graph, comm.n_sites, roster.present, round_ - 1, schedule.self_weight)):
+    among, weight = (comm.n_sites, roster.present, round_ - 1), schedule.self_weight
+    for hop, matrix in enumerate(over(graph, *among, weight, listening=roster.listening)):
         if hop > 0:
             passing = [site for site in sites if receivers(matrix, site.index)]
             releases = {site.index: relay(site, method, round_) for site in passing}
@@ -186,7 +187,7 @@ def _train_round(
     """
     learn = partial(_learn, site, schedule=schedule, round_=round_, report=report)
     losses: dict[str, float | None] = {}
-    lesson = site.material().lesson(method.learns_from)
+    lesson = None if site.receives else site.material().lesson(method.learns_from)
     if lesson is not None and not all(k.frozen for role, k in site.learners.items() if role != LONE):
         losses |= learn(
             lesson, site.plan, lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise)

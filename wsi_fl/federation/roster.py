@@ -19,7 +19,7 @@ from wsi_fl.federation.site import Schedule, Site, relay, restore
 from wsi_fl.federation.topology import handover, receivers, welcome
 from wsi_fl.types import WsiFlError
 
-_State = Literal["staying", "leaving", "returning", "away"]
+_State = Literal["staying", "leaving", "returning", "listening", "away"]
 
 
 class Standing(TypedDict):
@@ -48,15 +48,16 @@ class _Arrival(TypedDict):
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part in a round, as all sites see it."""
+    """Who takes part in a round, as all sites see it; who is listening takes what others send, and sends nothing."""
 
     staying: tuple[int, ...]
     leaving: tuple[int, ...] = ()
     returning: tuple[int, ...] = ()
+    listening: tuple[int, ...] = ()
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Return the sites that take part, in ascending order."""
+        """Return the sites that send, in ascending order."""
         return tuple(sorted((*self.staying, *self.returning)))
 
 
@@ -90,12 +91,12 @@ def roster_of(sites: Sequence[int], told: Sequence[RosterEntry]) -> Roster:
     A returning site waits while another site already has the checkpoint of this round on disk: no share was split off
     that checkpoint.
     """
-    staying, leaving, returning = (
+    staying, leaving, returning, listening = (
         tuple(site for site, one in zip(sites, told, strict=True) if one["state"] == state)
-        for state in ("staying", "leaving", "returning")
+        for state in ("staying", "leaving", "returning", "listening")
     )
     ahead = any(one["ahead"] for one in told if one["state"] == "staying")
-    return Roster(staying, leaving, () if ahead else returning)
+    return Roster(staying, leaving, () if ahead else returning, listening)
 
 
 def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, comm: Comm) -> dict[int, int]:
@@ -144,7 +145,7 @@ def begin(site: Site, method: Method, first: int) -> None:
         site.returning = True  # the checkpoint is of a time before
     else:  # it starts like everybody
         site.returning = False
-        if method.travels is not None:
+        if method.travels is not None and not site.receives:
             site.push = PushSum(site.traveller(method).vector(), 1.0)
 
 
@@ -170,6 +171,8 @@ def _state(site: Site, round_: int, decided: bool) -> _State:
 
     Where it is decided, the round's checkpoint, written before a restart, is still to be restored.
     """
+    if site.receives:
+        return "listening"
     if decided:
         took_part = site.folder.load_checkpoint(round_)[1]["active"]
         return ("staying" if took_part else "leaving") if site.active else "away"

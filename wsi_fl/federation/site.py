@@ -137,6 +137,9 @@ class Site:
     canaries: Canaries | None = (
         None  # those that are planted among what it learns from, for an audit; None for none
     )
+    receives: bool = (
+        False  # whether it has no labels: it learns nothing, sends nothing and takes what others send
+    )
     returning: bool = (
         False  # whether it was lost and comes back; it waits to be given a share of the others' mass
     )
@@ -204,7 +207,7 @@ class Site:
 
 def release(site: Site, method: Method, round_: int) -> Release | None:
     """Return what leaves the site, recorded in its ledger first (Algorithm 1, line 7); None where nothing does."""
-    if not site.active:
+    if not site.active or site.receives:
         return None
     if method.mixed is None:
         if site.plan is not None:

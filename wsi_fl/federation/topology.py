@@ -323,22 +323,25 @@ def over(
     round_: int,
     self_weight: float = 0.0,
     *,
+    listening: Sequence[int] = (),
     room: int = GRAPH_HOPS,
 ) -> list[Matrix]:
     """Return the hops of a round among the sites present, as P[n, n] of all; absent sites keep what they have.
 
     The topology sees the present sites alone, in ascending order: the hub of a star is the first of them, and an
-    exponential graph of five becomes one of four. A `Graph` loses the edges of those absent.
+    exponential graph of five becomes one of four. A `Graph` loses the edges of those absent. Sites that are `listening`
+    come last, and send nothing.
 
     Raises:
         UsageError: in one line, when the topology has more hops than there is room for.
     """
-    places = sorted(present)
+    places = [*sorted(present), *sorted(listening)]
     among = topology.among(places) if isinstance(topology, Graph) else topology
     hops = []
     for hop in among(len(places), round_, self_weight):
         matrix = np.eye(n_sites)
         matrix[np.ix_(places, places)] = hop
+        matrix[:, listening] = np.eye(n_sites)[:, listening]
         hops.append(matrix)
     if len(hops) > room:
         raise UsageError(

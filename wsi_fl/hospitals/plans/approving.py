@@ -13,6 +13,7 @@ from wsi_fl.hospitals.plans.contents import Learned, of_store
 from wsi_fl.hospitals.plans.frames import Frame, of_frame
 from wsi_fl.hospitals.plans.making import (
     PlanDocument,
+    PlannedSite,
     described,
     document_of,
     sites_of,
@@ -150,7 +151,7 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
     with RunContext(study, pipeline, plan.method, run, files) as party:
         check(party, "mpi", stores=False)
         _refuse_other_words(replace(party, sites=sites), plan, document)
-        if spends(pipeline):
+        if spends(pipeline) and not own.receives:
             require_budget(own)
         cost = learned = None
         if party.has_store(site):
@@ -224,7 +225,7 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
     past = ledger.mechanisms(lifetime=True)
     framed = of_frame(ledger.entries, site.name, frame) if frame else []
     runs = len({entry.run_id for entry in framed})
-    if not spends(pipeline):
+    if not spends(pipeline) or site.receives:
         return Cost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds, framed_runs=runs)
     affordable = affordable_rounds(account, rounds)
     if not affordable:
@@ -297,7 +298,7 @@ def look_lines(looked: Looked) -> Lines:
         (
             one["name"],
             "yes" if one["real"] else "no",
-            _allowed(one["allow"]) if one["real"] else "everything without DP",
+            _allowed(one),
             *("–" if value is None else f"{value:g}" for value in (one["max_epsilon"], one["delta"])),
         )
         for one in said["sites"]
@@ -314,7 +315,9 @@ def look_lines(looked: Looked) -> Lines:
     if learned["directions"] is not None:
         yield Line(f"  features are summed along directions: {learned['directions']}")
     yield Line(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")
-    yield Line("what leaves your hospital:")
+    own = next(one for one in said["sites"] if one["name"] == looked.site)
+    receives = "your hospital receives, and lets nothing of its records go; what leaves the others:"
+    yield Line(receives if own["role"] == "receiver" else "what leaves your hospital:")
     for one in said["leaves"]:
         each = f", {size(one['bytes'])} each" if one["bytes"] is not None else ""
         yield Line(f"  {one['what']} → {one['to']}; {one['often']}{each}. Protection: {one['protected_by']}")
@@ -327,8 +330,13 @@ def look_lines(looked: Looked) -> Lines:
         yield Line(f"  {note}", "yellow")
 
 
-def _allowed(kinds: Sequence[str]) -> str:
+def _allowed(site: PlannedSite) -> str:
     """What a site allows by name; masked sums of shared noise are under differential privacy, all else is not."""
+    if site["role"] == "receiver":
+        return "nothing; it receives"
+    if not site["real"]:
+        return "everything without DP"
+    kinds = site["allow"]
     bare = ", ".join(kind for kind in kinds if kind != "shared")
     said = [f"{bare} without DP"] if bare else ["nothing without DP"]
     return "; ".join([*said, *(["shared noise"] if "shared" in kinds else [])])
@@ -338,7 +346,8 @@ def cost_words(cost: Cost) -> str:
     """Say in one sentence what a plan costs a hospital."""
     of = f"{count(cost.n_units)} {'patients' if cost.unit == 'patient' else 'rows'} at your hospital"
     if cost.epsilon is None or cost.lifetime_epsilon is None:
-        return f"{of}: no ε is spent, for there is no differential privacy"
+        why = "there is no differential privacy" if cost.n_units else "nothing of its records leaves it"
+        return f"{of}: no ε is spent, for {why}"
     limit = "no limit" if cost.max_epsilon is None else f"{cost.max_epsilon:g}"
     said = (
         f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -49,10 +49,11 @@ _UNKNOWN, _UNKNOWN_SUMS = 500_000_000, 10_000_000
 """What the largest thing counts as where its size is not known yet; sums of features are small."""
 
 
-class _PlannedSite(TypedDict):
+class PlannedSite(TypedDict):
     """A site as its own file has it in the study where the plan was made.
 
     Attributes:
+        role: "receiver" where it lets nothing go, and has the head that the others make.
         allow: what it lets go without differential privacy.
         max_epsilon, delta: its budget; None where its file names none.
         key: the fingerprint of the key that speaks for it, which people compare by telephone; None where none is
@@ -61,6 +62,7 @@ class _PlannedSite(TypedDict):
 
     name: str
     real: bool
+    role: Literal["member", "receiver"]
     allow: list[str]
     max_epsilon: float | None
     delta: float | None
@@ -110,7 +112,7 @@ class PlanDocument(TypedDict):
     method: str
     pipeline: str
     does: str
-    sites: list[_PlannedSite]
+    sites: list[PlannedSite]
     learns: Learned
     rounds: int
     epochs_per_round: int
@@ -189,9 +191,10 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
         "pipeline": name,
         "does": f"{party.method.name}: {party.method.does}.",
         "sites": [
-            _PlannedSite(
+            PlannedSite(
                 name=site.name,
                 real=site.real,
+                role=site.role,
                 allow=list(site.allow),
                 max_epsilon=site.max_epsilon,
                 delta=site.delta,

@@ -29,7 +29,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 FORMAT, VERSION = "wsi-fl plan", 1
 _REQUEST_FORMAT = "wsi-fl federation request"
-PROMISES = ("real", "allow", "max_epsilon", "delta")
+PROMISES = ("real", "role", "allow", "max_epsilon", "delta")
 """What of a site's file stands in a plan."""
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
 _RESTS_ON = ("torch", "opacus", "numpy", "cryptography")

@@ -213,7 +213,7 @@ def open_account(
     ledger = open_ledger(study, site, called, terms, includes, {} if planned else named)
     if released:
         check_own(ledger, RUN, released.digest, study.relative(study.release(name)))
-    if party.by_files:
+    if party.by_files or site.receives:
         return Account(ledger, units, None)
     folder = None if planned else run.site(name)
     plan = _agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)

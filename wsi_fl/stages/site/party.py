@@ -165,7 +165,8 @@ class RunContext:
 
     def tells_scores(self, name: str) -> bool:
         """Return whether a site tells the others how models do on its test part; there are counts of classes alone."""
-        return self.task.kind == "classes" and self.site(name).allows("scores")
+        site = self.site(name)
+        return self.task.kind == "classes" and site.allows("scores") and not site.receives
 
     def site(self, name: str) -> SiteFile:
         """Return the file of one of the sites."""

@@ -61,7 +61,7 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
         raise UsageError(refusal)
     _check_stores_stay_apart(party, backend)
     if stores and spends(pipeline) and not party.by_files:  # a rank of a hospital looks at its own file alone
-        for site in sites:
+        for site in party.members:
             require_budget(site)
     _check_releases(party)
     for site in sites if stores else ():
@@ -109,7 +109,7 @@ def _check_leave(party: RunContext) -> None:
             f"{name} lets {things} leave without differential privacy; confirm that by --set privacy.enabled=false"
         )
     bare = [share for share in row.shares if share.by != FILES and share.is_bare(spends(pipeline))]
-    for site in party.sites:
+    for site in party.members:
         if shut := [share for share in bare if not site.allows(share.content)]:
             wanted = ", ".join(f'"{content}"' for content in dict.fromkeys(share.content for share in bare))
             raise UsageError(
@@ -158,11 +158,13 @@ def _check_stores_stay_apart(party: RunContext, backend: str) -> None:
 def _check_releases(party: RunContext) -> None:
     """Refuse a run that rests on released sums where they are missing, or nothing can be made of them."""
     pipeline, row = party.pipeline, party.method
-    if party.receivers and not party.by_files:
+    if party.receivers and pipeline.privacy.noise == "shared":
         raise UsageError(
-            f"sites/{party.receivers[0]}.toml: a receiver takes letters that are files; let the others run `wsi-fl "
-            "release`, and set train.releases = true"
+            f"sites/{party.receivers[0]}.toml: a receiver has no part in noise that sites share; set privacy.noise = "
+            "'own'"
         )
+    if not party.members:
+        raise UsageError(f"{party.name} needs a site with labels, and all of them are receivers")
     if party.by_files:
         _check_letters(party)
         if not party.here:

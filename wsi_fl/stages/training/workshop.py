@@ -124,6 +124,7 @@ def build_site(party: RunContext, index: int) -> Site:
         n_classes=len(data.classes),
         validation=validation,
         canaries=canaries,
+        receives=data.receives,
         returning=name in party.run.returning(),
     )
     _tune(party, site)
