@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from math import gcd
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchvision.models.resnet import BasicBlock, ResNet
 
 from wsi_fl.types import UsageError
 
@@ -110,36 +108,15 @@ def _mlp(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     )
 
 
-class _OutOfPlaceBlock(BasicBlock):  # type: ignore[misc]
-    """torchvision's basic block, out of place.
-
-    In-place ReLU and `out += identity` overwrite tensors that Opacus's full backward hooks still need.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.relu = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        identity = x if self.downsample is None else self.downsample(x)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        result: Tensor = self.relu(out + identity)
-        return result
-
-
 def _resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     """ResNet-18 (He et al., 2016) with GroupNorm; any image size from 32 px.
 
     Names, shapes and parameter count are torchvision's, so its checkpoints of GroupNorm variants load.
     """
+    from wsi_fl.models.resnet import resnet18  # and with it torchvision
+
     del size_px  # pooled globally
-    net = ResNet(_OutOfPlaceBlock, [2, 2, 2, 2], num_classes=n_classes, norm_layer=group_norm)
-    net.relu = nn.ReLU()
-    if in_channels != 3:
-        net.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
-    model: nn.Module = net
-    return model
+    return resnet18(n_classes, in_channels, group_norm)
 
 
 _BLOCKS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
