@@ -204,7 +204,7 @@ def test_what_joining_brings_is_paired_by_seed_and_patch(series):
             row = rows[found[kind]]
             expected = row["sites"][site["site"]] if site["site"] else row["accuracy"]["mean"]
             assert site[kind]["mean"] == pytest.approx(expected)
-            assert site[kind]["low"] <= site[kind]["mean"] <= site[kind]["high"]
+            assert 0 <= site[kind]["low"] <= site[kind]["mean"] <= site[kind]["high"] <= 1
         assert site["gain"]["mean"] == pytest.approx(site["joined"]["mean"] - site["alone"]["mean"])
         assert site["gain"]["low"] <= site["gain"]["mean"] <= site["gain"]["high"]
         assert site["pooled"] is None

@@ -1,5 +1,7 @@
 """Intervals of means over patients, seeds and noise, against scipy and simulations; the noise of a head drawn anew."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -150,3 +152,9 @@ def test_three_of_three_right_prove_little():
     weights = 43 / 2 / np.array([40, 3])[label]
     found = estimate((label == 1).astype(float)[None], weights[None], np.arange(43).astype(str))
     assert found.mean == pytest.approx(0.5) and 0.2 < found.high - found.low < 1
+
+
+def test_no_share_of_right_answers_is_said_to_be_above_all_of_them():
+    found = estimate(np.ones((1, 6)), np.ones((1, 6)), np.arange(6).astype(str), np.array([0.3]))
+    assert found.high > 1 and found.between(0.0, 1.0) == replace(found, high=1.0)
+    assert Estimate(0.5, None, None).between(0.0, 1.0) == Estimate(0.5, None, None)

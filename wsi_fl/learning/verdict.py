@@ -9,7 +9,7 @@ What other training patients would have taught is not among them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite, sqrt
 from typing import Any
 
@@ -44,6 +44,12 @@ class Estimate:
     patients: float | None = None
     seeds: float | None = None
     noise: float | None = None
+
+    def between(self, least: float, most: float) -> Estimate:
+        """Return it with an interval of possible values alone."""
+        if self.low is None or self.high is None:
+            return self
+        return replace(self, low=max(self.low, least), high=min(self.high, most))
 
     def document(self) -> dict[str, Any]:
         """Return it as ``--json`` has it: mean, low, high, and the sources apart."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.learning.metrics import SCORES
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.learning.verdict import Estimate, estimate, ratio, shows_room, verdict
 from wsi_fl.report.words import measured_in
@@ -139,6 +140,8 @@ def _compared(answers: Mapping[str, _BySeed]) -> dict[str, Any]:
     """
     found: dict[str, Estimate | None] = {"pooled": None}
     found |= {kind: _value(runs) for kind, runs in answers.items()}
+    if all(one.score in SCORES for runs in answers.values() for one in runs.values()):
+        found = {kind: one and one.between(0.0, 1.0) for kind, one in found.items()}
     gains = _differences(answers["joined"], answers["alone"])
     rooms = _differences(answers.get("pooled", {}), {seed: answers["alone"][seed] for seed in gains})
     gain, room = _value(gains), _value(rooms)
