@@ -78,11 +78,15 @@ def test_sites_without_an_archive_have_files_to_import_into(tmp_path):
     assert site.real and site.max_epsilon and not site.slides
     assert study.pipeline(study.pipeline_name(None)).train.example == "patient"
     assert any("wsi-fl import --site A" in str(line) for line in init_lines(document))
+    assert init(tmp_path / "t", pipeline="mnist") | {"study": ""} == document | {
+        "pipelines": ["mnist"],
+        "sites": [],
+    } | {"study": ""}
 
 
 @pytest.mark.parametrize(
     "asked",
-    [{"real": True}, {"pipeline": "features"}, {"names": ["A"], "layout": "tcga"}, {"names": ["a b/c"]}],
+    [{"real": True}, {"pipeline": "feature"}, {"names": ["A"], "layout": "tcga"}, {"names": ["a b/c"]}],
 )
 def test_what_means_nothing_makes_no_study(tmp_path, asked):
     refused(lambda: init(tmp_path / "s", **asked))

@@ -68,16 +68,15 @@ def init(
         archive: folder of slides; its layout is recognised unless `layout` names it.
         names: of sites without an archive, whose features are imported or whose site files say more later.
         real: whether the sites are real hospitals, whose patches no other site may read.
-        pipeline: the shipped pipeline that a study of an archive gets (default: the one for its layout); a study made
-            without an archive gets all.
+        pipeline: the shipped pipeline that the study gets; by default the one for the layout of an archive, or all.
         tables: what an archive of TCGA may need.
     """
     if layout is not None and layout not in LAYOUTS:
         raise UsageError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
     if archive is None and (layout is not None or tables not in (None, Tables())):
         raise UsageError("--layout and options of archives go with --from ARCHIVE")
-    if archive is None and not names and (real or pipeline is not None):
-        raise UsageError("--real and --pipeline go with --from ARCHIVE or --site NAME")
+    if archive is None and not names and real:
+        raise UsageError("--real goes with --from ARCHIVE or --site NAME")
     if archive is not None and names:
         raise UsageError("--from ARCHIVE finds its sites; --site NAME is for those without an archive")
     written = [name for name in ("sites", "pipelines") if any((folder / name).glob("*"))]
@@ -97,7 +96,7 @@ def init(
         sites = {site.name: _site_file(site, found, real) for site in found.sites}
         subtypes = "\n" + tomli_w.dumps({"subtypes": found.subtypes}) if found.subtypes else ""
         pipelines = {pipeline: pipelines[pipeline] + subtypes}
-    elif names:
+    else:
         sites = {name: _text_of({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
     _write(folder, pipelines, sites)
@@ -238,5 +237,6 @@ def init_lines(document: dict[str, Any]) -> Lines:
         yield Line(f"study ready; next: cd {document['study']} && wsi-fl {command} --all")
     else:
         yield Line(
-            f"study ready; write a site file for each hospital in {document['study']}/sites, then wsi-fl tile --all"
+            f"study ready; write a site file for each hospital in {document['study']}/sites, then wsi-fl tile --all; "
+            "labelled images are shared out by wsi-fl partition"
         )
