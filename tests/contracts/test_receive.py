@@ -15,8 +15,10 @@ from test_release import HEADS, NOISE, released, sums_at
 
 from wsi_fl.demo import phantom
 from wsi_fl.federation.preflight import compare as compare_plans
+from wsi_fl.hospitals.dossier.page import dossier_of
 from wsi_fl.hospitals.plans.approving import look, look_lines
 from wsi_fl.hospitals.plans.making import make_plan
+from wsi_fl.hospitals.plans.rehearsing import rehearse
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import compare
@@ -221,8 +223,14 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
     looked = look(study, plan, "S3")
     assert looked.cost is not None and looked.cost.epsilon is None and not study.ledger("S3").exists()
     words = said(look_lines(looked))
-    assert "your hospital receives" in words and "nothing of its records leaves it" in words
-    assert "what leaves your hospital" in said(look_lines(look(study, plan, "S1")))
+    assert "nothing of its records leaves it" in words and "sums of features (" not in words
+    assert "sums of features (" in said(look_lines(look(study, plan, "S1")))
+    for site in ("S1", "S3"):
+        leaves = dossier_of(study, plan, study.site(site), None)["plan"]["leaves"]
+        assert [row["what"].startswith("sums of") for row in leaves].count(True) == (site == "S1")
+    tried = rehearse(study, plan, "S1")  # as four: a hub, two that write to it, and one that listens
+    assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger("S1").exists()
+    refused(lambda: rehearse(study, plan, "S3"), "S3 receives")
     file = study.root / "sites/S3.toml"
     file.write_text(file.read_text().replace("receiver", "member"))
     refused(lambda: look(study, plan, "S3"), 'role = "receiver"', 'says "member"')

@@ -16,7 +16,7 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.plans.contents import filled
-from wsi_fl.hospitals.plans.making import PlanDocument, document_of
+from wsi_fl.hospitals.plans.making import PlanDocument, document_of, left_by
 from wsi_fl.hospitals.plans.signed import Plan, approval_path, approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import group_epsilon
@@ -121,7 +121,7 @@ def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> dic
         "wsi_fl": __version__,
         "site": site.name,
         "plan_sha256": plan.digest,
-        "plan": said,
+        "plan": said | {"leaves": left_by(said, site.name)},
         "signed": list(heard.signed) if heard else [],
         "missing": _missing(study, plan, heard.missing) if heard else None,
         "budget": {"max_epsilon": site.max_epsilon, "delta": delta},

@@ -16,6 +16,7 @@ from wsi_fl.hospitals.plans.making import (
     PlannedSite,
     described,
     document_of,
+    left_by,
     sites_of,
     text_of,
 )
@@ -315,10 +316,8 @@ def look_lines(looked: Looked) -> Lines:
     if learned["directions"] is not None:
         yield Line(f"  features are summed along directions: {learned['directions']}")
     yield Line(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")
-    own = next(one for one in said["sites"] if one["name"] == looked.site)
-    receives = "your hospital receives, and lets nothing of its records go; what leaves the others:"
-    yield Line(receives if own["role"] == "receiver" else "what leaves your hospital:")
-    for one in said["leaves"]:
+    yield Line("what leaves your hospital:")
+    for one in left_by(said, looked.site):
         each = f", {size(one['bytes'])} each" if one["bytes"] is not None else ""
         yield Line(f"  {one['what']} → {one['to']}; {one['often']}{each}. Protection: {one['protected_by']}")
     yield Line(f"what never leaves: {'; '.join(said['stays'])}")

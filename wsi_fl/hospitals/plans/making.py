@@ -231,6 +231,13 @@ def document_of(plan: Plan) -> PlanDocument:
     return said
 
 
+def left_by(document: PlanDocument, site: str) -> list[Leaving]:
+    """Return what leaves one of a plan's sites: all that the plan names, and no sums or scores of one that receives."""
+    roles = {one["name"]: one["role"] for one in document["sites"]}
+    of_all = {WORDS[name]["what"] for name in ("documents", "tallies", "final")}
+    return [row for row in document["leaves"] if roles[site] == "member" or row["what"] in of_all]
+
+
 def _texts(value: Any) -> Iterator[str]:
     """All texts of a document but its settings, which have lines."""
     if isinstance(value, str):

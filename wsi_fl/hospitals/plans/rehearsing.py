@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -57,12 +57,15 @@ def rehearse(
     """
     if keep is not None and keep.exists():
         raise UsageError(f"{keep}: it is there already; give a new folder")
-    cost = look(study, plan, site).cost
+    looked = look(study, plan, site)
+    cost, roles = looked.cost, {one["name"]: one["role"] for one in looked.document["sites"]}
+    if roles[site] == "receiver":
+        raise UsageError(f"{site} receives, and sends nothing that could be rehearsed")
     if cost is None:
         raise UsageError(f"the store of {site} is not on this machine; rehearse where it is")
     from wsi_fl.stages.training.train import train  # and with it PyTorch
 
-    with _imitated(study, plan, site) as stage:
+    with _imitated(study, plan, site, roles) as stage:
         try:
             summary = train(
                 stage,
@@ -93,7 +96,7 @@ def rehearse(
 
 
 @contextmanager
-def _imitated(study: Study, plan: Plan, site: str) -> Iterator[Study]:
+def _imitated(study: Study, plan: Plan, site: str, roles: Mapping[str, str]) -> Iterator[Study]:
     """A study inside the hospital's, for as long as it is used: its sites are simulated, and have a ledger there.
 
     What one that was killed has left, private models among it, goes first.
@@ -107,8 +110,9 @@ def _imitated(study: Study, plan: Plan, site: str) -> Iterator[Study]:
             if entry.name not in _NOT_SHOWN and not entry.name.startswith("."):
                 (stage.root / entry.name).symlink_to(entry.resolve())
         write_text(stage.root / "pipelines" / f"{_PIPELINE}.toml", str(plan.document["settings"]))
-        for name in plan.sites:
-            write_text(stage.root / "sites" / f"{name}.toml", dump_toml(_simulated(study, site, name)))
+        for name, role in roles.items():
+            file = _simulated(study, site, name).model_copy(update={"role": role})
+            write_text(stage.root / "sites" / f"{name}.toml", dump_toml(file))
             folder = stage.store(name).parent
             folder.mkdir(parents=True)
             for entry in study.store(site).parent.iterdir():

@@ -180,7 +180,9 @@ def partition_lines(document: dict[str, Any]) -> Lines:
     sums = [["sum", *(row["train"] for row in sites)], ["test", *(row["test"] for row in sites)]]
     title = f"training images ({document['skew']})"
     yield by_site(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
-    yield Line("stores ready; next: wsi-fl train --method proxyfl; with several pipelines, --pipeline NAME too")
+    yield Line(
+        "stores ready; next: wsi-fl train --method proxyfl; with several pipelines, --pipeline NAME too"
+    )
 
 
 _Skew = Callable[[NDArray[np.int64], int, int | None, np.random.Generator], list[NDArray[np.int64]]]
