@@ -1,6 +1,7 @@
 """Networks from published weights: which part to train at one hospital, and what ProxyFL brings between four.
 
-    python studies/pretrained.py parts patches.npz encoder.safetensors     # from the repository, with PYTHONPATH=.:benchmarks
+    export PYTHONPATH=.:benchmarks                                       # in the repository
+    python studies/pretrained.py parts patches.npz encoder.safetensors
     python studies/pretrained.py join POOL encoder.safetensors --directions directions.safetensors --out rows.csv
     python studies/pretrained.py show studies/rows/pretrained.csv
 
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t
-from worth import ALONE, Pool, Setting, Variant, drawn, measured, pool_of, private, study_of
+from worth import ALONE, Setting, Variant, drawn, measured, pool_of, private, study_of
 
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.prepare.partition import partition
@@ -148,9 +149,9 @@ def networks_of(
 ) -> Study:
     """Return a study of patches with these hospitals, A1, B1, …, each with a share of the test set."""
     study = made(root, given.weights)
-    for name, mine, asked in zip("ABCD", hospitals, np.array_split(test, len(hospitals)), strict=False):
-        named = {}
-        for part, chosen in (("train", mine), ("test", asked)):
+    for k, mine in enumerate(hospitals):
+        named, name = {}, "ABCD"[k]
+        for part, chosen in (("train", mine), ("test", test[k :: len(hospitals)])):
             rows = in_order(store)[np.sort(chosen)]
             named |= {f"x_{part}": store.read(rows), f"y_{part}": store.table.label[rows]}
         np.savez(root / f"{name}.npz", **named)
@@ -171,14 +172,20 @@ def join(given: argparse.Namespace) -> None:
         for setting in (one for one in SETTINGS if one.name in given.settings):
             for seed in range(given.first_seed, given.first_seed + given.seeds):
                 hospitals, test = rows_of(setting, pool.label, seed)
-                draw = [one for one in given.methods if (setting.name, one, seed) not in there]
-                for method in draw:
+                for method in given.methods:
+                    if (setting.name, method, seed) in there:
+                        continue
+                    way = next((one for one in HEADS if one.name == method), None)
+                    alone = (way.method if way else NETWORKS[method][0]) != "joint"
+                    mine = hospitals if alone else [np.concatenate(hospitals)]
                     with tempfile.TemporaryDirectory() as folder:
                         root = Path(folder) / "study"
-                        if method in NETWORKS:
-                            found = of_networks(networks_of(root, given, store, hospitals, test), method)
+                        if way:
+                            study = study_of(pool, mine, test, root, "row")
+                            found = of_heads(study, way, seed, given.directions)
                         else:
-                            found = of_heads(root, pool, hospitals, test, method, seed, given.directions)
+                            study = networks_of(root, given, store, mine, test)
+                            found = of_networks(study, method, seed)
                     for name, accuracy, auroc, sites in found:
                         each = " ".join(f"{one:.4f}" for one in sites)
                         table.writerow((setting.name, name, seed, f"{accuracy:.4f}", f"{auroc:.4f}", each))
@@ -189,10 +196,10 @@ Found = list[tuple[str, float, float, list[float]]]
 """(method, mean accuracy and AUROC over hospitals, each hospital's accuracy)."""
 
 
-def of_networks(study: Study, method: str) -> Found:
+def of_networks(study: Study, method: str, seed: int) -> Found:
     """Return what a way with networks reaches, and what its models reach by themselves."""
     name, said = NETWORKS[method]
-    document = run_of(study, name, _ANY | said)
+    document = run_of(study, name, _ANY | said | {"train.seed": str(seed)})
     sites = [row["accuracy"] for row in document["sites"]]
     found = [(method, document["merged"]["accuracy"]["mean"], document["merged"]["auroc"]["mean"], sites)]
     for role in ("proxy", "private", "alone") if len(document["models"]) > 1 else ():
@@ -202,14 +209,10 @@ def of_networks(study: Study, method: str) -> Found:
     return found
 
 
-def of_heads(
-    root: Path, pool: Pool, hospitals: Sequence[Any], test: Any, method: str, seed: int, directions: Path
-) -> Found:
+def of_heads(study: Study, way: Variant, seed: int, directions: Path | None) -> Found:
     """Return what a way with linear heads on frozen features reaches."""
-    (variant,) = (one for one in HEADS if one.name == method)
-    rows = [np.concatenate(hospitals)] if variant.method == "joint" else hospitals
-    one = measured(study_of(pool, rows, test, root, "row"), variant, seed, directions)
-    return [(method, one["accuracy"], one["auroc"], one["sites"])]
+    one = measured(study, way, seed, directions)
+    return [(way.name, one["accuracy"], one["auroc"], one["sites"])]
 
 
 def read(path: Path) -> list[dict[str, str]]:
