@@ -235,7 +235,7 @@ def show(given: argparse.Namespace) -> None:
             mean = [np.mean([float(of[method, one][key]) for one in seeds]) for key in ("accuracy", "auroc")]
             cells = [f"{mean[0]:.3f}", f"{mean[1]:.3f}"]
             for lone in ("lone network", "lone head"):
-                both = [seed for seed in seeds if (lone, seed) in of]
+                both = [seed for seed in seeds if (lone, seed) in of and method != lone]
                 cells.append(gain([sites(of[method, one]) - sites(of[lone, one]) for one in both]))
             print(f"| {method} | {' | '.join(cells)} | {len(seeds)} |")
 
@@ -248,7 +248,7 @@ def sites(row: Mapping[str, str]) -> NDArray[np.float64]:
 def gain(gains: Sequence[NDArray[np.float64]]) -> str:
     """Return the mean gain, half of its 95 % interval over seeds, and that of the hospital with the least."""
     means = np.array([one.mean() for one in gains])
-    if not means.any():
+    if not len(means):
         return ""
     half = (
         t.ppf(0.975, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.nan
