@@ -14,6 +14,7 @@ from wsi_fl.learning.local import DPSettings, Learner, mutual_step, probabilitie
 from wsi_fl.learning.tasks import kl_divergence, mutual
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.system import bulk
 from wsi_fl.types import Images, WsiFlError
 
 CPU = torch.device("cpu")
@@ -342,6 +343,23 @@ def test_a_step_that_memory_does_not_hold_is_taken_in_parts(dp):
         probabilities(whole.logits, examples_of(pixels_of(5, 16)), CPU),
         atol=1e-4,
     )
+
+
+@pytest.mark.parametrize("dp", [None, DPSettings(sigma=0.0, clip=0.3, batch_size=5)], ids=["plain", "dp"])
+def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, monkeypatch):
+    whole, parts = learner(dp=dp, kind="gn_cnn_small", size=16), learner(dp=dp, kind="gn_cnn_small", size=16)
+    x, y = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1])
+    losses = [mutual_step(whole, whole.logits(x), 0.4, (x, y), CipherStream.fresh())]
+    said = probabilities(whole.logits, examples_of(pixels_of(5, 16)), CPU)
+    monkeypatch.setattr(bulk, "_PIXELS", 2 * 16 * 16)
+    shown = holding(parts.model, 5)
+    losses.append(mutual_step(parts, parts.logits(x), 0.4, (x, y), CipherStream.fresh()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    np.testing.assert_allclose(
+        probabilities(parts.logits, examples_of(pixels_of(5, 16)), CPU), said, atol=1e-4
+    )
+    assert shown == 3 * [2, 2, 1]
+    assert bulk.few(250, (3, 16, 16), gpu=True) == bulk.few(250, (1000, 16), gpu=False) == 250
 
 
 def test_memory_that_does_not_hold_one_example_is_told_in_one_line():

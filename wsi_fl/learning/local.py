@@ -21,7 +21,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import trained
 from wsi_fl.privacy.sums import NoisySums
-from wsi_fl.system.bulk import Portion
+from wsi_fl.system.bulk import Portion, few
 
 Learners = Mapping[str, "Learner"]
 """The models of one site by role: "private", "proxy"."""
@@ -128,7 +128,7 @@ class Learner:
     def _in_parts(self, x: Tensor, at_once: int) -> Tensor:
         """Return logits of which the backward pass computes every part anew, so that memory holds one."""
         if at_once >= len(x):
-            return self._called(x)
+            return _predicted(self._called, x, at_once)
         from torch.utils.checkpoint import checkpoint
 
         parts = [checkpoint(self._called, part, use_reentrant=False) for part in torch.split(x, at_once)]
@@ -143,7 +143,7 @@ class Learner:
     def logits(self, x: Tensor) -> Tensor:
         """Return logits float32[b, classes] in evaluation mode, without gradients."""
         self.model.eval()
-        return self._called(x)
+        return _predicted(self._called, x, len(x))
 
     def _called(self, x: Tensor) -> Tensor:
         with self._precision():
@@ -331,5 +331,6 @@ def _answers(
 
 
 def _predicted(predict: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:
-    """Return what a model says of x[b, …], so many rows of which it sees at once."""
+    """Return what a model says of x[b, …], so many rows of which it sees at once, or a few."""
+    at_once = few(at_once, x.shape[1:], gpu=x.is_cuda)
     return torch.cat([predict(part) for part in torch.split(x, at_once)])

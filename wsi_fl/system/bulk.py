@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any, TypeVar
@@ -109,6 +110,19 @@ def _opened_directly(path: Path) -> int | None:
         if error.errno in _REFUSED:
             return None
         raise
+
+
+def few(n_rows: int, shape: Sequence[int], *, gpu: bool) -> int:
+    """Return how many of these rows go through a model at once: on a CPU so few images [channels, h, w] that most of
+    what layers say of them stays in its cache, and all rows elsewhere.
+    """
+    if gpu or len(shape) != 3:
+        return n_rows
+    parts = max(1, ceil(n_rows * shape[1] * shape[2] / _PIXELS))
+    return max(1, ceil(n_rows / parts))
+
+
+_PIXELS = 1 << 18
 
 
 class Portion:
