@@ -40,7 +40,7 @@ def world(monkeypatch, tmp_path):
             return list(here)
 
         def run(_kit, _plan, here, job, _watcher, *, awaited):
-            assert awaited == [name for name in sites if name not in here]
+            assert list(awaited) == [name for name in sites if name not in here]
             asked.append((clock.now, "".join(here), job["resume"], "".join(job["without"])))
             clock.now += 30
             if end := ends.pop(0) if len(ends) > 1 else ends[0]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from math import inf
 from typing import Literal, Protocol, TypeVar, cast
 
@@ -162,6 +163,8 @@ class RelayedComm:
             may go on without a site, `running` becomes those of the session, and a site that falls silent or ends makes
             every call raise `SitesGone`. By default all of `running` are needed.
         standing: asked before anything is sent, returns in words why this site takes part no longer; "" while it does.
+        withdrawn: asked before anything is sent and while this process waits, returns when the certificates of each key
+            were withdrawn, by its fingerprint: no session goes on with such a site.
 
     Raises:
         PeerLate: when a site did not introduce itself in time.
@@ -182,6 +185,7 @@ class RelayedComm:
     waiting: Callable[[], None] = lambda: None
     attendance: Attendance | None = None
     standing: Callable[[], str] = lambda: ""
+    withdrawn: Callable[[], Mapping[str, datetime]] = dict
     line_bytes: int = 0
     """All that was sent: letters with heads and signatures, documents too."""
     refused: list[str] = field(default_factory=list)
@@ -453,6 +457,18 @@ class RelayedComm:
         over = self._over or (None if self._lossy else self._left)
         if over is not None:
             raise over
+        self._check_certificates()
+
+    def _check_certificates(self) -> None:
+        """End the session where the certificate of one of its sites was withdrawn meanwhile."""
+        met = {name: said["certificate"] for name, (said, _) in [*self._peers.items()]}
+        gone = self.withdrawn()
+        for name, certificate in (
+            [*met.items(), (self.identity.name, self.identity.certificate)] if gone else ()
+        ):
+            if (since := gone.get(fingerprint(certificate))) is not None:
+                why = f"site {name} has a certificate that was withdrawn on {since:%Y-%m-%d}, and needs a new key"
+                raise SitesGone(why, [name]) if self._few and name in met else Interrupted(why)
 
     def _give_up(self, place: str, late: Mapping[str, str]) -> None:
         """Raise that sites are late, if some gave no sign of life either; where the late are left out, in any case."""
@@ -481,9 +497,11 @@ class RelayedComm:
 
     def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float) -> None:
         """Send letters, all at once, until each has been taken; nothing where this site takes part no longer."""
-        if place not in _ENDS and (why := self.standing()):
-            self._last = "withdrawn"
-            raise KnownToAll(f"site {self.identity.name} {why}; the run ends here")
+        if place not in _ENDS:
+            self._check_certificates()
+            if why := self.standing():
+                self._last = "withdrawn"
+                raise KnownToAll(f"site {self.identity.name} {why}; the run ends here")
         deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
         with ThreadPoolExecutor(max(1, len(left))) as pool:
             while left:

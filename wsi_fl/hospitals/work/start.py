@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import date
+from datetime import date, datetime
+from functools import lru_cache
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,11 @@ def _until_done(
         if finished is not None and not peers & line.waiting():
             raise _NobodyWaits
 
+    @lru_cache(1)
+    def withdrawn(_beat: int) -> Mapping[str, datetime]:
+        exchange_list(kit, address)
+        return kit.withdrawn().keys
+
     if finished is not None and not _still_wait(line, peers):
         return finished
     say(f"  {identity.name} takes part in plan {plan.digest[:8]}, as soon as all others do")
@@ -326,6 +332,7 @@ def _until_done(
                 without=without,
                 waiting=notice,
                 attendance=attendance,
+                withdrawn=lambda: withdrawn(int(time.monotonic() / line.beat_s)),
             )
         except SiteReturned as returned:
             say(f"  {returned}; all begin again from their checkpoints")
