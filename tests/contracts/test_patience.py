@@ -95,6 +95,13 @@ def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried
     assert world(away, [*thrice, None])[-1] == (130.0, "ABC", "last", "")
 
 
+def test_a_hospital_that_withdrew_is_asked_no_more_and_without_enough_others_nobody_is(world):
+    gone = JobFailed("site C withdrew the frame of this plan; the run ends here", ["C"], again=True)
+    assert [one[1] for one in world({0: "ABC"}, [gone, failed("A"), None])] == ["ABC", "AB", "AB"]
+    with pytest.raises(JobFailed, match="site C withdrew"):
+        world({0: "ABC"}, [gone], sites=["A", "C"])
+
+
 def test_a_server_that_is_gone_is_waited_for(world):
     lost = JobFailed("the server was lost", again=True)
     assert world({0: "ABC", 20: None, 300: "ABC"}, [lost, None])[1][0] >= 300

@@ -3,11 +3,13 @@
 import json
 import shutil
 import ssl
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from wires import Wire
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.lines.relayed import RelayedComm, SiteReturned
+from wsi_fl.hospitals.lines.relayed import Attendance, RelayedComm, SiteReturned, SitesGone
 from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
@@ -34,9 +36,10 @@ from wsi_fl.hospitals.trust.root import Root, exchange_list, revoke, take_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work.start import take_part_by_folder
+from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.stages.work.console import Silent
 from wsi_fl.study.folder import Study
-from wsi_fl.types import KnownToAll, WsiFlError
+from wsi_fl.types import Interrupted, KnownToAll, WsiFlError
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +265,38 @@ def test_the_hello_of_a_withdrawn_key_is_refused(federation, people):
         met = [pool.submit(meet, one) for one in (knowing, bad)]
     assert "the certificate of C2 was withdrawn" in str(met[0].exception())
     assert isinstance(met[1].exception(), WsiFlError)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("least", [None, 2])
+def test_a_certificate_that_is_withdrawn_in_the_middle_ends_the_session(people, least, waits):
+    """Before anything more is sent, and while one waits."""
+    ends, gone, (good, bad, _), both = {}, {}, people, Barrier(2)
+
+    def be(identity):
+        attendance, line = Attendance(identity, ("C1", "C2"), least), Wire(identity.name, ends)
+        comm = RelayedComm(
+            identity, ("C1", "C2"), (0, 1), line, 20, withdrawn=lambda: gone, attendance=attendance
+        )
+        assert comm.gather([Seen(site=identity.name)], Seen) == [{"site": "C1"}, {"site": "C2"}]
+        both.wait(10)
+        if identity is bad:
+            time.sleep(0.2 if waits else 0)  # the other one has sent
+            gone[fingerprint(bad.certificate)] = datetime(2026, 1, 31, tzinfo=UTC)
+        if not waits:
+            both.wait(10)
+        comm.gather([Seen(site=identity.name)], Seen)
+
+    with ThreadPoolExecutor() as pool:
+        mine, theirs = [pool.submit(be, one).exception() for one in (good, bad)]
+    assert (
+        str(mine)
+        == str(theirs)
+        == "site C2 has a certificate that was withdrawn on 2026-01-31, and needs a new key"
+    )
+    assert isinstance(mine, Interrupted) and not isinstance(theirs, SitesGone)
+    assert isinstance(mine, SitesGone) == (least is not None)
+    assert getattr(mine, "sites", ("C2",)) == ("C2",)
 
 
 def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once(federation, people):

@@ -1,9 +1,10 @@
-"""Hospitals over a folder that are killed and stopped, and whose share vanishes, by dice; nobody mends anything."""
+"""Hospitals over a folder that suffer by dice, and nobody mends anything; and what is withdrawn in the middle."""
 
 import json
 import os
 import re
 import threading
+from collections import Counter
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -13,7 +14,7 @@ from test_folder_line import BASE, SITES, Group, charged, meddling, note, plan_o
 
 from wsi_fl.hospitals.plans.frames import FORMAT, withdraw, write_frame
 from wsi_fl.hospitals.plans.signed import approve
-from wsi_fl.hospitals.trust.certificates import fingerprint, longer_list, verified
+from wsi_fl.hospitals.trust.certificates import approved, fingerprint, longer_list, new_request, verified
 from wsi_fl.hospitals.trust.kit import LIST, Kit
 from wsi_fl.hospitals.work.start import take_part_by_folder
 
@@ -113,13 +114,17 @@ def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_pa
     share.mkdir()
     settings = [*SETTINGS, f"train.at_least={least}"]
     group = Group(tmp_path / "group", "proxyfl", settings, federation, share)
-    for job in group.jobs:
+    for job, site in zip(group.jobs, SITES, strict=True):
         job["slow_s"] = 1.0
+        startup = group.root / f"kit-{site}" / "startup"
+        asked = new_request((startup / "client.key").read_text(), site, "org")
+        ago = {"role": "hospital", "days": -5 / 24 / 60}
+        (startup / "ended.crt").write_text(approved(asked, federation.key, federation.root, **ago))
     faults, seen = {"seed": seed, "seconds": SECONDS, "share": str(share)}, {}
     group.jobs = {"jobs": group.jobs, "faults": faults}
     with watched(share, partial(note, seen)):
         suffered = start(tmp_path, [group])
-    print(f"{len(suffered)} faults: {suffered}")
+    print(f"{len(suffered)} faults: {Counter(suffered)}")
     assert len(suffered) > SECONDS / 12
     left = left_by(seen)
     for site in SITES:

@@ -200,8 +200,11 @@ def _until_done(
             if not failed.again or in_vain >= _IN_VAIN:
                 raise
             tell(str(failed))
-            times = _TRIES if " withdrew " in str(failed) else 1  # who does so means it
-            missing.blame([name for name in failed.blamed if name in there] * times, time.monotonic())
+            missing.blame([name for name in failed.blamed if name in there], time.monotonic())
+            if " withdrew " in str(failed):  # who does so is asked no more
+                sites = [name for name in sites if name not in failed.blamed]
+                if len(sites) < least:
+                    raise
             time.sleep(_LOOK_S)
         resume = LAST
 
