@@ -19,7 +19,7 @@ def world(monkeypatch, tmp_path):
         there: time in seconds → who is connected from then on; None where the server is gone.
         ends: what becomes of each job: an exception, or None for its end; the last one is repeated.
     """
-    clock = SimpleNamespace(now=0.0, said=[])
+    clock = SimpleNamespace(now=0.0, said=[], awaited=[])
     identity = SimpleNamespace(root="")
     kit = SimpleNamespace(path=tmp_path, identity=lambda: identity)
 
@@ -40,7 +40,7 @@ def world(monkeypatch, tmp_path):
             return list(here)
 
         def run(_kit, _plan, here, job, _watcher, *, awaited):
-            assert list(awaited) == [name for name in sites if name not in here]
+            clock.awaited.append(awaited)
             asked.append((clock.now, "".join(here), job["resume"], "".join(job["without"])))
             clock.now += 30
             if end := ends.pop(0) if len(ends) > 1 else ends[0]:
@@ -60,7 +60,7 @@ def world(monkeypatch, tmp_path):
         assert list(found) == list(asked[-1][1])
         return asked
 
-    done.said = clock.said
+    done.said, done.awaited = clock.said, clock.awaited
     return done
 
 
@@ -78,6 +78,7 @@ def test_a_lost_hospital_costs_a_job_and_comes_back_to_the_run(world):
     back = SiteBack("C is there again; the job was ended")
     asked = world({0: "ABC", 20: "AB", 100: "ABC"}, [failed("C"), back, None])
     assert [one[1:] for one in asked] == [("ABC", None, ""), ("AB", "last", "C"), ("ABC", "last", "")]
+    assert world.awaited == [{}, {"C": 0.0}, {}]
     assert any("C is there again" in said for said in world.said)
 
 
@@ -88,6 +89,7 @@ def test_below_the_number_all_wait(world):
 def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried_again(world):
     thrice = [failed("C")] * 3
     assert [one[1] for one in world({0: "ABC"}, [*thrice, failed("B"), None])] == ["ABC"] * 3 + ["AB"] * 2
+    assert world.awaited == [{}] * 3 + [{"C": 60.0}] * 2  # it is there, and no job ends for that
     # forgiven after the plan's patience, or when it was away meanwhile: somebody looked after it
     names = [one[1] for one in world({0: "ABC"}, [*thrice, failed("A"), failed("A"), None])]
     assert names == ["ABC"] * 3 + ["AB"] * 2 + ["ABC"]
@@ -98,6 +100,7 @@ def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried
 def test_a_hospital_that_withdrew_is_asked_no_more_and_without_enough_others_nobody_is(world):
     gone = JobFailed("site C withdrew the frame of this plan; the run ends here", ["C"], again=True)
     assert [one[1] for one in world({0: "ABC"}, [gone, failed("A"), None])] == ["ABC", "AB", "AB"]
+    assert world.awaited == [{}] * 3
     with pytest.raises(JobFailed, match="site C withdrew"):
         world({0: "ABC"}, [gone], sites=["A", "C"])
 

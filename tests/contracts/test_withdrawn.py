@@ -288,7 +288,8 @@ def test_a_certificate_that_is_withdrawn_in_the_middle_ends_the_session(people, 
         comm.gather([Seen(site=identity.name)], Seen)
 
     with ThreadPoolExecutor() as pool:
-        mine, theirs = [pool.submit(be, one).exception() for one in (good, bad)]
+        running = [pool.submit(be, one) for one in (good, bad)]
+    mine, theirs = (one.exception() for one in running)
     assert (
         str(mine)
         == str(theirs)

@@ -6,14 +6,17 @@ import re
 import threading
 from collections import Counter
 from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
 from functools import partial
 
 import pytest
 from conftest import refused
 from test_folder_line import BASE, SITES, Group, charged, meddling, note, plan_of, require_the_same, start
+from wires import Federation
 
 from wsi_fl.hospitals.plans.frames import FORMAT, withdraw, write_frame
 from wsi_fl.hospitals.plans.signed import approve
+from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import approved, fingerprint, longer_list, new_request, verified
 from wsi_fl.hospitals.trust.kit import LIST, Kit
 from wsi_fl.hospitals.work.start import take_part_by_folder
@@ -22,6 +25,12 @@ pytestmark = pytest.mark.slow
 SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "100")), 25
 SETTINGS = [f"train.rounds={ROUNDS}", *BASE[1:3], "comm.timeout_s=10"]
 LETTER = re.compile(r"(S\d)~x(\d+)\.\d+~")
+
+
+class Earlier(datetime):
+    @classmethod
+    def now(cls, zone=None):
+        return datetime.now(zone) - timedelta(days=100)
 
 
 @contextmanager
@@ -108,18 +117,21 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
 
 
 @pytest.mark.parametrize(("seed", "least"), [(1, 2), (2, 2), (3, 3), (4, 3)])
-def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_path, federation, seed, least):
+def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_path, monkeypatch, seed, least):
     """Where all are needed nobody is left out, and the models are those of a run that nothing happened to."""
     share = tmp_path / "share"
     share.mkdir()
     settings = [*SETTINGS, f"train.at_least={least}"]
-    group = Group(tmp_path / "group", "proxyfl", settings, federation, share)
-    for job, site in zip(group.jobs, SITES, strict=True):
-        job["slow_s"] = 1.0
-        startup = group.root / f"kit-{site}" / "startup"
-        asked = new_request((startup / "client.key").read_text(), site, "org")
-        ago = {"role": "hospital", "days": -5 / 24 / 60}
-        (startup / "ended.crt").write_text(approved(asked, federation.key, federation.root, **ago))
+    with monkeypatch.context() as patch:  # certificates that a clock that is days behind knows too
+        patch.setattr(certificates, "datetime", Earlier)
+        federation = Federation()
+        group = Group(tmp_path / "group", "proxyfl", settings, federation, share)
+        for job, site in zip(group.jobs, SITES, strict=True):
+            job["slow_s"] = 1.0
+            startup = group.root / f"kit-{site}" / "startup"
+            asked, ends = new_request((startup / "client.key").read_text(), site, "org"), {"days": 99}
+            ended = approved(asked, federation.key, federation.root, role="hospital", **ends)
+            (startup / "ended.crt").write_text(ended)
     faults, seen = {"seed": seed, "seconds": SECONDS, "share": str(share)}, {}
     group.jobs = {"jobs": group.jobs, "faults": faults}
     with watched(share, partial(note, seen)):

@@ -47,6 +47,11 @@ _MOST_HELD = 64
 """Letters of one peer that wait to be read: a site is never more than a few places ahead."""
 
 
+def _ahead_s() -> float:
+    """How much further the clock is than one that nobody sets; both go on while a machine sleeps."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class SiteReturned(Interrupted):
     """A peer's process began anew, so that all begin again from their checkpoints."""
 
@@ -84,7 +89,11 @@ class Attendance:
     """Site → why this process believed it gone; what others say of it has no reason."""
 
     def __post_init__(self) -> None:
-        self.writer = Writer(self.identity, time.time())
+        self.writer, self._ahead_s = Writer(self.identity, time.time()), _ahead_s()
+
+    def clock_was_set(self) -> bool:
+        """Return whether this machine's clock was, so that the time of its hello is no longer that of the others."""
+        return abs(_ahead_s() - self._ahead_s) > _SKEW_S
 
     def is_gone(self, name: str) -> bool:
         """Return whether the newest process of a site is gone."""
@@ -100,7 +109,9 @@ class Attendance:
         """Believe that the newest process of each of some sites is gone, remember in words why, and say a new hello."""
         self.gone |= {name: self.writer.heard.get(name, 0.0) for name in names}
         self.why |= dict.fromkeys(names, why)
-        self.writer = self.writer.anew(self.gone.get(self.identity.name, 0.0))
+        since = 0.0 if self.clock_was_set() else self.writer.since
+        self.writer = self.writer.anew(max(since, self.gone.get(self.identity.name, 0.0)))
+        self._ahead_s = _ahead_s()
 
     def learn(self, told: Mapping[str, float]) -> bool:
         """Believe what a peer's hello tells, where it is of a later process; return whether this one is left out."""
@@ -319,8 +330,10 @@ class RelayedComm:
         said, holder = letter.hello(self.identity.root)
         name, met = holder.name, holder.name in self._peers
         heard = self._writer.heard.get(name, 0.0)
-        if said["time"] < heard or (met and said["time"] == heard):
-            return "taken"  # again, or one of a process that ended
+        if said["time"] < heard:
+            return "refused"  # of a process that ended
+        if met and said["time"] == heard:
+            return "taken"
         if why := self._stranger(said, name):
             return self._refuse(why)
         if problem := self._unlike(said, name, letter):
@@ -457,6 +470,8 @@ class RelayedComm:
         over = self._over or (None if self._lossy else self._left)
         if over is not None:
             raise over
+        if self._few and self._attendance.clock_was_set():
+            raise SitesGone(f"the clock of {self.identity.name} was set")
         self._check_certificates()
 
     def _check_certificates(self) -> None:

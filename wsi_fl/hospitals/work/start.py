@@ -337,8 +337,9 @@ def _until_done(
         except SiteReturned as returned:
             say(f"  {returned}; all begin again from their checkpoints")
         except SitesGone as news:
-            say(f"  {news}; those who are there go on", "yellow")
             attendance.note_gone(news.sites, str(news))
+            lacking = ", ".join(attendance.lacking())
+            say(f"  {news}; {f'waiting for {lacking}' if lacking else 'those who are there go on'}", "yellow")
         except KnownToAll as refusal:
             if finished is None:
                 raise

@@ -28,6 +28,7 @@ from wsi_fl.hospitals.plans.signed import (
     code_digest,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.hospitals.trust.certificates import withdrawn as listed
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
@@ -216,9 +217,11 @@ def _introduced(
     withdrawn: Callable[[], Mapping[str, datetime]] = dict,
 ) -> RelayedComm:
     """The sites of a plan, once all have said hello."""
-    if attendance is None or attendance.at_least is None:
+    sites, gone = [agreed.sites[k] for k in running], listed(identity.root).keys
+    least = attendance.at_least if attendance is not None else None
+    if least is None or sum(agreed.keys.get(name, "") not in gone for name in sites) < least:
         with _told_to_all():
-            check_withdrawn(agreed, identity.root, [agreed.sites[k] for k in running])
+            check_withdrawn(agreed, identity.root, sites)
     site, frame = identity.name, approved.partition(" frame ")[2]
 
     def standing() -> str:
