@@ -24,7 +24,7 @@ from wsi_fl.hospitals.work.start import take_part_by_folder
 pytestmark = pytest.mark.slow
 SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "100")), 25
 SETTINGS = [f"train.rounds={ROUNDS}", *BASE[1:3], "comm.timeout_s=10"]
-LETTER = re.compile(r"(S\d)~x(\d+)\.\d+~")
+LETTER = re.compile(r"(\w+)~x(\d+)\.\d+~")
 
 
 class Earlier(datetime):

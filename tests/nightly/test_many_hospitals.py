@@ -1,11 +1,13 @@
-"""Twenty hospitals over a folder, of which three never come and others come and go; sixty-four in one process."""
+"""Twenty hospitals over a folder, of which three never come, or a tenth is always away; sixty-four in one process."""
 
 import json
 import time
+from functools import partial
 
 import pytest
 from conftest import make_study
-from test_folder_line import BASE, Group, charged, start
+from test_folder_faults import SECONDS, left_by, watched
+from test_folder_line import BASE, Group, charged, note, start
 
 from wsi_fl.stages.training.train import train
 
@@ -35,6 +37,35 @@ def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation)
         assert [round_ for round_, _ in charged(group.study(site), site)] == list(range(1, ROUNDS + 1))
         assert [row["attended"] for row in summary["sites"]] == [[[1, ROUNDS]]] * 17
     print(json.dumps(summary["communication"]), sum(f.stat().st_size for f in share.rglob("*.letter")))
+
+
+def test_a_tenth_of_twenty_is_away_at_any_time(tmp_path, federation):
+    """Every quarter of a minute one goes for half a minute, longer than the others wait for it."""
+    share, seen = tmp_path / "share", {}
+    share.mkdir()
+    settings = [*SETTINGS, "comm.timeout_s=20"]
+    group = Group(tmp_path / "group", "proxyfl", settings, federation, share, sites=MANY)
+    faults = {"seed": 1, "seconds": 3 * SECONDS, "share": str(share), "kinds": ["kill"]}
+    group.jobs = {"jobs": group.jobs, "faults": faults | {"pauses_s": [5, 25], "away_s": [10, 30, 50]}}
+    began = time.monotonic()
+    with watched(share, partial(note, seen)):
+        suffered = start(tmp_path, [group])
+    print(f"{time.monotonic() - began:.0f} s, {len(suffered)} went away")
+    assert len(suffered) > SECONDS / 10
+    left, everywhere = left_by(seen), []
+    for site in MANY:
+        summary = group.result(site)
+        assert summary["lost"] == []
+        paid = [round_ for round_, _ in charged(group.study(site), site)]
+        assert paid == sorted(set(paid)), "a round was charged twice"
+        assert {round_ for name, round_ in left if name == site} <= set(paid)
+        (row,) = [row for row in summary["sites"] if row["site"] == site]
+        attended = [round_ for first, last in row["attended"] for round_ in range(first, last + 1)]
+        assert set(attended) <= set(paid) and attended[-1] == ROUNDS
+        everywhere += attended
+    present = {round_: everywhere.count(round_) for round_ in range(1, ROUNDS + 1)}
+    print(f"present by round: {present}")
+    assert min(present.values()) >= 11 and sum(present.values()) < 20 * ROUNDS
 
 
 @pytest.mark.parametrize("n", [8, 64])
