@@ -38,8 +38,9 @@ _TRIES, _MOST_ASKED = 4, 5
 """How often the server is asked who answers, and of how many failed jobs it is asked at once why they did."""
 _LOST = ("was lost", "took nothing", "did not answer")
 """Words of failures after which the others can go on."""
-_NAMED = re.compile(rf"site (\S+) (?:{'|'.join(_LOST)}|failed|withdrew|has a certificate that)")
-"""How such a failure names the hospital."""
+_OTHERS = ("failed", "withdrew", "has a certificate that", "has [^;]+; install the plan's", "is \\S+ h ahead")
+_NAMED = re.compile(rf"(?:site|the clock of) (\S+) (?:{'|'.join((*_LOST, *_OTHERS))})")
+"""How such a failure, or another that is a single hospital's, names it."""
 
 
 class JobFailed(WsiFlError):

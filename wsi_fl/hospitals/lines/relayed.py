@@ -49,7 +49,7 @@ _MOST_HELD = 64
 
 def _ahead_s() -> float:
     """How much further the clock is than one that nobody sets; both go on while a machine sleeps."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class SiteReturned(Interrupted):
