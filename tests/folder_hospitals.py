@@ -3,7 +3,7 @@
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
 same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "until", "leaving_s", "end_s",
 "lies", "after", "back_s", "begins_s", "slow_s", "approves"}. Who was killed is started again, as cron would, unless
-it is gone for good. A group may also be {"jobs": the hospitals, "faults": what `torture` takes}: then they
+it is gone for good. A group may also be {"jobs": the hospitals, "faults": {"seed", "seconds", "share"}}: then they
 suffer by dice, as `strike` says, and cron calls everybody until all have a summary.
 """
 
@@ -156,14 +156,8 @@ def start(job, killed=False):
     return pid
 
 
-def torture(jobs, seed, seconds, share, *, kinds=FAULTS, pauses_s=(1, 6), away_s=(0.5, 3.0, 25.0)):
-    """Let hospitals suffer for some seconds; return the faults that there were.
-
-    Args:
-        kinds: of faults, as often as they are named.
-        pauses_s: the shortest and the longest time between two of them.
-        away_s: for how long whose process was killed may be away.
-    """
+def torture(jobs, seed, seconds, share):
+    """Let hospitals suffer for some seconds; return the faults that there were."""
     dice, share = random.Random(seed), Path(share)
     alive, faults, due = {}, [], dict.fromkeys(range(len(jobs)), 0.0)
     mended = {}  # fault and hospital → when it is over, and what mends it
@@ -179,13 +173,13 @@ def torture(jobs, seed, seconds, share, *, kinds=FAULTS, pauses_s=(1, 6), away_s
         while alive and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             k = alive.pop(ended[0])
             if os.WIFSIGNALED(ended[1]):
-                due[k] = now + dice.choice(away_s)
+                due[k] = now + dice.choice((0.5, 3.0, 25.0))
             elif not all("summary" in _result(job) for job in jobs):
                 due[k] = now + 1.0
         if now < strikes or now > ends or not alive:
             continue
-        strikes = now + dice.uniform(*pauses_s)
-        fault, pid = dice.choice(kinds), dice.choice(list(alive))
+        strikes = now + dice.uniform(1, 6)
+        fault, pid = dice.choice(FAULTS), dice.choice(list(alive))
         struck = fault, None if fault == "cut" else alive[pid]
         if struck not in mended:
             mend = strike(fault, pid, jobs[alive[pid]], dice, share, alive)

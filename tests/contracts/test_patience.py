@@ -23,11 +23,12 @@ def world(monkeypatch, tmp_path):
     identity = SimpleNamespace(root="")
     kit = SimpleNamespace(path=tmp_path, identity=lambda: identity)
 
-    def done(there, ends, *, until=None, resume=None, sites=SITES):
+    def done(there, ends, *, until=None, resume=None, sites=SITES, gone=()):
         ends, asked, clock.now = list(ends), [], 0.0
         train = SimpleNamespace(at_least=2, until=until)
         settings = SimpleNamespace(train=train, comm=SimpleNamespace(timeout_s=60.0))
-        plan = SimpleNamespace(sites=SITES, keys={}, digest="d" * 64, pipeline=lambda: settings)
+        keys = {name: f"key of {name}" for name in SITES}
+        plan = SimpleNamespace(sites=SITES, keys=keys, digest="d" * 64, pipeline=lambda: settings)
 
         def sleep(seconds):
             clock.now += seconds
@@ -47,11 +48,16 @@ def world(monkeypatch, tmp_path):
                 raise end
             return dict.fromkeys(here)
 
+        def refuse(*_):
+            if gone:
+                raise WsiFlError(f"the {gone[0]} was withdrawn")
+
         time = SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
         for where, name, stand_in in (
             (submitting, "time", time),
             (submitting, "_run", run),
-            (submitting, "withdrawn", lambda _: SimpleNamespace(keys=())),
+            (submitting, "withdrawn", lambda _: SimpleNamespace(keys=gone)),
+            (submitting, "check_withdrawn", refuse),
             (submitting.jobs, "connected", connected),
         ):
             monkeypatch.setattr(where, name, stand_in)
@@ -103,6 +109,13 @@ def test_a_hospital_that_withdrew_is_asked_no_more_and_without_enough_others_nob
     assert world.awaited == [{}] * 3
     with pytest.raises(JobFailed, match="site C withdrew"):
         world({0: "ABC"}, [gone], sites=["A", "C"])
+
+
+def test_whose_certificate_was_withdrawn_is_not_waited_for_though_it_is_connected(world):
+    assert world({0: "ABC"}, [None], gone=["key of C"]) == [(0.0, "AB", None, "C")]
+    assert world.awaited == [{}]
+    with pytest.raises(WsiFlError, match="the key of C was withdrawn"):
+        world({0: "ABC"}, [None], gone=["key of C", "key of B"])
 
 
 def test_a_server_that_is_gone_is_waited_for(world):

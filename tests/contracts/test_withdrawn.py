@@ -35,11 +35,12 @@ from wsi_fl.hospitals.trust.making import approve_request, join, provision, rene
 from wsi_fl.hospitals.trust.root import Root, exchange_list, revoke, take_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work import taking_part
 from wsi_fl.hospitals.work.start import take_part_by_folder
 from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.stages.work.console import Silent
 from wsi_fl.study.folder import Study
-from wsi_fl.types import Interrupted, KnownToAll, WsiFlError
+from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, WsiFlError
 
 
 @pytest.fixture(scope="module")
@@ -300,12 +301,18 @@ def test_a_certificate_that_is_withdrawn_in_the_middle_ends_the_session(people, 
     assert getattr(mine, "sites", ("C2",)) == ("C2",)
 
 
-def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once(federation, people):
+def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once(federation, people, tmp_path):
     good, bad, new = people
     sites = [{"name": one.name, "key": fingerprint(one.certificate)} for one in (good, bad)]
     plan, trusted = Plan(json.dumps({"sites": sites})), listed(federation, bad)
     refused(lambda: check_withdrawn(plan, trusted, plan.sites), "a key of C2 that was withdrawn", "new plan")
     check_withdrawn(plan, trusted, ["C1"])  # without it a run can be finished
+    knowing = Identity(good.name, good.key, good.certificate, trusted)
+    all_needed = {"approved": "", "attendance": Attendance(knowing, plan.sites, 2)}
+    meeting = partial(
+        taking_part._introduced, Study(tmp_path), knowing, plan, (0, 1), None, 1.0, **all_needed
+    )
+    refused(meeting, "a key of C2 that was withdrawn", error=NoCommonPlan)
     check_withdrawn(plan, federation.root, plan.sites)
     refused(lambda: check_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")
 

@@ -476,11 +476,10 @@ class RelayedComm:
 
     def _check_certificates(self) -> None:
         """End the session where the certificate of one of its sites was withdrawn meanwhile."""
+        if not (gone := self.withdrawn()):
+            return
         met = {name: said["certificate"] for name, (said, _) in [*self._peers.items()]}
-        gone = self.withdrawn()
-        for name, certificate in (
-            [*met.items(), (self.identity.name, self.identity.certificate)] if gone else ()
-        ):
+        for name, certificate in {**met, self.identity.name: self.identity.certificate}.items():
             if (since := gone.get(fingerprint(certificate))) is not None:
                 why = f"site {name} has a certificate that was withdrawn on {since:%Y-%m-%d}, and needs a new key"
                 raise SitesGone(why, [name]) if self._few and name in met else Interrupted(why)

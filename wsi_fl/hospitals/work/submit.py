@@ -136,8 +136,10 @@ class _Absences:
 
     def wanted(self) -> dict[str, float]:
         """Return each of the others, and how long it is to be there before a job ends so that it can take part."""
-        others = set(self.names) - set(self.there())
-        return {name: 0.0 if name in self.since else self.patience_s for name in self.names if name in others}
+        there = self.there()
+        return {
+            name: 0.0 if name in self.since else self.patience_s for name in self.names if name not in there
+        }
 
     def awaited(self, now: float) -> bool:
         """Return whether any is missed, and not yet for as long as the plan's patience."""
