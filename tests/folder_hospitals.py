@@ -3,18 +3,20 @@
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
 same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "until", "leaving_s", "end_s",
 "lies", "after", "back_s", "begins_s", "slow_s", "approves"}. Who was killed is started again, as cron would, unless
-it is gone for good. A group may also be {"jobs": the hospitals, "faults": {"seed", "seconds", "share"}}: then somebody
-kills them, stops them, and takes the share away, by dice, and cron calls everybody until all have a summary.
+it is gone for good. A group may also be {"jobs": the hospitals, "faults": {"seed", "seconds", "share"}}: then they
+suffer by dice, as `strike` says, and cron calls everybody until all have a summary.
 """
 
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
 import traceback
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +26,17 @@ import sklearn.model_selection  # noqa: F401
 
 from wsi_fl.federation import loop, shared
 from wsi_fl.hospitals.lines import relayed
+from wsi_fl.hospitals.plans import signed
 from wsi_fl.hospitals.plans.signed import Plan, approve, plan_path
+from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work import start as starting
+from wsi_fl.hospitals.work import taking_part
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.training import ranks
 from wsi_fl.study.folder import Study
+
+FAULTS = ("kill", "kill", "stop", "cut", "full", "clock", "code", "ended")
 
 
 def be(job, killed):
@@ -39,6 +46,7 @@ def be(job, killed):
     log = os.open(study / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    _suffer(study)
     if job.get("kill") is not None and not killed:
         _die_in(job["kill"])
     time.sleep(job.get("back_s", 0) if killed else job.get("begins_s", 0))
@@ -72,6 +80,35 @@ def be(job, killed):
         traceback.print_exc()
         document = {"error": f"{type(error).__name__}: {error}"}
     (study / "result.json").write_text(json.dumps(document))
+
+
+def _suffer(study):
+    """Have the clock, the code and the disk that files in the study say; the clock may jump later, too."""
+    real = time.time
+
+    def ahead_s():
+        with suppress(OSError, ValueError):
+            return float((study / "clock").read_text())
+        return 0.0
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return datetime.fromtimestamp(time.time(), zone)
+
+    time.time = lambda: real() + ahead_s()
+    certificates.datetime = Clock
+    if (study / "code").exists():
+        signed.code_digest = taking_part.code_digest = lambda: "0" * 64
+    if (study / "full").exists():
+        limit_files(os.getpid(), int((study / "full").read_text()))
+
+
+def limit_files(pid, n_bytes):
+    """Let a process write no longer files, as where a disk is full; -1 ends it."""
+    with suppress(ProcessLookupError):
+        _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (n_bytes, most))
 
 
 def _take_your_time(seconds):
@@ -123,7 +160,7 @@ def torture(jobs, seed, seconds, share):
     """Let hospitals suffer for some seconds; return the faults that there were."""
     dice, share = random.Random(seed), Path(share)
     alive, faults, due = {}, [], dict.fromkeys(range(len(jobs)), 0.0)
-    mended = {}  # fault → when it is over, and what mends it
+    mended = {}  # fault and hospital → when it is over, and what mends it
     ends, strikes = time.monotonic() + seconds, time.monotonic() + 5
     while alive or due:
         time.sleep(0.1)
@@ -142,17 +179,52 @@ def torture(jobs, seed, seconds, share):
         if now < strikes or now > ends or not alive:
             continue
         strikes = now + dice.uniform(1, 6)
-        fault, pid = dice.choice(("kill", "kill", "stop", "cut")), dice.choice(list(alive))
-        if fault == "kill":
-            os.kill(pid, signal.SIGKILL)
-        elif fault == "stop":
-            os.kill(pid, signal.SIGSTOP)
-            mended[pid] = (now + dice.uniform(1, 20), partial(_wake, pid))
-        elif "cut" not in mended:
-            share.rename(share.with_name("away"))
-            mended["cut"] = (now + dice.uniform(1, 15), partial(share.with_name("away").rename, share))
-        faults.append(fault)
+        fault, pid = dice.choice(FAULTS), dice.choice(list(alive))
+        struck = fault, None if fault == "cut" else alive[pid]
+        if struck not in mended:
+            mend = strike(fault, pid, jobs[alive[pid]], dice, share, alive)
+            if mend is not None:
+                mended[struck] = now + dice.uniform(1, 20), mend
+            faults.append(fault)
     return faults
+
+
+def strike(fault, pid, job, dice, share, alive):
+    """Let a hospital, or the share, suffer; return what mends it, None where cron does.
+
+    Its process is killed or stopped; its disk is full; its clock is wrong by hours or days, at once or after a reboot;
+    it comes back with other code, or with a certificate that has ended; or the share is away.
+    """
+    study, startup, k, mend = Path(job["study"]), Path(job["kit"]) / "startup", alive[pid], None
+    if fault == "stop":
+        os.kill(pid, signal.SIGSTOP)
+        return partial(_wake, pid)
+    if fault == "cut":
+        share.rename(share.with_name("away"))
+        return partial(share.with_name("away").rename, share)
+    if fault == "full":
+        n_bytes = dice.choice((0, 500, 20_000))
+        (study / fault).write_text(str(n_bytes))
+        limit_files(pid, n_bytes)
+
+        def mend():
+            (study / fault).unlink()
+            for one in alive:
+                if alive[one] == k:
+                    limit_files(one, -1)
+
+        return mend
+    if fault == "ended":
+        good = (startup / "client.crt").read_text()
+        (startup / "client.crt").write_text((startup / "ended.crt").read_text())
+        mend = partial((startup / "client.crt").write_text, good)
+    elif fault in ("clock", "code"):
+        (study / fault).write_text(str(dice.choice((-1, 1)) * dice.uniform(1, 80) * 3600))
+        mend = (study / fault).unlink
+        if fault == "clock" and dice.random() < 0.5:
+            return mend
+    os.kill(pid, signal.SIGKILL)
+    return mend
 
 
 def _wake(pid):

@@ -19,15 +19,16 @@ def world(monkeypatch, tmp_path):
         there: time in seconds → who is connected from then on; None where the server is gone.
         ends: what becomes of each job: an exception, or None for its end; the last one is repeated.
     """
-    clock = SimpleNamespace(now=0.0, said=[])
+    clock = SimpleNamespace(now=0.0, said=[], awaited=[])
     identity = SimpleNamespace(root="")
     kit = SimpleNamespace(path=tmp_path, identity=lambda: identity)
 
-    def done(there, ends, *, until=None, resume=None, sites=SITES):
+    def done(there, ends, *, until=None, resume=None, sites=SITES, gone=()):
         ends, asked, clock.now = list(ends), [], 0.0
         train = SimpleNamespace(at_least=2, until=until)
         settings = SimpleNamespace(train=train, comm=SimpleNamespace(timeout_s=60.0))
-        plan = SimpleNamespace(sites=SITES, keys={}, digest="d" * 64, pipeline=lambda: settings)
+        keys = {name: f"key of {name}" for name in SITES}
+        plan = SimpleNamespace(sites=SITES, keys=keys, digest="d" * 64, pipeline=lambda: settings)
 
         def sleep(seconds):
             clock.now += seconds
@@ -40,18 +41,23 @@ def world(monkeypatch, tmp_path):
             return list(here)
 
         def run(_kit, _plan, here, job, _watcher, *, awaited):
-            assert awaited == [name for name in sites if name not in here]
+            clock.awaited.append(awaited)
             asked.append((clock.now, "".join(here), job["resume"], "".join(job["without"])))
             clock.now += 30
             if end := ends.pop(0) if len(ends) > 1 else ends[0]:
                 raise end
             return dict.fromkeys(here)
 
+        def refuse(*_):
+            if gone:
+                raise WsiFlError(f"the {gone[0]} was withdrawn")
+
         time = SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
         for where, name, stand_in in (
             (submitting, "time", time),
             (submitting, "_run", run),
-            (submitting, "withdrawn", lambda _: SimpleNamespace(keys=())),
+            (submitting, "withdrawn", lambda _: SimpleNamespace(keys=gone)),
+            (submitting, "check_withdrawn", refuse),
             (submitting.jobs, "connected", connected),
         ):
             monkeypatch.setattr(where, name, stand_in)
@@ -60,7 +66,7 @@ def world(monkeypatch, tmp_path):
         assert list(found) == list(asked[-1][1])
         return asked
 
-    done.said = clock.said
+    done.said, done.awaited = clock.said, clock.awaited
     return done
 
 
@@ -78,6 +84,7 @@ def test_a_lost_hospital_costs_a_job_and_comes_back_to_the_run(world):
     back = SiteBack("C is there again; the job was ended")
     asked = world({0: "ABC", 20: "AB", 100: "ABC"}, [failed("C"), back, None])
     assert [one[1:] for one in asked] == [("ABC", None, ""), ("AB", "last", "C"), ("ABC", "last", "")]
+    assert world.awaited == [{}, {"C": 0.0}, {}]
     assert any("C is there again" in said for said in world.said)
 
 
@@ -88,11 +95,27 @@ def test_below_the_number_all_wait(world):
 def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried_again(world):
     thrice = [failed("C")] * 3
     assert [one[1] for one in world({0: "ABC"}, [*thrice, failed("B"), None])] == ["ABC"] * 3 + ["AB"] * 2
+    assert world.awaited == [{}] * 3 + [{"C": 60.0}] * 2  # it is there, and no job ends for that
     # forgiven after the plan's patience, or when it was away meanwhile: somebody looked after it
     names = [one[1] for one in world({0: "ABC"}, [*thrice, failed("A"), failed("A"), None])]
     assert names == ["ABC"] * 3 + ["AB"] * 2 + ["ABC"]
     away = {0: "ABC", 102: "AB", 130: "ABC"}
     assert world(away, [*thrice, None])[-1] == (130.0, "ABC", "last", "")
+
+
+def test_a_hospital_that_withdrew_is_asked_no_more_and_without_enough_others_nobody_is(world):
+    gone = JobFailed("site C withdrew the frame of this plan; the run ends here", ["C"], again=True)
+    assert [one[1] for one in world({0: "ABC"}, [gone, failed("A"), None])] == ["ABC", "AB", "AB"]
+    assert world.awaited == [{}] * 3
+    with pytest.raises(JobFailed, match="site C withdrew"):
+        world({0: "ABC"}, [gone], sites=["A", "C"])
+
+
+def test_whose_certificate_was_withdrawn_is_not_waited_for_though_it_is_connected(world):
+    assert world({0: "ABC"}, [None], gone=["key of C"]) == [(0.0, "AB", None, "C")]
+    assert world.awaited == [{}]
+    with pytest.raises(WsiFlError, match="the key of C was withdrawn"):
+        world({0: "ABC"}, [None], gone=["key of C", "key of B"])
 
 
 def test_a_server_that_is_gone_is_waited_for(world):

@@ -17,7 +17,7 @@ from wsi_fl.federation.comm import LocalComm, PeerLate
 from wsi_fl.federation.documents import Count
 from wsi_fl.federation.message import BYTES, Outgoing
 from wsi_fl.hospitals.lines import relayed
-from wsi_fl.hospitals.lines.relayed import RelayedComm, SiteReturned
+from wsi_fl.hospitals.lines.relayed import Attendance, RelayedComm, SiteReturned, SitesGone
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import (
     Identity,
@@ -204,6 +204,25 @@ def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):
     monkeypatch.setattr(relayed.time, "time", clock)
     found = together(identities, lambda comm: None, timeout_s=3.0)
     assert any("the clock of C1 is 24.0 h ahead" in str(one) for one in found.values()), found
+
+
+def test_whose_clock_was_set_begins_again(identities, monkeypatch):
+    """Its hello was of another time, and the others may have refused it."""
+    ahead = dict.fromkeys(NAMES, 0.0)
+    monkeypatch.setattr(relayed, "_ahead_s", lambda: ahead.get(threading.current_thread().name, 0.0))
+
+    def work(comm):
+        comm.gather([Said(n=1)], Said)
+        if comm.identity.name == "C1":
+            ahead["C1"] = -86400.0
+            with pytest.raises(SitesGone, match="the clock of C1 was set"):
+                comm.gather([Said(n=2)], Said)
+
+    def be(name):
+        return {"attendance": Attendance(identities[name], NAMES, 2)}
+
+    found = together(identities, work, given={name: be(name) for name in NAMES})
+    assert found == dict.fromkeys(NAMES)
 
 
 def test_an_expired_certificate_is_named(federation):

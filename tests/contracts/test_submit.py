@@ -155,6 +155,48 @@ def test_a_reason_is_one_line_that_can_be_shown():
         )
 
 
+@pytest.mark.parametrize(
+    ("text", "blamed"),
+    [
+        ("site S1 failed; its own log says why", ("S1",)),
+        ("site S1 withdrew the frame of this plan; the run ends here", ("S1",)),
+        ("site S1 has a certificate that was withdrawn on 2026-01-31, and needs a new key", ("S1",)),
+        ("the clock of S1 is 26.0 h ahead; nothing was trained", ("S1",)),
+        (
+            "the plan is for torch 2.1, and site S1 has 2.2; install the plan's version, or agree on a new plan",
+            ("S1",),
+        ),
+        ("site S1 has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`", ()),
+        ("site S1 has signed another plan than federation/plan.json (12345678); read it", ()),
+    ],
+)
+def test_others_go_on_after_what_is_one_hospitals_own_and_passes(monkeypatch, tmp_path, text, blamed):
+    session = SimpleNamespace(submit_job=lambda _: "1", get_job_status=lambda _: "FINISHED:ABORTED")
+    monkeypatch.setattr(jobs, "_session", lambda _: nullcontext(session))
+    monkeypatch.setattr(jobs, "_result", lambda *_: {"S1": failed(text)})
+    job = {"what": "work", "plan": "0" * 64}
+    with pytest.raises(jobs.JobFailed) as told:
+        jobs.run_job(None, SITES, job, told=lambda _: None, waiting=lambda _: None)
+    assert (told.value.blamed, told.value.again) == (blamed, bool(blamed))
+
+
+def test_a_job_ends_for_a_certificate_that_was_withdrawn_and_for_who_was_there_long_enough(monkeypatch):
+    clock, ended, gone = SimpleNamespace(now=0.0), [], []
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(jobs, "_answering", lambda _: [*SITES, "S2"])
+    monkeypatch.setattr(jobs, "_at_work", lambda _: {"1"})
+    session = SimpleNamespace(abort_job=ended.append)
+    watch = jobs._Watch(session, "1", SITES, 60.0, {"S2": 60.0}, lambda: gone)
+    with pytest.raises(jobs.SiteBack, match="S2 is there again"):
+        for clock.now in range(10, 200, 10):
+            watch.look("RUNNING")
+    assert clock.now == 70
+    clock.now, gone[:] = 200, ["S1"]
+    with pytest.raises(jobs.JobFailed, match="site S1 has a certificate that was withdrawn") as told:
+        watch.look("RUNNING")
+    assert (told.value.blamed, ended) == (("S1",), ["1", "1"])
+
+
 def test_a_server_that_hands_on_something_else_is_refused():
     for told in ({"S7": {}}, [], "x", None, {"\x1b": {"error": "x"}}):
         refused(lambda told=told: agreed(told, SITES, "check"), "the server handed on", error=NotAgreed)

@@ -3,11 +3,13 @@
 import json
 import shutil
 import ssl
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from wires import Wire
 
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.lines.relayed import RelayedComm, SiteReturned
+from wsi_fl.hospitals.lines.relayed import Attendance, RelayedComm, SiteReturned, SitesGone
 from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
@@ -33,10 +35,12 @@ from wsi_fl.hospitals.trust.making import approve_request, join, provision, rene
 from wsi_fl.hospitals.trust.root import Root, exchange_list, revoke, take_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work import taking_part
 from wsi_fl.hospitals.work.start import take_part_by_folder
+from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.stages.work.console import Silent
 from wsi_fl.study.folder import Study
-from wsi_fl.types import KnownToAll, WsiFlError
+from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, WsiFlError
 
 
 @pytest.fixture(scope="module")
@@ -264,12 +268,51 @@ def test_the_hello_of_a_withdrawn_key_is_refused(federation, people):
     assert isinstance(met[1].exception(), WsiFlError)
 
 
-def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once(federation, people):
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("least", [None, 2])
+def test_a_certificate_that_is_withdrawn_in_the_middle_ends_the_session(people, least, waits):
+    """Before anything more is sent, and while one waits."""
+    ends, gone, (good, bad, _), both = {}, {}, people, Barrier(2)
+
+    def be(identity):
+        attendance, line = Attendance(identity, ("C1", "C2"), least), Wire(identity.name, ends)
+        comm = RelayedComm(
+            identity, ("C1", "C2"), (0, 1), line, 20, withdrawn=lambda: gone, attendance=attendance
+        )
+        assert comm.gather([Seen(site=identity.name)], Seen) == [{"site": "C1"}, {"site": "C2"}]
+        both.wait(10)
+        if identity is bad:
+            time.sleep(0.2 if waits else 0)  # the other one has sent
+            gone[fingerprint(bad.certificate)] = datetime(2026, 1, 31, tzinfo=UTC)
+        if not waits:
+            both.wait(10)
+        comm.gather([Seen(site=identity.name)], Seen)
+
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(be, one) for one in (good, bad)]
+    mine, theirs = (one.exception() for one in running)
+    assert (
+        str(mine)
+        == str(theirs)
+        == "site C2 has a certificate that was withdrawn on 2026-01-31, and needs a new key"
+    )
+    assert isinstance(mine, Interrupted) and not isinstance(theirs, SitesGone)
+    assert isinstance(mine, SitesGone) == (least is not None)
+    assert getattr(mine, "sites", ("C2",)) == ("C2",)
+
+
+def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once(federation, people, tmp_path):
     good, bad, new = people
     sites = [{"name": one.name, "key": fingerprint(one.certificate)} for one in (good, bad)]
     plan, trusted = Plan(json.dumps({"sites": sites})), listed(federation, bad)
     refused(lambda: check_withdrawn(plan, trusted, plan.sites), "a key of C2 that was withdrawn", "new plan")
     check_withdrawn(plan, trusted, ["C1"])  # without it a run can be finished
+    knowing = Identity(good.name, good.key, good.certificate, trusted)
+    all_needed = {"approved": "", "attendance": Attendance(knowing, plan.sites, 2)}
+    meeting = partial(
+        taking_part._introduced, Study(tmp_path), knowing, plan, (0, 1), None, 1.0, **all_needed
+    )
+    refused(meeting, "a key of C2 that was withdrawn", error=NoCommonPlan)
     check_withdrawn(plan, federation.root, plan.sites)
     refused(lambda: check_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")
 

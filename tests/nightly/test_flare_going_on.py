@@ -12,6 +12,8 @@ from importlib.util import find_spec
 import pytest
 from hospitals import Bed, digests
 
+from wsi_fl.hospitals.plans.admitting import make_frame
+from wsi_fl.hospitals.plans.frames import write_frame
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [
@@ -96,3 +98,35 @@ def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, seed):
         expected, run = bed.locally("proxyfl", *SETTINGS), summary["run"]
         assert all(digests(bed.root / site / run, site) == expected[site] for site in bed.sites)
     assert max(row["attended"][-1][1] for row in summary["sites"]) == ROUNDS
+
+
+@pytest.mark.parametrize("what", ["frame", "certificate"])
+def test_what_is_withdrawn_in_the_middle_ends_it_at_its_hospital_alone(tmp_path, what):
+    """Its client stays connected, for a running server reads no list; the coordinator asks it for nothing more."""
+    bed = Bed(tmp_path, 3)
+    plan = bed.sign("proxyfl", *SETTINGS, by=["S0", "S2"])
+    study, identity = bed.study("S1"), bed.kit("S1").identity()
+    write_frame(study, make_frame(study, plan, "S1", epsilon=None, until="2099-01-31", runs=1), identity)
+    with bed.running():
+        process = bed.submitting("--plan", str(bed.root / "S0" / "federation" / "plan.json"))
+        bed.wait_for(lambda: bed.rounds("S1", "00001-proxyfl-small") >= 3 or process.poll() is not None, 120)
+        assert process.poll() is None, process.communicate()
+        if what == "frame":
+            said = bed.command("withdraw", "--kit", bed.root / "kits" / "S1", "--study", study.root)
+        else:
+            said = bed.command("revoke", "S1", "--kit", bed.root / "kits")
+        assert said.returncode == 0, said.stderr
+        out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    print(err)
+    assert {"frame": "site S1 withdrew", "certificate": "site S1 has a certificate that was withdrawn"}[
+        what
+    ] in err
+    summary = json.loads(out)
+    assert summary["lost"] == ["S1"] and [row["site"] for row in summary["sites"]] == ["S0", "S2"]
+    paid = {
+        site: [one.round for one in LedgerFile(bed.study(site).ledger(site)).entries if one.mechanism]
+        for site in bed.sites
+    }
+    assert paid["S0"] == paid["S2"] == list(range(1, ROUNDS + 1))
+    assert 3 <= len(paid["S1"]) < ROUNDS and paid["S1"] == paid["S0"][: len(paid["S1"])]

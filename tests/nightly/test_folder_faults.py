@@ -1,47 +1,147 @@
-"""Hospitals over a folder that are killed and stopped, and whose share vanishes, by dice; nobody mends anything."""
+"""Hospitals over a folder that suffer by dice, and nobody mends anything; and what is withdrawn in the middle."""
 
 import json
 import os
 import re
 import threading
-from contextlib import suppress
+from collections import Counter
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
 from functools import partial
 
 import pytest
-from test_folder_line import BASE, SITES, Group, charged, meddling, note, require_the_same, start
+from conftest import refused
+from test_folder_line import BASE, SITES, Group, charged, meddling, note, plan_of, require_the_same, start
+from wires import Federation
+
+from wsi_fl.hospitals.plans.frames import FORMAT, withdraw, write_frame
+from wsi_fl.hospitals.plans.signed import approve
+from wsi_fl.hospitals.trust import certificates
+from wsi_fl.hospitals.trust.certificates import approved, fingerprint, longer_list, new_request, verified
+from wsi_fl.hospitals.trust.kit import LIST, Kit
+from wsi_fl.hospitals.work.start import take_part_by_folder
 
 pytestmark = pytest.mark.slow
 SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "100")), 25
 SETTINGS = [f"train.rounds={ROUNDS}", *BASE[1:3], "comm.timeout_s=10"]
-LETTER = re.compile(r"(S\d)~x(\d+)\.\d+~")
+LETTER = re.compile(r"(\w+)~x(\d+)\.\d+~")
 
 
-@pytest.mark.parametrize(("seed", "least"), [(1, 2), (2, 2), (3, 3), (4, 3)])
-def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_path, federation, seed, least):
-    """Where all are needed nobody is left out, and the models are those of a run that nothing happened to."""
-    share = tmp_path / "share"
-    share.mkdir()
-    settings = [*SETTINGS, f"train.at_least={least}"]
-    group = Group(tmp_path / "group", "proxyfl", settings, federation, share)
-    for job in group.jobs:
-        job["slow_s"] = 1.0
-    seen, stop = {}, threading.Event()
+class Earlier(datetime):
+    @classmethod
+    def now(cls, zone=None):
+        return datetime.now(zone) - timedelta(days=100)
+
+
+@contextmanager
+def watched(share, do):
+    """Do something to every letter that lies in a share meanwhile, which may vanish."""
+    stop = threading.Event()
 
     def watch():
         while not stop.is_set():
             with suppress(OSError):  # the share is away
-                meddling(share, partial(note, seen), stop)
+                meddling(share, do, stop)
 
     owner = threading.Thread(target=watch, daemon=True)
     owner.start()
-    faults = {"seed": seed, "seconds": SECONDS, "share": str(share)}
-    group.jobs = {"jobs": group.jobs, "faults": faults}
-    suffered = start(tmp_path, [group])
+    yield
     stop.set()
     owner.join()
-    print(f"{len(suffered)} faults: {suffered}")
+
+
+def left_by(seen):
+    """(site, round) of each release that was seen in a share."""
+    return {(found[1], int(found[2])) for name in seen if (found := LETTER.match(name))}
+
+
+@pytest.mark.parametrize("least", [None, 2])
+@pytest.mark.parametrize("what", ["frame", "certificate"])
+def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, federation, what, least):
+    """The hospital sends nothing more; the others go on where the plan allows it, or end in one line."""
+    share, rounds = tmp_path / "share", 8
+    share.mkdir()
+    settings = [
+        f"train.rounds={rounds}",
+        *BASE[1:3],
+        "comm.timeout_s=20",
+        *[f"train.at_least={least}"] * bool(least),
+    ]
+    group = Group(tmp_path / "group", "proxyfl", settings, federation, share)
+    study, kit = group.study("S1"), Kit.open(group.root / "kit-S1")
+    limits = {"epsilon": 5000.0, "runs": 1, "until": "2099-01-31", "allows": {"delta": [1e-5], "code": []}}
+    frame = {"format": FORMAT, "id": "f" * 32, "site": "S1", **limits}
+    write_frame(study, frame, kit.identity())
+    approve(study, plan_of(study, "proxyfl", settings), kit.identity(), frame)
+    for job in group.jobs:
+        job["slow_s"] = 1.0
+    seen, ended = {}, []
+
+    def do(path):
+        found = LETTER.match(path.name)
+        if not ended and found and found[1] == "S1" and int(found[2]) >= 2:
+            ended.append(int(found[2]))
+            if what == "frame":
+                withdraw(study, kit.identity())
+            else:
+                key = kit.identity().certificate
+                more = {verified(key, federation.root).number: fingerprint(key)}
+                (share / LIST).write_text(longer_list(federation.root, federation.key, more))
+        return note(seen, path)
+
+    with watched(share, do):
+        start(tmp_path, [group])
+    said = {site: json.loads((group.root / site / "result.json").read_text()) for site in SITES}
+    print({site: one.get("error") for site, one in said.items()})
+    lost = "site S1 has a certificate that was withdrawn on"
+    mine, theirs = {
+        "frame": (
+            "site S1 withdrew the frame of this plan; the run ends here",
+            "site S1 withdrew its approval",
+        ),
+        "certificate": (lost, lost),
+    }[what]
+    assert mine in said["S1"]["error"]
+    paid = [
+        round_ for round_, _ in charged(study, "S1")
+    ]  # before it is sent; the list is read every few seconds
+    assert paid == list(range(1, len(paid) + 1))
+    assert {round_ for site, round_ in left_by(seen) if site == "S1"} <= set(paid)
+    assert len(paid) <= {"frame": ended[0] + 1, "certificate": rounds - 1}[what]
+    if least is None:
+        assert all(theirs in said[site]["error"] for site in ("S0", "S2"))
+    else:
+        for site in ("S0", "S2"):
+            assert said[site]["summary"]["lost"] == ["S1"]
+            assert [round_ for round_, _ in charged(group.study(site), site)] == list(range(1, rounds + 1))
+        reasons = [loss["reason"] for site in ("S0", "S2") for loss in said[site]["summary"]["losses"]]
+        assert any(theirs in reason for reason in reasons), reasons
+    refused(lambda: take_part_by_folder(study, kit), "withdr")
+
+
+@pytest.mark.parametrize(("seed", "least"), [(1, 2), (2, 2), (3, 3), (4, 3)])
+def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_path, monkeypatch, seed, least):
+    """Where all are needed nobody is left out, and the models are those of a run that nothing happened to."""
+    share = tmp_path / "share"
+    share.mkdir()
+    settings = [*SETTINGS, f"train.at_least={least}"]
+    with monkeypatch.context() as patch:  # certificates that a clock that is days behind knows too
+        patch.setattr(certificates, "datetime", Earlier)
+        federation = Federation()
+        group = Group(tmp_path / "group", "proxyfl", settings, federation, share)
+        for job, site in zip(group.jobs, SITES, strict=True):
+            job["slow_s"] = 1.0
+            startup = group.root / f"kit-{site}" / "startup"
+            asked, ends = new_request((startup / "client.key").read_text(), site, "org"), {"days": 99}
+            ended = approved(asked, federation.key, federation.root, role="hospital", **ends)
+            (startup / "ended.crt").write_text(ended)
+    faults, seen = {"seed": seed, "seconds": SECONDS, "share": str(share)}, {}
+    group.jobs = {"jobs": group.jobs, "faults": faults}
+    with watched(share, partial(note, seen)):
+        suffered = start(tmp_path, [group])
+    print(f"{len(suffered)} faults: {Counter(suffered)}")
     assert len(suffered) > SECONDS / 12
-    left = {(found[1], int(found[2])) for name in seen if (found := LETTER.match(name))}
+    left = left_by(seen)
     for site in SITES:
         assert group.result(site)["lost"] == []
         paid = [round_ for round_, _ in charged(group.study(site), site)]

@@ -1,11 +1,14 @@
-"""Twenty hospitals over a folder, of which three never come and others come and go; sixty-four in one process."""
+"""Twenty hospitals over a folder: three never come, or a tenth is away in each round; sixty-four in one process."""
 
 import json
+import random
 import time
+from functools import partial
 
 import pytest
 from conftest import make_study
-from test_folder_line import BASE, Group, charged, start
+from test_folder_faults import left_by, watched
+from test_folder_line import BASE, Group, charged, note, start
 
 from wsi_fl.stages.training.train import train
 
@@ -35,6 +38,39 @@ def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation)
         assert [round_ for round_, _ in charged(group.study(site), site)] == list(range(1, ROUNDS + 1))
         assert [row["attended"] for row in summary["sites"]] == [[[1, ROUNDS]]] * 17
     print(json.dumps(summary["communication"]), sum(f.stat().st_size for f in share.rglob("*.letter")))
+
+
+def test_a_tenth_of_twenty_is_away_in_each_round(tmp_path, federation):
+    """Who is away comes back soon, or after the others went on without it."""
+    share, dice, seen = tmp_path / "share", random.Random(1), {}
+    share.mkdir()
+    settings = [*SETTINGS, "comm.timeout_s=20"]
+    group = Group(tmp_path / "group", "proxyfl", settings, federation, share, sites=MANY)
+    for job in group.jobs:
+        away = next((round_ for round_ in range(1, ROUNDS + 1) if dice.random() < 0.1), None)
+        if away is not None:
+            where = dice.choice(("_train_round", "_communicate"))
+            job |= {"kill": {"where": where, "round": away}, "back_s": dice.uniform(2, 60)}
+    began = time.monotonic()
+    with watched(share, partial(note, seen)):
+        start(tmp_path, [group])
+    went = [site for site in MANY if (group.root / site / "killed").exists()]
+    print(f"{time.monotonic() - began:.0f} s, {len(went)} went away")
+    left, everywhere = left_by(seen), []
+    for site in MANY:
+        summary = group.result(site)
+        assert summary["lost"] == []
+        paid = [round_ for round_, _ in charged(group.study(site), site)]
+        assert paid == sorted(set(paid)), "a round was charged twice"
+        assert {round_ for name, round_ in left if name == site} <= set(paid)
+        assert site in went or paid == list(range(1, ROUNDS + 1))
+        (row,) = [row for row in summary["sites"] if row["site"] == site]
+        attended = [round_ for first, last in row["attended"] for round_ in range(first, last + 1)]
+        assert set(attended) <= set(paid) and attended[-1] == ROUNDS
+        everywhere += attended
+    present = {round_: everywhere.count(round_) for round_ in range(1, ROUNDS + 1)}
+    print(f"present by round: {present}")
+    assert len(went) >= 2 and min(present.values()) >= 11
 
 
 @pytest.mark.parametrize("n", [8, 64])

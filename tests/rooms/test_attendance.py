@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from types import SimpleNamespace
 
 from wsi_fl.hospitals.lines.relayed import Attendance
@@ -54,6 +55,18 @@ def test_a_site_knows_when_the_others_went_on_without_it_and_says_a_later_hello(
     assert one.learn({"C1": since + 5.0, "C9": 3.0}) and "C9" not in one.gone
     one.note_gone((), "the others went on")
     assert one.writer.since > since + 5.0 and not one.learn({"C1": since + 5.0})
+
+
+def test_after_a_clock_was_set_the_next_hello_has_its_new_time(monkeypatch):
+    """Others take none from the future, and would take one that is later than such for a lie too."""
+    real = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + 2 * 86400)
+        one = of("C1")
+        assert not one.clock_was_set()
+    assert one.clock_was_set()
+    one.note_gone((), "its clock was set")
+    assert abs(one.writer.since - real()) < 60 and not one.clock_was_set()
 
 
 def test_where_all_are_needed_nobody_is_gone_because_a_peer_says_so():

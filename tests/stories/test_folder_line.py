@@ -228,6 +228,9 @@ def test_who_lives_gives_signs_and_who_was_killed_is_not_waited_for(share, line_
         patch.setattr(starting, "_LEAVING_S", 0.3)
         assert not starting._still_wait(looks, {"C2"})
         assert starting._still_wait(looks, {"C2", "C3"})
+    (hello,) = inbox(share, "C1").glob("C3~hello~*")
+    hello.unlink()  # another process of C3 gives signs, and says another hello
+    until(lambda: looks.silent_s("C3") > 0.5)
 
 
 def test_what_an_earlier_process_left_is_removed_when_the_next_begins(share, line_of):

@@ -38,8 +38,9 @@ _TRIES, _MOST_ASKED = 4, 5
 """How often the server is asked who answers, and of how many failed jobs it is asked at once why they did."""
 _LOST = ("was lost", "took nothing", "did not answer")
 """Words of failures after which the others can go on."""
-_NAMED = re.compile(rf"site (\S+) (?:{'|'.join(_LOST)}|failed|withdrew)")
-"""How such a failure names the hospital."""
+_OTHERS = ("failed", "withdrew", "has a certificate that", "has [^;]+; install the plan's", "is \\S+ h ahead")
+_NAMED = re.compile(rf"(?:site|the clock of) (\S+) (?:{'|'.join((*_LOST, *_OTHERS))})")
+"""How such a failure, or another that is a single hospital's, names it."""
 
 
 class JobFailed(WsiFlError):
@@ -89,7 +90,8 @@ class _Watch:
     job: str
     sites: Sequence[str]
     patience_s: float
-    awaited: Sequence[str]
+    awaited: Mapping[str, float]
+    withdrawn: Callable[[], Sequence[str]]
 
     def __post_init__(self) -> None:
         self._free = self._looked = time.monotonic()
@@ -102,12 +104,15 @@ class _Watch:
         if now - self._looked < _LOOK_S:
             return
         self._looked = now
+        if gone := self.withdrawn():
+            self._give_up(f"site {gone[0]} has a certificate that was withdrawn; {_GO_ON}", gone)
         try:
             here, at_work = _answering(self.session), _at_work(self.session)
         except Exception:  # nothing is known then; whoever asks for the status next is told why
             return
         self._back = {site: self._back.get(site, now) for site in self.awaited if site in here}
-        if back := [site for site, since in self._back.items() if begun and now - since >= _AWAY_S]:
+        there_s = {site: now - since for site, since in self._back.items() if begun}
+        if back := [site for site in there_s if there_s[site] >= max(_AWAY_S, self.awaited[site])]:
             self._end(SiteBack(f"{', '.join(back)} is there again; the job was ended"))
         away = {site for site in self.sites if site not in here}
         away |= {self.job} if begun and self.job not in at_work else set()
@@ -252,7 +257,8 @@ def run_job(
     told: Callable[[str], None],
     waiting: Callable[[float], None],
     patience_s: float = HEARTBEAT_S,
-    awaited: Sequence[str] = (),
+    awaited: Mapping[str, float] | None = None,
+    withdrawn: Callable[[], Sequence[str]] = list,
 ) -> dict[str, Any]:
     """Submit a job, wait for its end, and return what each hospital said.
 
@@ -261,7 +267,8 @@ def run_job(
 
     Args:
         patience_s: how long a hospital may be away from a job that has begun.
-        awaited: hospitals that the job is not for; when one of them is there again, the job ends.
+        awaited: hospitals that the job is not for; when one of them is there for so many seconds, the job ends.
+        withdrawn: asked now and then which of the hospitals have no certificate any more; the job ends.
         told: called with FLARE's id of the job.
         waiting: called now and then with the seconds that the job has taken.
 
@@ -274,7 +281,7 @@ def run_job(
         job_files(folder, sites, job)
         number = session.submit_job(str(folder))
         told(number)
-        began, watch = time.monotonic(), _Watch(session, number, sites, patience_s, awaited)
+        began, watch = time.monotonic(), _Watch(session, number, sites, patience_s, awaited or {}, withdrawn)
         while not (status := _status(session, number)).startswith("FINISHED"):
             waiting(time.monotonic() - began)
             watch.look(status)

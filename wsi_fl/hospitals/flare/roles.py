@@ -246,5 +246,6 @@ class Hospital(Executor):  # type: ignore[misc]
             return greet(study, identity, self._line, **given)
         with naming(study.runs, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
             given |= {"resume": job["resume"], "without": job["without"]}
+            given |= {"withdrawn": lambda: kit.withdrawn().keys}
             summary = take_part(study, identity, self._line, **given)
         return known_to_all(study, identity.name, summary)

@@ -120,6 +120,8 @@ class FolderLine:
         self._met: set[str] = set()
         self._growing: dict[str, tuple[int, float]] = {}
         self._signs: dict[str, tuple[set[str], float]] = {}
+        self._greeted: dict[str, tuple[str, float]] = {}
+        """Sender → the file of its hello that was taken last, and when that was last seen to lie there."""
         self._sign, self._beaten = "", -inf
 
     def listen(self, take: Callable[[Buffer], Answer]) -> None:
@@ -164,8 +166,12 @@ class FolderLine:
         return found
 
     def silent_s(self, site: str) -> float:
-        """Return for how long the sign of life of a site has not changed, as seen from here."""
-        return time.monotonic() - self._signs[site][1] if site in self._signs else inf
+        """Return for how long the sign of life of a site has not changed, or its hello is gone, as seen from here.
+
+        Another process of the site, whose hello is refused, gives signs too.
+        """
+        lying, changed = (known.get(site, ("", -inf))[1] for known in (self._greeted, self._signs))
+        return time.monotonic() - min(lying, changed)
 
     def close(self) -> None:
         """Stop listening, and take back the hello; letters that wait for their receivers stay."""
@@ -263,6 +269,8 @@ class FolderLine:
         there = self._looking.entries(self._topic, self._me)
         if not _inboxes(there):
             self._looking.write(b"", self._topic, self._me, f"{_INBOX}{token_hex(4)}")
+        now = time.monotonic()
+        self._greeted |= {one: (file, now) for one, (file, _) in self._greeted.items() if file in there}
         found = [(said, there[name]) for name in there if (said := _FILE.fullmatch(name))]
         self._growing = {name: known for name, known in self._growing.items() if name in there}
         busy = False
@@ -296,6 +304,8 @@ class FolderLine:
             answer = take(content)
         if hello:
             self._met.add(name)  # it is its sender's to remove
+            if answer == "taken":
+                self._greeted[said["sender"]] = name, time.monotonic()
         elif answer != "later":
             if answer == "refused":
                 self._looking.write(b"", self._topic, self._me, f"{name}{_REFUSED}")

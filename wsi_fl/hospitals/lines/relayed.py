@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from math import inf
 from typing import Literal, Protocol, TypeVar, cast
 
@@ -44,6 +45,11 @@ _SKEW_S = 900.0
 _END_S = 5.0
 _MOST_HELD = 64
 """Letters of one peer that wait to be read: a site is never more than a few places ahead."""
+
+
+def _ahead_s() -> float:
+    """How much further the clock is than one that nobody sets; both go on while a machine sleeps."""
+    return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class SiteReturned(Interrupted):
@@ -83,7 +89,11 @@ class Attendance:
     """Site → why this process believed it gone; what others say of it has no reason."""
 
     def __post_init__(self) -> None:
-        self.writer = Writer(self.identity, time.time())
+        self.writer, self._ahead_s = Writer(self.identity, time.time()), _ahead_s()
+
+    def clock_was_set(self) -> bool:
+        """Return whether this machine's clock was, so that the time of its hello is no longer that of the others."""
+        return abs(_ahead_s() - self._ahead_s) > _SKEW_S
 
     def is_gone(self, name: str) -> bool:
         """Return whether the newest process of a site is gone."""
@@ -99,7 +109,9 @@ class Attendance:
         """Believe that the newest process of each of some sites is gone, remember in words why, and say a new hello."""
         self.gone |= {name: self.writer.heard.get(name, 0.0) for name in names}
         self.why |= dict.fromkeys(names, why)
-        self.writer = self.writer.anew(self.gone.get(self.identity.name, 0.0))
+        since = 0.0 if self.clock_was_set() else self.writer.since
+        self.writer = self.writer.anew(max(since, self.gone.get(self.identity.name, 0.0)))
+        self._ahead_s = _ahead_s()
 
     def learn(self, told: Mapping[str, float]) -> bool:
         """Believe what a peer's hello tells, where it is of a later process; return whether this one is left out."""
@@ -162,6 +174,8 @@ class RelayedComm:
             may go on without a site, `running` becomes those of the session, and a site that falls silent or ends makes
             every call raise `SitesGone`. By default all of `running` are needed.
         standing: asked before anything is sent, returns in words why this site takes part no longer; "" while it does.
+        withdrawn: asked before anything is sent and while this process waits, returns when the certificates of each key
+            were withdrawn, by its fingerprint: no session goes on with such a site.
 
     Raises:
         PeerLate: when a site did not introduce itself in time.
@@ -182,6 +196,7 @@ class RelayedComm:
     waiting: Callable[[], None] = lambda: None
     attendance: Attendance | None = None
     standing: Callable[[], str] = lambda: ""
+    withdrawn: Callable[[], Mapping[str, datetime]] = dict
     line_bytes: int = 0
     """All that was sent: letters with heads and signatures, documents too."""
     refused: list[str] = field(default_factory=list)
@@ -315,8 +330,10 @@ class RelayedComm:
         said, holder = letter.hello(self.identity.root)
         name, met = holder.name, holder.name in self._peers
         heard = self._writer.heard.get(name, 0.0)
-        if said["time"] < heard or (met and said["time"] == heard):
-            return "taken"  # again, or one of a process that ended
+        if said["time"] < heard:
+            return "refused"  # of a process that ended
+        if met and said["time"] == heard:
+            return "taken"
         if why := self._stranger(said, name):
             return self._refuse(why)
         if problem := self._unlike(said, name, letter):
@@ -453,6 +470,19 @@ class RelayedComm:
         over = self._over or (None if self._lossy else self._left)
         if over is not None:
             raise over
+        if self._few and self._attendance.clock_was_set():
+            raise SitesGone(f"the clock of {self.identity.name} was set")
+        self._check_certificates()
+
+    def _check_certificates(self) -> None:
+        """End the session where the certificate of one of its sites was withdrawn meanwhile."""
+        if not (gone := self.withdrawn()):
+            return
+        met = {name: said["certificate"] for name, (said, _) in [*self._peers.items()]}
+        for name, certificate in {**met, self.identity.name: self.identity.certificate}.items():
+            if (since := gone.get(fingerprint(certificate))) is not None:
+                why = f"site {name} has a certificate that was withdrawn on {since:%Y-%m-%d}, and needs a new key"
+                raise SitesGone(why, [name]) if self._few and name in met else Interrupted(why)
 
     def _give_up(self, place: str, late: Mapping[str, str]) -> None:
         """Raise that sites are late, if some gave no sign of life either; where the late are left out, in any case."""
@@ -481,9 +511,11 @@ class RelayedComm:
 
     def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float) -> None:
         """Send letters, all at once, until each has been taken; nothing where this site takes part no longer."""
-        if place not in _ENDS and (why := self.standing()):
-            self._last = "withdrawn"
-            raise KnownToAll(f"site {self.identity.name} {why}; the run ends here")
+        if place not in _ENDS:
+            self._check_certificates()
+            if why := self.standing():
+                self._last = "withdrawn"
+                raise KnownToAll(f"site {self.identity.name} {why}; the run ends here")
         deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
         with ThreadPoolExecutor(max(1, len(left))) as pool:
             while left:

@@ -124,9 +124,9 @@ class Writer:
     heard: dict[str, float] = field(default_factory=dict, compare=False)
     _private: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
 
-    def anew(self, after: float = 0.0) -> Writer:
-        """Return a writer that says another hello, later than this one's and than a time, and knows those of others."""
-        return Writer(self.identity, max(time.time(), self.since + 0.001, after + 0.001), self.heard)
+    def anew(self, after: float) -> Writer:
+        """Return a writer that says another hello, now and later than a time, and knows those of others."""
+        return Writer(self.identity, max(time.time(), after + 0.001), self.heard)
 
     @property
     def public(self) -> str:

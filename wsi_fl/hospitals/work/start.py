@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import date
+from datetime import date, datetime
+from functools import lru_cache
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,11 @@ def _until_done(
         if finished is not None and not peers & line.waiting():
             raise _NobodyWaits
 
+    @lru_cache(1)
+    def withdrawn(_beat: int) -> Mapping[str, datetime]:
+        exchange_list(kit, address)
+        return kit.withdrawn().keys
+
     if finished is not None and not _still_wait(line, peers):
         return finished
     say(f"  {identity.name} takes part in plan {plan.digest[:8]}, as soon as all others do")
@@ -326,12 +332,14 @@ def _until_done(
                 without=without,
                 waiting=notice,
                 attendance=attendance,
+                withdrawn=lambda: withdrawn(int(time.monotonic() / line.beat_s)),
             )
         except SiteReturned as returned:
             say(f"  {returned}; all begin again from their checkpoints")
         except SitesGone as news:
-            say(f"  {news}; those who are there go on", "yellow")
             attendance.note_gone(news.sites, str(news))
+            lacking = ", ".join(attendance.lacking())
+            say(f"  {news}; {f'waiting for {lacking}' if lacking else 'those who are there go on'}", "yellow")
         except KnownToAll as refusal:
             if finished is None:
                 raise

@@ -134,6 +134,13 @@ class _Absences:
         given_up = {name for name, failed in self.failures.items() if len(failed) >= _TRIES}
         return [name for name in self.names if name not in self.since and name not in given_up]
 
+    def wanted(self) -> dict[str, float]:
+        """Return each of the others, and how long it is to be there before a job ends so that it can take part."""
+        there = self.there()
+        return {
+            name: 0.0 if name in self.since else self.patience_s for name in self.names if name not in there
+        }
+
     def awaited(self, now: float) -> bool:
         """Return whether any is missed, and not yet for as long as the plan's patience."""
         return any(now - since < self.patience_s for since in self.since.values())
@@ -167,16 +174,19 @@ def _until_done(
         if until and date.today().isoformat() > until:
             raise WsiFlError(f"the plan was good until {until} (train.until); what was finished is kept")
         try:
-            here, gone = jobs.connected(kit), withdrawn(kit.identity().root).keys
+            here, trusted = jobs.connected(kit), kit.identity().root
         except WsiFlError as error:
             tell(f"{error}; it is tried again")
             time.sleep(_LOOK_S)
             continue
         now = time.monotonic()
-        missing.see([site for site in here if plan.keys.get(site, "") not in gone], now)
+        missing.names = [site for site in sites if plan.keys.get(site, "") not in withdrawn(trusted).keys]
+        if len(missing.names) < least:
+            check_withdrawn(plan, trusted, sites)
+        missing.see(here, now)
         there = missing.there()
         left_out = [name for name in plan.sites if name not in there]
-        awaited = [name for name in sites if name not in there]
+        awaited = missing.wanted()
         if missing.awaited(now) or len(there) < least:
             tell(f"waiting for {', '.join(awaited)}; {len(there)} of {len(plan.sites)} are there")
             time.sleep(_LOOK_S)
@@ -193,6 +203,10 @@ def _until_done(
                 raise
             tell(str(failed))
             missing.blame([name for name in failed.blamed if name in there], time.monotonic())
+            if " withdrew " in str(failed):  # who does so is asked no more
+                sites = [name for name in sites if name not in failed.blamed]
+                if len(sites) < least:
+                    raise
             time.sleep(_LOOK_S)
         resume = LAST
 
@@ -254,7 +268,7 @@ def _run(
     job: dict[str, Any],
     watcher: Watcher,
     *,
-    awaited: Sequence[str] = (),
+    awaited: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Let hospitals do a job, note in the kit what becomes of it, and return what each of them said."""
     check_withdrawn(plan, kit.identity().root, sites)
@@ -285,6 +299,7 @@ def _run(
             waiting=lambda seconds: watcher.update("job", 0, 1, f"{seconds:.0f} s"),
             patience_s=settings.comm.timeout_s + HEARTBEAT_S,  # others wait so long for a letter
             awaited=awaited,
+            withdrawn=lambda: [site for site in sites if plan.keys.get(site, "") in kit.withdrawn().keys],
         )
     except WsiFlError as error:
         for number in numbers:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from wsi_fl.hospitals.plans.signed import (
     code_digest,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.hospitals.trust.certificates import withdrawn as listed
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
@@ -58,6 +60,7 @@ def take_part(
     brought: Plan | None = None,
     waiting: Callable[[], None] = lambda: None,
     attendance: Attendance | None = None,
+    withdrawn: Callable[[], Mapping[str, datetime]] = dict,
 ) -> dict[str, Any]:
     """Do a hospital's part of the plan that it has signed, and return the summary that all sites get to know.
 
@@ -72,9 +75,11 @@ def take_part(
         waiting: called now and then while this process waits for others.
         attendance: of this process, where it begins again by itself; where its sites go on without one that fell
             silent, `without` is not given. Default: all others are needed.
+        withdrawn: what is known of withdrawn certificates by now, see `RelayedComm`.
 
     Raises:
-        Interrupted: when a peer's process began anew, or fell silent, so that all begin again.
+        Interrupted: when a peer's process began anew, or fell silent, so that all begin again, or when a certificate
+            was withdrawn.
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
     last = resume == LAST
@@ -126,6 +131,7 @@ def take_part(
         approved=approved,
         waiting=waiting,
         attendance=attendance,
+        withdrawn=withdrawn,
     )
     if attendance.at_least is not None:
         away = [name for k, name in enumerate(agreed.sites) if k not in comm.running]
@@ -208,11 +214,14 @@ def _introduced(
     approved: str,
     waiting: Callable[[], None] = lambda: None,
     attendance: Attendance | None = None,
+    withdrawn: Callable[[], Mapping[str, datetime]] = dict,
 ) -> RelayedComm:
     """The sites of a plan, once all have said hello."""
-    if attendance is None or attendance.at_least is None:
+    sites, gone = [agreed.sites[k] for k in running], listed(identity.root).keys
+    least = attendance.at_least if attendance is not None else None
+    if least is None or sum(agreed.keys.get(name, "") not in gone for name in sites) < least:
         with _told_to_all():
-            check_withdrawn(agreed, identity.root, [agreed.sites[k] for k in running])
+            check_withdrawn(agreed, identity.root, sites)
     site, frame = identity.name, approved.partition(" frame ")[2]
 
     def standing() -> str:
@@ -233,6 +242,7 @@ def _introduced(
         waiting=waiting,
         attendance=attendance,
         standing=standing if frame else lambda: "",
+        withdrawn=withdrawn,
     )
 
 

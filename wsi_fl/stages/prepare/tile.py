@@ -76,7 +76,10 @@ def tile(
     rows = [_tile_site(one, job, told) for one in listed]
     which = "--all" if site is None else f"--site {site}"
     named = "" if pipeline_name is None else f" --pipeline {pipeline_name}"
-    return {"sites": rows, "next": _next_steps(listed[0].pipeline, which, named)} if job.first else {}
+    steps = _next_steps(listed[0].pipeline, which, named)
+    if listed[0].site.real and len(study.site_names()) == 1:  # a hospital among others
+        steps[-1] = "wsi-fl federation approve PLAN --kit KIT"
+    return {"sites": rows, "next": steps} if job.first else {}
 
 
 def _next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
