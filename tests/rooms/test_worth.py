@@ -30,11 +30,12 @@ def test_drawn_hospitals_are_as_the_setting_says_and_no_row_is_drawn_twice(worth
         parts, test = worth.drawn(setting, label, seed=1)
         every = np.concatenate([*parts, test])
         assert len(set(every.tolist())) == len(every)
-        assert [len(part) for part in parts] == [setting.rows] * setting.sites
+        rows = setting.rows if isinstance(setting.rows, tuple) else [setting.rows] * setting.sites
+        assert [len(part) for part in parts] == list(rows)
         for k, part in enumerate(parts):
             share = setting.shares[k % len(setting.shares)]
-            assert label[part].sum() == round(share * setting.rows)
-        assert len(test) >= 500 or "class 1 is 5 %" in setting.name
+            assert label[part].sum() == round(share * rows[k])
+        assert len(test) >= (setting.receives or 500) or "class 1 is 5 %" in setting.name
         assert label[test].mean() == 0.5
     parts, test = worth.drawn(setting, label, seed=1)
     again, other = worth.drawn(setting, label, seed=1)[1], worth.drawn(setting, label, seed=2)[1]
