@@ -193,6 +193,13 @@ def test_few_rows_or_patients_show_nothing():
     assert np.mean(kept) > 0.8 and np.mean(lost) < 0.01
 
 
+@pytest.mark.parametrize(("n", "most"), [(3, 0.0), (5, 1 / 3), (8, 1 / 2), (40, 2 / 3)])
+def test_the_fewer_patients_a_class_has_the_less_is_mixed_in_however_good_it_looks(n, most):
+    labels = np.repeat([0, 1], [60, n])
+    stack = gated_stack(said(labels, 0.0, 1), said(labels, 3.0, 2), labels, EACH[: 60 + n])
+    assert stack.weight == most
+
+
 def test_rows_of_one_patient_are_no_more_than_one():
     eight = np.tile([0, 1], 4)
     pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 100)] for seed in range(20)]

@@ -144,7 +144,8 @@ def gated_stack(
 
     The joined model's logits are brought to the spread of the own one's, and midway between the classes. Of three
     weights that one is taken whose balanced log-loss is most surely less than the own model's: by more than a standard
-    error over patients, which is raised where a class has few.
+    error over patients, which is raised where a class has few. With n patients of the rarest class a weight is at most
+    n / (n + 7.5), so that with three or fewer the own model answers (studies/WORTH.md, Rounds).
 
     Args:
         own, joined: float64[n, classes], of rows whose patients the own model had not seen and the joined one does not
@@ -156,8 +157,8 @@ def gated_stack(
     scales = _spread(logits[0], labels), _spread(logits[1], labels)
     middle = mean_over_classes(logits[1], labels) * scales[0] / scales[1]
     best, most = own_alone(own.shape[1]), 0.0
-    before = log_losses(own, labels)
-    for weight in _WEIGHTS:
+    before, n = log_losses(own, labels), _fewest(labels, patient)
+    for weight in (one for one in _WEIGHTS if one <= n / (n + _PRIOR)):
         stack = Stack(weight, scales, scales[0], tuple((-weight * middle).tolist()))
         sure = _surely(before - log_losses(stack(own, joined), labels), labels, patient)
         if sure > most:
@@ -166,6 +167,8 @@ def gated_stack(
 
 
 _WEIGHTS = (1 / 3, 1 / 2, 2 / 3)
+_PRIOR = 7.5
+"""Patients that speak for the own model, beside those of the rarest class."""
 
 
 def stacked(
@@ -201,8 +204,13 @@ def _surely(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_
     apart = (gains - means[of_class]) / counts[of_class] / len(present)
     whose = np.unique(one_each(patient), return_inverse=True)[1]
     error = np.sqrt((np.bincount(whose, apart) ** 2).sum())
-    fewest = min(len(np.unique(whose[labels == one])) for one in present)
-    return float(means.mean() - error * (1 + _FEW / fewest))
+    return float(means.mean() - error * (1 + _FEW / _fewest(labels, patient)))
+
+
+def _fewest(labels: Labels, patient: NDArray[np.str_]) -> int:
+    """Return how many patients the class that fewest have has."""
+    whose = one_each(patient)
+    return min(len(np.unique(whose[labels == one])) for one in np.unique(labels))
 
 
 _FEW = 2.0
