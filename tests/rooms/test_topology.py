@@ -339,3 +339,9 @@ def test_a_graph_has_no_more_hops_than_a_round_has_room_for():
     words = f"the graph of round 3 has {GRAPH_HOPS + 1} hops, and a round has room for {GRAPH_HOPS}"
     refused(lambda: over(hops_of(GRAPH_HOPS + 1), 4, range(4), 2), words)
     refused(lambda: over(hops_of(2), 4, range(4), 2, room=1), "has 2 hops, and a round has room for 1")
+
+
+def test_who_listens_sends_nothing_in_a_graph_of_names_either():
+    graph = parse_graph({"rounds": [[["L", "A"], ["A", "B"], ["B", "L"], ["B", "A"]]]}, ["L", "A", "B"], "g")
+    (matrix,) = over(graph, 3, [1, 2], 0, 0.5, listening=[0])
+    assert receivers(matrix, 0) == [] and receivers(matrix, 1) == [2] and receivers(matrix, 2) == [0, 1]

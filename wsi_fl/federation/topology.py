@@ -336,7 +336,10 @@ def over(
         UsageError: in one line, when the topology has more hops than there is room for.
     """
     places = [*sorted(present), *sorted(listening)]
-    among = topology.among(places) if isinstance(topology, Graph) else topology
+    among = topology
+    if isinstance(topology, Graph):  # its sites have names, and no order of their own
+        places = sorted(places)
+        among = topology.among(places)
     hops = []
     for hop in among(len(places), round_, self_weight):
         matrix = np.eye(n_sites)
