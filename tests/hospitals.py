@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from conftest import make_study
@@ -109,7 +112,12 @@ class Bed:
                 self.stop(name)
 
     def start(
-        self, name: str, wait: bool = True, watched: bool = False, file_limit: int | None = None
+        self,
+        name: str,
+        wait: bool = True,
+        watched: bool = False,
+        file_limit: int | None = None,
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen[str]:
         place = [] if name == "server" else ["--study", str(self.root / name)]
         command = [*FEDERATION, "start", str(self.root / "kits" / name), *place]
@@ -119,7 +127,7 @@ class Bed:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=self.root,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | env,
         )
         if file_limit is not None:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (file_limit, file_limit))
@@ -196,6 +204,14 @@ class Bed:
     def kill_job(self, site: str, sign: int = signal.SIGKILL) -> None:
         for pid in self.wait_for(lambda: self.job_processes(site)):
             os.kill(pid, sign)
+
+
+class Earlier(datetime):
+    """A clock that is a hundred days behind."""
+
+    @classmethod
+    def now(cls, zone=None):
+        return datetime.now(zone) - timedelta(days=100)
 
 
 def digests(run: Path, site: str) -> dict[str, str]:

@@ -1,9 +1,11 @@
-"""An HTTP proxy as hospitals have one, by proxy.py, as a process of its own on 127.0.0.1."""
+"""HTTP proxies as hospitals have them, on 127.0.0.1: by proxy.py, and one whose line can be cut."""
 
+import socket
 import subprocess
 import sys
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 import pytest
@@ -67,3 +69,56 @@ def proxying(folder, password=None):
     finally:
         process.terminate()
         process.wait(10)
+
+
+class CutLine(threading.Thread):
+    """A hospital's line to one server: whoever asks to be CONNECTed is, until the line is cut, as all others are then.
+
+    Args:
+        port: of the server, on 127.0.0.1.
+    """
+
+    def __init__(self, port):
+        super().__init__(daemon=True)
+        self.server, self.cut = port, False
+        self._listener, self._ends = socket.create_server(("127.0.0.1", 0)), []
+        self.proxy = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.start()
+
+    def run(self):
+        while True:
+            near, _ = self._listener.accept()
+            threading.Thread(target=self._join, args=(near,), daemon=True).start()
+
+    def break_(self):
+        """Cut what is joined, and let nobody through until `cut` is False."""
+        self.cut = True
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _join(self, near):
+        with suppress(OSError):
+            asked = b""
+            while not asked.endswith(b"\r\n\r\n") and (more := near.recv(4096)):
+                asked += more
+            if self.cut or not asked.startswith(b"CONNECT "):
+                near.close()
+                return
+            far = socket.create_connection(("127.0.0.1", self.server), 10)
+            far.settimeout(None)
+            near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            self._ends += [near, far]
+            threading.Thread(target=_hand_on, args=(near, far), daemon=True).start()
+            _hand_on(far, near)
+
+
+def _hand_on(one, other):
+    with suppress(OSError):
+        while data := one.recv(1 << 16):
+            other.sendall(data)
+    for end in (one, other):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

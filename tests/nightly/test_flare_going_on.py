@@ -1,19 +1,31 @@
-"""Three hospitals over NVIDIA FLARE: processes are killed and stopped by dice, and nobody resumes anything."""
+"""Three hospitals over NVIDIA FLARE suffer by dice, and nobody resumes anything; and what is withdrawn meanwhile."""
 
 import json
 import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import threading
 import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-from hospitals import Bed, digests
+from hospitals import Bed, Earlier, digests
+from proxies import KNOWN, CutLine
 
+import wsi_fl
+from wsi_fl.hospitals.demo import free_port
 from wsi_fl.hospitals.plans.admitting import make_frame
 from wsi_fl.hospitals.plans.frames import write_frame
+from wsi_fl.hospitals.trust import certificates
+from wsi_fl.hospitals.trust.certificates import approved, new_request
+from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [
@@ -21,73 +33,156 @@ pytestmark = [
     pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'"),
 ]
 SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "120")), 60
+SEEDS = range(1, 1 + int(os.environ.get("WSI_FL_FAULT_SEEDS", "2")))
 SETTINGS = (f"train.rounds={ROUNDS}", "comm.timeout_s=20", "train.batch_size=4", "train.at_least=2")
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
+FAULTS = (
+    "job",
+    "job",
+    "stop",
+    "client",
+    "server",
+    "cut",
+    "full",
+    "ended",
+    "code",
+    *["clock"] * bool(FAKETIME),
+)
+"""A clock is wrong by 1 to 80 h where the library of `faketime` is installed."""
 
 
 class Cron(threading.Thread):
-    """Starts again what was killed, as systemd does."""
+    """Starts again what was killed, as systemd does, with what its machine is like then."""
 
-    def __init__(self, bed):
+    def __init__(self, bed, machines):
         super().__init__(daemon=True)
-        self.bed, self.over = bed, threading.Event()
+        self.bed, self.machines, self.over = bed, machines, threading.Event()
 
     def run(self):
         while not self.over.wait(1.0):
             for name, process in list(self.bed.processes.items()):
                 if process.poll() is not None and not self.over.wait(2.0):
-                    self.bed.start(name, wait=False)
+                    self.bed.start(name, wait=False, env=self.machines.get(name, {}))
 
 
-def pids(text):
+def processes_of(bed, name):
+    """All that runs of a hospital or of the server."""
+    text = f"{bed.root / 'kits' / name}( |$)"
     out = subprocess.run(["pgrep", "-f", "--", text], capture_output=True, check=False, text=True)
     return [int(word) for word in out.stdout.split()]
 
 
-def strike(bed, fault, name):
-    """Kill or stop a job, or all of a hospital or of the server; return what mends it."""
-    kit = str(bed.root / "kits" / name)
-    found = bed.job_processes(name) if fault in ("job", "stop") else pids(f"{kit}( |$)")
-    sign = signal.SIGSTOP if fault == "stop" else signal.SIGKILL
-    for pid in found:
-        try:
+def send(pids, sign):
+    for pid in pids:
+        with suppress(ProcessLookupError):
             os.kill(pid, sign)
-        except ProcessLookupError:
-            continue
-    return found
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, seed):
+def limit_files(pids, n_bytes):
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (n_bytes, most))
+
+
+@contextmanager
+def struck(bed, fault, name, machine, line, dice):
+    """Let a hospital, or the server, suffer one of `FAULTS` meanwhile."""
+    everything = partial(processes_of, bed, name)
+    if fault in ("job", "client", "server"):
+        send(bed.job_processes(name) if fault == "job" else everything(), signal.SIGKILL)
+        yield
+    elif fault == "stop":
+        found = bed.job_processes(name)
+        send(found, signal.SIGSTOP)
+        yield
+        send(found, signal.SIGCONT)
+    elif fault == "cut":
+        line.break_()
+        yield
+        line.cut = False
+    elif fault == "full":
+        limit_files(everything(), dice.choice((0, 500, 20_000)))
+        yield
+        limit_files(everything(), -1)
+    elif fault == "ended":
+        startup = bed.root / "kits" / name / "startup"
+        good = (startup / "client.crt").read_text()
+        (startup / "client.crt").write_text((startup / "ended.crt").read_text())
+        send(everything(), signal.SIGKILL)
+        yield
+        (startup / "client.crt").write_text(good)
+    else:
+        hours = dice.choice((-1, 1)) * dice.uniform(1, 80)
+        wrong = {
+            "code": {"PYTHONPATH": str(bed.root / "other")},
+            "clock": {"LD_PRELOAD": str(FAKETIME), "FAKETIME": f"{hours:+.1f}h", "DONT_FAKE_MONOTONIC": "1"},
+        }[fault]
+        machine |= wrong
+        send(everything(), signal.SIGKILL)
+        yield
+        for key in wrong:
+            machine.pop(key)
+        send(everything(), signal.SIGKILL)
+
+
+def other_code(bed):
+    """An installation beside, of which one file has one line more."""
+    package = Path(wsi_fl.__file__).parent
+    shutil.copytree(package, bed.root / "other" / "wsi_fl", ignore=shutil.ignore_patterns("__pycache__"))
+    with (bed.root / "other" / "wsi_fl" / "types.py").open("a") as file:
+        file.write("# another version\n")
+
+
+def ended_certificates(bed):
+    """Lay a certificate of each hospital beside its own that ended yesterday."""
+    root = Root.open(bed.root / "kits")
+    for site in bed.sites:
+        startup = bed.root / "kits" / site / "startup"
+        asked = new_request((startup / "client.key").read_text(), site, "org")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(certificates, "datetime", Earlier)
+            ended = approved(asked, root.key, root.certificate, role="hospital", days=99)
+        (startup / "ended.crt").write_text(ended)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, monkeypatch, seed):
     """Where nobody was left out, the models are those of a run that nothing happened to."""
-    bed = Bed(tmp_path, 3)
+    monkeypatch.setenv("NO_PROXY", "")
+    port = free_port()
+    bed = Bed(tmp_path, 3, server=f"{KNOWN}:{port}")
+    lines = {name: CutLine(port) for name in (*bed.sites, "coordinator")}
+    machines = {name: {"HTTPS_PROXY": lines[name].proxy} for name in bed.sites}
+    monkeypatch.setenv("HTTPS_PROXY", lines["coordinator"].proxy)
+    other_code(bed)
+    ended_certificates(bed)
     bed.sign("proxyfl", *SETTINGS)
     dice, suffered = random.Random(seed), []
-    with bed.running():
-        cron = Cron(bed)
+    with bed.running("server"):
+        for site in bed.sites:
+            bed.start(site, env=machines[site])
+        cron = Cron(bed, machines)
         cron.start()
         process = bed.submitting("--plan", str(bed.root / "S0" / "federation" / "plan.json"))
         ends = time.monotonic() + SECONDS
         time.sleep(30)
         while process.poll() is None and time.monotonic() < ends:
-            fault = dice.choice(("job", "job", "stop", "client", "server"))
+            fault = dice.choice(FAULTS)
             name = "server" if fault == "server" else dice.choice(bed.sites)
-            found = strike(bed, fault, name)
-            suffered.append((fault, name, len(found)))
-            time.sleep(dice.uniform(3, 12))
-            for pid in found if fault == "stop" else ():
-                try:
-                    os.kill(pid, signal.SIGCONT)
-                except ProcessLookupError:
-                    continue
-            time.sleep(dice.uniform(1, 15))
-        print(suffered)
-        out, err = process.communicate(timeout=600)
+            with struck(bed, fault, name, machines.get(name), lines.get(name), dice):
+                suffered.append((fault, name))
+                print(f"{time.strftime('%X')} {fault} at {name}", flush=True)
+                time.sleep(dice.uniform(3, 12))
+            time.sleep(dice.uniform(1, 12))
+        print(f"{len(suffered)} faults: {Counter(fault for fault, _ in suffered)}", flush=True)
+        out, err = process.communicate(timeout=900)
         cron.over.set()
         cron.join()
     assert process.returncode == 0, err
     summary = json.loads(out)
     print(err, {row["site"]: row["attended"] for row in summary["sites"]}, summary["losses"])
-    assert len(suffered) >= 4
+    assert len(suffered) >= SECONDS / 30
     assert {row["site"] for row in summary["sites"]} | set(summary["lost"]) == set(bed.sites)
     assert len(summary["sites"]) >= 2
     for row in summary["sites"]:

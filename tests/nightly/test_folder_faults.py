@@ -6,11 +6,11 @@ import re
 import threading
 from collections import Counter
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
 from functools import partial
 
 import pytest
 from conftest import refused
+from hospitals import Earlier
 from test_folder_line import BASE, SITES, Group, charged, meddling, note, plan_of, require_the_same, start
 from wires import Federation
 
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.slow
 SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "100")), 25
 SETTINGS = [f"train.rounds={ROUNDS}", *BASE[1:3], "comm.timeout_s=10"]
 LETTER = re.compile(r"(\w+)~x(\d+)\.\d+~")
-
-
-class Earlier(datetime):
-    @classmethod
-    def now(cls, zone=None):
-        return datetime.now(zone) - timedelta(days=100)
 
 
 @contextmanager
