@@ -11,8 +11,15 @@ from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 
 from wsi_fl.learning.metrics import _recentred_at_half, operating_point
-from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone
-from wsi_fl.learning.tuning import HyperParameters, _balanced_loss, _held_out_folds, fitted_head, tuned
+from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone, stacked
+from wsi_fl.learning.tuning import (
+    HyperParameters,
+    _balanced_loss,
+    _held_out_folds,
+    fitted_head,
+    softmax,
+    tuned,
+)
 from wsi_fl.learning.validation import roles
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
@@ -193,16 +200,49 @@ def test_few_rows_or_patients_show_nothing():
     assert np.mean(kept) > 0.8 and np.mean(lost) < 0.01
 
 
-@pytest.mark.parametrize(("n", "most"), [(3, 0.0), (5, 1 / 3), (8, 1 / 2), (40, 2 / 3)])
+@pytest.mark.parametrize(("n", "most"), [(1, 0.0), (2, 1 / 3), (5, 1 / 3), (8, 1 / 2), (40, 2 / 3)])
 def test_the_fewer_patients_a_class_has_the_less_is_mixed_in_however_good_it_looks(n, most):
     labels = np.repeat([0, 1], [60, n])
     stack = gated_stack(said(labels, 0.0, 1), said(labels, 3.0, 2), labels, EACH[: 60 + n])
     assert stack.weight == most
 
 
+def test_noise_is_no_remedy_for_a_model_that_is_too_sure_of_itself():
+    opened, kept = [], []
+    for seed in range(40):
+        own = softmax(5 * np.log(said(ROWS, 1.0, seed)))
+        opened.append(gated_stack(own, said(ROWS, 0.0, 100 + seed), ROWS, EACH).weight > 0)
+        kept.append(gated_stack(own, said(ROWS, 1.0, 200 + seed), ROWS, EACH).weight > 0)
+    assert np.mean(opened) < 0.1 and np.mean(kept) > 0.9
+
+
+def test_a_site_that_lacks_one_of_three_classes_or_has_a_single_row_of_it_asks_what_it_has_by_joining():
+    labels = np.tile([0, 1], 30)
+    three = np.full((60, 3), 1 / 3)
+    assert stacked(three, three, labels, EACH[:60]) == shared_alone(3)
+    labels[0] = 2
+    assert stacked(three, three, labels, EACH[:60]) == shared_alone(3)
+    labels[1] = 2
+    assert stacked(three, three, labels, EACH[:60]) != shared_alone(3)
+
+
+def test_the_threshold_moves_where_a_class_has_one_patient_with_many_rows():
+    rng = np.random.default_rng(0)
+    labels = np.repeat([0, 1], [60, 5])
+    x = rng.normal(size=(65, 200)) + 0.35 * labels[:, None]
+    whose = np.array([*(f"p{k // 5}" for k in range(60)), *["q"] * 5])
+    alone = fitted_head(x, labels, whose, 2)
+    assert alone.loss is not None and alone.held_out is not None
+    single = fitted_head(x[:61], labels[:61], EACH[:61], 2)
+    assert single.loss is None  # nothing can be held out
+    others = rng.normal(size=(400, 200)) + 0.35 * ROWS[:, None]
+    moved = (others @ alone.weight.T + alone.bias).argmax(1)
+    assert 0.3 < moved.mean() < 0.7
+
+
 def test_rows_of_one_patient_are_no_more_than_one():
     eight = np.tile([0, 1], 4)
-    pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 100)] for seed in range(20)]
+    pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 1000)] for seed in range(60)]
     alike = np.tile(np.arange(8).astype(str), 50)
     mixed = [
         np.mean([gated_stack(*pair, ROWS, whose).weight > 0 for pair in pairs]) for whose in (EACH, alike)

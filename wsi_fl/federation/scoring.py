@@ -16,7 +16,7 @@ from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
-from wsi_fl.learning.stacking import Stack, gated_stack, harms, own_alone, shared_alone, stack_by_rows
+from wsi_fl.learning.stacking import FEWEST, Stack, gated_stack, harms, own_alone, shared_alone, stack_by_rows
 from wsi_fl.learning.tasks import scored, strata
 from wsi_fl.learning.validation import LONE, STACK, answered, best_answer, reached, roles
 from wsi_fl.models.shared_head import SharedHead
@@ -79,15 +79,16 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
 def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
     """Return a site's mixture, as its run keeps it, given what its models say of its validation split, by role.
 
-    A site of one class, of one number or without an event asks what it has by joining, and so does one that lacks a
-    class which a shared head knows. Any other keeps to its lone model, unless rows that neither has learned by heart
-    speak for more; it also does where a shared head does harm on them.
+    A site that lacks a class, or has one number or no event, asks what it has by joining; so does one with a single row
+    of a class, unless a letter says what that row is worth. Any other keeps to its lone model, unless rows that neither
+    has learned by heart speak for more; it also does where a shared head does harm on them.
     """
     lone = LONE if LONE in site.learners else "private"
     joined = "proxy" if "proxy" in site.learners else "private"
     head, task = site.learners[joined].model, site.train.task
-    wanted = site.n_classes if task.kind == "classes" and isinstance(head, SharedHead) else 2
-    if len(np.unique(strata(site.train.label, task))) < wanted:
+    n_strata = site.n_classes if task.kind == "classes" else 2
+    counts = np.bincount(strata(site.train.label, task), minlength=n_strata)
+    if counts.min() < (1 if isinstance(head, SharedHead) or task.kind != "classes" else FEWEST):
         stack, seen = shared_alone(site.n_classes), None
     else:
         if site.validation is not None and lone == LONE:

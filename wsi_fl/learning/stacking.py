@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, one_each
 from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth
-from wsi_fl.learning.tuning import criterion, log_losses
+from wsi_fl.learning.tuning import criterion, log_losses, softmax
 
 _LEAST = 1e-12
 
@@ -144,8 +144,10 @@ def gated_stack(
 
     The joined model's logits are brought to the spread of the own one's, and midway between the classes. Of three
     weights that one is taken whose balanced log-loss is most surely less than the own model's: by more than a standard
-    error over patients, which is raised where a class has few. With n patients of the rarest class a weight is at most
-    n / (n + 7.5), so that with three or fewer the own model answers (studies/WORTH.md, Rounds).
+    error over patients, which is raised where a class has few. Both are tempered first, so that a mixture is not better
+    for being less sure of itself (Guo et al., "On calibration of modern neural networks", ICML 2017). With n patients
+    of the rarest class a weight is at most n / (n + 7.5), or a third (studies/WORTH.md, Rounds). With one patient of a
+    class nobody knows what chance could make.
 
     Args:
         own, joined: float64[n, classes], of rows whose patients the own model had not seen and the joined one does not
@@ -155,11 +157,16 @@ def gated_stack(
     """
     logits = _logits(own), _logits(joined)
     scales = _spread(logits[0], labels), _spread(logits[1], labels)
-    middle = mean_over_classes(logits[1], labels) * scales[0] / scales[1]
-    best, most = own_alone(own.shape[1]), 0.0
-    before, n = log_losses(own, labels), _fewest(labels, patient)
-    for weight in (one for one in _WEIGHTS if one <= n / (n + _PRIOR)):
-        stack = Stack(weight, scales, scales[0], tuple((-weight * middle).tolist()))
+    middle = mean_over_classes(logits[1], labels) / scales[1]
+    best, most, n = own_alone(own.shape[1]), 0.0, _fewest(labels, patient)
+    if n < FEWEST:
+        return best
+    alone = logits[0] / scales[0]
+    before = log_losses(softmax(_slope(alone, scales[0], labels) * alone), labels)
+    for weight in (one for one in _WEIGHTS if one <= max(_WEIGHTS[0], n / (n + _PRIOR))):
+        mixed = (1 - weight) * alone + weight * (logits[1] / scales[1] - middle)
+        slope = _slope(mixed, scales[0], labels)
+        stack = Stack(weight, scales, slope, tuple((-slope * weight * middle).tolist()))
         sure = _surely(before - log_losses(stack(own, joined), labels), labels, patient)
         if sure > most:
             best, most = stack, sure
@@ -169,6 +176,22 @@ def gated_stack(
 _WEIGHTS = (1 / 3, 1 / 2, 2 / 3)
 _PRIOR = 7.5
 """Patients that speak for the own model, beside those of the rarest class."""
+FEWEST = 2
+"""Rows of a class below which nothing can be held out, and patients below which they speak for no mixture."""
+
+
+def _slope(logits: NDArray[np.float64], usual: float, labels: Labels) -> float:
+    """Return what float64[n, classes] are multiplied with so that their balanced log-loss is least.
+
+    It is a quarter of what is usual at least, and four times that at most.
+    """
+    from scipy.optimize import minimize_scalar
+
+    def loss(log_factor: float) -> float:
+        said = softmax(usual * np.exp(log_factor) * logits)
+        return float(mean_over_classes(log_losses(said, labels), labels))
+
+    return usual * float(np.exp(minimize_scalar(loss, bounds=(-np.log(4), np.log(4)), method="bounded").x))
 
 
 def stacked(
@@ -187,7 +210,7 @@ def stacked(
         worth: of a head made of letters, how many rows own and shared ones are worth (`SharedHead.worth`).
     """
     n_classes = joined.shape[1]
-    if len(np.unique(labels)) < n_classes:
+    if np.bincount(labels, minlength=n_classes).min() < (1 if worth else FEWEST):
         return shared_alone(n_classes)
     if own is None:
         return own_alone(n_classes)
