@@ -133,7 +133,8 @@ def train(
         if resume is not None:
             summary = stage.resume(study, resume, without=without or (), **how)
             return stage.resume_series(study, resume, **how) or summary
-        if several or stage.is_series(study.pipeline(study.pipeline_name(pipeline), chosen["overrides"])):
+        keys = study.pipeline(study.pipeline_name(pipeline), chosen["overrides"]).train
+        if several or (keys.folds is not None and keys.fold is None):  # a run per fold
             return stage.train_series(study, seeds=seeds, leave_site_out=leave_site_out, **chosen, **how)
         return stage.train(study, **chosen, **how)
 

@@ -62,9 +62,7 @@ def evaluate(
 
 def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
     pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
-    sites = [
-        one for one in party.members if merged or party.has_store(one.name)
-    ]  # a hospital has its own alone
+    sites = [one for one in party.members if merged or party.has_store(one.name)]  # a hospital has its own
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
     receivers = _received(party, parts) if party.receivers else None
     predicts = receivers and receivers["sites"]

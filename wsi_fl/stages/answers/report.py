@@ -109,7 +109,11 @@ def _pictures(party: RunContext, stores: dict[str, PatchStore], *, of_patients: 
     for site in party.names:
         keys = (party.run.site(site).kept("package") or {"images": {}})["images"] | keys
     generated = {name: path for name in sorted(keys) if (path := study.generated(keys[name])).exists()}
-    overviews = {name: _overviews(study, name, store) for name, store in stores.items()}
+    overviews: dict[str, list[tuple[str, Path]]] = {}
+    for name, store in stores.items():
+        folder = study.store(name).parent / "overview"
+        drawn = [(slide, folder / f"{slide}.png") for slide in store.slides]
+        overviews[name] = [(slide, path) for slide, path in drawn if path.exists()]
     said = _said(party)
     made: dict[str, Callable[[str], Any]] = {
         "patches": lambda name: _samples(stores[name]),
@@ -250,10 +254,3 @@ def _samples(store: PatchStore) -> list[_Patch]:
         chosen = np.sort(rng.permutation(rows)[:_SAMPLES_PER_CLASS])
         out += [(name, pixels) for pixels in store.read(chosen)]
     return out
-
-
-def _overviews(study: Study, site: str, store: PatchStore) -> list[tuple[str, Path]]:
-    """(slide, picture) of the slides that have one."""
-    folder = study.store(site).parent / "overview"
-    found = [(slide, folder / f"{slide}.png") for slide in store.slides]
-    return [(slide, path) for slide, path in found if path.exists()]

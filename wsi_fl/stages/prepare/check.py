@@ -6,7 +6,7 @@ One patch or one bag is in memory at a time, and nothing is written.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,6 @@ def check(
     *,
     site: str | None,
     pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
     """Read all that one site has stored, or with `site` None every site of the pipeline; return the `--json` document.
@@ -41,7 +40,7 @@ def check(
     Raises:
         WsiFlError: when there is nothing to check.
     """
-    _, sites = asked_for(study, site, pipeline_name, overrides)
+    _, sites = asked_for(study, site, pipeline_name)
     rows = [_check_site(study, one.name, watcher or Silent()) for one in sites]
     if not any(row["read"] for row in rows):
         which = "--all" if site is None else f"--site {site}"
@@ -113,12 +112,8 @@ def _bags(data: str, study: Study, site: str) -> Iterator[list[_Step]]:
 
 def check_lines(document: dict[str, Any]) -> Lines:
     """Yield a row per site, and a line for each damage."""
-    rows = [
-        [row["site"], str(row["read"]), str(len(row["damaged"])), f"{row['seconds']:.1f}"]
-        for row in document["sites"]
-    ]
+    sites = document["sites"]
+    rows = [[row["site"], row["read"], len(row["damaged"]), f"{row['seconds']:.1f}"] for row in sites]
     yield Table("check", ["site", "read", "damaged", "s"], rows)
-    for row in document["sites"]:
-        for line in row["damaged"]:
-            yield Line(f"  {line}", "bold red")
+    yield from (Line(f"  {line}", "bold red") for row in sites for line in row["damaged"])
     yield Line("nothing is damaged" if document["ok"] else "damaged; see above for what mends it")

@@ -158,9 +158,8 @@ def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Fou
             notes.append(f"{site.name} is left out: none of its slides has a diagnosis{why}")
     if not kept:
         raise UsageError(f"{archive}: {notes[-1]}")
-    pairs = sorted(
-        {(record.tumor_type, record.diagnosis) for record in records}
-    )  # so that all sites agree on classes
+    # sorted, so that all sites agree on classes
+    pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
     subtypes = {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
     return _Found(layout, kept, columns, subtypes, notes)
 

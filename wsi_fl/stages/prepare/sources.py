@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,8 +11,8 @@ import numpy as np
 
 from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.slides.layouts.common import accounted, label_of, mpp_of, of_site, rows_of
+from wsi_fl.stages.site.data import patterns_of
 from wsi_fl.stages.site.targets import Subtypes, classes_of
-from wsi_fl.stages.work.console import say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -30,25 +29,19 @@ def sources_of(study: Study, site: SiteFile) -> Sources:
         raise UsageError(
             f"sites/{site.name}.toml: slides is missing; a site made by `wsi-fl partition` has none to tile"
         )
-    escaped = Study(Path(glob.escape(str(study.root))))  # the study's own folder may hold a [ or *
 
     def path(text: str | None) -> Path | None:
         return study.resolve(text) if text is not None else None
 
-    def patterns(given: str | list[str] | None) -> tuple[str, ...]:
-        return tuple(
-            str(escaped.resolve(one)) for one in ([given] if isinstance(given, str) else given or [])
-        )
-
     return Sources(
         site=site.name,
         label=f"sites/{site.name}.toml",
-        slides=patterns(site.slides),
+        slides=patterns_of(study, site.slides),
         annotations=path(site.annotations),
         labels=path(site.labels),
         split=path(site.split),
         mpp_override=site.mpp_override,
-        manifests=patterns(site.manifest),
+        manifests=patterns_of(study, site.manifest),
         slide_types=tuple(site.slide_types or ("DX",)),
         labelled=not site.receives,
         columns={str(key): name for key, name in site.columns.items()},
@@ -67,7 +60,7 @@ class Listed:
 
 
 def asked_for(
-    study: Study, site: str | None, pipeline_name: str | None, overrides: Sequence[str]
+    study: Study, site: str | None, pipeline_name: str | None, overrides: Sequence[str] = ()
 ) -> tuple[Pipeline, list[SiteFile]]:
     """Return the pipeline that a command runs, and the site that it names or else every site of the pipeline."""
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
@@ -91,8 +84,9 @@ def list_slides(
         said: list[str] = []
         records, aside = read_site(one.layout, replace(sources, tell=said.append))
         listed.append(Listed(study, one, pipeline, tuple(records), tuple(aside)))
-        for line in said if job and job.first else ():
-            say(f"  {one.name}: {line}")
+        if job is not None:
+            for line in said:
+                job.say(f"  {one.name}: {line}")
     return listed
 
 

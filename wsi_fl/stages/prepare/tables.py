@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import isnan
@@ -17,7 +16,7 @@ from wsi_fl.stages.prepare.sources import Quality
 from wsi_fl.stages.work.console import Line, Lines, Table, by_site, speed_lines
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import write_text
+from wsi_fl.system.files import write_csv
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, BagTable, SetAside, WsiFlError
 
 _NAMED = 20
@@ -119,10 +118,8 @@ def _aside_lines(rows: Sequence[Any], unit: str) -> Lines:
         ]
         notes = [f"{one['slide']}: {one['note']}" for one in row.get("notes", ())]
         for said, more in ((aside, "set aside; --json names all"), (notes, "such notes; --json has all")):
-            for line in said[:_NAMED]:
-                yield Line(f"  {row['site']}: {line}", "yellow")
-            if len(said) > _NAMED:
-                yield Line(f"  {row['site']}: and {len(said) - _NAMED} more {more}", "yellow")
+            rest = [f"and {len(said) - _NAMED} more {more}"] if len(said) > _NAMED else []
+            yield from (Line(f"  {row['site']}: {line}", "yellow") for line in [*said[:_NAMED], *rest])
         if not row["train"]:
             nothing = f"has no training {unit}, so nothing can be trained on it"
             yield Line(f"  {row['site']}: {nothing}", "bold yellow")
@@ -133,14 +130,12 @@ def write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
     if not any(one["aside"] or one["tissue_by"] != "saturation" for one in seen.values()):
         path.unlink(missing_ok=True)
         return
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["slide", "good", *KINDS, "tissue_by", "tissue_gain"])
+    rows: list[list[object]] = [["slide", "good", *KINDS, "tissue_by", "tissue_gain"]]
     for slide, one in seen.items():
         counts = [one["aside"].get(kind, 0) for kind in KINDS]
         gain = "" if isnan(one["tissue_gain"]) else f"{one['tissue_gain']:.3g}"
-        table.writerow([slide, one["good"], *counts, one["tissue_by"], gain])
-    write_text(path, text.getvalue())
+        rows.append([slide, one["good"], *counts, one["tissue_by"], gain])
+    write_csv(path, rows)
 
 
 def read_set_aside(path: Path) -> dict[str, dict[str, int]]:

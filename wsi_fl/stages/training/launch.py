@@ -164,13 +164,10 @@ def run_ranks(
                     raise WsiFlError(f"the sites wait for each other; continue with `{resume}`")
             if hanging:
                 ranks.kill(hanging)  # MPI can end the others only once these are gone
-            _end(process)
         except KeyboardInterrupt:
-            _end(process)
             raise WsiFlError(f"interrupted; continue with `{resume}`") from None
-        except BaseException:
+        finally:
             _end(process)
-            raise
         code = process.returncode
         reader.join(timeout=5)
     lost = hanging or (ranks.killed(log.read_bytes()[written:]) if code else {})

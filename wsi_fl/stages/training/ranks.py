@@ -81,33 +81,27 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, An
                 site.folder.log(said)
         for share in method.shares_at("before"):
             share.stage().bring_generated(party, sites, comm, watcher)
-        report = _reporter(sites, party.pipeline, watcher)
-        loop.run(sites, method, schedule_of(party), comm, report)
-        _scoring(party, sites, comm, report).run()
+        report, schedule = _reporter(sites, party.pipeline, watcher), schedule_of(party)
+        rounds = schedule.rounds
+        loop.run(sites, method, schedule, comm, report)
+        CrossSiteScoring(  # of what travelled, where hospitals keep their test parts to themselves
+            sites,
+            method,
+            comm,
+            party.names,
+            classes=tuple(party.data(sites[0].name).classes),
+            rounds=rounds,
+            masked=schedule.colluding is not None,
+            apart=not party.may_merge,
+            reporting_sites=[site.index for site in sites if party.tells_scores(site.name)],
+            alive=lambda site: report({"site": site.name, "round": rounds, "step": 1, "steps": 1}),
+        ).run()
         for share in method.shares_at("after"):
             share.stage().hand_over_models(party, sites, comm)
     rows = [dict(row) for row in comm.gather([row_of(site) for site in sites], SummaryRow, patient=True)]
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     return rows
-
-
-def _scoring(party: RunContext, sites: Sequence[Site], comm: Comm, report: loop._Report) -> CrossSiteScoring:
-    """What scores the models that travelled, where hospitals keep their test parts to themselves."""
-    rounds = party.pipeline.train.rounds
-
-    return CrossSiteScoring(
-        sites,
-        party.method,
-        comm,
-        party.names,
-        classes=tuple(party.data(sites[0].name).classes),
-        rounds=rounds,
-        masked=schedule_of(party).colluding is not None,
-        apart=not party.may_merge,
-        reporting_sites=[site.index for site in sites if party.tells_scores(site.name)],
-        alive=lambda site: report({"site": site.name, "round": rounds, "step": 1, "steps": 1}),
-    )
 
 
 def rank_main(run_path: Path) -> None:
