@@ -26,8 +26,7 @@ from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.export_model import Made, asked_for, card_of
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.importing import import_features
-from wsi_fl.stages.prepare.tables import tile_lines
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.tile import tile, tile_lines
 from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.plan import dry_run, plan_lines

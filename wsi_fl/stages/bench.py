@@ -51,6 +51,8 @@ _TUNING = -1
 _WAYS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
 """(rounds, learning rate) that are tried."""
 _NAMED_SKEWS = ("alike", "lacks")
+_NAMES = ("label", "patient")
+"""Columns of a table that are no features."""
 _COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
     *("rounds", "lr", "spent", "guarantee", "seconds"),
@@ -173,7 +175,6 @@ def _begin(table: FeatureTable, along: Directions | int, unit: Unit) -> None:
 
 
 def _done(work: _Work) -> list[dict[str, Any]]:
-    """Return the lines of one training."""
     began = time.monotonic()
     parts, test = drawn(_shared["table"], work.cell, work.seed)
     own: list[Probabilities] = []
@@ -450,9 +451,6 @@ def bench_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"{document['rows']}: a line for every seed and hospital; {document['page']}: the map")
 
 
-_NAMES = ("label", "patient")
-
-
 @dataclass(frozen=True)
 class FeatureTable:
     """Rows of features with labels.
@@ -494,14 +492,11 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     Raises:
         UsageError: for anything else, fewer than two classes, or numbers that are none.
     """
+    readers = {".npz": _of_arrays, ".csv": _of_csv, ".h5": _of_store}
     if path.is_dir():
         x, y, patient = _of_folder(path, labels)
-    elif path.suffix == ".npz":
-        x, y, patient = _of_arrays(path)
-    elif path.suffix == ".csv":
-        x, y, patient = _of_csv(path)
-    elif path.suffix == ".h5":
-        x, y, patient = _of_store(path)
+    elif path.suffix in readers:
+        x, y, patient = readers[path.suffix](path)
     else:
         raise UsageError(f"{path}: features are read from .npz, .csv, .h5, or a folder of TRIDENT's")
     classes, numbers = np.unique(y, return_inverse=True)
@@ -536,13 +531,12 @@ def _of_csv(path: Path) -> _Columns:
 
 def _of_store(path: Path) -> _Columns:
     with BagStore(path) as store:
+        classes = np.array(store.meta.classes)
         if store.own_labels:
             patches = store.patches
-            names = np.array(store.meta.classes)[patches.label]
-            return store.read(np.arange(len(patches.label))), names, np.array(patches.patient)
-        columns, bags = store.table, [store.bag(k).features for k in range(len(store))]
-        names = np.array(store.meta.classes)[columns.label]
-        return np.stack([bag.mean(0) for bag in bags]), names, np.array(columns.patient)
+            return store.read(np.arange(len(patches))), classes[patches.label], np.array(patches.patient)
+        means = [store.bag(k).features.mean(0) for k in range(len(store))]
+        return np.stack(means), classes[store.table.label], np.array(store.table.patient)
 
 
 def _of_folder(path: Path, labels: Path | None) -> _Columns:

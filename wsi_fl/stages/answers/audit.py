@@ -125,14 +125,10 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
     rows = []
     for model in _attacked(party, index):
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
-        rows.append(
-            {
-                "model": model.name,
-                "dp": model.dp,
-                "membership": _membership(model, members, others, pipeline.evaluate.bootstrap),
-                "canaries": _canaries(model, planted, upper, account["delta"], level) if planted else None,
-            }
-        )
+        found: dict[str, Any] = {"model": model.name, "dp": model.dp}
+        found["membership"] = _membership(model, members, others, pipeline.evaluate.bootstrap)
+        found["canaries"] = _canaries(model, planted, upper, account["delta"], level) if planted else None
+        rows.append(found)
     wrote = party.method.once and (not party.by_files or name in party.releases)
     return {
         "site": name,

@@ -159,10 +159,8 @@ def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
 
 def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: int) -> dict[str, Any]:
     """One site's answers, class by class; of two classes the second one is the case."""
-    patients, called = (
-        measures.together([one.patients for one in told]),
-        np.concatenate([one.called for one in told]),
-    )
+    patients = measures.together([one.patients for one in told])
+    called = np.concatenate([one.called for one in told])
     groups = [one.groups for one in told if one.groups is not None]
     alone = [one.alone for one in told if one.alone is not None]
     theirs = measures.together(alone) if len(alone) == len(told) else None
@@ -171,11 +169,10 @@ def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: in
     for k in range(len(table.outputs)) if len(table.outputs) > 2 else [1]:
         score, positive, case = patients.said[:, k], called == k, patients.truth == k
         more = None if theirs is None else measures.auroc_difference(score, theirs.said[:, k], case)
+        whose = measures.subgroups(np.concatenate(groups), positive, case, score, least) if groups else None
         found[table.outputs[k]] = measures.described(score, positive, case, prevalence) | {
             "net_benefit": measures.net_benefit(score, case, _THRESHOLDS, prevalence),
-            "subgroups": measures.subgroups(np.concatenate(groups), positive, case, score, least)
-            if groups
-            else None,
+            "subgroups": whose,
             "over_alone": asdict(more) if more else None,
         }
     return {

@@ -388,7 +388,6 @@ def _warning_of(card: Mapping[str, Any]) -> str:
 
 
 def _rendered(card: Mapping[str, Any]) -> str:
-    """The card as Markdown."""
     gain, scores = card["worth"], (card["metrics"] or {}).get("scores", ())
     joining = None
     if gain:

@@ -175,7 +175,6 @@ def _of_slide(
 def _drawn(
     predictor: Predictor, record: SlideRecord, base: Base, heat: Heat, colors: list[Color], *said: str
 ) -> bytes:
-    """The heatmap over the slide's thumbnail."""
     spec, of = predictor.meta.spec, "mosaic of " if predictor.kind.data == "mosaics" else ""
     where = f"{predictor.run.name} · {predictor.site.name} · {of}{len(heat.boxes_l0)} patches"
     caption = Caption(record.slide, f"{where} of {spec.size_px} px at {spec.mpp:g} µm", *said)

@@ -123,9 +123,8 @@ class SlidePrediction:
             return f"{self.names[0]} {self.whole[0]:.3g}", ""
         if self.task.kind == "survival":
             *before, (end, last) = zip(self.names, self.whole.tolist(), strict=True)
-            return f"{last:.2f} without the event at {end}", "; ".join(
-                f"{p:.2f} at {name}" for name, p in before
-            )
+            earlier = "; ".join(f"{p:.2f} at {name}" for name, p in before)
+            return f"{last:.2f} without the event at {end}", earlier
         ranked = sorted(zip(self.whole.tolist(), self.names, strict=True), reverse=True)[1:3]
         others = "; ".join(f"{other} {p:.2f}" for p, other in ranked if p > 0)
         return f"{self.names[self._best]} {self.whole[self._best]:.2f}", others

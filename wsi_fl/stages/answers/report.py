@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -109,29 +110,21 @@ def _pictures(party: RunContext, stores: dict[str, PatchStore], *, of_patients: 
     for site in party.names:
         keys = (party.run.site(site).kept("package") or {"images": {}})["images"] | keys
     generated = {name: path for name in sorted(keys) if (path := study.generated(keys[name])).exists()}
-    overviews: dict[str, list[tuple[str, Path]]] = {}
+    found: dict[str, dict[str, Callable[[], Any]]] = {
+        "patches": {name: partial(_samples, store) for name, store in stores.items()},
+        "overviews": {},
+        "generated": {name: partial(_generated_samples, path) for name, path in generated.items()},
+        "said": {name: partial(tuple, said) for name, said in _said(party).items()},
+    }
     for name, store in stores.items():
         folder = study.store(name).parent / "overview"
-        drawn = [(slide, folder / f"{slide}.png") for slide in store.slides]
-        overviews[name] = [(slide, path) for slide, path in drawn if path.exists()]
-    said = _said(party)
-    made: dict[str, Callable[[str], Any]] = {
-        "patches": lambda name: _samples(stores[name]),
-        "overviews": lambda name: [(slide, path.read_bytes()) for slide, path in overviews[name]],
-        "generated": lambda name: _generated_samples(generated[name]),
-        "said": said.__getitem__,
-    }
-    found = {
-        "patches": list(stores),
-        "overviews": [name for name, pictures in overviews.items() if pictures],
-        "generated": list(generated),
-        "said": list(said),
-    }
-    real = {kind: [name for name in names if name not in simulated] for kind, names in found.items()}
+        if drawn := {slide: path for slide in store.slides if (path := folder / f"{slide}.png").exists()}:
+            found["overviews"][name] = partial(_read, drawn)
+    real = {kind: [name for name in makers if name not in simulated] for kind, makers in found.items()}
     hidden = {} if of_patients else {kind: names for kind, names in real.items() if names}
     shown = {
-        kind: {name: make(name) for name in found[kind] if name not in hidden.get(kind, ())}
-        for kind, make in made.items()
+        kind: {name: make() for name, make in makers.items() if name not in hidden.get(kind, ())}
+        for kind, makers in found.items()
     }
     return shown | {"left_out": hidden, "patients_of": _once(real) if of_patients else []}
 
@@ -238,6 +231,10 @@ def _mosaics(data: Data) -> dict[str, Any]:
     sizes = store.sizes
     bag = {"least": int(sizes.min()), "median": float(np.median(sizes)), "most": int(sizes.max())}
     return {"n_features": store.n_features, "encoder": store.meta.encoder, "bag": bag}
+
+
+def _read(pictures: Mapping[str, Path]) -> list[tuple[str, bytes]]:
+    return [(slide, path.read_bytes()) for slide, path in pictures.items()]
 
 
 def _generated_samples(path: Path) -> list[_Patch]:

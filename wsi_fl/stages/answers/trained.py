@@ -129,24 +129,17 @@ def answering(
     """The models that answer for a site; with `every`, the others too."""
     answer, stack = answers_with(run, pipeline, site.name), _stack_of(run, site.name)
     wanted = _roles_of(run, site.name) if every else roles(answer, stack)
-    models = {role: _model(run, pipeline, site, role, classes, shape) for role in wanted}
-    ready = {role: model.to(device).eval() for role, model in models.items()}
-    return TrainedModels(ready, answer, device, stack)
-
-
-def _model(
-    run: RunFolder, pipeline: Pipeline, site: SiteFile, role: str, classes: Sequence[str], shape: Shape
-) -> torch.nn.Module:
-    """A site's model with its trained weights."""
-    common = role == "private" == method_for(run.manifest["method"], pipeline).travels
-    name = architecture(site, pipeline, role, common=common)
-    # its initial weights are all overwritten
-    model = build(name, n_classes=len(classes), shape=shape, seed=0, start=start_of(pipeline))
-    try:
-        model.load_state_dict(run.site(site.name).load_model(role))
-    except RuntimeError:
-        raise WsiFlError(
-            f"{run.name}: the {role} model of {site.name} does not fit {name} for {shape} and {len(classes)} classes; "
-            f"was private_model in sites/{site.name}.toml changed since the run?"
-        ) from None
-    return model
+    models, travels = {}, method_for(run.manifest["method"], pipeline).travels
+    for role in wanted:
+        name = architecture(site, pipeline, role, common=role == "private" == travels)
+        # its initial weights are all overwritten
+        model = build(name, n_classes=len(classes), shape=shape, seed=0, start=start_of(pipeline))
+        try:
+            model.load_state_dict(run.site(site.name).load_model(role))
+        except RuntimeError:
+            raise WsiFlError(
+                f"{run.name}: the {role} model of {site.name} does not fit {name} for {shape} and {len(classes)} "
+                f"classes; was private_model in sites/{site.name}.toml changed since the run?"
+            ) from None
+        models[role] = model.to(device).eval()
+    return TrainedModels(models, answer, device, stack)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +27,8 @@ from wsi_fl.slides.pictures.overview import draw_mosaic, small_copy
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare.sources import (
-    Done,
-    Listed,
-    asked_for,
-    finish,
-    labelled,
-    list_slides,
-    set_aside,
-    share_slides,
-    stored_classes,
-    table_of,
-)
-from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
+from wsi_fl.stages.prepare import sources
+from wsi_fl.stages.prepare.sources import Done, Listed, Which
 from wsi_fl.stages.prepare.tile_plans import tissue_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
@@ -143,13 +132,13 @@ class Way(Generic[_Item]):
         """
         began, folder, n = time.perf_counter(), self.path.parent, len(self.items)
         with job.first_holds(locked(folder, self.site)):
-            made = share_slides(
+            made = sources.share_slides(
                 job,
                 self.items,
                 self._shards,
                 lambda done, one: watcher.update(self.site, done, n, self.name(one)),
             )
-            row = finish(job, made, self.write, (folder / self.data,))
+            row = sources.finish(job, made, self.write, (folder / self.data,))
         if row is None:
             return {}, {}
         seconds = time.perf_counter() - began
@@ -311,20 +300,20 @@ class _OfSite(OfSlides):
 
     def write(self, made: list[Done]) -> dict[str, Any]:
         listed, pipeline = self.listed, self.listed.pipeline
-        failed = [*self.aside, *set_aside(made)]
+        failed = [*self.aside, *sources.set_aside(made)]
         kept = [record for record, one in zip(self.items, made, strict=True) if one.patches]
         if not kept:
-            raise WsiFlError(f"site {self.site}: no slide gave a mosaic; {first_reason(failed)}")
+            raise WsiFlError(f"site {self.site}: no slide gave a mosaic; {sources.first_reason(failed)}")
         shards = [stored.read_bag_shard(self.shard(record.slide)) for record in kept]
-        table = table_of(kept, pipeline.subtypes, listed.site)
+        table = sources.table_of(kept, pipeline.subtypes, listed.site)
         subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
-        classes = stored_classes(listed.site, subtypes)
+        classes = sources.stored_classes(listed.site, subtypes)
         meta = BagMeta(
             self.site, classes, self.encoder.label, self.spec, "mosaic", subtypes, _recipe(pipeline)
         )
         mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
         stored.write_bags(self.path, meta, table, [shard.bag for shard in shards], mpp_l0)
-        return mosaic_row(
+        return sources.mosaic_row(
             listed.study,
             meta,
             table,
@@ -397,22 +386,15 @@ class _OfStore(Way[str]):
         }
 
 
-def mosaic(
-    study: Study,
-    *,
-    site: str | None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    watcher: Watcher | None = None,
-) -> dict[str, Any]:
-    """Make the mosaics of one site, or with `site` None of every site of the pipeline; return the `--json` document.
+def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
+    """Make the mosaics of one site, or of every site of the pipeline; return the `--json` document.
 
     Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
 
     def prepare(job: Job) -> Iterator[Way[SlideRecord]]:
-        listed = list_slides(study, site, pipeline_name, overrides, job)
-        known = [labelled(one.records, one.pipeline.subtypes, one.site) for one in listed]
+        listed = sources.list_slides(study, job, **which)
+        known = [sources.labelled(one.records, one.pipeline.subtypes, one.site) for one in listed]
         pipeline, settings = listed[0].pipeline, listed[0].pipeline.mosaic
         if unusual := warning_of(settings.encoder, settings.size_px, settings.mpp):
             job.say(f"  {unusual}", "yellow")
@@ -423,21 +405,14 @@ def mosaic(
     return _make(prepare, watcher)
 
 
-def features(
-    study: Study,
-    *,
-    site: str | None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    watcher: Watcher | None = None,
-) -> dict[str, Any]:
-    """Make the features of one site, or with `site` None of every site of the pipeline; return the `--json` document.
+def features(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
+    """Make the features of one site, or of every site of the pipeline; return the `--json` document.
 
     Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
 
     def prepare(job: Job) -> Iterator[Way[str]]:
-        pipeline, sites = asked_for(study, site, pipeline_name, overrides)
+        pipeline, sites = sources.asked_for(study, **which)
         stores = [open_store(study, one.name) for one in sites]
         encoder = encoder_of(study, pipeline, "features", job.threads, job.say)
         for store in stores:

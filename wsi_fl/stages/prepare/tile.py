@@ -7,6 +7,7 @@ fits is not read again, so a killed job loses at most the slide in hand.
 
 from __future__ import annotations
 
+import csv
 import shutil
 import tempfile
 import time
@@ -14,21 +15,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from math import isfinite
+from math import isfinite, isnan
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.patches import SlidePlan
+from wsi_fl.slides.patching.quality import KINDS
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.slides.pictures.overview import draw_overview
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare.sources import Done, Listed, Quality, finish, list_slides, set_aside, share_slides
-from wsi_fl.stages.prepare.tables import first_reason, write_quality
+from wsi_fl.stages.prepare import sources
+from wsi_fl.stages.prepare.sources import Done, Listed, Quality, Which
 from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each, quality_of_plan, spec_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher, partly, reason_of, say
 from wsi_fl.stages.work.job import Job
@@ -38,7 +40,7 @@ from wsi_fl.stores.patches import SlideSource, quality_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system import jpeg
-from wsi_fl.system.files import locked, write_bytes
+from wsi_fl.system.files import locked, write_bytes, write_csv
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, DiskFull, GridSpec, PatchTable, WsiFlError
 
@@ -55,21 +57,14 @@ _SLIDES_AT_ONCE = 2
 _T = TypeVar("_T")
 
 
-def tile(
-    study: Study,
-    *,
-    site: str | None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    watcher: Watcher | None = None,
-) -> dict[str, Any]:
-    """Tile one site, or with `site` None every site of the pipeline; return the `--json` document.
+def tile(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
+    """Tile one site, or every site of the pipeline; return the `--json` document.
 
     Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
     job = Job()
     told = job.watched(watcher)
-    listed = job.each(lambda: list_slides(study, site, pipeline_name, overrides, job))
+    listed = job.each(lambda: sources.list_slides(study, job, **which))
     for one in listed:
         weak = sum(record.supervision == "weak" for record in one.records)
         if weak:
@@ -80,9 +75,9 @@ def tile(
             )
         told.update(one.site.name, 0, len(one.records))
     rows = [_tile_site(one, job, told) for one in listed]
-    which = "--all" if site is None else f"--site {site}"
-    named = "" if pipeline_name is None else f" --pipeline {pipeline_name}"
-    steps = _next_steps(listed[0].pipeline, which, named)
+    site, name = which["site"], which.get("pipeline_name")
+    named = "" if name is None else f" --pipeline {name}"
+    steps = _next_steps(listed[0].pipeline, "--all" if site is None else f"--site {site}", named)
     if listed[0].site.real and len(study.site_names()) == 1:  # a hospital among others
         steps[-1] = "wsi-fl federation approve PLAN --kit KIT"
     return {"sites": rows, "next": steps} if job.first else {}
@@ -109,7 +104,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     failed = list(listed.aside)
     with job.first_holds(locked(store.parent, name)):
         n = len(records)
-        planned = share_slides(
+        planned = sources.share_slides(
             job,
             range(n),
             lambda mine: plan_each(mine, listed, plans, job.threads),
@@ -126,24 +121,24 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
 
         chosen = job.each(choose_rows)
         n_planned = len(chosen)
-        written = share_slides(
+        written = sources.share_slides(
             job,
             chosen,
             shards.write_each,
             lambda done, one: watcher.update(name, (n_planned + done) / 2, n_planned, plans.slide(one[0])),
         )
-        failed += set_aside((*planned, *written))
+        failed += sources.set_aside((*planned, *written))
 
         def write_columns(done: list[Done]) -> stored.Counts:
             paths = [shards.path(one.slide) for one in done if one.patches]
             if not paths:
-                raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
+                raise WsiFlError(f"site {name}: no slide gave a patch; {sources.first_reason(failed)}")
             classes = UNLABELLED if listed.site.receives else CLASSES
             meta = StoreMeta(name, classes, plans.spec, min_tissue=pipeline.tile.min_tissue)
             return stored.linked(store, meta, paths) or stored.link_shards(store, meta, paths)
 
         folders = (*(store.parent / part for part in ("slides", "overview")), plans.folder)
-        counts = finish(job, written, write_columns, folders)
+        counts = sources.finish(job, written, write_columns, folders)
     if counts is None:
         return {}
     contents = [one.content for one in written if one.patches]
@@ -195,14 +190,89 @@ def _chosen(plans: Plans, planned: Sequence[Done], pipeline: Pipeline) -> list[t
     return list(zip(numbers, keep, strict=True))
 
 
-def estimate(
-    study: Study,
-    *,
-    site: str | None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    watcher: Watcher | None = None,
-) -> dict[str, Any]:
+def tile_lines(document: dict[str, Any]) -> Lines:
+    """Yield the table of the paper (Table 1), labels × train and test × sites, and what was set aside."""
+    rows = document["sites"]
+    lines: list[list[Any] | None] = []
+    for split in SPLITS:
+        counts = [row["table"][split] for row in rows]
+        if any(sum(count.values()) for count in counts):
+            names = dict.fromkeys(name for count in counts for name in count)
+            lines += [[f"{split} {name}", *(count.get(name, 0) for count in counts)] for name in names]
+            lines += [[f"{split} sum", *(sum(count.values()) for count in counts)], None]
+    yield sources.summed("patches", rows, lines)
+    yield from sources.aside_lines(rows, "patch")
+    for row in rows:
+        yield from quality_lines(row)
+        missing = [name for name in CLASSES if not row[name]]
+        untested = [name for name in CLASSES if not row["table"]["test"].get(name)]
+        if UNLABELLED[0] in row["table"]["train"]:
+            continue
+        if missing:
+            yield Line(f"  {row['site']}: has no {missing[0]} patch at all", "bold yellow")
+        elif untested and row["train"]:
+            what = "test patch" if len(untested) == len(CLASSES) else f"{untested[0]} patch for testing"
+            yield Line(
+                f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in its "
+                "table, or raise slides.test_fraction",
+                "bold yellow",
+            )
+    if idle := [row["site"] for row in rows if not row["train"]]:
+        yield Line(f"not ready ({', '.join(idle)}); see what was set aside, then run `wsi-fl tile` again")
+        return
+    stores = ", ".join(row["store"] for row in rows)
+    yield Line(f"stores ready ({stores}); next: {' && '.join(document['next'])}")
+
+
+def quality_lines(row: Mapping[str, Any]) -> Lines:
+    """Say what patches of a site were set aside for, and where tissue was not found by saturation."""
+    where = Path(row["store"]).parent / "quality.csv"
+    if aside := row["set_aside"]:
+        said = ", ".join(f"{n} {kind}" for kind, n in aside.items())
+        n = sum(aside.values())
+        yield Line(f"  {row['site']}: {n} patches set aside ({said}); by slide: {where}", "yellow")
+    for name, one in row["tissue"].items():
+        if name != "saturation":
+            gain = one["gain"]
+            beside = "where saturation finds none" if gain is None else f"{gain:.2g} × that by saturation"
+            area = "" if name == "masks" else f", its area {beside}"
+            yield Line(
+                f"  {row['site']}: tissue of {one['slides']} slides by {name}{area}; by slide: {where}"
+            )
+
+
+def write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
+    """Write a line per slide; no file where nothing was set aside and all tissue was found by saturation."""
+    if not any(one["aside"] or one["tissue_by"] != "saturation" for one in seen.values()):
+        path.unlink(missing_ok=True)
+        return
+    rows: list[list[object]] = [["slide", "good", *KINDS, "tissue_by", "tissue_gain"]]
+    for slide, one in seen.items():
+        counts = [one["aside"].get(kind, 0) for kind in KINDS]
+        gain = "" if isnan(one["tissue_gain"]) else f"{one['tissue_gain']:.3g}"
+        rows.append([slide, one["good"], *counts, one["tissue_by"], gain])
+    write_csv(path, rows)
+
+
+def read_set_aside(path: Path) -> dict[str, dict[str, int]]:
+    """Return slide → how many patches were set aside for which fault, as `write_quality` wrote it; {} for no file.
+
+    Raises:
+        WsiFlError: when it is another table.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return {
+                line["slide"]: {kind: n for kind in KINDS if (n := int(line[kind]))}
+                for line in csv.DictReader(file)
+            }
+    except (KeyError, TypeError, ValueError):
+        raise WsiFlError(f"{path}: not what `wsi-fl tile` writes; tile the site again") from None
+
+
+def estimate(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
     """Return as the `--json` document how many patches, bytes and seconds one site or every site would take.
 
     A few of its slides are tried; nothing is kept.
@@ -211,7 +281,7 @@ def estimate(
         WsiFlError: when none of the slides that were tried gives a patch.
     """
     job, told = Job(), watcher or Silent()
-    rows = [_estimate_site(one, job, told) for one in list_slides(study, site, pipeline_name, overrides)]
+    rows = [_estimate_site(one, job, told) for one in sources.list_slides(study, **which)]
     whole = {key: sum(row[key] for row in rows) for key in ("slides", "patches", "bytes", "seconds")}
     return {"sites": rows, **whole, "free_bytes": shutil.disk_usage(study.root).free}
 
@@ -227,10 +297,10 @@ def _estimate_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]
         for one in plan_each(range(tried), listed, plans, job.threads):
             planned.append(one)
             watcher.update(name, len(planned) / 2, tried, "finding tissue")
-        planning, failed = time.perf_counter() - began, set_aside(planned)
+        planning, failed = time.perf_counter() - began, sources.set_aside(planned)
         chosen = _chosen(plans, planned, pipeline)
         if not chosen:
-            raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
+            raise WsiFlError(f"site {name}: no slide gave a patch; {sources.first_reason(failed)}")
         counts = {number: int(rows.sum()) for number, rows in chosen}
         # 2. the pixels of some of their patches
         began, read = time.perf_counter(), 0
@@ -343,21 +413,15 @@ class Shards:
     def _write_slide(self, plan: SlidePlan, keep: NDArray[np.bool_]) -> tuple[str, Marked]:
         """One shard, unless it is there and current; what `content_of` says of it."""
         record, shard, n = plan.record, self.path(plan.record.slide), int(keep.sum())
-        split, reasons = record.split or "train", plan.aside_reason.tolist()
+        split = record.split or "train"
         # what else decides a slide's pixels: its size on disk, where it has no quickhash, and a reader by name
         size = record.path.stat().st_size if record.path.is_file() else 0
         source = f"{size} {plan.mpp!r}" + ("" if self._reader == "auto" else f" {self._reader}")
-        meta = stored.ShardMeta(
-            record.slide,
-            record.patient,
-            split,
-            self._spec,
-            plan.quickhash,
-            source,
-            self.content,
-            tuple((x, y, why) for (x, y), why in zip(plan.aside_xy_l0.tolist(), reasons, strict=True)),
-        )
-        whole = (np.full(n, text) for text in (record.slide, record.patient, split))
+        about = (record.slide, record.patient, split)
+        reasons = zip(plan.aside_xy_l0.tolist(), plan.aside_reason.tolist(), strict=True)
+        aside = tuple((x, y, why) for (x, y), why in reasons)
+        meta = stored.ShardMeta(*about, self._spec, plan.quickhash, source, self.content, aside)
+        whole = (np.full(n, text) for text in about)
         table = PatchTable(plan.xy_l0[keep], plan.label[keep], plan.tumor_fraction[keep], *whole)
         stale = stored.why_stale(shard, meta, table)
         if stale:

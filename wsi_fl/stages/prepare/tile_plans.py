@@ -54,15 +54,12 @@ def params_of(study: Study, pipeline: Pipeline) -> PlanParams:
             digest = sha256_of(study.resolve(tiling.segmenter))
         except OSError as error:
             raise UsageError(f"tile.segmenter = {tiling.segmenter!r}: {error.strerror}") from None
+    most = {f"max_{fault}": share for fault, share in tiling.qc.items()}
     return PlanParams(
         min_tissue=tiling.min_tissue,
         tissue=tissue_of(study, pipeline),
         groups=tiling.groups,
-        quality=QualityParams(
-            tuple(tiling.qc),
-            **{f"max_{fault}": share for fault, share in tiling.qc.items()},
-            segmenter=digest,
-        ),
+        quality=QualityParams(tuple(tiling.qc), **most, segmenter=digest),
     )
 
 

@@ -30,7 +30,7 @@ from wsi_fl.learning.examples import (
     in_memory,
     resized,
 )
-from wsi_fl.learning.tasks import CLASSES, Task, strata
+from wsi_fl.learning.tasks import Task, strata
 from wsi_fl.learning.validation import folds_of
 from wsi_fl.runs.site import PIXELS
 from wsi_fl.slides.reading.probe import check_opens_safely
@@ -39,13 +39,20 @@ from wsi_fl.stages.site.targets import answers, classes_of, outputs_of, task_of
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore, SlideSource, SlideUnreadable
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, Train
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.machine import n_cores
 from wsi_fl.types import BagTable, GridSpec, PatchTable, Shape, UsageError, WsiFlError
 
 _OPEN_SLIDES = 16
 _MOST_THREADS = 8
+_READ = 4096
+"""Features read at a time."""
+_INSTEAD = {
+    "slide": "train.example = 'patch'",
+    "patient": "train.example = 'slide' and model.private = model.proxy = 'mean_head', or give a patient one label",
+}
+"""What to ask of instead."""
 
 
 class _SlidePixels:
@@ -123,7 +130,6 @@ def slides_of(study: Study, site: SiteFile) -> Iterator[Path]:
 
 Table = PatchTable | BagTable
 _Opened = TypeVar("_Opened", PatchStore, BagStore)
-_AnyTable = TypeVar("_AnyTable", bound=PatchTable | BagTable)
 
 
 class Data:
@@ -143,7 +149,7 @@ class Data:
     @property
     def task(self) -> Task:
         """What is asked of an example."""
-        return CLASSES
+        return task_of(self.pipeline.target)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -151,9 +157,24 @@ class Data:
         return self.store.meta.classes
 
     @cached_property
+    def whole(self) -> Any:
+        """The columns of all examples, with the truth as label and the splits of the store."""
+        return self.store.table
+
+    @cached_property
     def table(self) -> Any:
-        """The columns of all examples, with the truth as label and the splits that the run uses."""
-        return divided(self.store.table, self.pipeline.train, self.site)
+        """The same with the splits that the run uses: those of its fold, where it is one of folds."""
+        table, train = self.whole, self.pipeline.train
+        if train.folds is None or train.fold is None:
+            return table
+        try:
+            kind = strata(table.label, self.task)
+            fold = folds_of(
+                table.patient, kind, n_folds=train.folds, seed=train.seed, stratified=train.stratify
+            )
+        except UsageError as error:
+            raise UsageError(f"site {self.site}: {error}") from None
+        return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))
 
     @property
     def without_answer(self) -> str:
@@ -278,18 +299,6 @@ def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
     return digest
 
 
-def divided(table: _AnyTable, train: Train, site: str, task: Task = CLASSES) -> _AnyTable:
-    """Return a store's table, with the splits of the run's fold in place of its own where the run is one of folds."""
-    if train.folds is None or train.fold is None:
-        return table
-    try:
-        kind = strata(table.label, task)
-        fold = folds_of(table.patient, kind, n_folds=train.folds, seed=train.seed, stratified=train.stratify)
-    except UsageError as error:
-        raise UsageError(f"site {site}: {error}") from None
-    return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))
-
-
 def examples_of(
     store: PatchStore,
     split: str,
@@ -309,17 +318,6 @@ def examples_of(
     return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
 
 
-_READ = 4096
-"""Features read at a time."""
-
-
-_INSTEAD = {
-    "slide": "train.example = 'patch'",
-    "patient": "train.example = 'slide' and model.private = model.proxy = 'mean_head', or give a patient one label",
-}
-"""What to ask of instead."""
-
-
 class _Bagged(Data):
     """The rows of a bag store, as `train.example` says, and what the site's own table says of them (`[target]`)."""
 
@@ -330,10 +328,6 @@ class _Bagged(Data):
         target = pipeline.target
         self.answers = answers(study, study.site(site), target, store.table) if target.asked else None
         self.example = pipeline.example
-
-    @property
-    def task(self) -> Task:
-        return task_of(self.pipeline.target)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -356,13 +350,13 @@ class _Bagged(Data):
 
     @cached_property
     def whole(self) -> Table:
-        """The columns of all examples, with the splits of the store; a receiver's are all to be predicted."""
-        table = self._whole()
+        """As of all data; a receiver's examples are all to be predicted."""
+        table = self._rows()
         if not self.receives:
             return table
         return replace(table, label=np.zeros_like(table.label), split=np.full(len(table), "test"))
 
-    def _whole(self) -> Table:
+    def _rows(self) -> Table:
         if self.answers is not None:
             return self.answers.table
         if self.example == "patch":
@@ -372,10 +366,6 @@ class _Bagged(Data):
         if self.store.own_labels and self.store.meta.classes != types.CLASSES:
             self._require_one(self.store.bag_of_patch, self.store.table.slide, "slide")
         return self.store.table
-
-    @cached_property
-    def table(self) -> Any:
-        return divided(self.whole, self.pipeline.train, self.site, self.task)
 
     def _patients(self) -> BagTable:
         """A row per patient, in the order of the store; one with any tumour is a tumour."""

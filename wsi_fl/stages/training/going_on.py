@@ -229,7 +229,6 @@ def choose_run(told: Mapping[str, Runs]) -> str:
 
 
 def _rounds_in(run: str, has: Runs) -> int:
-    """How many rounds of a run a site has finished."""
     return max((one["rounds"] for one in has["runs"] if one["identity"] == run), default=0)
 
 

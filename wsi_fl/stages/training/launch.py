@@ -164,6 +164,7 @@ def run_ranks(
                     raise WsiFlError(f"the sites wait for each other; continue with `{resume}`")
             if hanging:
                 ranks.kill(hanging)  # MPI can end the others only once these are gone
+            _end(process)
         except KeyboardInterrupt:
             raise WsiFlError(f"interrupted; continue with `{resume}`") from None
         finally:
@@ -236,11 +237,11 @@ class _Ranks:
     def killed(self, log: bytes) -> dict[str, str]:
         """The sites whose processes ended by a signal, as MPI's launcher said."""
         of_pid = {pid: site for site, pid in self._pids.items()}
-        found = {}
-        for pid, sign in _KILLED.findall(log):
-            if int(pid) in of_pid:
-                found[of_pid[int(pid)]] = f"its process was killed by {_signal_name(int(sign))}"
-        return found
+        return {
+            of_pid[int(pid)]: f"its process was killed by {_signal_name(int(sign))}"
+            for pid, sign in _KILLED.findall(log)
+            if int(pid) in of_pid
+        }
 
     def kill(self, sites: dict[str, str]) -> None:
         for site in sites:

@@ -53,6 +53,7 @@ def privacy(
         best = planned(n, epochs, target_epsilon, delta)
         mechanism, batch_size = best.mechanism, best.batch_size
     value = accounting.epsilon([mechanism], delta)
+    worth = accounting.group_epsilon([mechanism], delta, group) if group else None
     return {
         "epsilon": value if isfinite(value) else None,
         "detection": accounting.detection([mechanism]) if isfinite(value) else None,
@@ -72,9 +73,7 @@ def privacy(
             }
             for way in ways
         ],
-        "group": {"rows": group, "epsilon": accounting.group_epsilon([mechanism], delta, group)}
-        if group
-        else None,
+        "group": {"rows": group, "epsilon": worth} if group else None,
     }
 
 

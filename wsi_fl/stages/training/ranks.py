@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, MpiComm
@@ -25,6 +25,7 @@ from wsi_fl.stages.site.account import group_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_budgets
+from wsi_fl.stages.training.going_on import Asked, which_run
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import SummaryRow, row_of, summary_of
 from wsi_fl.stages.training.workshop import brought, build_site, leaving_words, remember, schedule_of
@@ -34,8 +35,6 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import write_json
 from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError
-
-_AnyComm = TypeVar("_AnyComm", bound=Comm)
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
@@ -185,23 +184,21 @@ def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_
         note(log, f"{category.__name__}: {message}")
 
 
-def join(
-    party: RunContext, ranks: int, run_of: Callable[[Comm], RunFolder], running: tuple[int, ...]
-) -> dict[str, Any]:
+def join(party: RunContext, ranks: int, asked: Asked) -> dict[str, Any]:
     """Be one of the ranks that mpiexec or srun started; the first one returns the summary."""
+    running, names = party.running, party.names
     if ranks != len(running):
         raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
     launch.share_threads()
-    names = party.names
     comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
-    summary = take_part(party, comm, run_of)
+    summary = take_part(party, comm, asked)
     return summary if comm.running[0] in comm.sites else {}
 
 
-def take_part(party: RunContext, comm: _AnyComm, run_of: Callable[[_AnyComm], RunFolder]) -> dict[str, Any]:
+def take_part(party: RunContext, comm: Comm, asked: Asked) -> dict[str, Any]:
     """Be the process of one site among others that somebody started, over whatever joins them; return the summary.
 
-    `run_of` finds or agrees on the run. A failure is told in one line and ends the job everywhere.
+    The sites agree on the run (`which_run`). A failure is told in one line and ends the job everywhere.
     """
     study, me = party.study, party.names[comm.sites[0]]
 
@@ -212,7 +209,7 @@ def take_part(party: RunContext, comm: _AnyComm, run_of: Callable[[_AnyComm], Ru
         watcher = Quiet(run.site(me).log) if study.site(me).real else Silent()
         return work_as_rank(study, run, comm, watcher)
 
-    return _guarded(comm, study, me, lambda: run_of(comm), work, tell)
+    return _guarded(comm, study, me, lambda: which_run(party, asked, comm), work, tell)
 
 
 def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop._Report:

@@ -9,9 +9,8 @@ study's do not leave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from wsi_fl.privacy.guarantee import rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.privacy.plan import PrivacyPlan, require_planned
-from wsi_fl.stages.prepare.sources import asked_for
+from wsi_fl.stages.prepare.sources import Which, asked_for
 from wsi_fl.stages.site import account
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN, Facts, ReleasedSums, read_sums, refuse_others, wanted_of, write_sums
@@ -39,15 +38,8 @@ from wsi_fl.system.files import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 
-def release(
-    study: Study,
-    *,
-    site: str | None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    again: bool = False,
-) -> dict[str, Any]:
-    """Release the sums of one site, or with `site` None of every site of the pipeline; return the `--json` document.
+def release(study: Study, *, again: bool = False, **which: Unpack[Which]) -> dict[str, Any]:
+    """Release the sums of one site, or of every site of the pipeline; return the `--json` document.
 
     A site that has released some keeps them, and only `again` spends as much once more. Started under mpiexec or srun,
     the ranks share the sites, and all but the first return {}.
@@ -55,7 +47,7 @@ def release(
     job = Job()
 
     def prepare() -> tuple[Pipeline, list[SiteFile]]:
-        pipeline, asked = asked_for(study, site, pipeline_name, overrides)
+        pipeline, asked = asked_for(study, **which)
         if not (sites := [one for one in asked if not one.receives]):
             raise UsageError(f"sites/{asked[0].name}.toml: role = 'receiver', which writes no letter")
         for one in job.mine(sites):

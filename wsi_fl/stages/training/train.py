@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -18,7 +17,7 @@ from wsi_fl.stages.site.account import spends, spent_words
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check, tell_doubts
-from wsi_fl.stages.training.going_on import Asked, describe_run, note_who_goes_on, taken_up, which_run
+from wsi_fl.stages.training.going_on import Asked, describe_run, note_who_goes_on, taken_up
 from wsi_fl.stages.work.console import Line, Lines, OneOf, Silent, Watcher, say
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
@@ -109,8 +108,7 @@ def train(
 
         party = RunContext.of(study, pipeline, method)
         check(party, backend, stores=False)
-        everyone = tuple(range(len(party.sites)))
-        return join(party, ranks, partial(which_run, party, Asked(name)), everyone)
+        return join(party, ranks, Asked(name))
     return begin(study, pipeline, method, name, backend=backend, watcher=watcher or Silent(), told=told)
 
 
@@ -164,7 +162,7 @@ def resume(
     if ranks is not None:
         from wsi_fl.stages.training.ranks import join
 
-        return join(party, ranks, partial(which_run, party, asked), party.running)
+        return join(party, ranks, asked)
     return _start(party, backend, watcher or Silent())
 
 

@@ -61,6 +61,7 @@ _PRIVATE_SEED_STEP = 1000
 def schedule_of(party: RunContext) -> Schedule:
     """Return what the loop needs to know of a pipeline."""
     pipeline, train = party.pipeline, party.pipeline.train
+    shared = pipeline.privacy.noise == "shared" and party.method.travels is not None
     return Schedule(
         rounds=train.rounds,
         epochs_per_round=train.epochs_per_round,
@@ -74,11 +75,7 @@ def schedule_of(party: RunContext) -> Schedule:
         answer=pipeline.predict.with_,
         reset_optimizer=train.optimizer_after_exchange == "reset",
         insecure_seed=pipeline.privacy.insecure_seed,
-        colluding=(
-            pipeline.privacy.colluding
-            if pipeline.privacy.noise == "shared" and party.method.travels is not None
-            else None
-        ),
+        colluding=pipeline.privacy.colluding if shared else None,
         dropouts=pipeline.privacy.dropouts,
     )
 
@@ -140,7 +137,7 @@ def build_site(party: RunContext, index: int) -> Site:
 def brought(site: Site, party: RunContext) -> Brought:
     """Return what a site brings, for the preflight: nothing but plans and shapes."""
     data, pipeline, travels = party.data(site.name), party.pipeline, party.method.travels
-    meta = data.store.meta
+    meta, buffer = data.store.meta, site.buffer
     return {
         "site": site.name,
         "run": run_id(site.ledger.run),
@@ -156,9 +153,7 @@ def brought(site: Site, party: RunContext) -> Brought:
         "receivers": party.receivers,
         "graph": _graph_digest(party),
         "directions": directions_of(data).digest[:16] if party.method.once else None,
-        "buffer": [value_of(pipeline, "replay.variant"), *astuple(site.buffer.shape)]
-        if site.buffer
-        else None,
+        "buffer": [value_of(pipeline, "replay.variant"), *astuple(buffer.shape)] if buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
         "releases": {name: released.digest[:8] for name, released in party.releases.items()},
         "versions": versions(),
@@ -192,18 +187,14 @@ def _graph_digest(party: RunContext) -> str | None:
 
 def learned_from(party: RunContext, name: str) -> tuple[Examples, Examples | None]:
     """Return (the examples that a site's models learn from, those it holds out for validation)."""
-    pooled, most = party.method.learns_from == "everybody", party.pipeline.train.max_patches
-    stores = [party.data(one) for one in (party.names if pooled else [name])]
-    rows = [_training(data, most) for data in stores]
-    if not pooled:
-        return _validated(party, stores[0], rows[0])
-    return joined([_of_site(some, data.site) for some, data in zip(rows, stores, strict=True)]), None
-
-
-def _of_site(examples: Examples, site: str) -> Examples:
-    """Patients of different sites stay apart where their names agree."""
-    named = [f"{site}/{name}" if name else "" for name in examples.patient.tolist()]
-    return replace(examples, patient=np.array(named, np.str_))
+    if party.method.learns_from != "everybody":
+        return _validated(party, party.data(name))
+    parts = []
+    for site in party.names:  # whose patients stay apart where their names agree
+        part = _training(party.data(site))
+        named = [f"{site}/{patient}" if patient else "" for patient in part.patient.tolist()]
+        parts.append(replace(part, patient=np.array(named, np.str_)))
+    return joined(parts), None
 
 
 def agreed_canaries(party: RunContext, name: str) -> Canaries | None:
@@ -250,25 +241,25 @@ def leaving_words(site: Site, method: Method) -> str:
     return said
 
 
-def _training(data: Data, most: int | None) -> Examples:
+def _training(data: Data) -> Examples:
     """A site's training examples; with `train.max_patches` bags are shown in many choices of their patches."""
     if not data.receives and data.classes == UNLABELLED:
         raise UsageError(
             f"site {data.site}: its store was made without labels; make it again with them, or write role = 'receiver' "
             f"in sites/{data.site}.toml"
         )
-    train = data.examples("train")
+    train, most = data.examples("train"), data.pipeline.train.max_patches
     if most is not None and isinstance(data.shape, Bags):
         return with_drawn_patches(train, most)
     return train
 
 
-def _validated(party: RunContext, data: Data, train: Examples) -> tuple[Examples, Examples | None]:
+def _validated(party: RunContext, data: Data) -> tuple[Examples, Examples | None]:
     """(for training, for validation): the store's own split, else a share of the training patients.
 
     Where nothing is sent there is nothing to choose, and every row that is for training is learned from.
     """
-    pipeline = party.pipeline
+    pipeline, train = party.pipeline, _training(data)
     if "proxy" not in party.method.learners and not party.method.keeps_lone:
         return train, None
     validation = data.examples("val")
