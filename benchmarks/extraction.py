@@ -97,7 +97,7 @@ def main() -> None:
         }
         overrides = [f"mosaic.{key}={value}" for key, value in keys.items()]
         pipeline = study.pipeline(study.pipeline_name(None), overrides)
-        encoder = encoder_of(study, pipeline.mosaic, torch.get_num_threads(), gpu=pipeline.gpu)
+        encoder = encoder_of(study, pipeline, "mosaic", torch.get_num_threads())
         slides = patches_by_slide(study)
         n, size = sum(map(len, slides)), encoder.batch_of(args.size_px)
         bare_rate(slides[:1], encoder, size)

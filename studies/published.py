@@ -46,8 +46,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.plan import plan_of_round, planned, proposals
 from wsi_fl.report.words import signed
-from wsi_fl.stages.bench import Cell, cells_of, drawn
-from wsi_fl.stages.prepare.feature_table import FeatureTable, read_table
+from wsi_fl.stages.bench import Cell, FeatureTable, cells_of, drawn, read_table
 
 Floats = NDArray[np.float64]
 Answers = Callable[[FeatureTable], Floats]

@@ -37,7 +37,6 @@ from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, audit_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.slides import open_data
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.stages.work.console import render
@@ -257,7 +256,7 @@ def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy, m
         return bound
 
     for level, broken in ((0.95, False), (0.975, True)):
-        monkeypatch.setattr(stage, "canary_bound", far_above_up_to(level))
+        monkeypatch.setattr(stage.attacks, "canary_bound", far_above_up_to(level))
         proxies = models(audit(study, summary["run"]), "proxy")
         assert [model["canaries"]["broken"] for model in proxies] == [broken] * 2
         assert all(model["canaries"]["epsilon_lower"] == 99 for model in proxies)
@@ -303,8 +302,8 @@ def test_what_was_planted_stays_at_the_site_and_is_planted_again_after_a_restart
     told = [json.dumps(summary), json.dumps(document), (run.path / "audit" / "audit.json").read_text()]
     told += [path.read_text() for path in run.path.glob("sites/*/metrics.jsonl")]
     assert not any(kept["coins"] in text or kept["seed"] in text for text in told)
-    pipeline = study.pipeline(str(run.path / "config.toml"))
-    again = agreed_canaries(run.site("S0"), pipeline, open_data(study, "S0", pipeline))
+    with RunContext.of_run(study, run) as party:
+        again = agreed_canaries(party, "S0")
     assert "".join("01"[int(coin)] for coin in again.included) == kept["coins"]
     assert str(again.seed) == kept["seed"]
 

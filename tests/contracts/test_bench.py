@@ -15,8 +15,7 @@ from test_plugins import installed
 
 import wsi_fl.stages.bench as module
 from wsi_fl import plugins
-from wsi_fl.stages.bench import Cell, bench, cells_of, drawn
-from wsi_fl.stages.prepare.feature_table import FeatureTable, read_table
+from wsi_fl.stages.bench import Cell, FeatureTable, bench, cells_of, drawn, read_table
 from wsi_fl.stores.bags import Bag, BagMeta, bags_of, write_bags
 from wsi_fl.types import GridSpec, PatchTable
 

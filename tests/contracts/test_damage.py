@@ -20,11 +20,12 @@ from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.prepare.bags import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.data import Patches, open_bags, open_store
+from wsi_fl.stages.site.data import open_bags, open_data, open_store
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.stores.fields import HEAD
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
 SMALL = "size_px = 64\nmpp = 1.0\nbalance = false\n"
@@ -298,7 +299,7 @@ def test_a_run_goes_on_with_the_pixels_that_it_began_with_alone(tmp_path):
     folder = SiteFolder(study.runs / "00001-proxyfl-small" / "sites" / "S0")
 
     def remember():
-        with Patches(study, "S0") as data:
+        with open_data(study, "S0", Pipeline()) as data:
             folder.remember_store(data.digest(), data.facts())
 
     remember()

@@ -27,15 +27,15 @@ from wsi_fl.stages.prepare.bags import features
 from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.encoders import encoder_of
-from wsi_fl.stages.site.slides import open_data
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Gpu, Mosaic
+from wsi_fl.study.pipeline import Mosaic, Pipeline
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
@@ -82,15 +82,16 @@ def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
     said, file = [], tmp_path / "weights.safetensors"
     state = preset_model(PRESETS["kaiko-vits16"]).state_dict()
     save_file({name: torch.zeros(one.shape) for name, one in state.items()}, file)
-    encoder_of(made, Mosaic(encoder="kaiko-vits16", weights=str(file)), 1, tell=said.append, gpu=Gpu())
+    pipeline = Pipeline(mosaic=Mosaic(encoder="kaiko-vits16", weights=str(file)))
+    encoder_of(made, pipeline, "mosaic", 1, said.append)
     assert any("licence Kaiko non-commercial" in line and "1.2 GiB of memory" in line for line in said), said
 
 
 @pytest.mark.parametrize("section", ["features", "mosaic"])
 def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
-    no_weights = Mosaic(encoder="test_efficientnet")
+    no_weights = Pipeline(mosaic=Mosaic(encoder="test_efficientnet"))
     wanted = f"{section}.weights = 'FILE.safetensors'"
-    refused(lambda: encoder_of(made, no_weights, 1, section, gpu=Gpu()), wanted, error=WsiFlError)
+    refused(lambda: encoder_of(made, no_weights, section, 1), wanted, error=WsiFlError)
 
 
 def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):

@@ -15,8 +15,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import _require_one_store, compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_predictions
-from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.slides import open_data
+from wsi_fl.stages.site.data import Data, open_data
 from wsi_fl.stages.training import train as training
 from wsi_fl.stages.training.train import train, train_series
 from wsi_fl.study.folder import load_pipeline

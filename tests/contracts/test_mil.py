@@ -10,10 +10,8 @@ from wsi_fl.learning.examples import bag_examples, batches, with_drawn_patches
 from wsi_fl.models import mil
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import _summed_by_patient
-from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.predictor import load_predictor
 from wsi_fl.stages.training.train import train
-from wsi_fl.study.folder import load_pipeline
 from wsi_fl.types import BagTable
 
 CPU = torch.device("cpu")
@@ -91,12 +89,8 @@ def test_attention_of_every_head_reaches_predict(tmp_path):
     study = make_bag_study(tmp_path / "study", n_sites=1)
     for name in HEADS:
         overrides = [OPEN, f"model.private={name}", "train.rounds=1"]
-        run = RunFolder(
-            study.root / train(study, method="regular", overrides=overrides, backend="local")["run"]
-        )
-        predictor = load_predictor(
-            study, run, load_pipeline(run.path / "config.toml"), study.site("S0"), None
-        )
+        run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+        predictor = load_predictor(study, run, "S0")
         bag = predictor.store.bag(2)
         attention = predictor.answer(bag, None).attention
         assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)

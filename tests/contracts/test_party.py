@@ -11,8 +11,8 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site import data
+from wsi_fl.stages.site.data import kind_of, open_data
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.slides import kind_of, open_data
 from wsi_fl.stages.training.ranks import work_as_rank
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.work.console import Silent

@@ -26,7 +26,7 @@ from wsi_fl.stages.answers.predictor import Predictor
 from wsi_fl.stages.answers.trained import TrainedModels
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.slides import kind_of
+from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study

@@ -18,7 +18,7 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.site.slides import open_data
+from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags

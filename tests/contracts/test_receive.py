@@ -26,10 +26,9 @@ from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.export_model import Made, asked_for, card_of
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.importing import import_features
-from wsi_fl.stages.prepare.tables import tile_lines
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.tile import tile, tile_lines
+from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.slides import open_data
 from wsi_fl.stages.training.plan import dry_run, plan_lines
 from wsi_fl.stages.training.release import release
 from wsi_fl.stages.training.train import resume, summary_lines, train
@@ -146,7 +145,7 @@ def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     assert "the test parts of S0, S1, S2" in said(evaluation_lines(document))
     with RunContext.of_run(study, RunFolder(study.run(run))) as party:
         leaving = asked_for(party, "shared", "S3")
-        card = card_of(leaving, "head", Made([], 0.0, "", ""), study.root)
+        card = card_of(leaving, Made([], 0.0, "", ""), study.root)
     assert card["sites"] == ["S0", "S1", "S2"]  # whose patients are in it
 
 

@@ -21,8 +21,7 @@ from wsi_fl.slides.patching.survey import _read_mask
 from wsi_fl.slides.patching.tissue import TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tables import quality_lines
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.tile import quality_lines, tile
 from wsi_fl.stages.work.console import Line
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore

@@ -9,7 +9,7 @@ from test_layouts import HEADER, generic, read_generic
 
 from wsi_fl.slides.layouts import Sources, describe, read_site
 from wsi_fl.slides.layouts.common import TableRow, accounted, rows_of
-from wsi_fl.stages.prepare.tables import tile_lines
+from wsi_fl.stages.prepare.tile import tile_lines
 from wsi_fl.stages.work import console
 from wsi_fl.stages.work.console import render
 

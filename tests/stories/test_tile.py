@@ -21,9 +21,8 @@ from wsi_fl.slides.patching.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.tile import bytes_of, tile
 from wsi_fl.stages.prepare.tile_plans import made_of
-from wsi_fl.stages.prepare.tile_shards import bytes_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.work.job import share_of_cores

@@ -15,6 +15,7 @@ from wsi_fl.system.machine import is_first, launched_ranks
 from wsi_fl.types import UsageError, WsiFlError, printable
 
 if TYPE_CHECKING:
+    from wsi_fl.stages.prepare.sources import Which
     from wsi_fl.stages.work.console import Lines
     from wsi_fl.study.folder import Study
 
@@ -132,11 +133,12 @@ def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
         os.execvpe(again[0], again, rank_environment(len(numbers)))
 
 
-def one_or_all(command: str, site: str | None, every: bool) -> None:
-    """Raise UsageError unless exactly one of --site and --all was given."""
-    if (site is None) == (not every):
-        raise UsageError(
-            f"{command} needs one of --site NAME and --all"
-            if site is None
-            else "--site and --all exclude each other"
-        )
+def asked(
+    command: str, site: str | None, every: bool, pipeline: str | None, overrides: list[str] | None = None
+) -> Which:
+    """Return which sites a command works on; UsageError unless exactly one of --site and --all was given."""
+    if site is None and not every:
+        raise UsageError(f"{command} needs one of --site NAME and --all")
+    if site is not None and every:
+        raise UsageError("--site and --all exclude each other")
+    return {"site": site, "pipeline_name": pipeline, "overrides": overrides or []}

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, find_study, one_or_all, show, show_work, take_gpus
+from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, asked, find_study, show, show_work, take_gpus
 from wsi_fl.types import UsageError
 
 
@@ -73,22 +73,15 @@ def tile(
     as_json: Json = False,
 ) -> None:
     """Cut a site's slides into labelled patches: its patch store."""
-    one_or_all("tile", site, every)
+    which = asked("tile", site, every, pipeline, overrides)
     study = find_study()
     from wsi_fl.slides.reading.probe import start_ahead
 
     start_ahead()
-    from wsi_fl.stages.prepare.tables import tile_lines
-    from wsi_fl.stages.prepare.tile import tile
+    from wsi_fl.stages.prepare.tile import estimate, estimate_lines, tile, tile_lines
 
-    if dry_run:
-        from wsi_fl.stages.prepare.tile import estimate, estimate_lines
-
-        work = partial(estimate, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
-        show_work("tile", work, as_json, estimate_lines)
-        return
-    work = partial(tile, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
-    show_work("tile", work, as_json, tile_lines)
+    work, lines = (estimate, estimate_lines) if dry_run else (tile, tile_lines)
+    show_work("tile", partial(work, study, **which), as_json, lines)
 
 
 def mosaic(
@@ -100,14 +93,13 @@ def mosaic(
     as_json: Json = False,
 ) -> None:
     """Turn a site's slides into mosaics of a few patches each, stored as deep features."""
-    one_or_all("mosaic", site, every)
+    which = asked("mosaic", site, every, pipeline, overrides)
     study = find_study()
     take_gpus(gpus)
     from wsi_fl.stages.prepare.bags import mosaic
-    from wsi_fl.stages.prepare.tables import mosaic_lines
+    from wsi_fl.stages.prepare.sources import mosaic_lines
 
-    work = partial(mosaic, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
-    show_work("mosaic", work, as_json, mosaic_lines)
+    show_work("mosaic", partial(mosaic, study, **which), as_json, mosaic_lines)
 
 
 def features(
@@ -119,13 +111,12 @@ def features(
     as_json: Json = False,
 ) -> None:
     """Compute deep features of every patch of a patch store."""
-    one_or_all("features", site, every)
+    which = asked("features", site, every, pipeline, overrides)
     study = find_study()
     take_gpus(gpus)
     from wsi_fl.stages.prepare.bags import features, features_lines
 
-    work = partial(features, study, site=site, pipeline_name=pipeline, overrides=overrides or [])
-    show_work("features", work, as_json, features_lines)
+    show_work("features", partial(features, study, **which), as_json, features_lines)
 
 
 def directions(
@@ -183,12 +174,11 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Read every byte that a site has stored; say what is damaged and which command mends it."""
-    one_or_all("check", site, every)
+    which = asked("check", site, every, pipeline)
     study = find_study()
     from wsi_fl.stages.prepare.check import check, check_lines
 
-    work = partial(check, study, site=site, pipeline_name=pipeline)
-    document = show_work("check", work, as_json, check_lines)
+    document = show_work("check", partial(check, study, **which), as_json, check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
 
@@ -232,7 +222,7 @@ def import_features(
     """Take features that TRIDENT, CLAM, STAMP or LazySlide computed as a site's feature store."""
     study = find_study()
     from wsi_fl.stages.prepare.importing import ImportFacts, import_features
-    from wsi_fl.stages.prepare.tables import mosaic_lines
+    from wsi_fl.stages.prepare.sources import mosaic_lines
 
     work = partial(
         import_features,

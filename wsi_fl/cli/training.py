@@ -18,8 +18,8 @@ from wsi_fl.cli.options import (
     Run,
     Set,
     SiteGpus,
+    asked,
     find_study,
-    one_or_all,
     show,
     show_work,
     take_gpus,
@@ -42,12 +42,11 @@ def release(
     as_json: Json = False,
 ) -> None:
     """Release the sums of a site's features, for heads that sites make together, once."""
-    one_or_all("release", site, every)
+    which = asked("release", site, every, pipeline, overrides)
     study = find_study()
     from wsi_fl.stages.training.release import release, releases_lines
 
-    document = release(study, site=site, pipeline_name=pipeline, overrides=overrides or [], again=again)
-    show(document, as_json, releases_lines)
+    show(release(study, again=again, **which), as_json, releases_lines)
 
 
 class Described(TyperCommand):
@@ -133,7 +132,8 @@ def train(
         if resume is not None:
             summary = stage.resume(study, resume, without=without or (), **how)
             return stage.resume_series(study, resume, **how) or summary
-        if several or stage.is_series(study.pipeline(study.pipeline_name(pipeline), chosen["overrides"])):
+        keys = study.pipeline(study.pipeline_name(pipeline), chosen["overrides"]).train
+        if several or (keys.folds is not None and keys.fold is None):  # a run per fold
             return stage.train_series(study, seeds=seeds, leave_site_out=leave_site_out, **chosen, **how)
         return stage.train(study, **chosen, **how)
 
@@ -404,8 +404,8 @@ def export(
             raise UsageError("export --run needs --model (proxy, shared or private), and no --pt")
         from wsi_fl.stages.answers.export_model import export_model, export_model_lines
 
-        how = {"called": model, "form": form, "site": site, "private": private, "out": out}
-        show(export_model(study, run, **how), as_json, export_model_lines)  # type: ignore[arg-type]
+        document = export_model(study, run, called=model, form=form, site=site, private=private, out=out)
+        show(document, as_json, export_model_lines)
         return
     if site is None or model is not None or private:
         raise UsageError("export needs --site NAME for mosaics, or --run RUN with --model for a model")

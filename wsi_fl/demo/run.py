@@ -19,8 +19,7 @@ from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.bags import features
 from wsi_fl.stages.prepare.directions import directions, directions_lines
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tables import tile_lines
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.tile import tile, tile_lines
 from wsi_fl.stages.training.train import summary_lines, train
 from wsi_fl.stages.work.console import Bars, Lines, render, say
 from wsi_fl.study.folder import Study

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import fcntl
 import hashlib
@@ -37,6 +38,12 @@ def ordinary(path: Path) -> Path:
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
         raise WsiFlError(f"{path}: is {kind}; put an ordinary file in its place")
     return path
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, which need not fit into memory."""
+    with ordinary(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
@@ -121,6 +128,12 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Writes bytes atomically."""
     with atomic(path) as temporary:
         temporary.write_bytes(data)
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """Writes a table atomically, row by row; the first one has its headings."""
+    with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def write_json(path: Path, document: Any) -> None:

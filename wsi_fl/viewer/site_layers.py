@@ -20,7 +20,7 @@ from wsi_fl.slides.patching.patches import PlanParams, plan_slide
 from wsi_fl.slides.patching.quality import KINDS
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.tables import read_set_aside
+from wsi_fl.stages.prepare.tile import read_set_aside
 from wsi_fl.stages.prepare.tile_plans import spec_of, tissue_of
 from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stores.bags import BagStore

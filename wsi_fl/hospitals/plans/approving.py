@@ -220,8 +220,8 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
     pipeline, rounds = party.pipeline, party.pipeline.train.rounds
     train, _ = learned_from(party, site.name)
     planted = np.zeros(pipeline.audit.canaries, bool)
-    index, data = party.names.index(site.name), party.data(site.name)
-    account = open_account(party, index, data, train, planted, planned=f"plan {plan.digest[:32]}")
+    index = party.names.index(site.name)
+    account = open_account(party, index, train, planted, planned=f"plan {plan.digest[:32]}")
     ledger, terms, n_units = account.ledger, account.ledger.terms, account.units.n
     past = ledger.mechanisms(lifetime=True)
     framed = of_frame(ledger.entries, site.name, frame) if frame else []

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from wsi_fl.stages.training.going_on import (
     note_who_goes_on,
     require_same,
     taken_up,
-    which_run,
 )
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
@@ -138,7 +136,7 @@ def take_part(
         why = {name: attendance.why.get(name, "gone, as other sites say") for name in away}
         asked = replace(asked, without=away, why=why)
     try:
-        return ranks.take_part(party, comm, partial(which_run, party, asked))
+        return ranks.take_part(party, comm, asked)
     finally:
         comm.close()
 

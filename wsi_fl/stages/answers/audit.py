@@ -5,9 +5,7 @@ What comes out are rates and bounds; no example, no loss of one, and no coin of 
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,20 +19,7 @@ from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import losses_of, probabilities
 from wsi_fl.learning.units import Canaries, Units
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.audit import (
-    ADJACENCY,
-    alarming,
-    auroc,
-    auroc_interval,
-    canary_bound,
-    distances,
-    found,
-    level_of_each,
-    roc,
-    said_of_tests,
-    tail_of,
-    tpr_at,
-)
+from wsi_fl.privacy import audit as attacks
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.sums import NoisySums, impossible, without
 from wsi_fl.report.audit import findings, tables
@@ -47,7 +32,7 @@ from wsi_fl.stages.training.workshop import agreed_canaries, build_model, learne
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.system.files import read_json, write_csv, write_json
 from wsi_fl.types import WsiFlError
 
 _CONFIDENCE = 0.95
@@ -87,7 +72,7 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         promised = [row["site"] for row in summary["sites"] if row["guarantee"] != "none"]
         roles = [role for _, role in _models_of(party.method) if with_dp(party, role)]
         tests = len(set(promised) - lost) * len(roles)
-    level, rows = level_of_each(_CONFIDENCE, tests), []
+    level, rows = attacks.level_of_each(_CONFIDENCE, tests), []
     for done, name in enumerate(here):
         watcher.update("audit", done, len(here), name)
         rows.append(_audit_site(party, party.names.index(name), merged=merged, level=level))
@@ -99,8 +84,8 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         "confidence": _CONFIDENCE,
         "tests": tests,
         "level": level,
-        "tested": said_of_tests(tests, _CONFIDENCE) if tests else None,
-        "adjacency": ADJACENCY,
+        "tested": attacks.said_of_tests(tests, _CONFIDENCE) if tests else None,
+        "adjacency": attacks.ADJACENCY,
         "sites": rows,
         "influence": _influence_of(party, here) if party.method.once else [],
     }
@@ -124,7 +109,7 @@ class _Attacked(NamedTuple):
 
 
 def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) -> dict[str, Any]:
-    name, device, pipeline = party.names[index], device_of_rank(), party.pipeline
+    name, pipeline = party.names[index], party.pipeline
     data, folder = party.data(name), party.run.site(name)
     folder.remember_store(data.digest(), data.facts())
     members, _ = learned_from(party, name)
@@ -136,13 +121,13 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
         raise WsiFlError(
             f"{folder.path}/canaries.json is missing, the only record of what was planted; restore it"
         )
-    planted = agreed_canaries(folder, pipeline, data)
+    planted = agreed_canaries(party, name)
     rows = []
     for model in _attacked(party, index):
-        found: dict[str, Any] = {"model": model.name, "dp": model.dp}
-        found["membership"] = _membership(model, members, others, pipeline.evaluate.bootstrap, device)
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
-        found["canaries"] = _canaries(model, planted, upper, account["delta"], level, device)
+        found: dict[str, Any] = {"model": model.name, "dp": model.dp}
+        found["membership"] = _membership(model, members, others, pipeline.evaluate.bootstrap)
+        found["canaries"] = _canaries(model, planted, upper, account["delta"], level) if planted else None
         rows.append(found)
     wrote = party.method.once and (not party.by_files or name in party.releases)
     return {
@@ -155,66 +140,57 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
 
 def _attacked(party: RunContext, index: int) -> list[_Attacked]:
     """What a site has trained: the model it keeps, and what it sent, from the checkpoint before the last exchange."""
-    method, site = party.method, party.sites[index]
-    folder, data = party.run.site(site.name), party.data(site.name)
+    method, name = party.method, party.names[index]
+    folder = party.run.site(name)
     rounds = folder.checkpoints()
     if not rounds:
-        raise WsiFlError(
-            f"{folder.path}/state: no checkpoint, so what {site.name} released cannot be audited"
-        )
+        raise WsiFlError(f"{folder.path}/state: no checkpoint, so what {name} released cannot be audited")
     state, _ = folder.load_checkpoint(rounds[-1])
     found: list[_Attacked] = []
-    for name, role in _models_of(method):
+    for called, role in _models_of(method):
         prefix, sent = f"{role}/model/", bool(found)
         last = {key.removeprefix(prefix): one for key, one in state.items() if key.startswith(prefix)}
         tensors = last if sent else folder.load_model(role)
         common = method.travels == "private"
-        network = build_model(site, party.pipeline, data, role, index, common=common, state=tensors)
+        network = build_model(party, index, role, common=common, state=tensors)
         if isinstance(network, SharedHead) and sent:
             network.forget()  # what left is the letter alone
-        found.append(_Attacked(name, with_dp(party, role), network.to(device_of_rank()).eval()))
+        found.append(_Attacked(called, with_dp(party, role), network.to(device_of_rank()).eval()))
     return found
 
 
 def _membership(
-    model: _Attacked, members: Examples, others: Mapping[str, Examples], repeats: int, device: torch.device
+    model: _Attacked, members: Examples, others: Mapping[str, Examples], repeats: int
 ) -> dict[str, Any]:
     """Membership by a threshold on the loss (Yeom et al., 2018), against each set of examples never trained on."""
-    scores = -losses_of(model.network, members, device)
+    scores = -losses_of(model.network, members, device_of_rank())
     found = {}
     for name, examples in others.items():
-        against = -losses_of(model.network, examples, device)
-        interval = auroc_interval(scores, against, members.patient, examples.patient, repeats=repeats)
+        against = -losses_of(model.network, examples, device_of_rank())
+        interval = attacks.auroc_interval(scores, against, members.patient, examples.patient, repeats=repeats)
         found[name] = {
             "members": len(scores),
             "non_members": len(against),
-            "auroc": auroc(scores, against),
+            "auroc": attacks.auroc(scores, against),
             "interval": interval,
-            "alarm": alarming(interval),
-            "tpr_at_fpr": {f"{rate:g}": tpr_at(scores, against, rate) for rate in _RATES},
-            "roc": [list(point) for point in roc(scores, against)],
+            "alarm": attacks.alarming(interval),
+            "tpr_at_fpr": {f"{rate:g}": attacks.tpr_at(scores, against, rate) for rate in _RATES},
+            "roc": [list(point) for point in attacks.roc(scores, against)],
         }
     return found
 
 
 def _canaries(
-    model: _Attacked,
-    planted: Canaries | None,
-    upper: float | None,
-    delta: float,
-    level: float,
-    device: torch.device,
-) -> dict[str, Any] | None:
-    """What the loss of each canary tells, and the least ε that explains it; None without canaries.
+    model: _Attacked, planted: Canaries, upper: float | None, delta: float, level: float
+) -> dict[str, Any]:
+    """What the loss of each canary tells, and the least ε that explains it.
 
     The loss after training alone: minus that before, which varies from one to the next, it tells less. The promised ε,
     `upper`, is broken when the bound is above it at the confidence `level`.
     """
-    if planted is None:
-        return None
-    scores = -losses_of(model.network, planted.examples, device)
+    scores = -losses_of(model.network, planted.examples, device_of_rank())
     bound, among_all = (
-        canary_bound(scores, planted.included, delta, confidence=confidence)
+        attacks.canary_bound(scores, planted.included, delta, confidence=confidence)
         for confidence in (_CONFIDENCE, level)
     )
     return {
@@ -273,17 +249,16 @@ def _exposure_of(party: RunContext, name: str) -> dict[str, Any]:
     parts = _parts(_head(party, name), mechanism, train, units, units.rows(np.arange(units.n), stream))
     empty = torch.zeros(parts.shape[1], dtype=torch.float64)
     groups = _groups(party.data(name).classes, train, units)
-    told = tail_of(parts, sigma, groups, lambda: mechanism.noisy(empty, stream).numpy())
-    known, unknown = (distances(parts, sigma, others_known=others) for others in (True, False))
+    told = attacks.tail_of(parts, sigma, groups, lambda: mechanism.noisy(empty, stream).numpy())
+    known, unknown = (attacks.distances(parts, sigma, others_known=others) for others in (True, False))
     _keep(folder.path / _EXPOSURE, known, unknown, train, units)
     return {"unit": units.kind, "n": units.n, **told}
 
 
 def _head(party: RunContext, name: str) -> SharedHead:
     """Return a site's head as its run left it."""
-    index, folder = party.names.index(name), party.run.site(name)
-    state = folder.load_model("proxy")
-    head = build_model(party.sites[index], party.pipeline, party.data(name), "proxy", index, state=state)
+    state = party.run.site(name).load_model("proxy")
+    head = build_model(party, party.names.index(name), "proxy", state=state)
     assert isinstance(head, SharedHead)
     return head.to(device_of_rank()).eval()
 
@@ -320,13 +295,14 @@ def _keep(
     """Write μ of all units, the most exposed first, to one who knows all others and to one who knows none."""
     _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
     slide = train.slide[row] if units.kind == "row" else [""] * units.n
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(("patient", "slide", "rows", "mu", "found_at_0.01", "mu_population"))
-    for k in np.lexsort((-unknown, -known)):
-        numbers = (f"{value:.6g}" for value in (known[k], found(known[k], 0.01), unknown[k]))
-        table.writerow((train.patient[row[k]], slide[k], n_rows[k], *numbers))
-    write_text(path, text.getvalue())
+
+    def lines() -> Iterator[tuple[object, ...]]:
+        yield "patient", "slide", "rows", "mu", "found_at_0.01", "mu_population"
+        for k in np.lexsort((-unknown, -known)):
+            numbers = (f"{value:.6g}" for value in (known[k], attacks.found(known[k], 0.01), unknown[k]))
+            yield train.patient[row[k]], slide[k], n_rows[k], *numbers
+
+    write_csv(path, lines())
 
 
 def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, Any]]:

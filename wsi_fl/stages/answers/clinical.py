@@ -10,19 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.clinical import (
-    LEAST,
-    Names,
-    Patients,
-    Wanted,
-    auroc_difference,
-    by_patient,
-    described,
-    net_benefit,
-    patients_needed,
-    subgroups,
-    together,
-)
+from wsi_fl.learning import clinical as measures
+from wsi_fl.learning.clinical import LEAST, Names, Patients, Wanted
 from wsi_fl.learning.predictions import Predictions
 from wsi_fl.learning.validation import LONE
 from wsi_fl.report.clinical import cells, findings
@@ -170,18 +159,20 @@ def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
 
 def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: int) -> dict[str, Any]:
     """One site's answers, class by class; of two classes the second one is the case."""
-    patients, called = together([one.patients for one in told]), np.concatenate([one.called for one in told])
+    patients = measures.together([one.patients for one in told])
+    called = np.concatenate([one.called for one in told])
     groups = [one.groups for one in told if one.groups is not None]
     alone = [one.alone for one in told if one.alone is not None]
-    theirs = together(alone) if len(alone) == len(told) else None
+    theirs = measures.together(alone) if len(alone) == len(told) else None
     table, points = told[0].table, {one.point for one in told}
     found = {}
     for k in range(len(table.outputs)) if len(table.outputs) > 2 else [1]:
         score, positive, case = patients.said[:, k], called == k, patients.truth == k
-        more = None if theirs is None else auroc_difference(score, theirs.said[:, k], case)
-        found[table.outputs[k]] = described(score, positive, case, prevalence) | {
-            "net_benefit": net_benefit(score, case, _THRESHOLDS, prevalence),
-            "subgroups": subgroups(np.concatenate(groups), positive, case, score, least) if groups else None,
+        more = None if theirs is None else measures.auroc_difference(score, theirs.said[:, k], case)
+        whose = measures.subgroups(np.concatenate(groups), positive, case, score, least) if groups else None
+        found[table.outputs[k]] = measures.described(score, positive, case, prevalence) | {
+            "net_benefit": measures.net_benefit(score, case, _THRESHOLDS, prevalence),
+            "subgroups": whose,
             "over_alone": asdict(more) if more else None,
         }
     return {
@@ -199,7 +190,7 @@ def _patients(table: Predictions) -> Patients:
     """By patient; examples of no known patient each by themselves."""
     rows = np.char.add("row ", np.arange(len(table)).astype(str))
     whose = np.where(table.patient == "", rows, table.whose(table.patient))
-    return by_patient(table.answers, table.truth, whose)
+    return measures.by_patient(table.answers, table.truth, whose)
 
 
 def _groups(study: Study, site: SiteFile, table: Predictions, patients: Patients, by: str) -> Names:
@@ -254,7 +245,9 @@ def plan_size(
             raise UsageError(f"--{name} {value:g}: it must lie between 0 and 1")
     if not 0.5 < area < 1:
         raise UsageError(f"--auroc {area:g}: it must lie between 0.5 and 1")
-    needed = patients_needed(prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity)
+    needed = measures.patients_needed(
+        prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
+    )
     most = max(needed.values())
     return {
         **asked,
@@ -268,7 +261,7 @@ def plan_size(
 
 def size_lines(document: dict[str, Any]) -> Lines:
     """Yield a row for each interval, then what decides."""
-    rows: list[list[str] | None] = [
+    rows = [
         [_CRITERIA[name], f"{document['widths'][name]:g}", f"{n:,}"] for name, n in document["needed"].items()
     ]
     title = (
@@ -290,7 +283,7 @@ def clinical_lines(document: dict[str, Any]) -> Lines:
         columns = [one for one in cells(document) if one["class"] == class_name]
         for some in (columns[k : k + _BESIDE] for k in range(0, len(columns), _BESIDE)):
             kinds = [kind for kind in some[0] if kind not in ("site", "class")]
-            rows: list[list[str] | None] = [[kind, *(one[kind] for one in some)] for kind in kinds]
+            rows = [[kind, *(one[kind] for one in some)] for kind in kinds]
             yield Table(f"{class_name}, by patient, on the {on}", ["", *(one["site"] for one in some)], rows)
     for site in document["sites"]:
         for name, one in site["classes"].items():

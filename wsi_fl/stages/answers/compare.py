@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from math import inf
 from statistics import fmean
 from typing import Any
 
+from wsi_fl.federation.methods import ALONE
 from wsi_fl.learning.metrics import mean_and_sd, mean_of_known
 from wsi_fl.learning.verdict import holm, paired
 from wsi_fl.report import comparison, words
 from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison import Series, settings_words
-from wsi_fl.stages.answers.compare_runs import (
-    BASELINE,
-    Run,
-    baseline_settings,
-    differing,
-    is_baseline,
-    named,
-    with_baseline,
-)
+from wsi_fl.stages.answers.compare_runs import Run, differing, is_baseline, named, with_baseline
 from wsi_fl.stages.answers.compare_worth import BALANCED, compared_by_site, compared_over_all
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_answers
-from wsi_fl.stages.site.slides import kind_of
+from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import write_bytes, write_text
+from wsi_fl.system.files import write_bytes, write_csv, write_text
 from wsi_fl.types import WsiFlError
 
 _ENOUGH_SEEDS = 3
@@ -83,7 +74,9 @@ def compare(
     tests = _tests(rows, reference, alone, measured if on == "merged" else scores, on)
     word = kind_of(first.pipeline).word
     found = comparison.findings(table, tests, alone, word, metric, gains)
-    folder = study.root / "comparisons" / _slug(given)
+    names = " ".join(sorted(run.folder.name for run in given))  # the same runs make the same folder
+    methods, digest = "-".join(dict.fromkeys(run.method for run in given)), hashlib.sha256(names.encode())
+    folder = study.root / "comparisons" / f"{methods}-{digest.hexdigest()[:8]}"
     document = {
         "runs": [study.relative(run.folder.path) for run in everything],
         "worth": worth and worth | {"figure": study.relative(folder / "worth.png")},
@@ -107,7 +100,7 @@ def compare(
     sites = list(dict.fromkeys(site["site"] for run in given for site in run.summary["sites"]))
     write_text(folder / "index.html", comparison.render(document, series, created=made, sites=sites))
     write_bytes(folder / "figure.png", comparison.png(series, words.SCORES[scores[0]]))
-    write_text(folder / "table.csv", _csv(table, measured))
+    write_csv(folder / "table.csv", _lines(table, measured))
     return document
 
 
@@ -133,13 +126,6 @@ def _evaluation(study: Study, run: Run, watcher: Watcher) -> dict[str, Any]:
         return document
     watcher.say(f"  {study.relative(run.folder.path)} is not evaluated yet; doing it now")
     return evaluate(study, str(run.folder.path), watcher=watcher)
-
-
-def _slug(given: Sequence[Run]) -> str:
-    """The same runs make the same folder."""
-    methods = "-".join(dict.fromkeys(run.method for run in given))
-    names = " ".join(sorted(run.folder.name for run in given))
-    return f"{methods}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -272,8 +258,8 @@ def _grouped(
         row.runs.append(run)
         row.values.append(_values(evaluation, on))
     if not any(row.is_alone(first) for row in rows.values()):
-        wanted = baseline_settings(first)
-        empty = _Row(BASELINE, False, {key: wanted[key] for key in keys if key in wanted})
+        wanted = first.settings_alone
+        empty = _Row(ALONE, False, {key: wanted[key] for key in keys if key in wanted})
         if alike := rows.get(empty.label):  # a hospital alone, but not as well tuned
             known = alike.runs[0].settings
             empty.settings.update({key: value for key, value in wanted.items() if known.get(key) != value})
@@ -396,20 +382,17 @@ def _spent(row: _Row, name: str) -> dict[str, Any]:
     return {"epsilon": max(spent, default=None), "guarantee": mine[0]["guarantee"] if mine else "none"}
 
 
-def _csv(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
-    """table.csv: a row per method; what is unknown is empty."""
-    text = io.StringIO()
+def _lines(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> Iterator[list[Any]]:
+    """Yield those of table.csv: the headings, then a row per method; what is unknown is empty."""
     plain = ("label", "method", "dp", "guarantee", "epsilon", "n_sites")
     spreads = [(metric, part) for metric in metrics for part in ("mean", "sd", "n")]
     sent = ("messages", "bytes", "busiest_bytes", "seconds")
-    writer = csv.writer(text, lineterminator="\n")
     per_round = [*(f"{key}_per_round" for key in sent), "seconds_per_round_in_all"]
-    writer.writerow([*plain, "seeds", *map("_".join, spreads), *per_round])
+    yield [*plain, "seeds", *map("_".join, spreads), *per_round]
     for row in rows:
         cells = [row[key] for key in plain] + [" ".join(map(str, row["seeds"]))]
         cells += [row[metric][part] for metric, part in spreads] + [row["communication"][key] for key in sent]
-        writer.writerow([*cells, row["seconds_per_round"]])
-    return text.getvalue()
+        yield [*cells, row["seconds_per_round"]]
 
 
 def compare_lines(document: dict[str, Any]) -> Lines:

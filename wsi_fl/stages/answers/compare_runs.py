@@ -13,8 +13,8 @@ from typing import Any
 
 from wsi_fl.federation.methods import ALONE, SHARED
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.site.party import RunContext, method_for
-from wsi_fl.stages.site.slides import kind_of
 from wsi_fl.stages.training.train import Member, train
 from wsi_fl.stages.work.console import OneOf, Watcher
 from wsi_fl.study.folder import Study, load_pipeline
@@ -22,7 +22,6 @@ from wsi_fl.study.pipeline import Audit, Pipeline
 from wsi_fl.study.toml import Section, toml_value
 from wsi_fl.types import UsageError, WsiFlError
 
-BASELINE = ALONE
 _FITTED = ("linear_head", "mean_head")
 """Models that are fitted at once where they may choose their settings."""
 _OF_ROUNDS = (
@@ -82,6 +81,11 @@ class Run:
     def settings(self) -> dict[str, Any]:
         return settings(self.method, self.pipeline)
 
+    @property
+    def settings_alone(self) -> dict[str, Any]:
+        """Of its baseline, every hospital alone."""
+        return settings(ALONE, _alone(self.pipeline))
+
 
 def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
     """Return the keys that can change what this method learns from given stores, with their values."""
@@ -124,12 +128,8 @@ def _flat(pipeline: Pipeline) -> dict[str, Any]:
     """Every key as it is written after `--set`."""
     found: dict[str, Any] = {}
     for section, content in pipeline.model_dump(by_alias=True).items():
-        of_section = isinstance(content, dict)
-        found |= (
-            {f"{section}.{key}": value for key, value in content.items()}
-            if of_section
-            else {section: content}
-        )
+        keys = content if isinstance(content, dict) else {"": content}
+        found |= {f"{section}.{key}".removesuffix("."): value for key, value in keys.items()}
     return found
 
 
@@ -166,8 +166,11 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
                 "compare runs of one division"
             )
         if not _agree(run, first.inputs):
+            a, b = first.inputs, run.inputs
+            names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
+            odd = next(name for name in sorted(names) if a.get(name) != b.get(name))
             raise UsageError(
-                f"{here}: learned from other {kind_of(run.pipeline).word} than {there} ({_odd_site(first, run)}); "
+                f"{here}: learned from other {kind_of(run.pipeline).word} than {there} (site {odd}); "
                 "compare runs on the same stores"
             )
     return runs
@@ -199,12 +202,6 @@ def _paths(study: Study, word: str) -> list[Path]:
     if not chosen:
         raise UsageError(f"no run {word!r} in {study.relative(study.runs)}/")
     return chosen
-
-
-def _odd_site(first: Run, other: Run) -> str:
-    a, b = first.inputs, other.inputs
-    names = a.keys() | b.keys() if first.pipeline.train.left_out is None else a.keys() & b.keys()
-    return "site " + next(name for name in sorted(names) if a.get(name) != b.get(name))
 
 
 def _is_of(run: Run, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> bool:
@@ -241,26 +238,23 @@ def with_baseline(
         for run in sorted(given, key=lambda run: run.member.place)
         if run.member not in alone
     }
-    found = {
-        member: finished(study, BASELINE, _alone(like.pipeline), like.inputs)
-        for member, like in wanted.items()
-    }
-    runs += [run for run in found.values() if run is not None]
-    missing = [wanted[member] for member, run in found.items() if run is None]
+    missing = []
+    for like in wanted.values():
+        if (run := finished(study, ALONE, _alone(like.pipeline), like.inputs)) is not None:
+            runs.append(run)
+        else:
+            missing.append(like)
     if not missing:
         return runs, []
-    said = _members([like.member for like in missing])
-    problem = (
-        next(filter(None, (_cannot_train(study, like) for like in missing)), "")
-        if train_missing
-        else "not asked for"
-    )
+    said = _members(missing)
+    problem = "not asked for"
+    if train_missing:
+        problem = next(filter(None, (_cannot_train(study, like) for like in missing)), "")
     if problem:
-        name, overrides = _recipe(study, missing[0])
-        others = f", and likewise of {_members([like.member for like in missing[1:]])}" if missing[1:] else ""
+        others = f", and likewise of {_members(missing[1:])}" if missing[1:] else ""
         return runs, [
             f"The baseline of {said} was not trained ({problem}): "
-            f"`{_command(name, overrides)}` trains that of {_members([missing[0].member])}{others}."
+            f"`{_command(*_recipe(study, missing[0]))}` trains that of {_members(missing[:1])}{others}."
         ]
     trained = [_trained(study, like, OneOf(watcher, k, len(missing))) for k, like in enumerate(missing)]
     names = ", ".join(study.relative(run.folder.path) for run in trained)
@@ -272,9 +266,8 @@ def _like(study: Study, pipeline: Pipeline, run: Run) -> Pipeline:
     some: a hospital measures itself.
     """
     own = {key: getattr(run.pipeline.train, key) for key in ("seed", "folds", "fold", "left_out")}
-    train_keys = pipeline.train.model_copy(update=own)
-    pipeline = pipeline.model_copy(update={"train": train_keys, "sites": run.pipeline.sites})
-    with RunContext.of(study, pipeline, BASELINE) as party:
+    pipeline = pipeline.changed(train=own).model_copy(update={"sites": run.pipeline.sites})
+    with RunContext.of(study, pipeline, ALONE) as party:
         names = [site.name for site in party.sites if party.has_store(site.name)]
         fewer = 0 < len(names) < len(party.sites)
     return pipeline.model_copy(update={"sites": names}) if fewer else pipeline
@@ -285,15 +278,15 @@ def _trained(study: Study, like: Run, watcher: Watcher) -> Run:
     watcher.say(
         f"  no run yet of a hospital alone without DP, {like.member}; training it: {_command(name, overrides)}"
     )
-    party = RunContext.of(study, like.pipeline, BASELINE)
+    party = RunContext.of(study, like.pipeline, ALONE)
     backend = "local" if party.may_merge or len(party.sites) == 1 else "mpi"
-    made_by = {"method": BASELINE, "pipeline_name": name, "backend": backend}
-    summary = train(study, overrides=overrides, watcher=watcher, told=True, **made_by)
-    return Run.of(study.run(summary["run"]))
+    how: Any = {"overrides": overrides, "backend": backend, "watcher": watcher, "told": True}
+    return Run.of(study.run(train(study, method=ALONE, pipeline_name=name, **how)["run"]))
 
 
-def _members(members: Sequence[Member]) -> str:
+def _members(runs: Sequence[Run]) -> str:
     """Seeds by their numbers alone; folds and sites in full."""
+    members = [run.member for run in runs]
     if any(one.fold is not None or one.left_out is not None for one in members):
         return "; ".join(map(str, members))
     return f"seed{'' if len(members) == 1 else 's'} {', '.join(str(one.seed) for one in members)}"
@@ -301,11 +294,7 @@ def _members(members: Sequence[Member]) -> str:
 
 def is_baseline(run: Run, first: Run) -> bool:
     """Whether `run` is every hospital alone, with the settings and stores of the first run."""
-    return _is_of(run, BASELINE, _alone(first.pipeline), first.inputs)
-
-
-def baseline_settings(first: Run) -> dict[str, Any]:
-    return settings(BASELINE, _alone(first.pipeline))
+    return _is_of(run, ALONE, _alone(first.pipeline), first.inputs)
 
 
 def _alone(pipeline: Pipeline) -> Pipeline:
@@ -313,20 +302,15 @@ def _alone(pipeline: Pipeline) -> Pipeline:
     needs, and no canaries.
     """
     model = pipeline.model
-    if model.proxy.startswith(SHARED):  # which nobody alone can make, and needs
-        model = model.model_copy(update={"proxy": model.private})
-    changed = {
-        "model": model,
-        "privacy": pipeline.privacy.model_copy(update={"enabled": False}),
-        "audit": Audit(),
-        "train": pipeline.train.model_copy(update={"tune": True}),
-    }
-    return pipeline.model_copy(update=changed)
+    shared = model.proxy.startswith(SHARED)  # which nobody alone can make, and needs
+    proxy = model.private if shared else model.proxy
+    own = pipeline.changed(model={"proxy": proxy}, privacy={"enabled": False}, train={"tune": True})
+    return own.model_copy(update={"audit": Audit()})
 
 
 def _cannot_train(study: Study, like: Run) -> str:
     """Why the baseline cannot be trained here; empty when it can."""
-    with RunContext.of(study, like.pipeline, BASELINE) as party:
+    with RunContext.of(study, like.pipeline, ALONE) as party:
         for site in party.sites:
             if not party.has_store(site.name):
                 return f"the store of {site.name} is not here"
@@ -363,4 +347,4 @@ def _recipe(study: Study, like: Run) -> tuple[str, list[str]]:
 def _command(name: str, overrides: Sequence[str]) -> str:
     """What to type in a shell."""
     sets = [word for one in overrides for word in ("--set", one)]
-    return shlex.join(["wsi-fl", "train", "--method", BASELINE, "--pipeline", name, *sets])
+    return shlex.join(["wsi-fl", "train", "--method", ALONE, "--pipeline", name, *sets])

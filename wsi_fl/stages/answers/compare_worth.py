@@ -122,14 +122,12 @@ def _is_skewed(counts: Mapping[str, int]) -> bool:
 
 
 def _together(those: Sequence[Said]) -> Said:
-    """All sites' models as one."""
     answers = {(*key, str(k)): value for k, said in enumerate(those) for key, value in said.answers.items()}
     known = [said.noise for said in those if said.noise is not None]
     return Said(answers, those[0].score, sum(known) / len(those) if known else None)
 
 
 def _measure(said: _BySeed) -> str:
-    """What is compared, in words."""
     score = next((one.score for one in said.values()), "accuracy")
     return BALANCED if score == "macro_accuracy" else measured_in(score)
 

@@ -62,9 +62,7 @@ def evaluate(
 
 def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
     pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
-    sites = [
-        one for one in party.members if merged or party.has_store(one.name)
-    ]  # a hospital has its own alone
+    sites = [one for one in party.members if merged or party.has_store(one.name)]  # a hospital has its own
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
     receivers = _received(party, parts) if party.receivers else None
     predicts = receivers and receivers["sites"]
@@ -225,7 +223,6 @@ def _spread(scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _models(party: RunContext, site: SiteFile) -> TrainedModels:
-    """All models of a site."""
     data = party.data(site.name)
     return answering(party.run, party.pipeline, site, data.classes, data.shape, device_of_rank(), every=True)
 
@@ -410,10 +407,7 @@ def between_lines(between: Mapping[str, Any]) -> Lines:
     rows: list[list[str] | None] = []
     for name, model in between["models"].items():
         whole = model["merged"]
-        accuracies = [
-            *(model["hospitals"][hospital]["accuracy"] for hospital in hospitals),
-            whole["accuracy"],
-        ]
+        parts = [*(model["hospitals"][hospital] for hospital in hospitals), whole]
         areas = [number(whole["macro_accuracy"]), area_words(whole), str(whole["n"])]
-        rows.append([name, *map(number, accuracies), *areas])
+        rows.append([name, *(number(part["accuracy"]) for part in parts), *areas])
     yield Table("between hospitals: accuracy of what travelled", headings, rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,10 +29,9 @@ from wsi_fl.stages.training.workshop import architecture
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.system.files import read_json, sha256_of, write_json, write_text
 from wsi_fl.types import Bags, GridSpec, Images, Shape, UsageError, Vectors, WsiFlError, encoder_differences
 
-_FORMATS = ("wsinfer", "onnx")
 _CARD = ("MODEL_CARD.md", "model_card.json")
 
 
@@ -74,6 +72,10 @@ class Leaving:
     def architecture(self) -> str:
         common = self.party.method.travels == "private"
         return architecture(self.site, self.party.pipeline, self.role, common=common)
+
+    @property
+    def name(self) -> str:
+        return f"{self.party.run.name}-{self.site.name}-{self.called}"
 
     @property
     def spec(self) -> GridSpec:
@@ -128,15 +130,14 @@ def export_model(
     with RunContext.of_run(study, run) as party:
         leaving = asked_for(party, called, site)
         _require_allowed(leaving, private=private)
-        name = f"{run.name}-{leaving.site.name}-{called}"
         folder = out or run.path / "exports" / form / f"{leaving.site.name}-{called}"
         what = (leaving.facts["classes"], leaving.shape, torch.device("cpu"))
         models = answering(run, party.pipeline, leaving.site, *what, every=True).models
         network = fit_to_leave(models[leaving.role]).eval().requires_grad_(False)
         for old in _CARD:  # never beside a model that is not its own
             (folder / old).unlink(missing_ok=True)
-        made = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}[form](leaving, network, folder, name)
-        card = card_of(leaving, name, made, folder)
+        made = _FORMATS[form](leaving, network, folder)
+        card = card_of(leaving, made, folder)
     write_json(folder / "model_card.json", card)
     write_text(folder / "MODEL_CARD.md", _rendered(card))
     run.site(leaving.site.name).log(f"export: the {called} model as {form}, {', '.join(card['files'])}")
@@ -204,9 +205,8 @@ def _require_allowed(leaving: Leaving, *, private: bool) -> None:
         )
 
 
-def _write_onnx(leaving: Leaving, network: nn.Module, folder: Path, name: str) -> Made:
+def _write_onnx(leaving: Leaving, network: nn.Module, folder: Path) -> Made:
     """One file; of a head on features the head alone."""
-    del name
     shape, encoder = leaving.shape, leaving.facts.get("encoder") or "its encoder"
     if isinstance(shape, Images):
         network, shape, says = _of_patches(network, shape, leaving.spec.size_px)
@@ -231,8 +231,9 @@ def _of_patches(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.Mod
     return Reduced(network, shape.size_px).eval(), Images(shape.channels, size_px), says + inside
 
 
-def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path, name: str) -> Made:
-    """`torchscript_model.pt` and `config.json`, as WSInfer's zoo has them; it takes the softmax itself."""
+def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path) -> Made:
+    """`torchscript_model.pt`, and `config.json` as wsinfer-zoo's model-config.schema.json has it; it takes the softmax
+    itself."""
     shape, spec = leaving.shape, leaving.spec
     if isinstance(shape, Bags):
         raise UsageError("--format wsinfer: WSInfer runs models of patches, and this one sees bags; use onnx")
@@ -246,19 +247,13 @@ def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path, name: str
         shape = taken
     network, taken, says = _of_patches(network, shape, spec.size_px)
     difference = write_torchscript(folder / "torchscript_model.pt", network.eval(), taken)
-    write_json(folder / "config.json", _wsinfer_config(name, architecture, leaving.facts["classes"], spec))
-    return Made(["torchscript_model.pt", "config.json"], difference, says, architecture)
-
-
-def _wsinfer_config(name: str, architecture: str, classes: Sequence[str], spec: GridSpec) -> dict[str, Any]:
-    """Return the configuration of a model of patches as WSInfer reads it (wsinfer-zoo, model-config.schema.json)."""
-    half = [0.5, 0.5, 0.5]
-    return {
+    half, classes = [0.5, 0.5, 0.5], list(leaving.facts["classes"])
+    config = {
         "spec_version": "1.0",
-        "name": name,
+        "name": leaving.name,
         "architecture": architecture,
         "num_classes": len(classes),
-        "class_names": list(classes),
+        "class_names": classes,
         "patch_size_pixels": spec.size_px,
         "spacing_um_px": spec.mpp,
         "transform": [
@@ -267,6 +262,11 @@ def _wsinfer_config(name: str, architecture: str, classes: Sequence[str], spec: 
             {"name": "Normalize", "arguments": {"mean": half, "std": half}},
         ],
     }
+    write_json(folder / "config.json", config)
+    return Made(["torchscript_model.pt", "config.json"], difference, says, architecture)
+
+
+_FORMATS = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}
 
 
 def _encoder(leaving: Leaving) -> Any:
@@ -274,9 +274,7 @@ def _encoder(leaving: Leaving) -> Any:
     party, wanted, cpu = leaving.party, leaving.facts["encoder"], torch.device("cpu")
     alone = "use --format onnx, which needs the head alone"
     try:
-        encoder = encoder_of(
-            party.study, party.pipeline.encoding, 1, "features", gpu=party.pipeline.gpu, device=cpu
-        )
+        encoder = encoder_of(party.study, party.pipeline, "features", 1, device=cpu)
     except WsiFlError as error:
         raise UsageError(f"{error}; {alone}") from None
     if any(encoder_differences([encoder.label, wanted])):
@@ -286,17 +284,17 @@ def _encoder(leaving: Leaving) -> Any:
     return encoder
 
 
-def card_of(leaving: Leaving, name: str, made: Made, folder: Path) -> dict[str, Any]:
+def card_of(leaving: Leaving, made: Made, folder: Path) -> dict[str, Any]:
     """Return the card of a model whose files lie in a folder, as a document."""
     party = leaving.party
     return {
-        "name": name,
+        "name": leaving.name,
         "role": leaving.called,
         "run": party.run.name,
         "method": party.name,
         "version": __version__,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "files": {file: _sha256(folder / file) for file in made.files},
+        "files": {file: sha256_of(folder / file) for file in made.files},
         "model": {
             "architecture": made.architecture,
             "input": made.input,
@@ -312,10 +310,6 @@ def card_of(leaving: Leaving, name: str, made: Made, folder: Path) -> dict[str, 
         "privacy": {"covered": leaving.covered, "sites": _privacy(leaving)},
         "license": None,
     }
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _told(leaving: Leaving) -> dict[str, Any]:
@@ -338,17 +332,15 @@ def _told(leaving: Leaving) -> dict[str, Any]:
         answers, scores = row["with"] == leaving.role, evaluation["scores"]
         found = {"the test parts of all sites": (model, row)} if merged else {}
         found["the test part of its own site"] = (model["own"], row["own"])
-        parts = [_part(on, said, whole if answers else {}, scores) for on, (said, whole) in found.items()]
+        parts = []
+        for on, (said, whole) in found.items():
+            beside = {name: whole.get(name) if answers else None for name in ("n", "intervals")}
+            own = {name: said.get(name) for name in scores} | (
+                {} if said.get("n") is None else {"n": said["n"]}
+            )
+            parts.append({"on": on} | beside | own)
         told["metrics"] = {"scores": list(scores), "parts": parts}
     return told
-
-
-def _part(
-    on: str, said: Mapping[str, Any], whole: Mapping[str, Any], scores: Sequence[str]
-) -> dict[str, Any]:
-    n = whole.get("n") if said.get("n") is None else said["n"]
-    found = {name: said.get(name) for name in scores}
-    return {"on": on, "n": n, **found, "intervals": whole.get("intervals")}
 
 
 def _privacy(leaving: Leaving) -> list[dict[str, Any]]:
@@ -360,7 +352,7 @@ def _privacy(leaving: Leaving) -> list[dict[str, Any]]:
             **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
             "detection": account.get("detection"),
             "epsilon_lower": _audited(leaving, name),
-            "ledger": _sha256(ledgers[name]) if ledgers[name].exists() else None,
+            "ledger": sha256_of(ledgers[name]) if ledgers[name].exists() else None,
         }
         for name, account in leaving.accounts.items()
     ]
@@ -396,7 +388,6 @@ def _warning_of(card: Mapping[str, Any]) -> str:
 
 
 def _rendered(card: Mapping[str, Any]) -> str:
-    """The card as Markdown."""
     gain, scores = card["worth"], (card["metrics"] or {}).get("scores", ())
     joining = None
     if gain:

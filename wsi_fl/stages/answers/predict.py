@@ -5,10 +5,10 @@ Only the run, the slides given and, where it is there, the site's own store are 
 
 from __future__ import annotations
 
-import csv
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.grid import size_in_l0
-from wsi_fl.slides.pictures.heatmap import (
-    TOP_K,
-    Caption,
-    Color,
-    Heat,
-    draw_heatmap,
-    leading,
-    patch_boxes,
-    score,
-    write_geojson,
-)
+from wsi_fl.slides.pictures import heatmap
+from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Color, Heat
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
-from wsi_fl.stages.answers.trained import trained_site
 from wsi_fl.stages.work.console import Lines, Table, Watcher, reason_of
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import atomic, write_bytes, write_json
+from wsi_fl.system.files import write_bytes, write_csv, write_json
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
 _OTHERWISE, _ATTENTION = (150, 150, 150), (200, 0, 0)
@@ -74,9 +64,7 @@ def predict(
     names = [path.name if path.is_dir() else path.stem for path in slides]  # as in a store
     if twice := [name for name, n in Counter(names).items() if n > 1]:
         raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")
-    predictor = job.each(
-        lambda: load_predictor(study, *trained_site(study, run_name, site, overrides), tumor_type)
-    )
+    predictor = job.each(lambda: load_predictor(study, run_name, site, tumor_type, overrides))
     folder = out.resolve() if out is not None else predictor.run.path / "predictions" / site
     scale = mpp or predictor.site.mpp_override
     records = [
@@ -138,21 +126,23 @@ def _of_patches(
     """Draw and write what is said of each patch; return (the row, what else the score file says)."""
     heat, base = predictor.heat(record.slide, seen), seen.base
     assert base is not None
-    kind, colors = leading(heat), colors_of(heat.classes)
-    found = score(heat, kind)
+    kind, colors = heatmap.leading(heat), colors_of(heat.classes)
+    found = heatmap.score(heat, kind)
     said = (
         f"{heat.classes[kind]} {found['top_k_mean']:.2f}",
         f"mean of the {min(TOP_K, len(seen.xy_l0))} highest; highest {found['max']:.2f}; "
         f"{_percent(found['fraction'])} of patches at {heat.threshold:g} or more",
     )
     write_bytes(folder / _HEATMAP, _drawn(predictor, record, base, heat, colors, *said))
-    write_geojson(folder / _OUTLINES, heat, colors, f"{predictor.run.name}/{record.site}/{record.slide}")
+    heatmap.write_geojson(
+        folder / _OUTLINES, heat, colors, f"{predictor.run.name}/{record.site}/{record.slide}"
+    )
     columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
     write_patches(folder / _TABLE, seen.xy_l0, size_in_l0(predictor.meta.spec, base.mpp), columns)
     row = {"slide": record.slide, "patches": len(seen.xy_l0), "set_aside": seen.n_aside, "score": found}
     return row, {
         "class": heat.classes[kind],
-        "classes": {heat.classes[k]: score(heat, k) for k in heat.shown},
+        "classes": {heat.classes[k]: heatmap.score(heat, k) for k in heat.shown},
         "regions": len(heat.regions),
         "threshold": heat.threshold,
         "top_k": TOP_K,
@@ -172,7 +162,7 @@ def _of_slide(
     side = None
     if base is not None:
         side = size_in_l0(meta.spec, base.mpp)
-        boxes = patch_boxes(seen.xy_l0, meta.spec, base.mpp, base.size_l0)
+        boxes = heatmap.patch_boxes(seen.xy_l0, meta.spec, base.mpp, base.size_l0)
         shown, legend = answer.legend
         heat = Heat(boxes, ("other", shown), np.stack([1 - answer.heat, answer.heat], axis=1))
         picture = _drawn(predictor, record, base, heat, [_OTHERWISE, _ATTENTION], *answer.words, legend)
@@ -185,11 +175,10 @@ def _of_slide(
 def _drawn(
     predictor: Predictor, record: SlideRecord, base: Base, heat: Heat, colors: list[Color], *said: str
 ) -> bytes:
-    """The heatmap over the slide's thumbnail."""
     spec, of = predictor.meta.spec, "mosaic of " if predictor.kind.data == "mosaics" else ""
     where = f"{predictor.run.name} · {predictor.site.name} · {of}{len(heat.boxes_l0)} patches"
     caption = Caption(record.slide, f"{where} of {spec.size_px} px at {spec.mpp:g} µm", *said)
-    return draw_heatmap(base.thumbnail, base.downsample, base.mpp, heat, colors, caption)
+    return heatmap.draw_heatmap(base.thumbnail, base.downsample, base.mpp, heat, colors, caption)
 
 
 def colors_of(classes: Sequence[str]) -> list[Color]:
@@ -215,11 +204,9 @@ def write_patches(
     """
     side = "" if size_l0 is None else f"{size_l0:.3f}".rstrip("0").rstrip(".")
     said = np.stack(list(columns.values()), axis=1).tolist()
-    with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["x_l0", "y_l0", "size_l0", *columns])
-        for (x, y), values in zip(xy_l0.tolist(), said, strict=True):
-            writer.writerow([x, y, side, *(f"{value:.6f}" for value in values)])
+    patches = zip(xy_l0.tolist(), said, strict=True)
+    rows = ([x, y, side, *(f"{value:.6f}" for value in values)] for (x, y), values in patches)
+    write_csv(path, chain([["x_l0", "y_l0", "size_l0", *columns]], rows))
 
 
 def predictions_lines(document: dict[str, Any]) -> Lines:
@@ -228,7 +215,7 @@ def predictions_lines(document: dict[str, Any]) -> Lines:
         of_bags = "score" not in document["slides"][0]
         headings = ("answer", "value") if of_bags else ("max", "top k", "over threshold")
         whose = _WHOSE.get(document["with"], f"{document['with']} model")
-        rows = [[row["slide"], str(row["patches"]), *_cells(row)] for row in document["slides"]]
+        rows = [[row["slide"], row["patches"], *_cells(row)] for row in document["slides"]]
         yield Table(f"{whose} of {document['site']}", ["slide", "patches", *headings], rows)
     for row in document["slides"]:
         yield row["heatmap"] or row["csv"]

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import (
-    Examples,
-    allowed_classes,
-    packed,
-    resized,
-    unlabelled,
-    unlabelled_bags,
-)
+from wsi_fl.learning.examples import allowed_classes, packed, resized, unlabelled, unlabelled_bags
 from wsi_fl.learning.survival import risk
 from wsi_fl.learning.tasks import Number, Survival, Task
 from wsi_fl.models.encoder import Encoder, encode
@@ -33,13 +25,12 @@ from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.answers.predictions import COLUMNS
-from wsi_fl.stages.answers.trained import TrainedModels, answering
+from wsi_fl.stages.answers.trained import TrainedModels, answering, settings_of
 from wsi_fl.stages.prepare.bags import OfSlides
 from wsi_fl.stages.prepare.tile_plans import params_of, segmenter_of
-from wsi_fl.stages.site.data import open_bags
+from wsi_fl.stages.site.data import ExampleKind, kind_of, open_bags, slides_of
 from wsi_fl.stages.site.encoders import encoder_of
-from wsi_fl.stages.site.party import remembered_bags
-from wsi_fl.stages.site.slides import ExampleKind, kind_of
+from wsi_fl.stages.site.party import as_begun
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.job import device_of_rank
@@ -48,7 +39,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.machine import n_cores
-from wsi_fl.types import Images, SlideRecord, UsageError, WsiFlError, encoder_differences
+from wsi_fl.types import GridSpec, Images, SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
 """Images a model sees at once: as many as `evaluate` shows it, fewer where they are large."""
@@ -132,9 +123,8 @@ class SlidePrediction:
             return f"{self.names[0]} {self.whole[0]:.3g}", ""
         if self.task.kind == "survival":
             *before, (end, last) = zip(self.names, self.whole.tolist(), strict=True)
-            return f"{last:.2f} without the event at {end}", "; ".join(
-                f"{p:.2f} at {name}" for name, p in before
-            )
+            earlier = "; ".join(f"{p:.2f} at {name}" for name, p in before)
+            return f"{last:.2f} without the event at {end}", earlier
         ranked = sorted(zip(self.whole.tolist(), self.names, strict=True), reverse=True)[1:3]
         others = "; ".join(f"{other} {p:.2f}" for p, other in ranked if p > 0)
         return f"{self.names[self._best]} {self.whole[self._best]:.2f}", others
@@ -194,10 +184,8 @@ class Predictor:
     @cached_property
     def encoder(self) -> Encoder:
         """The encoder of a run on features, if it has the same weights still."""
-        settings, section = self.pipeline.encoding, "features"
-        if self.kind.data == "mosaics":
-            settings, section = self.pipeline.mosaic, "mosaic"
-        encoder = encoder_of(self.study, settings, n_cores(), section, gpu=self.pipeline.gpu)
+        section: Literal["features", "mosaic"] = "mosaic" if self.kind.data == "mosaics" else "features"
+        encoder = encoder_of(self.study, self.pipeline, section, n_cores())
         if any(encoder_differences([encoder.label, self.meta.encoder])):
             raise WsiFlError(
                 f"{self.run.name} was trained on features of {self.meta.encoder}, but the configuration now names "
@@ -294,7 +282,7 @@ class Predictor:
         whole = features if slide else features.mean(axis=0, dtype=np.float64)[None]
 
         def asked(bags: Sequence[NDArray[np.float32]]) -> _Floats:
-            examples: Examples = unlabelled_bags(bags, allowed, task)
+            examples = unlabelled_bags(bags, allowed, task)
             if not slide:
                 rows = np.concatenate(bags).astype(np.float32)
                 examples = replace(examples, read=lambda chosen: rows[chosen])
@@ -331,14 +319,29 @@ class Predictor:
 
 
 def load_predictor(
-    study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile, tumor_type: str | None = None
+    study: Study, run_name: str, site_name: str, tumor_type: str | None = None, overrides: Sequence[str] = ()
 ) -> Predictor:
-    """Load the trained models of a site, and open its mosaics where it learned from such.
+    """Load the trained models of a site that was not lost, and open its mosaics where it learned from such.
 
     Refused are an unknown tumour type, images that are no slides, and an encoder that has other weights by now.
+
+    Args:
+        overrides: `predict.KEY=VALUE` over the run's configuration.
     """
-    kind, folder = kind_of(pipeline), run.site(site.name)
-    meta, facts = remembered_bags(folder), folder.store_facts()
+    run = RunFolder(study.run(run_name))
+    began = as_begun(study, run)
+    pipeline, site = settings_of(began, run, overrides), began.site(site_name)
+    if not run.site(site_name).path.is_dir():
+        took_part = ", ".join(sorted(p.name for p in run.path.glob("sites/*"))) or "none"
+        raise UsageError(f"{run.name}: site {site_name} took no part in this run; these did: {took_part}")
+    for loss in run.losses():
+        if loss["site"] == site_name:
+            raise WsiFlError(
+                f"{run.name}: site {site_name} was lost in round {loss['round']} and has no model; "
+                f"take it back in with `wsi-fl train --resume {run.name}`"
+            )
+    kind, facts = kind_of(pipeline), run.site(site.name).store_facts()
+    meta = _remembered(site.name, facts)
     if kind.data != "mosaics" and (meta.spec.mpp <= 0 or facts.get("channels", 3) != 3):
         raise UsageError(
             f"site {site.name}: {run.name} learned from images, not slides; predict reads slides"
@@ -359,8 +362,15 @@ def load_predictor(
     return found
 
 
+def _remembered(site: str, facts: Mapping[str, Any]) -> BagMeta:
+    """Return what the patches or bags were like that a site's models learned from."""
+    types = {kind: tuple(classes) for kind, classes in facts.get("tumor_types", {}).items()}
+    classes, spec = tuple(facts["classes"]), GridSpec(**facts["spec"])
+    recipe = facts.get("recipe", {"min_tissue": facts.get("min_tissue")})
+    return BagMeta(site, classes, facts.get("encoder", ""), spec, "", types, recipe)
+
+
 def _mosaics(study: Study, run: RunFolder, site: str, meta: BagMeta) -> BagStore | None:
-    """The site's mosaics, where they lie here."""
     if not study.mosaic(site).exists():
         return None
     store = open_bags(study, site, "mosaics")
@@ -376,10 +386,5 @@ def _slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path | Non
     """Return the slide's file: as given, else among the site's slides; None where it is in neither place."""
     if record.path.exists():
         return record.path
-    patterns = [site.slides] if isinstance(site.slides, str) else site.slides or []
-    root = Study(Path(glob.escape(str(study.root))))
-    for pattern in patterns:
-        for found in glob.iglob(str(root.resolve(pattern)), recursive=True):  # noqa: PTH207 may be absolute
-            if record.path.name in (Path(found).name, Path(found).stem):
-                return Path(found)
-    return None
+    found = (one for one in slides_of(study, site) if record.path.name in (one.name, one.stem))
+    return next(found, None)

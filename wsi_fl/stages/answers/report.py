@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -109,25 +110,21 @@ def _pictures(party: RunContext, stores: dict[str, PatchStore], *, of_patients: 
     for site in party.names:
         keys = (party.run.site(site).kept("package") or {"images": {}})["images"] | keys
     generated = {name: path for name in sorted(keys) if (path := study.generated(keys[name])).exists()}
-    overviews = {name: _overviews(study, name, store) for name, store in stores.items()}
-    said = _said(party)
-    made: dict[str, Callable[[str], Any]] = {
-        "patches": lambda name: _samples(stores[name]),
-        "overviews": lambda name: [(slide, path.read_bytes()) for slide, path in overviews[name]],
-        "generated": lambda name: _generated_samples(generated[name]),
-        "said": said.__getitem__,
+    found: dict[str, dict[str, Callable[[], Any]]] = {
+        "patches": {name: partial(_samples, store) for name, store in stores.items()},
+        "overviews": {},
+        "generated": {name: partial(_generated_samples, path) for name, path in generated.items()},
+        "said": {name: partial(tuple, said) for name, said in _said(party).items()},
     }
-    found = {
-        "patches": list(stores),
-        "overviews": [name for name, pictures in overviews.items() if pictures],
-        "generated": list(generated),
-        "said": list(said),
-    }
-    real = {kind: [name for name in names if name not in simulated] for kind, names in found.items()}
+    for name, store in stores.items():
+        folder = study.store(name).parent / "overview"
+        if drawn := {slide: path for slide in store.slides if (path := folder / f"{slide}.png").exists()}:
+            found["overviews"][name] = partial(_read, drawn)
+    real = {kind: [name for name in makers if name not in simulated] for kind, makers in found.items()}
     hidden = {} if of_patients else {kind: names for kind, names in real.items() if names}
     shown = {
-        kind: {name: make(name) for name in found[kind] if name not in hidden.get(kind, ())}
-        for kind, make in made.items()
+        kind: {name: make() for name, make in makers.items() if name not in hidden.get(kind, ())}
+        for kind, makers in found.items()
     }
     return shown | {"left_out": hidden, "patients_of": _once(real) if of_patients else []}
 
@@ -236,6 +233,10 @@ def _mosaics(data: Data) -> dict[str, Any]:
     return {"n_features": store.n_features, "encoder": store.meta.encoder, "bag": bag}
 
 
+def _read(pictures: Mapping[str, Path]) -> list[tuple[str, bytes]]:
+    return [(slide, path.read_bytes()) for slide, path in pictures.items()]
+
+
 def _generated_samples(path: Path) -> list[_Patch]:
     with PatchStore(path) as store:
         return _samples(store)
@@ -250,10 +251,3 @@ def _samples(store: PatchStore) -> list[_Patch]:
         chosen = np.sort(rng.permutation(rows)[:_SAMPLES_PER_CLASS])
         out += [(name, pixels) for pixels in store.read(chosen)]
     return out
-
-
-def _overviews(study: Study, site: str, store: PatchStore) -> list[tuple[str, Path]]:
-    """(slide, picture) of the slides that have one."""
-    folder = study.store(site).parent / "overview"
-    found = [(slide, folder / f"{slide}.png") for slide in store.slides]
-    return [(slide, path) for slide, path in found if path.exists()]

@@ -15,7 +15,7 @@ from wsi_fl.learning.stacking import Stack
 from wsi_fl.learning.validation import LONE, STACK, answered, roles
 from wsi_fl.models import build
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.party import RunContext, as_begun, method_for
+from wsi_fl.stages.site.party import RunContext, method_for
 from wsi_fl.stages.training.workshop import architecture, start_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -34,25 +34,6 @@ def settings_of(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipel
             "lie (features.weights, mosaic.weights)"
         )
     return study.pipeline(str(run.path / "config.toml"), overrides)
-
-
-def trained_site(
-    study: Study, run_name: str, site_name: str, overrides: Sequence[str]
-) -> tuple[RunFolder, Pipeline, SiteFile]:
-    """A run, its configuration under `predict.KEY=VALUE`, and one of its sites that was not lost."""
-    run = RunFolder(study.run(run_name))
-    study = as_begun(study, run)
-    pipeline, site = settings_of(study, run, overrides), study.site(site_name)
-    if not run.site(site_name).path.is_dir():
-        took_part = ", ".join(sorted(p.name for p in run.path.glob("sites/*"))) or "none"
-        raise UsageError(f"{run.name}: site {site_name} took no part in this run; these did: {took_part}")
-    for loss in run.losses():
-        if loss["site"] == site_name:
-            raise WsiFlError(
-                f"{run.name}: site {site_name} was lost in round {loss['round']} and has no model; "
-                f"take it back in with `wsi-fl train --resume {run.name}`"
-            )
-    return run, pipeline, site
 
 
 @dataclass(frozen=True)
@@ -148,24 +129,17 @@ def answering(
     """The models that answer for a site; with `every`, the others too."""
     answer, stack = answers_with(run, pipeline, site.name), _stack_of(run, site.name)
     wanted = _roles_of(run, site.name) if every else roles(answer, stack)
-    models = {role: _model(run, pipeline, site, role, classes, shape) for role in wanted}
-    ready = {role: model.to(device).eval() for role, model in models.items()}
-    return TrainedModels(ready, answer, device, stack)
-
-
-def _model(
-    run: RunFolder, pipeline: Pipeline, site: SiteFile, role: str, classes: Sequence[str], shape: Shape
-) -> torch.nn.Module:
-    """A site's model with its trained weights."""
-    common = role == "private" == method_for(run.manifest["method"], pipeline).travels
-    name = architecture(site, pipeline, role, common=common)
-    # its initial weights are all overwritten
-    model = build(name, n_classes=len(classes), shape=shape, seed=0, start=start_of(pipeline))
-    try:
-        model.load_state_dict(run.site(site.name).load_model(role))
-    except RuntimeError:
-        raise WsiFlError(
-            f"{run.name}: the {role} model of {site.name} does not fit {name} for {shape} and {len(classes)} classes; "
-            f"was private_model in sites/{site.name}.toml changed since the run?"
-        ) from None
-    return model
+    models, travels = {}, method_for(run.manifest["method"], pipeline).travels
+    for role in wanted:
+        name = architecture(site, pipeline, role, common=role == "private" == travels)
+        # its initial weights are all overwritten
+        model = build(name, n_classes=len(classes), shape=shape, seed=0, start=start_of(pipeline))
+        try:
+            model.load_state_dict(run.site(site.name).load_model(role))
+        except RuntimeError:
+            raise WsiFlError(
+                f"{run.name}: the {role} model of {site.name} does not fit {name} for {shape} and {len(classes)} "
+                f"classes; was private_model in sites/{site.name}.toml changed since the run?"
+            ) from None
+        models[role] = model.to(device).eval()
+    return TrainedModels(models, answer, device, stack)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,45 +27,15 @@ from wsi_fl.slides.pictures.overview import draw_mosaic, small_copy
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.stages.prepare.sources import (
-    Done,
-    Listed,
-    asked_for,
-    finish,
-    labelled,
-    list_slides,
-    set_aside,
-    share_slides,
-    stored_classes,
-    table_of,
-)
-from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
+from wsi_fl.stages.prepare import sources
+from wsi_fl.stages.prepare.sources import Done, Listed, Which
 from wsi_fl.stages.prepare.tile_plans import tissue_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
-from wsi_fl.stages.work.console import (
-    Line,
-    Lines,
-    Table,
-    Watcher,
-    partly,
-    reason_of,
-    say,
-    speed_lines,
-    speed_of,
-)
+from wsi_fl.stages.work.console import Line, Lines, Table, Watcher, partly, reason_of, say, speed_lines
 from wsi_fl.stages.work.job import Job
-from wsi_fl.stores.bags import (
-    Bag,
-    BagMeta,
-    BagShard,
-    bag_fingerprint,
-    bags_of,
-    current_shard,
-    read_bag_shard,
-    write_bag_shard,
-    write_bags,
-)
+from wsi_fl.stores import bags as stored
+from wsi_fl.stores.bags import Bag, BagMeta, BagShard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -162,20 +132,22 @@ class Way(Generic[_Item]):
         """
         began, folder, n = time.perf_counter(), self.path.parent, len(self.items)
         with job.first_holds(locked(folder, self.site)):
-            made = share_slides(
+            made = sources.share_slides(
                 job,
                 self.items,
                 self._shards,
                 lambda done, one: watcher.update(self.site, done, n, self.name(one)),
             )
-            row = finish(job, made, self.write, (folder / self.data,))
+            row = sources.finish(job, made, self.write, (folder / self.data,))
         if row is None:
             return {}, {}
         seconds = time.perf_counter() - began
-        spent = sum((Spent(**one.spent) for one in made), Spent())
-        slides, patches = sum(one.made > 0 for one in made), sum(one.made for one in made)
-        row |= {"transform": transform_of(self.encoder), "seconds": seconds}
-        return row, speed_of(self.site, spent, slides, patches, seconds)
+        return row | {"transform": transform_of(self.encoder), "seconds": seconds}, {
+            "site": self.site,
+            "slides_per_second": sum(one.made > 0 for one in made) / seconds,
+            "patches_per_second": sum(one.made for one in made) / seconds,
+            "spent": asdict(sum((Spent(**one.spent) for one in made), Spent())),
+        }
 
     def _shards(self, items: Sequence[_Item]) -> Iterator[Done]:
         n = self.ahead
@@ -193,7 +165,7 @@ class Way(Generic[_Item]):
 
         def look() -> tuple[str, _Chosen] | Done:
             wanted = self.wanted(item)
-            current = current_shard(self.shard(slide), wanted)
+            current = stored.current_shard(self.shard(slide), wanted)
             if isinstance(current, BagShard) and self.has_picture(slide):
                 return _done(current)
             if isinstance(current, str) and current:
@@ -220,7 +192,7 @@ class Way(Generic[_Item]):
             )
             if chosen.picture is not None:
                 write_bytes(path.with_suffix(".png"), chosen.picture())
-            write_bag_shard(path, shard)
+            stored.write_bag_shard(path, shard)
             spent = encoded.spent + Spent(write=time.perf_counter() - began)
             return replace(_done(shard), made=len(encoded.features), spent=asdict(spent))
 
@@ -275,7 +247,7 @@ class OfSlides(Way[SlideRecord]):
         tissue = mask_digest(Path(masks), item.slide) if masks else params.tissue.method
         how = (params.min_tissue, params.clusters, params.fraction, params.seed, tissue)
         patches = (self.reader, self.spec.size_px, self.spec.mpp)
-        return bag_fingerprint(item.slide, quickhash, size, mpp, *patches, *how, self.encoder.label)
+        return stored.bag_fingerprint(item.slide, quickhash, size, mpp, *patches, *how, self.encoder.label)
 
     def choose(self, item: SlideRecord) -> _Chosen:
         plan = plan_mosaic(item, self.spec, self.params, reader=self.reader)
@@ -328,20 +300,20 @@ class _OfSite(OfSlides):
 
     def write(self, made: list[Done]) -> dict[str, Any]:
         listed, pipeline = self.listed, self.listed.pipeline
-        failed = [*self.aside, *set_aside(made)]
+        failed = [*self.aside, *sources.set_aside(made)]
         kept = [record for record, one in zip(self.items, made, strict=True) if one.patches]
         if not kept:
-            raise WsiFlError(f"site {self.site}: no slide gave a mosaic; {first_reason(failed)}")
-        shards = [read_bag_shard(self.shard(record.slide)) for record in kept]
-        table = table_of(kept, pipeline.subtypes, listed.site)
+            raise WsiFlError(f"site {self.site}: no slide gave a mosaic; {sources.first_reason(failed)}")
+        shards = [stored.read_bag_shard(self.shard(record.slide)) for record in kept]
+        table = sources.table_of(kept, pipeline.subtypes, listed.site)
         subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
-        classes = stored_classes(listed.site, subtypes)
+        classes = sources.stored_classes(listed.site, subtypes)
         meta = BagMeta(
             self.site, classes, self.encoder.label, self.spec, "mosaic", subtypes, _recipe(pipeline)
         )
         mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
-        write_bags(self.path, meta, table, [shard.bag for shard in shards], mpp_l0)
-        return mosaic_row(
+        stored.write_bags(self.path, meta, table, [shard.bag for shard in shards], mpp_l0)
+        return sources.mosaic_row(
             listed.study,
             meta,
             table,
@@ -376,7 +348,7 @@ class _OfStore(Way[str]):
 
     def wanted(self, item: str) -> str:
         patches = str(self.store.shard(item).attrs["fingerprint"])
-        return bag_fingerprint(item, patches, len(self._rows(item)), self.encoder.label)
+        return stored.bag_fingerprint(item, patches, len(self._rows(item)), self.encoder.label)
 
     def choose(self, item: str) -> _Chosen:
         rows = self._rows(item)
@@ -398,9 +370,9 @@ class _OfStore(Way[str]):
         meta = BagMeta(
             self.site, store.classes, self.encoder.label, self.spec, "features", {}, recipe, store.generator
         )
-        table, sizes = bags_of(patches)
-        bags = (read_bag_shard(self.shard(str(slide))).bag for slide in table.slide)
-        write_bags(self.path, meta, table, bags, sizes=sizes, patches=patches)
+        table, sizes = stored.bags_of(patches)
+        bags = (stored.read_bag_shard(self.shard(str(slide))).bag for slide in table.slide)
+        stored.write_bags(self.path, meta, table, bags, sizes=sizes, patches=patches)
         return {
             "site": self.site,
             "slides": len(self.items),
@@ -414,58 +386,39 @@ class _OfStore(Way[str]):
         }
 
 
-def mosaic(
-    study: Study,
-    *,
-    site: str | None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    watcher: Watcher | None = None,
-) -> dict[str, Any]:
-    """Make the mosaics of one site, or with `site` None of every site of the pipeline; return the `--json` document.
+def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
+    """Make the mosaics of one site, or of every site of the pipeline; return the `--json` document.
 
     Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
 
     def prepare(job: Job) -> Iterator[Way[SlideRecord]]:
-        listed = list_slides(study, site, pipeline_name, overrides, job)
-        known = [labelled(one.records, one.pipeline.subtypes, one.site) for one in listed]
+        listed = sources.list_slides(study, job, **which)
+        known = [sources.labelled(one.records, one.pipeline.subtypes, one.site) for one in listed]
         pipeline, settings = listed[0].pipeline, listed[0].pipeline.mosaic
-        if job.first and (unusual := warning_of(settings.encoder, settings.size_px, settings.mpp)):
-            say(f"  {unusual}", "yellow")
-        encoder = encoder_of(study, settings, job.threads, tell=_tell(job), gpu=pipeline.gpu)
+        if unusual := warning_of(settings.encoder, settings.size_px, settings.mpp):
+            job.say(f"  {unusual}", "yellow")
+        encoder = encoder_of(study, pipeline, "mosaic", job.threads, job.say)
         for one, labels in zip(listed, known, strict=True):
             yield _OfSite(one, *labels, encoder, job.threads)
 
     return _make(prepare, watcher)
 
 
-def features(
-    study: Study,
-    *,
-    site: str | None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    watcher: Watcher | None = None,
-) -> dict[str, Any]:
-    """Make the features of one site, or with `site` None of every site of the pipeline; return the `--json` document.
+def features(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
+    """Make the features of one site, or of every site of the pipeline; return the `--json` document.
 
     Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
 
     def prepare(job: Job) -> Iterator[Way[str]]:
-        pipeline, sites = asked_for(study, site, pipeline_name, overrides)
+        pipeline, sites = sources.asked_for(study, **which)
         stores = [open_store(study, one.name) for one in sites]
-        encoder = encoder_of(study, pipeline.encoding, job.threads, "features", _tell(job), gpu=pipeline.gpu)
+        encoder = encoder_of(study, pipeline, "features", job.threads, job.say)
         for store in stores:
             yield _OfStore(study, store, encoder)
 
     return _make(prepare, watcher)
-
-
-def _tell(job: Job) -> Callable[[str], None]:
-    """The first rank tells for all."""
-    return say if job.first else lambda _: None
 
 
 def _make(prepare: Callable[[Job], Iterable[Way[Any]]], watcher: Watcher | None) -> dict[str, Any]:
@@ -482,7 +435,7 @@ def _make(prepare: Callable[[Job], Iterable[Way[Any]]], watcher: Watcher | None)
 def features_lines(document: dict[str, Any]) -> Lines:
     """Yield a row per site."""
     headings = ("slides", "patches", "train", "test")
-    rows = [[row["site"], *(str(row[key]) for key in headings)] for row in document["sites"]]
+    rows = [[row[key] for key in ("site", *headings)] for row in document["sites"]]
     yield Table("features", ["site", *headings], rows)
     yield from speed_lines(document["speed"])
     first = document["sites"][0]

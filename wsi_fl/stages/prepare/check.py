@@ -6,12 +6,12 @@ One patch or one bag is in memory at a time, and nothing is written.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from wsi_fl.plugins import entries
-from wsi_fl.stages.prepare.sources import asked_for
+from wsi_fl.stages.prepare.sources import Which, asked_for
 from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import read_bag_shard
@@ -28,24 +28,17 @@ _Step = tuple[str, Callable[[], object]]
 """What is read, and reading it, which raises WsiFlError for damage."""
 
 
-def check(
-    study: Study,
-    *,
-    site: str | None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    watcher: Watcher | None = None,
-) -> dict[str, Any]:
-    """Read all that one site has stored, or with `site` None every site of the pipeline; return the `--json` document.
+def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
+    """Read all that one site has stored, or every site of the pipeline; return the `--json` document.
 
     Raises:
         WsiFlError: when there is nothing to check.
     """
-    _, sites = asked_for(study, site, pipeline_name, overrides)
+    _, sites = asked_for(study, **which)
     rows = [_check_site(study, one.name, watcher or Silent()) for one in sites]
     if not any(row["read"] for row in rows):
-        which = "--all" if site is None else f"--site {site}"
-        raise WsiFlError(f"nothing is stored yet; run `wsi-fl tile {which}`")
+        again = "--all" if which["site"] is None else f"--site {which['site']}"
+        raise WsiFlError(f"nothing is stored yet; run `wsi-fl tile {again}`")
     return {"sites": rows, "ok": not any(row["damaged"] for row in rows)}
 
 
@@ -113,12 +106,8 @@ def _bags(data: str, study: Study, site: str) -> Iterator[list[_Step]]:
 
 def check_lines(document: dict[str, Any]) -> Lines:
     """Yield a row per site, and a line for each damage."""
-    rows = [
-        [row["site"], str(row["read"]), str(len(row["damaged"])), f"{row['seconds']:.1f}"]
-        for row in document["sites"]
-    ]
+    sites = document["sites"]
+    rows = [[row["site"], row["read"], len(row["damaged"]), f"{row['seconds']:.1f}"] for row in sites]
     yield Table("check", ["site", "read", "damaged", "s"], rows)
-    for row in document["sites"]:
-        for line in row["damaged"]:
-            yield Line(f"  {line}", "bold red")
+    yield from (Line(f"  {line}", "bold red") for row in sites for line in row["damaged"])
     yield Line("nothing is damaged" if document["ok"] else "damaged; see above for what mends it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import ordinary
+from wsi_fl.system.files import sha256_of
 from wsi_fl.system.machine import n_cores
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences
 
@@ -88,7 +87,7 @@ def directions(
         WsiFlError: when one that is named cannot be read, or there is none.
     """
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-    encoder = encoder_of(study, pipeline.encoding, n_cores(), "features", gpu=pipeline.gpu)
+    encoder = encoder_of(study, pipeline, "features", n_cores())
     told = watcher or Silent()
     rows, known, aside = [], [], []
     inside = (sorted(path.iterdir()) if path.is_dir() else [path] for path in sources)
@@ -104,10 +103,8 @@ def directions(
                 raise
             aside.append(path.name)
             continue
-        with ordinary(path).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         rows.append(found)
-        known.append(Source(name=path.name, rows=len(found), sha256=digest))
+        known.append(Source(name=path.name, rows=len(found), sha256=sha256_of(path)))
         told.update(path.name, 1, 1)
     if not rows:
         raise WsiFlError(f"--from: no slide, picture or feature store{_named(aside)}")

@@ -64,7 +64,7 @@ def _given(study: Study, pipeline_name: str | None) -> dict[str, Path]:
         if pipeline_name:
             raise
         return {}
-    both = [one for one in (pipeline.mosaic, pipeline.encoding) if one.weights]
+    both = (pipeline.mosaic, pipeline.encoding)
     found = {one.encoder: study.resolve(one.weights) for one in both if one.weights}
     return {name: path for name, path in found.items() if path.is_file()}
 
@@ -74,8 +74,8 @@ def encoders_lines(document: dict[str, Any]) -> Lines:
     rows = [
         [
             row["name"],
-            str(row["n_features"]),
-            str(row["px"]),
+            row["n_features"],
+            row["px"],
             ", ".join(f"{mpp:g}" for mpp in row["mpp"]) or "not stated",
             f"{row['parameters'] / 1e6:.0f} M",
             row["licence"],

@@ -17,8 +17,7 @@ import numpy as np
 
 from wsi_fl.models.presets import PRESETS, preset_called
 from wsi_fl.slides.patching.splits import assign_splits
-from wsi_fl.stages.prepare.sources import asked_for, labelled, matched, stored_classes, table_of
-from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
+from wsi_fl.stages.prepare import sources
 from wsi_fl.stages.site.data import open_bags
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
@@ -90,14 +89,16 @@ def import_features(
     began, told, said = time.perf_counter(), watcher or Silent(), said or ImportFacts()
     if form not in LAYOUTS:
         raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
-    pipeline, (file,) = asked_for(study, site, pipeline_name, overrides)
+    pipeline, (file,) = sources.asked_for(study, site=site, pipeline_name=pipeline_name, overrides=overrides)
     if not source.is_dir():
         raise UsageError(f"--from {source}: no such folder")
     layout = LAYOUTS[form]
     files = layout.find(source)
-    matching, unmatched, told_of_rows = matched(labels, files, file, diagnoses=bool(pipeline.subtypes))
+    matching, unmatched, told_of_rows = sources.matched(
+        labels, files, file, diagnoses=bool(pipeline.subtypes)
+    )
     told.say(f"  {site}: {told_of_rows}")
-    known, unfit = labelled(matching, pipeline.subtypes, file)
+    known, unfit = sources.labelled(matching, pipeline.subtypes, file)
     records = assign_splits(known, test_fraction=pipeline.slides.test_fraction)
     looked: list[_Looked] = []
     failed = [*unmatched, *unfit]
@@ -111,15 +112,15 @@ def import_features(
                 looked.append(one)
             told.update(site, number + 1, 2 * len(records), record.slide)
         if not looked:
-            raise WsiFlError(f"site {site}: no slide could be imported; {first_reason(failed)}")
+            raise WsiFlError(f"site {site}: no slide could be imported; {sources.first_reason(failed)}")
         meta = _meta(file, pipeline, looked, said)
         looked = [_at_scale(one, meta.spec) for one in looked]
-        table = table_of([one.record for one in looked], pipeline.subtypes, file)
+        table = sources.table_of([one.record for one in looked], pipeline.subtypes, file)
         each = [one.mpp_l0 for one in looked]
         mpp_l0 = None if None in each else np.array(each, np.float64)
         bags = _bags(looked, layout, told, site, len(records))
         write_bags(study.mosaic(site), meta, table, bags, mpp_l0, sizes=[one.n for one in looked])
-    row = mosaic_row(
+    row = sources.mosaic_row(
         study,
         meta,
         table,
@@ -175,14 +176,8 @@ def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: I
     mpp = _mpp(looked, said.mpp)
     overlap = _agreed(looked, "overlap", lambda one: one.facts.overlap_px) or 0
     subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
-    return BagMeta(
-        site.name,
-        stored_classes(site, subtypes),
-        encoder,
-        GridSpec(int(size), mpp, int(size) - overlap),
-        "import",
-        subtypes,
-    )
+    spec = GridSpec(int(size), mpp, int(size) - overlap)
+    return BagMeta(site.name, sources.stored_classes(site, subtypes), encoder, spec, "import", subtypes)
 
 
 def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,11 @@ class Tables:
     group_by: str | None = None
     clinical: Path | None = None
     codes: Path | None = None
-    columns: Sequence[str] = field(default=())
+    columns: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found in an archive."""
-
     layout: str
     sites: list[ArchiveSite]
     columns: Mapping[str, str]
@@ -82,7 +80,6 @@ def init(
     written = [name for name in ("sites", "pipelines") if any((folder / name).glob("*"))]
     if "sites" in written or (archive is None and written):
         raise UsageError(f"{folder}: is a study already ({written[0]}/ exists); choose another folder")
-    sites: dict[str, str] = {}
     pipelines = {path.stem: path.read_text(encoding="utf-8") for path in shipped("pipelines").glob("*.toml")}
     found = None
     if archive is not None:
@@ -158,9 +155,8 @@ def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Fou
             notes.append(f"{site.name} is left out: none of its slides has a diagnosis{why}")
     if not kept:
         raise UsageError(f"{archive}: {notes[-1]}")
-    pairs = sorted(
-        {(record.tumor_type, record.diagnosis) for record in records}
-    )  # so that all sites agree on classes
+    # sorted, so that all sites agree on classes
+    pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
     subtypes = {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
     return _Found(layout, kept, columns, subtypes, notes)
 

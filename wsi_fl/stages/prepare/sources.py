@@ -1,20 +1,23 @@
-"""The slides of a site: where they lie, what they are labelled with, and what becomes of each in a job."""
+"""The slides of a site: where they lie, what they are labelled with, what becomes of each in a job, and what is said of
+them at its end.
+"""
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any, Required, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
 from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.slides.layouts.common import accounted, label_of, mpp_of, of_site, rows_of
+from wsi_fl.stages.site.data import patterns_of
 from wsi_fl.stages.site.targets import Subtypes, classes_of
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines, Table, by_site, speed_lines
 from wsi_fl.stages.work.job import Job
+from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -22,6 +25,8 @@ from wsi_fl.system.files import remove_strays
 from wsi_fl.types import SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord, UsageError
 
 _T = TypeVar("_T")
+_NAMED = 20
+"""Slides of a site that are named to people; the others are counted."""
 
 
 def sources_of(study: Study, site: SiteFile) -> Sources:
@@ -30,25 +35,19 @@ def sources_of(study: Study, site: SiteFile) -> Sources:
         raise UsageError(
             f"sites/{site.name}.toml: slides is missing; a site made by `wsi-fl partition` has none to tile"
         )
-    escaped = Study(Path(glob.escape(str(study.root))))  # the study's own folder may hold a [ or *
 
     def path(text: str | None) -> Path | None:
         return study.resolve(text) if text is not None else None
 
-    def patterns(given: str | list[str] | None) -> tuple[str, ...]:
-        return tuple(
-            str(escaped.resolve(one)) for one in ([given] if isinstance(given, str) else given or [])
-        )
-
     return Sources(
         site=site.name,
         label=f"sites/{site.name}.toml",
-        slides=patterns(site.slides),
+        slides=patterns_of(study, site.slides),
         annotations=path(site.annotations),
         labels=path(site.labels),
         split=path(site.split),
         mpp_override=site.mpp_override,
-        manifests=patterns(site.manifest),
+        manifests=patterns_of(study, site.manifest),
         slide_types=tuple(site.slide_types or ("DX",)),
         labelled=not site.receives,
         columns={str(key): name for key, name in site.columns.items()},
@@ -66,33 +65,41 @@ class Listed:
     aside: tuple[SetAside, ...]
 
 
-def asked_for(
-    study: Study, site: str | None, pipeline_name: str | None, overrides: Sequence[str]
-) -> tuple[Pipeline, list[SiteFile]]:
-    """Return the pipeline that a command runs, and the site that it names or else every site of the pipeline."""
-    pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
+class Which(TypedDict, total=False):
+    """Which sites a command works on, and by which settings.
+
+    Attributes:
+        site: the one; None for every site of the pipeline.
+        pipeline_name: None for the study's only one.
+        overrides: `KEY=VALUE` over the pipeline.
+    """
+
+    site: Required[str | None]
+    pipeline_name: str | None
+    overrides: Sequence[str]
+
+
+def asked_for(study: Study, **which: Unpack[Which]) -> tuple[Pipeline, list[SiteFile]]:
+    """Return the pipeline that a command runs, and the sites that it works on."""
+    name, site = study.pipeline_name(which.get("pipeline_name")), which["site"]
+    pipeline = study.pipeline(name, which.get("overrides", ()))
     return pipeline, study.sites(pipeline) if site is None else [study.site(site)]
 
 
-def list_slides(
-    study: Study,
-    site: str | None,
-    pipeline_name: str | None,
-    overrides: Sequence[str],
-    job: Job | None = None,
-) -> list[Listed]:
+def list_slides(study: Study, job: Job | None = None, **which: Unpack[Which]) -> list[Listed]:
     """Return the slides of the sites that `asked_for` gives; every site's paths are looked at before any archive.
 
     The first rank of a job says what became of the rows of tables.
     """
-    pipeline, sites = asked_for(study, site, pipeline_name, overrides)
+    pipeline, sites = asked_for(study, **which)
     listed = []
     for one, sources in [(one, sources_of(study, one)) for one in sites]:
         said: list[str] = []
         records, aside = read_site(one.layout, replace(sources, tell=said.append))
         listed.append(Listed(study, one, pipeline, tuple(records), tuple(aside)))
-        for line in said if job and job.first else ():
-            say(f"  {one.name}: {line}")
+        if job is not None:
+            for line in said:
+                job.say(f"  {one.name}: {line}")
     return listed
 
 
@@ -296,3 +303,70 @@ def _record(
         diagnosis=label if diagnoses else "",
         tumor_type=row.get("tumor_type", ""),
     )
+
+
+def mosaic_row(
+    study: Study,
+    meta: BagMeta,
+    table: BagTable,
+    *,
+    n_patches: int,
+    failed: Sequence[SetAside],
+    notes: Mapping[str, str],
+    n_slides: int,
+) -> dict[str, Any]:
+    """Return a site's part of the document of `mosaic` and `import`; a slide without a note has the note ""."""
+    counts = np.bincount(table.label, minlength=len(meta.classes))
+    return {
+        "site": meta.site,
+        "slides": n_slides,
+        "failed": [asdict(aside) for aside in failed],
+        "notes": [{"slide": slide, "note": note} for slide, note in notes.items() if note],
+        "bags": len(table),
+        "patches": n_patches,
+        "classes": dict(zip(meta.classes, counts.tolist(), strict=True)),
+        "train": int((table.split == "train").sum()),
+        "test": int((table.split == "test").sum()),
+        "encoder": meta.encoder,
+        "store": study.relative(study.mosaic(meta.site)),
+    }
+
+
+def first_reason(failed: Sequence[SetAside]) -> str:
+    """Say what went wrong first at a site that gave nothing."""
+    return f"the first: {failed[0].slide}: {failed[0].reason}" if failed else "the first: it has no slides"
+
+
+def mosaic_lines(document: dict[str, Any]) -> Lines:
+    """Yield bags by class and split of every site, and what was set aside."""
+    rows = document["sites"]
+    names = dict.fromkeys(name for row in rows for name in row["classes"])
+    classes = [[name, *(row["classes"].get(name, 0) for row in rows)] for name in names]
+    splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
+    yield summed("mosaics", rows, [*classes, None, *splits])
+    yield from aside_lines(rows, "slide")
+    yield from speed_lines(document.get("speed", ()))
+    stores = ", ".join(row["store"] for row in rows)
+    yield Line(f"mosaics ready ({stores}; {rows[0]['encoder']}); next: wsi-fl train --set train.data=mosaics")
+
+
+def summed(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> Table:
+    """A table of lines of a name and a number for each site, with their sum."""
+    summed = [line and [*line, sum(line[1:])] for line in lines]
+    return by_site(title, "", [*(row["site"] for row in rows), "sum"], summed)
+
+
+def aside_lines(rows: Sequence[Any], unit: str) -> Lines:
+    """Say which slides were set aside, what is to be known of others, and which sites have nothing to learn from."""
+    for row in rows:
+        aside = [
+            f"{one['slide']}{'' if ' patches set aside' in one['reason'] else ' set aside'}: {one['reason']}"
+            for one in row["failed"]
+        ]
+        notes = [f"{one['slide']}: {one['note']}" for one in row.get("notes", ())]
+        for said, more in ((aside, "set aside; --json names all"), (notes, "such notes; --json has all")):
+            rest = [f"and {len(said) - _NAMED} more {more}"] if len(said) > _NAMED else []
+            yield from (Line(f"  {row['site']}: {line}", "yellow") for line in [*said[:_NAMED], *rest])
+        if not row["train"]:
+            nothing = f"has no training {unit}, so nothing can be trained on it"
+            yield Line(f"  {row['site']}: {nothing}", "bold yellow")

@@ -29,7 +29,7 @@ from wsi_fl.stages.prepare.sources import Done, Listed, Quality
 from wsi_fl.stages.work.console import reason_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import atomic, ordinary
+from wsi_fl.system.files import atomic, sha256_of
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord, UsageError
 
@@ -51,19 +51,15 @@ def params_of(study: Study, pipeline: Pipeline) -> PlanParams:
     tiling, digest = pipeline.tile, ""
     if tiling.segmenter and tiling.qc:
         try:
-            with ordinary(study.resolve(tiling.segmenter)).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = sha256_of(study.resolve(tiling.segmenter))
         except OSError as error:
             raise UsageError(f"tile.segmenter = {tiling.segmenter!r}: {error.strerror}") from None
+    most = {f"max_{fault}": share for fault, share in tiling.qc.items()}
     return PlanParams(
         min_tissue=tiling.min_tissue,
         tissue=tissue_of(study, pipeline),
         groups=tiling.groups,
-        quality=QualityParams(
-            tuple(tiling.qc),
-            **{f"max_{fault}": share for fault, share in tiling.qc.items()},
-            segmenter=digest,
-        ),
+        quality=QualityParams(tuple(tiling.qc), **most, segmenter=digest),
     )
 
 
@@ -118,7 +114,7 @@ def made_of(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Rea
         _MADE,
         [str(record.path.absolute()), file.st_size, file.st_mtime_ns],
         [record.supervision, record.positive, record.mpp_override],
-        [outlines.suffix, hashlib.sha256(ordinary(outlines).read_bytes()).hexdigest()] if outlines else [],
+        [outlines.suffix, sha256_of(outlines)] if outlines else [],
         [asdict(spec), asdict(params), reader],
         mask_digest(Path(params.tissue.masks), record.slide) if params.tissue.masks else "",
     ]

@@ -30,7 +30,6 @@ from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
 from wsi_fl.privacy.plan import planned as best_plan
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN
 from wsi_fl.study.folder import Study
@@ -180,7 +179,6 @@ class Account:
 def open_account(
     party: RunContext,
     index: int,
-    data: Data,
     train: Examples,
     canaries: NDArray[np.bool_] | None = None,
     *,
@@ -199,7 +197,8 @@ def open_account(
     site, pipeline, study, run = party.sites[index], party.pipeline, party.study, party.run
     name = site.name
     # every synthetic patch rests on all real ones: what protects one of them protects nobody
-    worth = "none" if data.is_synthetic() or site.receives else guarantee_of(party.method, pipeline)
+    bare = site.receives or party.data(name).is_synthetic()
+    worth = "none" if bare else guarantee_of(party.method, pipeline)
     terms = terms_of(site, pipeline, worth)
     if spends(pipeline) and not site.receives:
         require_budget(site)
@@ -248,14 +247,9 @@ def open_ledger(
     """
     path = study.ledger(site.name)
     beside_store = _head_beside_store(study, site.name)
-    about: dict[str, Any] = {
-        "site": site.name,
-        "run": run,
-        "terms": terms,
-        "includes": includes,
-        "named": named,
-    }
-    account: partial[PrivacyLedger] = partial(PrivacyLedger, path, **about)
+    account = partial(
+        PrivacyLedger, path, site=site.name, run=run, terms=terms, includes=includes, named=named
+    )
     if not site.real:
         if beside_store.exists():
             raise WsiFlError(

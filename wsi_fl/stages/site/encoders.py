@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Gpu, Mosaic
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 def encoder_of(
     study: Study,
-    settings: Mosaic,
+    pipeline: Pipeline,
+    section: Literal["features", "mosaic"],
     threads: int,
-    section: str = "mosaic",
     tell: Callable[[str], None] = lambda _: None,
     *,
-    gpu: Gpu,
     device: torch.device | None = None,
 ) -> Encoder:
-    """The encoder of these settings on a device, by default this rank's, and this rank's share of cores.
+    """The encoder of a section of a pipeline on a device, by default this rank's, and this rank's share of cores.
 
-    `section` is where they stand, for errors; `tell` is told what people should know.
+    `tell` is told what people should know.
     """
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), threads))
+    settings = pipeline.mosaic if section == "mosaic" else pipeline.encoding
     weights = study.resolve(settings.weights) if settings.weights else None
     try:
         encoder = Encoder(
@@ -41,8 +41,8 @@ def encoder_of(
             weights,
             input_px=settings.input_px,
             device=device or device_of_rank(),
-            half_precision=gpu.encode == "half",
-            compiled=gpu.compile,
+            half_precision=pipeline.gpu.encode == "half",
+            compiled=pipeline.gpu.compile,
             cache=study.root / "weights",
             tell=tell,
         )
@@ -53,13 +53,11 @@ def encoder_of(
         ) from None
     except WsiFlError as error:
         raise type(error)(f"[{section}] {error}") from None
+    said = f"as timm has it, {', '.join(encoder.parts)}"
     if preset := PRESETS.get(settings.encoder):
         gib = preset.needed_bytes / (1 << 30)
-        tell(
-            f"{encoder.name}: licence {preset.licence} (its model card counts); takes about {gib:.1f} GiB of memory"
-        )
-    else:
-        tell(f"{encoder.name}: as timm has it, {', '.join(encoder.parts)}")
+        said = f"licence {preset.licence} (its model card counts); takes about {gib:.1f} GiB of memory"
+    tell(f"{encoder.name}: {said}")
     return encoder
 
 

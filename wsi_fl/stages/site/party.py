@@ -11,19 +11,17 @@ from wsi_fl.federation.methods import METHODS, SHARED, Method
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.tasks import Task
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.runs.site import SITE_FILE, SiteFolder
-from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.slides import ExampleKind, kind_of, open_data
+from wsi_fl.runs.site import SITE_FILE
+from wsi_fl.stages.site.data import Data, ExampleKind, kind_of, open_data
 from wsi_fl.stages.site.sums import RUN, ReleasedSums, open_directions, releases_of
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.stages.work.console import say
-from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import value_of
 from wsi_fl.system.machine import launched_ranks
-from wsi_fl.types import GridSpec, UsageError
+from wsi_fl.types import UsageError
 
 
 def method_for(name: str, pipeline: Pipeline) -> Method:
@@ -212,12 +210,3 @@ def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
                 f"sites/{name}.toml: delta = {now:g} is smaller than the {was:g} of this run; start a new run"
             )
     return seen
-
-
-def remembered_bags(folder: SiteFolder) -> BagMeta:
-    """Return what the patches or bags were like that a site's models learned from."""
-    facts = folder.store_facts()
-    types = {kind: tuple(classes) for kind, classes in facts.get("tumor_types", {}).items()}
-    classes, spec = tuple(facts["classes"]), GridSpec(**facts["spec"])
-    recipe = facts.get("recipe", {"min_tissue": facts.get("min_tissue")})
-    return BagMeta(folder.path.name, classes, facts.get("encoder", ""), spec, "", types, recipe)

@@ -139,10 +139,10 @@ def missing_release(study: Study, site: str) -> str:
     )
 
 
-def wanted_of(data: Data, pipeline: Pipeline) -> dict[str, Any]:
+def wanted_of(data: Data) -> dict[str, Any]:
     """Return what the header of a file must say that a pipeline can use beside a site's own store."""
     assert isinstance(data.shape, Bags | Vectors)
-    directions = directions_of(data)
+    pipeline, directions = data.pipeline, directions_of(data)
     return {
         "data": pipeline.train.data,
         "example": pipeline.example,

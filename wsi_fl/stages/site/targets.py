@@ -104,9 +104,9 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
     """
     path = Path(f"sites/{site.name}.toml") if site.receives else _table_path(study, site)
     columns = [str(name) for name in ([target.column] if target.column else [target.time, target.event])]
-    said = (
-        {} if site.receives else _by_name(path, site, columns, lambda row, where: _truth(row, target, where))
-    )
+    said = {}
+    if not site.receives:
+        said = _by_name(path, site, columns, lambda row, where: _truth(row, target, where))
     known, aside, nothing = [], [], (0.0, 0.0) if target.intervals else 0
     for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
         value = nothing if site.receives else said.get(("slide", slide), said.get(("patient", patient)))
@@ -133,10 +133,8 @@ def _by_patient(
     if unnamed := [str(name) for name in slides.slide[slides.patient == ""]]:
         raise UsageError(f"{path}: slide {unnamed[0]} has no patient, and [target] asks per patient")
     _, first, of = np.unique(slides.patient, return_index=True, return_inverse=True)
-    if len(
-        strange := np.flatnonzero((slides.label != slides.label[first][of]).reshape(len(slides), -1).any(1))
-    ):
-        name = slides.patient[strange[0]]
+    unlike = (slides.label != slides.label[first][of]).reshape(len(slides), -1).any(1)
+    for name in slides.patient[unlike][:1]:
         raise UsageError(
             f"{path}: the slides of patient {name} have different answers, and [target] asks per patient"
         )

@@ -12,8 +12,8 @@ from wsi_fl.federation.methods import FILES, SHARED, Method, names_of
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, from_file, named, over
 from wsi_fl.privacy.masks import require_enough
 from wsi_fl.stages.site.account import require_budget, spends
+from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.site.slides import open_data
 from wsi_fl.stages.site.sums import RUN, missing_release
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.site import SiteFile

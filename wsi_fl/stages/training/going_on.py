@@ -64,7 +64,7 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
     if asked.run is not None:
         return asked.run
     if not asked.last:
-        return _begun(party, asked, comm)
+        return _new_run(party, asked, comm)
     me = party.names[comm.sites[0]]
     mine = {run.id: run for run in runs_of_plan(party.study, asked.agreement)}
     has: list[Begun] = [
@@ -92,22 +92,16 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
         began, _ = taken_up(party.study, replace(asked, run=run))
         require_same(began, party, asked.agreement)
         note_who_goes_on(began, asked)
-        if _has_missed(me, told, chosen):
+        lost = _lost_in(chosen, told)
+        reached = max((_rounds_in(chosen, has) for site, has in told.items() if site not in lost), default=0)
+        if me in lost and _rounds_in(chosen, told[me]) < reached:  # the others finished rounds without it
             run.note_return(me)
         return began.run
     if asked.without and not asked.begins_without:
         raise KnownToAll(
             "a plan begins with all its sites; leave out --without, or sign a plan of fewer sites"
         )
-    return _begun(party, asked, comm)
-
-
-def _begun(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
-    """A new run, without those who are left out."""
-    run = _new_run(party, asked, comm)
-    for name in asked.without if asked.begins_without else ():
-        run.note_loss(name, asked.why.get(name, "left out by --without"))
-    return run
+    return _new_run(party, asked, comm)
 
 
 def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | None]:
@@ -234,15 +228,7 @@ def choose_run(told: Mapping[str, Runs]) -> str:
     return ""
 
 
-def _has_missed(me: str, told: Mapping[str, Runs], run: str) -> bool:
-    """Return whether a site comes back to a run in which the others finished rounds without it."""
-    lost = _lost_in(run, told)
-    others = [_rounds_in(run, has) for site, has in told.items() if site not in lost]
-    return me in lost and _rounds_in(run, told[me]) < max(others, default=0)
-
-
 def _rounds_in(run: str, has: Runs) -> int:
-    """How many rounds of a run a site has finished."""
     return max((one["rounds"] for one in has["runs"] if one["identity"] == run), default=0)
 
 
@@ -284,7 +270,8 @@ class _Claimed(TypedDict):
 
 
 def _new_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
-    """Return the folder of a new run: its number is free on every disk, its name is that of the first site.
+    """Return the folder of a new run, without those who are left out: its number is free on every disk, its name is
+    that of the first site.
 
     Its id is made of what all sites propose, so that no site can give it the id of an earlier run. Every rank reads its
     own store alone, and describes the run on its own disk.
@@ -304,6 +291,8 @@ def _new_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
         run = RunFolder.claim(runs, number, told[0]["name"], identity, describe)
         if all(one["claimed"] for one in comm.gather([_Claimed(claimed=run is not None)], _Claimed)):
             assert run is not None
+            for name in asked.without if asked.begins_without else ():
+                run.note_loss(name, asked.why.get(name, "left out by --without"))
             return run
         if run is not None:  # another job was quicker somewhere
             run.discard_if_unstarted()

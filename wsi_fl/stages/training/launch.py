@@ -166,11 +166,9 @@ def run_ranks(
                 ranks.kill(hanging)  # MPI can end the others only once these are gone
             _end(process)
         except KeyboardInterrupt:
-            _end(process)
             raise WsiFlError(f"interrupted; continue with `{resume}`") from None
-        except BaseException:
+        finally:
             _end(process)
-            raise
         code = process.returncode
         reader.join(timeout=5)
     lost = hanging or (ranks.killed(log.read_bytes()[written:]) if code else {})
@@ -239,11 +237,11 @@ class _Ranks:
     def killed(self, log: bytes) -> dict[str, str]:
         """The sites whose processes ended by a signal, as MPI's launcher said."""
         of_pid = {pid: site for site, pid in self._pids.items()}
-        found = {}
-        for pid, sign in _KILLED.findall(log):
-            if int(pid) in of_pid:
-                found[of_pid[int(pid)]] = f"its process was killed by {_signal_name(int(sign))}"
-        return found
+        return {
+            of_pid[int(pid)]: f"its process was killed by {_signal_name(int(sign))}"
+            for pid, sign in _KILLED.findall(log)
+            if int(pid) in of_pid
+        }
 
     def kill(self, sites: dict[str, str]) -> None:
         for site in sites:

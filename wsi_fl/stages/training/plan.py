@@ -94,7 +94,7 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
             supervised_step(lone, batch, stream)
     per_step = (time.perf_counter() - began) / _TIMED_STEPS
     steps = site.plan.steps if site.plan else -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
-    terms = site.ledger.terms
+    terms, models = site.ledger.terms, [learner.model for learner in site.learners.values()]
     cost = planned(site, pipeline.train.rounds) if pipeline.privacy.noisy else []
     return {
         "site": site.name,
@@ -112,12 +112,8 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
         "batch_size": batch_size,
         "sigma": site.plan.sigma if site.plan else None,
         "seconds": per_step * steps * pipeline.train.rounds,
-        "parameters": sum(
-            p.numel() for learner in site.learners.values() for p in learner.model.parameters()
-        ),
-        "trained_parameters": sum(
-            p.numel() for learner in site.learners.values() for p in trained(learner.model)
-        ),
+        "parameters": sum(p.numel() for model in models for p in model.parameters()),
+        "trained_parameters": sum(p.numel() for model in models for p in trained(model)),
         "expected": _expected(site, party, cost),
         "gpu_bytes": torch.cuda.max_memory_allocated(site.device) if site.device.type == "cuda" else None,
         "cpu": site.device.type == "cpu",

@@ -6,15 +6,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from wsi_fl.privacy.accounting import (
-    ACCOUNTANT,
-    MOST_EPSILON,
-    detection,
-    epsilon,
-    group_epsilon,
-    plan,
-    sigma_for,
-)
+from wsi_fl.privacy import accounting
 from wsi_fl.privacy.plan import Proposal, planned, proposals
 from wsi_fl.report.words import detected
 from wsi_fl.stages.work.console import Line, Lines
@@ -50,25 +42,26 @@ def privacy(
         raise UsageError(f"--batch-size {batch_size} is more than the {n} rows of --n")
     ways: list[Proposal] = []
     if sigma is not None:
-        mechanism = plan(n, batch_size or _BATCH_SIZE, epochs, sigma, 1.0)
+        mechanism = accounting.plan(n, batch_size or _BATCH_SIZE, epochs, sigma, 1.0)
     elif target_epsilon is not None and batch_size is not None:
-        mechanism = plan(n, batch_size, epochs, 0.0, 1.0)
-        found = sigma_for(target_epsilon, mechanism.sample_rate, mechanism.steps, delta)
+        mechanism = accounting.plan(n, batch_size, epochs, 0.0, 1.0)
+        found = accounting.sigma_for(target_epsilon, mechanism.sample_rate, mechanism.steps, delta)
         mechanism = replace(mechanism, sigma=found)
     else:
         assert target_epsilon is not None
         ways = proposals(n, epochs, target_epsilon, delta)
         best = planned(n, epochs, target_epsilon, delta)
         mechanism, batch_size = best.mechanism, best.batch_size
-    value = epsilon([mechanism], delta)
+    value = accounting.epsilon([mechanism], delta)
+    worth = accounting.group_epsilon([mechanism], delta, group) if group else None
     return {
         "epsilon": value if isfinite(value) else None,
-        "detection": detection([mechanism]) if isfinite(value) else None,
+        "detection": accounting.detection([mechanism]) if isfinite(value) else None,
         "delta": delta,
         "sigma": mechanism.sigma,
         "sample_rate": mechanism.sample_rate,
         "steps": mechanism.steps,
-        "accountant": ACCOUNTANT,
+        "accountant": accounting.ACCOUNTANT,
         "n": n,
         "batch_size": batch_size or _BATCH_SIZE,
         "ways": [
@@ -80,7 +73,7 @@ def privacy(
             }
             for way in ways
         ],
-        "group": {"rows": group, "epsilon": group_epsilon([mechanism], delta, group)} if group else None,
+        "group": {"rows": group, "epsilon": worth} if group else None,
     }
 
 
@@ -107,5 +100,5 @@ def privacy_lines(document: dict[str, Any]) -> Lines:
         yield Line(detected(document["detection"], "row"))
     if document["group"]:
         rows, worth = document["group"]["rows"], document["group"]["epsilon"]
-        above = f"more than {MOST_EPSILON:g}, no protection" if worth is None else f"{worth:.3g}"
+        above = f"more than {accounting.MOST_EPSILON:g}, no protection" if worth is None else f"{worth:.3g}"
         yield Line(f"for a patient with {rows} rows together: ε = {above} (group privacy)")

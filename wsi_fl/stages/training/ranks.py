@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, MpiComm
@@ -25,6 +25,7 @@ from wsi_fl.stages.site.account import group_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_budgets
+from wsi_fl.stages.training.going_on import Asked, which_run
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import SummaryRow, row_of, summary_of
 from wsi_fl.stages.training.workshop import brought, build_site, leaving_words, remember, schedule_of
@@ -34,8 +35,6 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import write_json
 from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError
-
-_AnyComm = TypeVar("_AnyComm", bound=Comm)
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
@@ -81,33 +80,27 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, An
                 site.folder.log(said)
         for share in method.shares_at("before"):
             share.stage().bring_generated(party, sites, comm, watcher)
-        report = _reporter(sites, party.pipeline, watcher)
-        loop.run(sites, method, schedule_of(party), comm, report)
-        _scoring(party, sites, comm, report).run()
+        report, schedule = _reporter(sites, party.pipeline, watcher), schedule_of(party)
+        rounds = schedule.rounds
+        loop.run(sites, method, schedule, comm, report)
+        CrossSiteScoring(  # of what travelled, where hospitals keep their test parts to themselves
+            sites,
+            method,
+            comm,
+            party.names,
+            classes=tuple(party.data(sites[0].name).classes),
+            rounds=rounds,
+            masked=schedule.colluding is not None,
+            apart=not party.may_merge,
+            reporting_sites=[site.index for site in sites if party.tells_scores(site.name)],
+            alive=lambda site: report({"site": site.name, "round": rounds, "step": 1, "steps": 1}),
+        ).run()
         for share in method.shares_at("after"):
             share.stage().hand_over_models(party, sites, comm)
     rows = [dict(row) for row in comm.gather([row_of(site) for site in sites], SummaryRow, patient=True)]
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     return rows
-
-
-def _scoring(party: RunContext, sites: Sequence[Site], comm: Comm, report: loop._Report) -> CrossSiteScoring:
-    """What scores the models that travelled, where hospitals keep their test parts to themselves."""
-    rounds = party.pipeline.train.rounds
-
-    return CrossSiteScoring(
-        sites,
-        party.method,
-        comm,
-        party.names,
-        classes=tuple(party.data(sites[0].name).classes),
-        rounds=rounds,
-        masked=schedule_of(party).colluding is not None,
-        apart=not party.may_merge,
-        reporting_sites=[site.index for site in sites if party.tells_scores(site.name)],
-        alive=lambda site: report({"site": site.name, "round": rounds, "step": 1, "steps": 1}),
-    )
 
 
 def rank_main(run_path: Path) -> None:
@@ -191,23 +184,21 @@ def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_
         note(log, f"{category.__name__}: {message}")
 
 
-def join(
-    party: RunContext, ranks: int, run_of: Callable[[Comm], RunFolder], running: tuple[int, ...]
-) -> dict[str, Any]:
+def join(party: RunContext, ranks: int, asked: Asked) -> dict[str, Any]:
     """Be one of the ranks that mpiexec or srun started; the first one returns the summary."""
+    running, names = party.running, party.names
     if ranks != len(running):
         raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
     launch.share_threads()
-    names = party.names
     comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
-    summary = take_part(party, comm, run_of)
+    summary = take_part(party, comm, asked)
     return summary if comm.running[0] in comm.sites else {}
 
 
-def take_part(party: RunContext, comm: _AnyComm, run_of: Callable[[_AnyComm], RunFolder]) -> dict[str, Any]:
+def take_part(party: RunContext, comm: Comm, asked: Asked) -> dict[str, Any]:
     """Be the process of one site among others that somebody started, over whatever joins them; return the summary.
 
-    `run_of` finds or agrees on the run. A failure is told in one line and ends the job everywhere.
+    The sites agree on the run (`which_run`). A failure is told in one line and ends the job everywhere.
     """
     study, me = party.study, party.names[comm.sites[0]]
 
@@ -218,7 +209,7 @@ def take_part(party: RunContext, comm: _AnyComm, run_of: Callable[[_AnyComm], Ru
         watcher = Quiet(run.site(me).log) if study.site(me).real else Silent()
         return work_as_rank(study, run, comm, watcher)
 
-    return _guarded(comm, study, me, lambda: run_of(comm), work, tell)
+    return _guarded(comm, study, me, lambda: which_run(party, asked, comm), work, tell)
 
 
 def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop._Report:

@@ -9,9 +9,8 @@ study's do not leave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -25,17 +24,8 @@ from wsi_fl.privacy.guarantee import rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.privacy.plan import PrivacyPlan, require_planned
-from wsi_fl.stages.prepare.sources import asked_for
-from wsi_fl.stages.site.account import (
-    check_own,
-    claimed,
-    guarantee_of,
-    open_ledger,
-    planned_round,
-    require_budget,
-    terms_of,
-    units_of,
-)
+from wsi_fl.stages.prepare.sources import Which, asked_for
+from wsi_fl.stages.site import account
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN, Facts, ReleasedSums, read_sums, refuse_others, wanted_of, write_sums
 from wsi_fl.stages.training.workshop import build_model, learned_from
@@ -48,15 +38,8 @@ from wsi_fl.system.files import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 
-def release(
-    study: Study,
-    *,
-    site: str | None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    again: bool = False,
-) -> dict[str, Any]:
-    """Release the sums of one site, or with `site` None of every site of the pipeline; return the `--json` document.
+def release(study: Study, *, again: bool = False, **which: Unpack[Which]) -> dict[str, Any]:
+    """Release the sums of one site, or of every site of the pipeline; return the `--json` document.
 
     A site that has released some keeps them, and only `again` spends as much once more. Started under mpiexec or srun,
     the ranks share the sites, and all but the first return {}.
@@ -64,7 +47,7 @@ def release(
     job = Job()
 
     def prepare() -> tuple[Pipeline, list[SiteFile]]:
-        pipeline, asked = asked_for(study, site, pipeline_name, overrides)
+        pipeline, asked = asked_for(study, **which)
         if not (sites := [one for one in asked if not one.receives]):
             raise UsageError(f"sites/{asked[0].name}.toml: role = 'receiver', which writes no letter")
         for one in job.mine(sites):
@@ -90,11 +73,11 @@ def _release_of(party: RunContext, again: bool) -> dict[str, Any]:
     """Release a site's sums, unless it has released some that are whole; return its part of the document."""
     study, (site,) = party.study, party.sites
     home, file = study.release_at_home(site.name), study.release(site.name)
-    require_budget(site)
+    account.require_budget(site)
     with locked(home.parent, site.name), party:
         data = party.data(site.name)
-        worth = "none" if data.is_synthetic() else guarantee_of(party.method, party.pipeline)
-        ledger = open_ledger(study, site, RUN, terms_of(site, party.pipeline, worth))
+        worth = "none" if data.is_synthetic() else account.guarantee_of(party.method, party.pipeline)
+        ledger = account.open_ledger(study, site, RUN, account.terms_of(site, party.pipeline, worth))
         kept = None if again else _kept(ledger, home, file)
         if kept is None:
             made, sums = _taken(party, ledger)
@@ -103,8 +86,8 @@ def _release_of(party: RunContext, again: bool) -> dict[str, Any]:
         else:
             label = study.relative(kept)
             sums = read_sums(kept, label)
-            round_ = check_own(ledger, RUN, digest(sums.vector), label)
-            refuse_others(sums.facts, wanted_of(data, party.pipeline), f"site {site.name} has released")
+            round_ = account.check_own(ledger, RUN, digest(sums.vector), label)
+            refuse_others(sums.facts, wanted_of(data), f"site {site.name} has released")
             if not round_.final:
                 ledger.reissue(round_.number, sums.vector, schema="sums")
         write_sums(file, sums)
@@ -117,7 +100,7 @@ def _kept(ledger: PrivacyLedger, *files: Path) -> Path | None:
     """Return the file whose numbers the ledger knows, else the first that is there, to be refused; None for none."""
     there = [file for file in files if file.exists()]
     released = {known for round_ in ledger.rounds() for known in round_.releases.values()}
-    known = [file for file in there if claimed(file) in released]
+    known = [file for file in there if account.claimed(file) in released]
     return next(iter([*known, *there]), None)
 
 
@@ -129,11 +112,11 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
     train, _ = learned_from(party, site.name)
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training {party.examples}")
-    units = units_of(party.pipeline, train, site.name)
+    units = account.units_of(party.pipeline, train, site.name)
     mine = (ledger.site, RUN)  # the next release takes the place of one that never left
     counted = [one for one in rounds_of(ledger.entries) if one.final or (one.site, one.run) != mine]
     past = [one.mechanism for one in counted if one.mechanism]
-    plan = planned_round(site, party.pipeline, units.n, past=past, once=True)
+    plan = account.planned_round(site, party.pipeline, units.n, past=past, once=True)
     head = _summed(party, train, units, plan, ledger.terms.delta)
     vector = head.sums.detach().cpu().numpy()
     made = ledger.release(None, vector, schema=schema(head), mechanism=plan, content="model")
@@ -145,7 +128,7 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
         delta=ledger.terms.delta,
         guarantee=ledger.guarantee(),
         digest=made.digest,
-        **wanted_of(data, party.pipeline),
+        **wanted_of(data),
     )
     return made, ReleasedSums(facts, vector)
 
@@ -154,11 +137,9 @@ def _summed(
     party: RunContext, train: Examples, units: Units, plan: PrivacyPlan | None, delta: float
 ) -> SharedHead:
     """Return the head that holds the sums of all units, with the noise of the plan."""
-    site, pipeline, device = party.sites[0], party.pipeline, device_of_rank()
-    model = build_model(site, pipeline, party.data(site.name), "proxy", 0)
+    keys, device, model = party.pipeline.train, device_of_rank(), build_model(party, 0, "proxy")
     assert isinstance(model, SharedHead)
     noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
-    keys = pipeline.train
     learner = Learner(
         model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=noise, task=train.task
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -17,7 +17,7 @@ from wsi_fl.stages.site.account import spends, spent_words
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check, tell_doubts
-from wsi_fl.stages.training.going_on import Asked, describe_run, note_who_goes_on, taken_up, which_run
+from wsi_fl.stages.training.going_on import Asked, describe_run, note_who_goes_on, taken_up
 from wsi_fl.stages.work.console import Line, Lines, OneOf, Silent, Watcher, say
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
@@ -43,12 +43,7 @@ class _Series:
     def members(self) -> list[Member]:
         """All of its runs, in order."""
         folds = range(1, self.folds + 1) if self.folds else (None,)
-        return [
-            Member(seed, fold, site)
-            for seed in self.seeds
-            for fold in folds
-            for site in self.sites or (None,)
-        ]
+        return [Member(*one) for one in product(self.seeds, folds, self.sites or (None,))]
 
     def pipeline_of(self, pipeline: Pipeline, member: Member) -> Pipeline:
         """Return the pipeline of one run: that of the series, or of another run, under what sets this one apart."""
@@ -109,14 +104,11 @@ def train(
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
     if (ranks := launched_ranks()) is not None:
-        from wsi_fl.stages.training.ranks import (
-            join,
-        )  # and with it PyTorch, which launchers need not wait for
+        from wsi_fl.stages.training.ranks import join  # and with it PyTorch; launchers need not wait for it
 
         party = RunContext.of(study, pipeline, method)
         check(party, backend, stores=False)
-        everyone = tuple(range(len(party.sites)))
-        return join(party, ranks, partial(which_run, party, Asked(name)), everyone)
+        return join(party, ranks, Asked(name))
     return begin(study, pipeline, method, name, backend=backend, watcher=watcher or Silent(), told=told)
 
 
@@ -170,7 +162,7 @@ def resume(
     if ranks is not None:
         from wsi_fl.stages.training.ranks import join
 
-        return join(party, ranks, partial(which_run, party, asked), party.running)
+        return join(party, ranks, asked)
     return _start(party, backend, watcher or Silent())
 
 
@@ -269,11 +261,6 @@ def train_series(
     return _complete(study, series, method, name, pipeline, backend=backend, watcher=watcher or Silent())
 
 
-def is_series(pipeline: Pipeline) -> bool:
-    """Return whether a pipeline asks for a run per fold."""
-    return pipeline.train.folds is not None and pipeline.train.fold is None
-
-
 def _series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> _Series:
     train = pipeline.train
     sites = tuple(site.name for site in study.sites(pipeline)) if leave_site_out else ()
@@ -350,17 +337,16 @@ def _complete(
         if run is not None and (summary := run.summary()) is not None:
             summaries.append(summary)
             continue
-        part = OneOf(watcher, to_do.index(member), len(to_do))
+        place = to_do.index(member)
+        how: Any = {"backend": backend, "watcher": OneOf(watcher, place, len(to_do))}
         first = next(iter(series.begun(study).values()), None)
         with launch.naming_resume(study, first) if first is not None else nullcontext():
             if run is not None:
-                summaries.append(resume(study, run.name, backend=backend, watcher=part))
-                continue
-            own = series.pipeline_of(pipeline, member)
-            told = bool(to_do.index(member))
-            summaries.append(
-                begin(study, own, method, name, backend=backend, watcher=part, series=series, told=told)
-            )
+                summary = resume(study, run.name, **how)
+            else:
+                own = series.pipeline_of(pipeline, member)
+                summary = begin(study, own, method, name, **how, series=series, told=place > 0)
+        summaries.append(summary)
     return {
         "method": method,
         "seeds": list(series.seeds),
@@ -375,13 +361,9 @@ def lines(document: dict[str, Any]) -> Lines:
     if "runs" not in document:
         yield from summary_lines(document)
         return
-    runs = " ".join(summary["run"] for summary in document["runs"])
-    seconds = sum(summary["seconds"] for summary in document["runs"])
-    n = len(document["runs"])
+    runs, n_seeds = document["runs"], len(document["seeds"])
+    seconds, names = sum(one["seconds"] for one in runs), " ".join(one["run"] for one in runs)
     parts = "folds" if document["folds"] else "sites left out" if document["left_out"] else "seeds"
-    seeded = (
-        f" from {len(document['seeds'])} seeds" if parts != "seeds" and len(document["seeds"]) > 1 else ""
-    )
-    yield Line(
-        f"{n} {parts}{seeded} of {document['method']} done, {seconds:.0f} s of training; next: wsi-fl compare {runs}"
-    )
+    seeded = f" from {n_seeds} seeds" if parts != "seeds" and n_seeds > 1 else ""
+    done = f"{len(runs)} {parts}{seeded} of {document['method']} done"
+    yield Line(f"{done}, {seconds:.0f} s of training; next: wsi-fl compare {names}")

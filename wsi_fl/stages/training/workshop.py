@@ -5,7 +5,6 @@ Models are fresh, or start from settings of their own or from what was released 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, replace
 from functools import partial
@@ -42,7 +41,6 @@ from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.sums import impossible
-from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.account import affordable_rounds, open_account, weights_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext
@@ -53,7 +51,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import Section, value_of
-from wsi_fl.system.files import ordinary
+from wsi_fl.system.files import sha256_of
 from wsi_fl.types import UNLABELLED, Bags, Images, UsageError, Vectors, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
@@ -63,6 +61,7 @@ _PRIVATE_SEED_STEP = 1000
 def schedule_of(party: RunContext) -> Schedule:
     """Return what the loop needs to know of a pipeline."""
     pipeline, train = party.pipeline, party.pipeline.train
+    shared = pipeline.privacy.noise == "shared" and party.method.travels is not None
     return Schedule(
         rounds=train.rounds,
         epochs_per_round=train.epochs_per_round,
@@ -76,11 +75,7 @@ def schedule_of(party: RunContext) -> Schedule:
         answer=pipeline.predict.with_,
         reset_optimizer=train.optimizer_after_exchange == "reset",
         insecure_seed=pipeline.privacy.insecure_seed,
-        colluding=(
-            pipeline.privacy.colluding
-            if pipeline.privacy.noise == "shared" and party.method.travels is not None
-            else None
-        ),
+        colluding=pipeline.privacy.colluding if shared else None,
         dropouts=pipeline.privacy.dropouts,
     )
 
@@ -103,9 +98,9 @@ def build_site(party: RunContext, index: int) -> Site:
     tests = {} if data.receives else {"own": data.held_out}
     if tests and len(party.members) > 1 and party.may_merge:
         tests["merged"] = party.merged()
-    canaries = agreed_canaries(folder, pipeline, data)
-    account = open_account(party, index, data, train, canaries.included if canaries else None)
-    make = _learners_of(party, index, data, device, account.plan, train)
+    canaries = agreed_canaries(party, name)
+    account = open_account(party, index, train, canaries.included if canaries else None)
+    make = _learners_of(party, index, device, account.plan, train)
     roles = {role: one for role, one in party.method.learners.items() if role == "proxy" or not data.receives}
     learners = {role: make(role, dp=one.dp, common=one.common) for role, one in roles.items()}
     if party.method.keeps_lone and pipeline.train.alone:
@@ -142,7 +137,7 @@ def build_site(party: RunContext, index: int) -> Site:
 def brought(site: Site, party: RunContext) -> Brought:
     """Return what a site brings, for the preflight: nothing but plans and shapes."""
     data, pipeline, travels = party.data(site.name), party.pipeline, party.method.travels
-    meta = data.store.meta
+    meta, buffer = data.store.meta, site.buffer
     return {
         "site": site.name,
         "run": run_id(site.ledger.run),
@@ -158,9 +153,7 @@ def brought(site: Site, party: RunContext) -> Brought:
         "receivers": party.receivers,
         "graph": _graph_digest(party),
         "directions": directions_of(data).digest[:16] if party.method.once else None,
-        "buffer": [value_of(pipeline, "replay.variant"), *astuple(site.buffer.shape)]
-        if site.buffer
-        else None,
+        "buffer": [value_of(pipeline, "replay.variant"), *astuple(buffer.shape)] if buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
         "releases": {name: released.digest[:8] for name, released in party.releases.items()},
         "versions": versions(),
@@ -189,33 +182,30 @@ def _graph_digest(party: RunContext) -> str | None:
     graph = party.pipeline.topology.graph
     if graph is None or not graph.endswith(".json"):
         return graph
-    return hashlib.sha256(ordinary(party.study.resolve(graph)).read_bytes()).hexdigest()
+    return sha256_of(party.study.resolve(graph))
 
 
 def learned_from(party: RunContext, name: str) -> tuple[Examples, Examples | None]:
     """Return (the examples that a site's models learn from, those it holds out for validation)."""
-    pooled, most = party.method.learns_from == "everybody", party.pipeline.train.max_patches
-    stores = [party.data(one) for one in (party.names if pooled else [name])]
-    rows = [_training(data, most) for data in stores]
-    if not pooled:
-        return _validated(party, stores[0], rows[0])
-    return joined([_of_site(some, data.site) for some, data in zip(rows, stores, strict=True)]), None
+    if party.method.learns_from != "everybody":
+        return _validated(party, party.data(name))
+    parts = []
+    for site in party.names:  # whose patients stay apart where their names agree
+        part = _training(party.data(site))
+        named = [f"{site}/{patient}" if patient else "" for patient in part.patient.tolist()]
+        parts.append(replace(part, patient=np.array(named, np.str_)))
+    return joined(parts), None
 
 
-def _of_site(examples: Examples, site: str) -> Examples:
-    """Patients of different sites stay apart where their names agree."""
-    named = [f"{site}/{name}" if name else "" for name in examples.patient.tolist()]
-    return replace(examples, patient=np.array(named, np.str_))
-
-
-def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data) -> Canaries | None:
+def agreed_canaries(party: RunContext, name: str) -> Canaries | None:
     """Return the canaries that the run remembers, or freshly tossed ones; None where none are planted."""
-    if not pipeline.audit.canaries:
+    n, data = party.pipeline.audit.canaries, party.data(name)
+    if not n:
         return None
-    if known := folder.kept("canaries"):
+    if known := party.run.site(name).kept("canaries"):
         seed, included = int(known["seed"]), np.array([coin == "1" for coin in known["coins"]])
     else:
-        seed, included = tossed(pipeline.audit.canaries)
+        seed, included = tossed(n)
     return canaries(seed, included, data.shape, len(data.classes))
 
 
@@ -251,25 +241,25 @@ def leaving_words(site: Site, method: Method) -> str:
     return said
 
 
-def _training(data: Data, most: int | None) -> Examples:
+def _training(data: Data) -> Examples:
     """A site's training examples; with `train.max_patches` bags are shown in many choices of their patches."""
     if not data.receives and data.classes == UNLABELLED:
         raise UsageError(
             f"site {data.site}: its store was made without labels; make it again with them, or write role = 'receiver' "
             f"in sites/{data.site}.toml"
         )
-    train = data.examples("train")
+    train, most = data.examples("train"), data.pipeline.train.max_patches
     if most is not None and isinstance(data.shape, Bags):
         return with_drawn_patches(train, most)
     return train
 
 
-def _validated(party: RunContext, data: Data, train: Examples) -> tuple[Examples, Examples | None]:
+def _validated(party: RunContext, data: Data) -> tuple[Examples, Examples | None]:
     """(for training, for validation): the store's own split, else a share of the training patients.
 
     Where nothing is sent there is nothing to choose, and every row that is for training is learned from.
     """
-    pipeline = party.pipeline
+    pipeline, train = party.pipeline, _training(data)
     if "proxy" not in party.method.learners and not party.method.keeps_lone:
         return train, None
     validation = data.examples("val")
@@ -293,17 +283,16 @@ def _validated(party: RunContext, data: Data, train: Examples) -> tuple[Examples
 
 
 def build_model(
-    site: SiteFile,
-    pipeline: Pipeline,
-    data: Data,
-    role: str,
+    party: RunContext,
     index: int,
+    role: str,
     *,
     common: bool = False,
     state: Mapping[str, torch.Tensor] | None = None,
-) -> torch.nn.Module:
-    """Return a model: everybody's kind and seed for "proxy" or if `common`, else the site's own."""
-    private = role != "proxy" and not common
+) -> nn.Module:
+    """Return a model of a site: everybody's kind and seed for "proxy" or if `common`, else the site's own."""
+    site, pipeline, private = party.sites[index], party.pipeline, role != "proxy" and not common
+    data = party.data(site.name)
     try:
         model = build(
             architecture(site, pipeline, role, common=common),
@@ -339,14 +328,15 @@ def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool 
 
 
 def _learners_of(
-    party: RunContext, index: int, data: Data, device: torch.device, plan: PrivacyPlan | None, train: Examples
+    party: RunContext, index: int, device: torch.device, plan: PrivacyPlan | None, train: Examples
 ) -> MakeLearner:
     """Return what builds the learners a method asks for, with the noise of the plan where they are under DP."""
     site, pipeline, keys = party.sites[index], party.pipeline, party.pipeline.train
+    data = party.data(site.name)
     n_classes, seen = len(data.classes), data.shape
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
-        model, settings = build_model(site, pipeline, data, role, index, common=common), None
+        model, settings = build_model(party, index, role, common=common), None
         if dp and plan is not None:
             settings = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit)
             somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
@@ -481,7 +471,7 @@ def _bring_released(party: RunContext, site: Site) -> None:
     WsiFlError where a file holds what no honest site would have released.
     """
     study, data, name, learners = party.study, party.data(site.name), site.name, site.learners
-    wanted = wanted_of(data, party.pipeline)
+    wanted = wanted_of(data)
     if party.by_files:
         head = learners["proxy"].model
     else:

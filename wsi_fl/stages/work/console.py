@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import rich.table
 from rich.console import Console
@@ -19,9 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.machine import launched_ranks
 from wsi_fl.types import DiskFull, WsiFlError, one_line, printable
-
-if TYPE_CHECKING:
-    from wsi_fl.models.encoder import Spent
 
 _LINE_EVERY_S = 5.0
 _MOST_PARTS = 12
@@ -214,7 +211,7 @@ class Table(NamedTuple):
 
     title: str
     headings: Sequence[str]
-    rows: Iterable[Sequence[str] | None]
+    rows: Iterable[Sequence[object] | None]
 
 
 Lines = Iterable[str | Line | Table]
@@ -242,12 +239,11 @@ def by_site(title: str, corner: str, sites: Sequence[str], lines: Iterable[Seque
 
     `title` and `corner` stand above the table, and above its first column; a line that is None is drawn.
     """
-    cells = [[str(cell) for cell in line] if line else None for line in lines]
     if len(sites) <= MOST_COLUMNS:
-        return Table(title, [corner, *sites], cells)
-    told = [line for line in cells if line]
+        return Table(title, [corner, *sites], lines)
+    told = [line for line in lines if line]
     rows = [[site, *(line[k] for line in told)] for k, site in enumerate(sites, 1)]
-    return Table(title, ["site", *(line[0] for line in told)], rows)
+    return Table(title, ["site", *(str(line[0]) for line in told)], rows)
 
 
 def _print_table(table: Table) -> None:
@@ -258,7 +254,7 @@ def _print_table(table: Table) -> None:
         if row is None:
             printed.add_section()
         else:
-            printed.add_row(*(escape(printable(cell)) for cell in row))
+            printed.add_row(*(escape(printable(str(cell))) for cell in row))
     wide = Console(stderr=True, highlight=False, emoji=False, width=max(stderr.width, _WIDEST))
     wide.print(printed)  # a narrow terminal cuts no number off
 
@@ -280,12 +276,10 @@ def reason_of(error: BaseException, place: Path | None = None) -> str:
             raise_if_full(error, place)
         except DiskFull as full:
             error = full
+    if isinstance(error, WsiFlError):
+        return one_line(error)
     known = next((words for kind, words in _WORDS.items() if isinstance(error, kind)), None)
-    return (
-        one_line(error)
-        if isinstance(error, WsiFlError)
-        else known or f"{type(error).__name__}: {one_line(error)}"
-    )
+    return known or f"{type(error).__name__}: {one_line(error)}"
 
 
 _MOST_PLACES = 5
@@ -303,16 +297,6 @@ def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
     places = ", ".join(f"({x}, {y})" for x, y, _ in unread[:_MOST_PLACES])
     more = f" and {len(unread) - _MOST_PLACES} more" if len(unread) > _MOST_PLACES else ""
     return f"{len(unread)} of {n} patches set aside, at level-0 pixel {places}{more}: {unread[0][2]}"
-
-
-def speed_of(site: str, spent: Spent, slides: int, patches: int, seconds: float) -> dict[str, Any]:
-    """Return for `--json` how fast patches that were not there already were encoded, and what took time."""
-    return {
-        "site": site,
-        "slides_per_second": slides / seconds,
-        "patches_per_second": patches / seconds,
-        "spent": {"read": spent.read, "encode": spent.encode, "write": spent.write},
-    }
 
 
 def speed_lines(rows: Sequence[dict[str, Any]]) -> Lines:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import TypedDict
 
-from wsi_fl.stages.work.console import Silent, Watcher, reason_of
+from wsi_fl.stages.work.console import Silent, Watcher, reason_of, say
 from wsi_fl.system.machine import cores, launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -69,6 +69,11 @@ class Job:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    def say(self, text: str, style: str = "") -> None:
+        """Tell people something, once for all ranks."""
+        if self.first:
+            say(text, style)
 
     def watched(self, watcher: Watcher | None) -> Watcher:
         """Return the watcher in the first rank and a silent one in the others, or where there is none."""

@@ -130,7 +130,7 @@ def quality_of(
     if len(held_out) < LEAST_HELD_OUT:
         return {}, "FID and KID need held-out images"
     try:
-        encoder = encoder_of(study, pipeline.encoding, torch.get_num_threads(), "features", gpu=pipeline.gpu)
+        encoder = encoder_of(study, pipeline, "features", torch.get_num_threads())
     except WsiFlError as error:
         return {}, f"FID and KID were not computed: {error}"
 
