@@ -90,7 +90,7 @@ def parts(given: argparse.Namespace) -> None:
 
 SETTINGS = (Setting("90 %", 4, 250, (0.1, 0.9)), Setting("alike", 4, 250))
 HELD_OUT_FROM = 10
-"""Draws from this seed on are tested on a half of the patches that no earlier draw has seen."""
+"""Draws from this seed on are tested on the half of the patches that hospitals never have."""
 OF_CLASS = 250
 """Test patches of each class there."""
 ROUNDS = ("train.lr=0.03", "train.rounds=60")
