@@ -97,10 +97,7 @@ def render_coordinator(summary: Json, scores: Scores | None) -> str:
     many = len(names) > figures.N_COLORS
     context = {
         "summary": summary,
-        "method": words.method_name(summary["method"]),
-        "does": words.method_does(summary["method"]),
         "sites": sites,
-        "absences": list(words.absences(sites)),
         "slots": {name: 0 if many else k for k, name in enumerate(names)},
         "rounds": max((row["rounds"] for row in sites), default=0),
         "epsilon": words.span([row["epsilon"] for row in spent]) if spent else None,

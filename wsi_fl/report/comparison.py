@@ -202,24 +202,15 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "title": f"{len(document['rows'])} methods on the same {document.get('examples', 'patches')}",
         "where": WHERE[document["on"]],
         "over": repeated(document["rows"]),
-        "one": words.singular(document.get("examples", "patches")),
         "measure": (gains or {}).get("measure", first.lower()),
         "own": own,
-        "rows": [
-            row
-            | {"name": words.method_name(row["method"]), "does": words.method_does(row["method"])}
-            | {"set": settings_words(row["settings"])}
-            for row in document["rows"]
-        ],
         "legend": [(_color_name(k, series), one.words) for k, one in enumerate(series)],
         "more_than_colors": sum(not one.baseline for one in series) > figures.N_COLORS,
         "charts": _charts(series, first),
         "worth": worth.chart(gains) if gains else None,
         "gains": worth.rows_of(gains) if gains else [],
-        "gain_words": worth.gain_words,
-        "verdict_words": worth.verdict_words,
-        "sources_words": worth.sources_words,
-        "price": worth.price,
+        "said": worth,
+        "settings_words": settings_words,
         "p_value": p_value,
         "metrics": metrics,
         "tested": metrics | ({own: "Own part"} if document["on"] == "merged" else {}),

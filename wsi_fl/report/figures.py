@@ -123,7 +123,7 @@ def curves(
     with new_figure() as (figure, axes):
         _lines(axes, series, colors, width=1.5)
         if mean:
-            axes.plot(*_columns(mean), color=INK, lw=2.4, **_marker(mean))
+            axes.plot(*zip(*mean, strict=True), color=INK, lw=2.4, **_marker(mean))
         if reference:
             _dashed(axes, reference[1], reference[0])
         if ylim:
@@ -212,7 +212,7 @@ def _lines(
     for site, points in series.items():
         shown = {"marker": marker, "ms": 4} if marker else _marker(points)
         alpha, lw = (0.3, 0.9) if many else (0.95, width)
-        axes.plot(*_columns(points), color=colors[site], alpha=alpha, lw=lw, **shown)
+        axes.plot(*zip(*points, strict=True), color=colors[site], alpha=alpha, lw=lw, **shown)
 
 
 def mark(
@@ -276,10 +276,6 @@ def to_svg(figure: Figure, what: str) -> str:
     svg = re.sub(r' id="([^"]*)"', rename, svg)
     svg = re.sub(r'(xlink:href="|url\()#', rf"\1#{prefix}-", svg)
     return re.sub(r">\s+<", "><", svg).strip()
-
-
-def _columns(points: Points) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _marker(points: Points) -> dict[str, Any]:

@@ -56,8 +56,6 @@ def render(page: Page) -> str:
         "names": names,
         "many": many,
         "slots": {name: 0 if many else i for i, name in enumerate(names)},
-        "title": f"{words.method_name(page.method)} on {page.pipeline}",
-        "method": words.method_name(page.method),
         "measures": ", ".join(words.measured_in(name) for name in page.scores),
         "metric_names": {name: words.SCORES[name] for name in page.scores},
         "evaluated": evaluated,
