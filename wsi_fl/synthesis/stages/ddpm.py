@@ -29,10 +29,8 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.ddpm import (
     DdpmShape,
     DdpmState,
-    DdpmTerms,
-    Denoiser,
     Sampling,
-    build_denoiser,
+    UNet,
     drawn,
     step,
     steps_by_rule,
@@ -83,12 +81,15 @@ class _DdpmCourse(Course):
         super().__init__(store, ddpm, device)
         n_classes, widths = len(store.meta.classes), tuple(ddpm.channels)
         shape = from_section(ddpm, DdpmShape, channels=store.channels, n_classes=n_classes, widths=widths)
-        terms = from_section(ddpm, DdpmTerms)
         steps = ddpm.steps or steps_by_rule(len(self.pictures), n_classes, ddpm.batch_size)
         self.phases = {"denoiser": steps}
-        plain = {**asdict(shape), "widths": ddpm.channels}
-        self.settings = {"shape": plain, "terms": asdict(terms), "steps": steps, "seed": ddpm.seed}
-        self.state = DdpmState(shape, terms, seed=ddpm.seed, device=device)
+        self.settings = {
+            "shape": {**asdict(shape), "widths": ddpm.channels},
+            "terms": ddpm.model_dump(include={"batch_size", "lr", "ema", "class_dropout"}),
+            "steps": steps,
+            "seed": ddpm.seed,
+        }
+        self.state = DdpmState(shape, ddpm, device=device)
 
     def step(self) -> Losses:
         return {"loss": step(self.state, self.images, self.labels)}
@@ -100,9 +101,8 @@ class _DdpmCourse(Course):
         return {"sha256": digest}
 
     def show(self, labels: NDArray[np.int64]) -> Tensor:
-        state = self.state
-        how = Sampling("ddim", min(_SHOWN_STEPS, state.shape.chain))
-        return torch.cat(list(drawn(state.average, state.shape, labels, how, seed=0)))
+        how = Sampling("ddim", min(_SHOWN_STEPS, self.state.shape.chain))
+        return torch.cat(list(drawn(self.state.average, labels, how, seed=0)))
 
 
 def _refuse_wrong(settings: Ddpm) -> None:
@@ -133,15 +133,12 @@ def _sampling_of(settings: Ddpm) -> Sampling:
     return Sampling(settings.sampler, settings.sampling_steps, settings.guidance, settings.sampling_batch)
 
 
-def load_denoiser(folder: GeneratorFolder, device: torch.device) -> tuple[Denoiser, DdpmShape]:
-    """Return the denoiser that a folder keeps, ready to draw, and its shape; WsiFlError as `load_generator`."""
-    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(DdpmShape.of(shape)), device)
-    document = folder.document()
-    assert document is not None
-    return denoiser, DdpmShape.of(document["settings"]["shape"])
+def load_denoiser(folder: GeneratorFolder) -> UNet:
+    """Return the denoiser that a folder keeps, ready to draw; WsiFlError as `load_generator`."""
+    return folder.load_generator("denoiser", lambda shape: UNet(DdpmShape.of(shape)), device_of_rank())
 
 
-def _key_of(denoiser: Denoiser, *others: Any) -> str:
+def _key_of(denoiser: UNet, *others: Any) -> str:
     """A digest of all that decides the images that are drawn: the name of their folder."""
     digest = hashlib.sha256(json.dumps([_DRAWING, *others], sort_keys=True).encode())
     digest.update(np.ascontiguousarray(vector_of(denoiser), "<f4").tobytes())
@@ -152,8 +149,7 @@ def images_of(
     study: Study,
     pipeline: Pipeline,
     store: PatchStore,
-    denoiser: Denoiser,
-    shape: DdpmShape,
+    denoiser: UNet,
     *,
     site: str,
     watcher: Watcher,
@@ -168,7 +164,7 @@ def images_of(
         store: of real patches of the same kind.
         site: whose denoiser it is, and `part` whose progress the watcher is told of.
     """
-    ddpm, sampling = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm))
+    ddpm, sampling, shape = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm)), denoiser.shape
     labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
     key = _key_of(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.generated(key)
@@ -178,7 +174,7 @@ def images_of(
 
     with locked(path.parent, site, wait=True):
         if not path.exists():
-            batches = drawn(denoiser, shape, labels, sampling, seed=ddpm.seed, told=told)
+            batches = drawn(denoiser, labels, sampling, seed=ddpm.seed, told=told)
             real = store.meta
             grid = (real.spec.size_px, real.spec.mpp)
             meta = synthetic_meta(site, real.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
@@ -213,9 +209,9 @@ class _Ddpm(GeneratorType):
         self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
     ) -> Iterator[Tensor]:
         """Yield batches of images, without a check by DDIM."""
-        denoiser, shape = load_denoiser(folder, device_of_rank())
-        sampling = Sampling(**(provenance["sampling"] or {"steps": min(Sampling().steps, shape.chain)}))
-        return drawn(denoiser, shape, labels, sampling, seed=provenance["seed"])
+        denoiser = load_denoiser(folder)
+        known = provenance["sampling"] or {"steps": min(Sampling().steps, denoiser.shape.chain)}
+        return drawn(denoiser, labels, Sampling(**known), seed=provenance["seed"])
 
     def evidence(self, case: Case) -> Evidence:
         """Return what is known of a site's denoiser by the images that others would draw from it."""
@@ -270,14 +266,13 @@ def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
 
 def _images(case: Case) -> tuple[str, Tensor]:
     """(key of the generated store, its images)."""
-    denoiser, shape = load_denoiser(case.folder, device_of_rank())
-    site = case.site
+    denoiser, site = load_denoiser(case.folder), case.site
     with open_store(case.study, site) as store:
         key, path = images_of(
-            case.study, case.pipeline, store, denoiser, shape, site=site, watcher=case.watcher, part=site
+            case.study, case.pipeline, store, denoiser, site=site, watcher=case.watcher, part=site
         )
     with PatchStore(path) as store:
-        return key, pictures_of(store, shape.resolution, "train").images
+        return key, pictures_of(store, denoiser.shape.resolution, "train").images
 
 
 def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, Comparison], Lpips | None]:

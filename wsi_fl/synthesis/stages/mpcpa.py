@@ -35,7 +35,7 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, vector_of
+from wsi_fl.synthesis.ddpm import DdpmShape, UNet, denoiser_from, vector_of
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.synthesis.stages.check import check_generator
 from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
@@ -120,9 +120,8 @@ def _exchange(
     for name, known in checked.items():
         if DDPM.trained(study, name)[0].digest("denoiser") != known:
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
-    denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name), device_of_rank()) for site in sites}
-    shapes = {index: shape for index, (_, shape) in denoisers.items()}
-    mine: list[Denoiser] = [{"schema": shapes[site.index].schema} for site in sites]
+    denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name)) for site in sites}
+    mine: list[Denoiser] = [{"schema": denoisers[site.index].shape.schema} for site in sites]
     agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
     if len(set(agreed)) > 1:
         odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
@@ -133,7 +132,7 @@ def _exchange(
     star = _Star(sites, comm, names)
     releases = {
         site.index: release_once(
-            site.ledger, _ROUND, vector_of(denoisers[site.index][0]), agreed[0], "generator"
+            site.ledger, _ROUND, vector_of(denoisers[site.index]), agreed[0], "generator"
         )
         for site in sites
     }
@@ -145,7 +144,7 @@ def _exchange(
         vectors = packages[site.index]
         if party.method.learns_from == "generated":
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
-        shape, drawn = shapes[site.index], {}
+        shape, drawn = denoisers[site.index].shape, {}
         for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
             denoiser = denoiser_from(vectors[other], shape).to(device_of_rank())
             drawn[names[other]], _ = images_of(
@@ -153,7 +152,6 @@ def _exchange(
                 party.pipeline,
                 _patches(party, site.name).store,
                 denoiser,
-                shape,
                 site=names[other],
                 watcher=watcher,
                 part=site.name,
@@ -228,7 +226,7 @@ def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
         return None
     ddpm = pipeline.section(Ddpm)
     wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, tuple(ddpm.channels), ddpm.layers)
-    return 4 * sum(p.numel() for p in build_denoiser(wanted).parameters())
+    return 4 * UNet(wanted).n_values
 
 
 # ---- the star
