@@ -186,9 +186,6 @@ class _Ddpm(GeneratorType):
     name = "ddpm"
     remedy = "lower ddpm.lr"
 
-    def place(self, study: Study, site: str) -> Path:
-        return study.denoiser(site)
-
     def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
         return _DdpmCourse(pipeline, store)
 

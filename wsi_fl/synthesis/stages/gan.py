@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -121,9 +120,6 @@ class _Found:
 class _Gan(GeneratorType):
     name = "gan"
     remedy = "lower gan.lr or raise gan.r1_gamma"
-
-    def place(self, study: Study, site: str) -> Path:
-        return study.generator(site)
 
     def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
         return _GanCourse(study, pipeline, site, store)

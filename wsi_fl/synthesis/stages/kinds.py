@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import CRITERIA, Comparison
-from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.folder import KINDS, GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import RANDOM, Lpips, load_lpips, nearest_lpips
 from wsi_fl.synthesis.state import TrainingState
@@ -30,7 +29,6 @@ from wsi_fl.types import UsageError, WsiFlError
 
 HELD_OUT = ("test", "val")
 """Splits that no generator is trained on."""
-_KINDS = ("gan", "ddpm")
 _LEAST_IMAGES = 2
 
 Document = dict[str, Any]
@@ -190,10 +188,6 @@ class GeneratorType(ABC):
     remedy: ClassVar[str]
 
     @abstractmethod
-    def place(self, study: Study, site: str) -> Path:
-        """Return where a site's generator is."""
-
-    @abstractmethod
     def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
         """Return a training that has not begun, on the patches of a site's open store."""
 
@@ -217,7 +211,7 @@ class GeneratorType(ABC):
 
     def folder(self, study: Study, site: str) -> GeneratorFolder:
         """Return the folder of a site's generator, whether or not there is one."""
-        return GeneratorFolder(self.place(study, study.site(site).name), f"{self.name}.json")
+        return GeneratorFolder.of(study, study.site(site).name, self.name)
 
     def trained(self, study: Study, site: str) -> tuple[GeneratorFolder, Document]:
         """Return the folder of a generator whose training has finished, and its document.
@@ -255,8 +249,8 @@ def kind_of(name: str) -> GeneratorType:
     Raises:
         UsageError: when there is no such kind.
     """
-    if name not in _KINDS:
-        raise UsageError(f"--generator {name!r}: use {' or '.join(_KINDS)}")
+    if name not in KINDS:
+        raise UsageError(f"--generator {name!r}: use {' or '.join(KINDS)}")
     kind: GeneratorType = import_module(f"{__package__}.{name}").KIND
     return kind
 
