@@ -31,7 +31,7 @@ __all__ = [
     "paint_archive",
     "paint_slide",
     "plan_slides",
-    "truth_mask",
+    "tumour_mask",
     "write_pyramid",
 ]
 
@@ -115,11 +115,6 @@ def plan_slides(
 def paint_slide(slide: PhantomSlide) -> NDArray[np.uint8]:
     """[size_px, size_px, 3] the level-0 pixels of a slide, before JPEG."""
     return paint(slide.rng(1), slide.anatomy(), hospital(slide.site))
-
-
-def truth_mask(slide: PhantomSlide) -> NDArray[np.bool_]:
-    """[size_px, size_px] which level-0 pixels are tumour; what is painted follows it in squares of LABEL_PX."""
-    return tumour_mask(slide.anatomy())
 
 
 def outlines(anatomy: Anatomy) -> list[_Outline]:

@@ -251,7 +251,7 @@ def lay_out(rng: Generator, size_px: int, positive: bool) -> Anatomy:
 
 
 def tumour_mask(anatomy: Anatomy) -> NDArray[np.bool_]:
-    """[size_px, size_px] which level-0 pixels are tumour."""
+    """[size_px, size_px] which level-0 pixels are tumour; what is painted follows it in squares of LABEL_PX."""
     size_px = len(anatomy.label) * LABEL_PX
     if anatomy.tumour is None:
         return np.zeros((size_px, size_px), np.bool_)
