@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from wsi_fl.privacy.audit import found as found_at
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
-from wsi_fl.report.words import DASH, Finding, Json, known, number
+from wsi_fl.report.words import DASH, Finding, Json, known, number, percent
 
 _MODELS = {
     "private": "Private model",
@@ -97,7 +97,7 @@ def findings(audit: Json) -> Iterator[Finding]:
             yield Finding("bad", f"{name}: more are found in its letter than is guaranteed: {who}.")
         if not tail["sigma"]:
             groups = tail["attackers"]["population"]["groups"]
-            everybody, most = (_percent(group["found"]["0.01"]["exact"]) for group in groups[:2])
+            everybody, most = (percent(group["found"]["0.01"]["exact"], 1) for group in groups[:2])
             text = (
                 f"{name}: whoever knows all other {tail['unit']}s finds each in its letter, which has no noise; "
                 f"whoever knows none finds {everybody}, of the most exposed {most}."
@@ -117,8 +117,8 @@ def tables(audit: Json) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
             row["site"],
             str(row["n"]),
             number(row["length"], 1),
-            _percent(row["moved"]),
-            _percent(row["answers_changed"]),
+            percent(row["moved"], 1),
+            percent(row["answers_changed"], 1),
         ]
         for row in audit.get("influence") or ()
     ]
@@ -132,12 +132,8 @@ def _cells(tail: Json, group: Json, other: Json) -> list[str]:
     low, high = often.get("interval", (None, None))
     shares = ((tail["guaranteed"] or {}).get("0.01"), rare["exact"], other["found"]["0.01"]["exact"])
     most = number(group["most"], 2) if known(group["most"]) else "∞"
-    drawn = f"{100 * low:.1f}–{_percent(high)}" if known(low) else DASH
-    return [most, _percent(often["exact"]), drawn, *map(_percent, shares)]
-
-
-def _percent(share: Any) -> str:
-    return f"{100 * share:.1f} %" if known(share) else DASH
+    drawn = f"{100 * low:.1f}–{percent(high, 1)}" if known(low) else DASH
+    return [most, percent(often["exact"], 1), drawn, *(percent(share, 1) for share in shares)]
 
 
 def _with_tails(audit: Json) -> list[Json]:

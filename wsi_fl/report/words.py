@@ -121,13 +121,13 @@ def signed(value: Any, digits: int = 2) -> str:
     return f"{sign}{abs(rounded):.{digits}f}"
 
 
-def percent(share: Any) -> str:
-    """A share of one in whole percent.
+def percent(share: Any, digits: int = 0) -> str:
+    """A share of one in percent.
 
     >>> percent(0.6649), percent(None)
     ('66 %', '–')
     """
-    return f"{number(100 * share, 0)} %" if known(share) else DASH
+    return f"{number(100 * share, digits)} %" if known(share) else DASH
 
 
 def singular(examples: str) -> str:

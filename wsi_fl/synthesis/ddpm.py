@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import ceil, gcd
 from typing import Any, Literal
 
@@ -190,15 +191,14 @@ def _ema_decay(iteration: int, ema: float) -> float:
 
 def _scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
     """Return diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
-    common = shape.diffusion | {"timestep_spacing": "trailing"}
-    if sampling.sampler == "ddpm":
-        found: Any = DDPMScheduler(**common)
-    elif sampling.sampler == "ddim":
-        found = DDIMScheduler(**common)
-    else:
-        # clipped like the others: of noise alone a denoiser that errs by little says clean images that are far off
-        clipped = {"thresholding": True, "sample_max_value": 1.0}
-        found = DPMSolverMultistepScheduler(**common, **clipped, algorithm_type="dpmsolver++")
+    # clipped like the others: of noise alone a denoiser that errs by little says clean images that are far off
+    clipped = {"thresholding": True, "sample_max_value": 1.0, "algorithm_type": "dpmsolver++"}
+    kinds = {
+        "ddpm": DDPMScheduler,
+        "ddim": DDIMScheduler,
+        "dpm++": partial(DPMSolverMultistepScheduler, **clipped),
+    }
+    found: Any = kinds[sampling.sampler](**shape.diffusion, timestep_spacing="trailing")
     found.set_timesteps(sampling.steps)
     return found
 

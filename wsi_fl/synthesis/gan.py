@@ -310,15 +310,11 @@ def _device_of(generator: Generator) -> torch.device:
 @torch.no_grad()
 def _candidates(generator: Generator, lpips: Lpips, m: int, seed: int) -> tuple[Tensor, Tensor]:
     """(w [m, w_dim], embeddings [m, d]) of random latents of all classes."""
-    device = _device_of(generator)
-    n = generator.shape.n_classes
-    z = torch.randn(m, generator.shape.z_dim, generator=torch.Generator().manual_seed(seed))
-    w = generator.mapping(z.to(device), torch.arange(m, device=device) % n)
-    parts = [
-        lpips(generator.synthesis(generator.spread(w[k : k + _BATCH])).clamp(-1, 1))
-        for k in range(0, m, _BATCH)
-    ]
-    return w, torch.cat(parts)
+    device, shape = _device_of(generator), generator.shape
+    z = torch.randn(m, shape.z_dim, generator=torch.Generator().manual_seed(seed))
+    w = generator.mapping(z.to(device), torch.arange(m, device=device) % shape.n_classes)
+    images = (generator.synthesis(generator.spread(some)) for some in torch.split(w, _BATCH))
+    return w, torch.cat([lpips(some.clamp(-1, 1)) for some in images])
 
 
 def _searched(
