@@ -24,7 +24,6 @@ from wsi_fl.report.words import number
 INK, MUTED, LINE, PAPER, ACCENT = "#010101", "#010102", "#010103", "#010104", "#010105"
 N_COLORS = 8
 """With more sites than this, single colours cannot be told apart: sites become faint, their mean stands out."""
-_SITES = tuple(f"#0202{i:02x}" for i in range(N_COLORS))
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "wsi-fl",
@@ -50,7 +49,7 @@ _STYLE: Any = {
 
 TOKENS = {
     **{"ink": INK, "muted": MUTED, "line": LINE, "paper": PAPER},
-    **{f"s{k}": color for k, color in enumerate(_SITES)},
+    **{f"s{k}": f"#0202{k:02x}" for k in range(N_COLORS)},
 }
 """What stands for the page's colours, by the name of their variable."""
 
@@ -92,9 +91,9 @@ def png_style() -> Any:
     return {**_STYLE, **style, "figure.dpi": 160, "savefig.facecolor": palette()["paper"]}
 
 
-def site_color(position: int, n_sites: int) -> str:
-    """The colour of a site in a figure; all alike when there are more than N_COLORS."""
-    return _SITES[position] if n_sites <= N_COLORS else _SITES[0]
+def slots(sites: Sequence[str]) -> dict[str, int]:
+    """The number of each site's colour, ``s0``, …; all alike when there are more than N_COLORS."""
+    return {site: 0 if len(sites) > N_COLORS else k for k, site in enumerate(sites)}
 
 
 def band(curves_: Iterable[Points]) -> list[tuple[float, float, float]]:
@@ -156,7 +155,7 @@ def budget_curves(
         return Chart(to_svg(figure, what), f"{what} by round. {_ends(series)} {limits}.")
 
 
-def comparison(rows: Sequence[Bar], what: str) -> Chart:
+def comparison(rows: Sequence[Bar], what: str, measure: str) -> Chart:
     """Mean ± sd of runs below each other; hollow without DP; the single sites of this run as small dots."""
     left_in = min(1.75, 0.2 + 0.07 * max(len(shortened(row.label)) for row in rows))
     with new_figure(height_in=0.42 + 0.34 * len(rows), left_in=left_in, bottom_in=0.25) as (figure, axes):
@@ -173,7 +172,7 @@ def comparison(rows: Sequence[Bar], what: str) -> Chart:
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.margins(x=0.08)
         said = "; ".join(f"{r.label} {number(r.mean)}{f' ± {number(r.sd)}' if r.sd else ''}" for r in rows)
-        return Chart(to_svg(figure, what), f"{what}, mean ± standard deviation over sites: {said}.")
+        return Chart(to_svg(figure, what), f"{measure}: {said}.")
 
 
 def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: str) -> Chart:

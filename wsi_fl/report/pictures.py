@@ -85,21 +85,16 @@ def enlarged(patch: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return patch.repeat(factor, 0).repeat(factor, 1)
 
 
-def grid(rows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Rows of patches uint8[n, h, w, c] as one picture uint8[H, W, 3] on white; rows may differ in length."""
+def grid(rows: Sequence[NDArray[np.uint8]]) -> bytes:
+    """Rows of patches uint8[n, h, w, c] as one PNG on white; rows may differ in length."""
     side = len(enlarged(rows[0][0]))
     step = side + _GAP_PX
     width = max(len(row) for row in rows)
-    out = np.full((len(rows) * step + _GAP_PX, width * step + _GAP_PX, 3), 255, np.uint8)
+    picture = np.full((len(rows) * step + _GAP_PX, width * step + _GAP_PX, 3), 255, np.uint8)
     for r, row in enumerate(rows):
         for k, patch in enumerate(row):
             y, x = r * step + _GAP_PX, k * step + _GAP_PX
-            out[y : y + side, x : x + side] = enlarged(patch)
-    return out
-
-
-def png_of(picture: NDArray[np.uint8]) -> bytes:
-    """uint8[h, w, 3] as PNG."""
+            picture[y : y + side, x : x + side] = enlarged(patch)
     out = io.BytesIO()
     Image.fromarray(picture).save(out, "PNG")
     return out.getvalue()

@@ -258,7 +258,9 @@ def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> l
         ]
         if len(bars) > 1:
             title = words.SCORES[metric]
-            charts.append((title, figures.comparison(bars, f"{title} on the merged test set")))
+            what = f"{title} on the merged test set"
+            measure = f"{what}, mean ± standard deviation over sites"
+            charts.append((title, figures.comparison(bars, what, measure)))
     return charts
 
 

@@ -90,10 +90,6 @@ class GeneratorFolder:
         advice = f"put its backup back, or run {self._command('check')}` again"
         return read_sealed(self.check_path, _VERDICT, advice)
 
-    def write_check(self, verdict: Mapping[str, Any]) -> None:
-        """Write the verdict, and a digest of it."""
-        write_sealed(self.check_path, verdict)
-
     def everything(self) -> list[tuple[str, Callable[[], object]]]:
         """Return the name of each file, and what reads it whole."""
         documents = {

@@ -71,14 +71,12 @@ _DRAWING = 1
 
 
 class _DdpmCourse(Course):
-    """The training of a diffusion model."""
-
     state: DdpmState
 
     def __init__(self, pipeline: Pipeline, store: PatchStore) -> None:
-        ddpm, device = pipeline.section(Ddpm), device_of_rank()
+        ddpm = pipeline.section(Ddpm)
         _refuse_wrong(ddpm)  # now, not after hours
-        super().__init__(store, ddpm, device)
+        super().__init__(store, ddpm)
         n_classes, widths = len(store.meta.classes), tuple(ddpm.channels)
         shape = from_section(ddpm, DdpmShape, channels=store.channels, n_classes=n_classes, widths=widths)
         steps = ddpm.steps or steps_by_rule(len(self.pictures), n_classes, ddpm.batch_size)
@@ -89,7 +87,7 @@ class _DdpmCourse(Course):
             "steps": steps,
             "seed": ddpm.seed,
         }
-        self.state = DdpmState(shape, ddpm, device=device)
+        self.state = DdpmState(shape, ddpm, device=self.device)
 
     def step(self) -> Losses:
         return {"loss": step(self.state, self.images, self.labels)}

@@ -45,13 +45,11 @@ _SHOWN = 9
 
 
 class _GanCourse(Course):
-    """The training of a GAN."""
-
     state: GanState
 
     def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
-        gan, device = pipeline.section(Gan), device_of_rank()
-        super().__init__(store, gan, device)
+        gan = pipeline.section(Gan)
+        super().__init__(store, gan)
         shape = from_section(gan, GanShape, channels=store.channels, n_classes=len(store.meta.classes))
         target = gan.ada_target if gan.ada_target < 1 else None
         terms = from_section(gan, GanTerms, ada_target=target)
@@ -71,7 +69,7 @@ class _GanCourse(Course):
             "privacy": privacy | {"lpips": self._lpips.label} if self._lpips else None,
             "seed": gan.seed,
         }
-        self.state = GanState(shape, terms, seed=gan.seed, device=device)
+        self.state = GanState(shape, terms, seed=gan.seed, device=self.device)
 
     def step(self) -> Losses:
         if self.state.iteration >= self.phases["before"] and self._keepaway is None:
@@ -102,9 +100,8 @@ class _GanCourse(Course):
         return Keepaway(lpips, state.margin, embeddings(lpips, many))
 
 
-def _load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
-    """Return a generator that a folder keeps, ready to make images."""
-    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device)
+def _load_gan(folder: GeneratorFolder, phase: Phase) -> Generator:
+    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device_of_rank())
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ class _Gan(GeneratorType):
     def draw(
         self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
     ) -> Iterator[Tensor]:
-        generator = _load_gan(folder, provenance["phase"], device_of_rank())
+        generator = _load_gan(folder, provenance["phase"])
         yield sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
 
     def evidence(self, case: Case) -> Evidence:
@@ -202,7 +199,7 @@ def _measured(
 ) -> _Found:
     """Training and held-out images alike, the projections from the same starting points."""
     gan = case.pipeline.section(Gan)
-    generator = _load_gan(case.folder, phase, device_of_rank())
+    generator = _load_gan(case.folder, phase)
     n_classes = generator.shape.n_classes
     labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
     samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)

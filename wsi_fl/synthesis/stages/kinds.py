@@ -70,14 +70,14 @@ class Course(ABC):
     Attributes:
         settings: all that decides the training, as the folder's document keeps it; a resumed one must agree.
         phases: the last iteration of each network that the training leaves behind, in order.
-        pictures: what is learned from, on the CPU; `images` and `labels` are the same on the device.
+        pictures: what is learned from, on the CPU; `images` and `labels` are the same on the `device`.
     """
 
     settings: Document
     state: TrainingState
     phases: dict[Phase, int]
 
-    def __init__(self, store: PatchStore, section: Gan | Ddpm, device: torch.device) -> None:
+    def __init__(self, store: PatchStore, section: Gan | Ddpm) -> None:
         """Read the training patches of a store.
 
         Raises:
@@ -94,7 +94,10 @@ class Course(ABC):
         self.pictures = pictures_of(store, section.resolution, "train")
         if len(self.pictures) < _LEAST_IMAGES:
             raise WsiFlError(f"site {site}: its store has no training patches to learn from")
-        self.images, self.labels = self.pictures.images.to(device), self.pictures.labels.to(device)
+        self.device = device_of_rank()
+        self.images, self.labels = (
+            one.to(self.device) for one in (self.pictures.images, self.pictures.labels)
+        )
         self.checkpoint_every = section.checkpoint_every
 
     @abstractmethod
