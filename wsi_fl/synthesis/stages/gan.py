@@ -20,7 +20,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import Comparison, moved, spread, told_apart
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.gan import GanState, GanTerms, projected, sampled, step
+from wsi_fl.synthesis.gan import GanState, projected, sampled, step, terms_of
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, Lpips, embeddings, margin_of, nearest_lpips
 from wsi_fl.synthesis.stages.kinds import (
@@ -51,8 +51,6 @@ class _GanCourse(Course):
         gan = pipeline.section(Gan)
         super().__init__(store, gan)
         shape = from_section(gan, GanShape, channels=store.channels, n_classes=len(store.meta.classes))
-        target = gan.ada_target if gan.ada_target < 1 else None
-        terms = from_section(gan, GanTerms, ada_target=target)
         self._gan = gan
         self._lpips = lpips_of(study, pipeline, site) if gan.privacy_iterations else None
         self._keepaway: Keepaway | None = None
@@ -63,13 +61,13 @@ class _GanCourse(Course):
         privacy = {name: getattr(gan, key) for name, key in names.items()}
         self.settings = {
             "shape": asdict(shape),
-            "terms": asdict(terms),
+            "terms": terms_of(gan),
             "iterations": gan.iterations,
             "privacy_iterations": gan.privacy_iterations,
             "privacy": privacy | {"lpips": self._lpips.label} if self._lpips else None,
             "seed": gan.seed,
         }
-        self.state = GanState(shape, terms, seed=gan.seed, device=self.device)
+        self.state = GanState(shape, gan, device=self.device)
 
     def step(self) -> Losses:
         if self.state.iteration >= self.phases["before"] and self._keepaway is None:
