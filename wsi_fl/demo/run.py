@@ -76,8 +76,6 @@ def demo(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Step:
-    """One training of the demo."""
-
     says: str
     method: str
     backend: str
@@ -103,7 +101,6 @@ _STEPS = {
 
 
 def _trained(study: Study, step: _Step) -> dict[str, Any]:
-    """Train and evaluate one step; return its part of the document."""
     say(step.says, style="bold")
     with Bars("train") as bars:
         summary = train(

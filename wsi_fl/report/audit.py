@@ -44,7 +44,6 @@ def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | N
 
 
 def _rows(audit: Json) -> list[dict[str, Any]]:
-    """One for each model that was attacked."""
     return [
         {
             "site": site["site"],

@@ -238,7 +238,6 @@ def settings_words(settings: Mapping[str, Any]) -> str:
 
 
 def _differences(tests: Sequence[Json]) -> list[dict[str, Any]]:
-    """One line per pair with the tests of all metrics."""
     pairs: dict[tuple[str, str], dict[str, Any]] = {}
     for test in tests:
         empty: dict[str, Any] = {"a": test["a"], "b": test["b"], "tests": {}, "units": {}}

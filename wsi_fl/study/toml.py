@@ -155,7 +155,6 @@ _NOT_KEYS = ("str", "list[str]", "[key]")
 
 
 def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
-    """The key, what is wrong with it, and what is allowed."""
     location = [str(part) for part in error["loc"] if part not in _NOT_KEYS]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":

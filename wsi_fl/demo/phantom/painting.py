@@ -60,8 +60,6 @@ class _Cells:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What a tissue is made of."""
-
     haematoxylin: float
     """Between the nuclei; likewise eosin."""
     eosin: float

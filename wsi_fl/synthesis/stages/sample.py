@@ -97,7 +97,6 @@ def sample(
 
 
 def _refuse_taken(study: Study, name: str) -> None:
-    """Only what was synthetic before is written over."""
     path = study.store(name)
     if path.exists():
         with PatchStore(path) as store:
