@@ -31,7 +31,7 @@ def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | N
     planted = [row for row in rows if row["canaries"]]
     return {
         "rows": rows,
-        "merged": any(row["merged"] for row in rows),
+        "merged": any(row.get("merged") for row in rows),
         "rocs": _rocs(rows, colors),
         "bounds": _bounds_chart(planted) if planted else None,
         "confidence": audit["confidence"],
@@ -46,14 +46,10 @@ def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | N
 def _rows(audit: Json) -> list[dict[str, Any]]:
     return [
         {
-            "site": site["site"],
-            "model": _MODELS.get(model["model"], model["model"]),
-            "name": model["model"],
-            "dp": model["dp"],
-            "own": model["membership"]["own"],
-            "merged": model["membership"].get("merged"),
-            "canaries": model["canaries"],
-            "guarantee": site["guarantee"],
+            **model,
+            **model["membership"],
+            **{key: site[key] for key in ("site", "guarantee")},
+            "title": _MODELS.get(model["model"], model["model"]),
         }
         for site in audit["sites"]
         for model in site["models"]
@@ -77,9 +73,9 @@ def _tail(site: Json) -> tuple[str, Chart]:
 def findings(audit: Json) -> Iterator[Finding]:
     """Yield what is alarming, of the models and of the letters; "bad" where a promise is broken or what left tells."""
     for row in _rows(audit):
-        who, planted = f"{row['model']} of {row['site']}", row["canaries"]
+        who, planted = f"{row['title']} of {row['site']}", row["canaries"]
         if row["own"]["alarm"]:
-            tone = "bad" if row["name"] != "private" else "unclear"
+            tone = "bad" if row["model"] != "private" else "unclear"
             auroc = number(row["own"]["auroc"])
             yield Finding(tone, f"{who}: its losses tell who was in the training data (AUROC {auroc}).")
         if planted and planted["broken"]:
@@ -142,8 +138,10 @@ def _with_tails(audit: Json) -> list[Json]:
 def _rocs(rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
     """A chart per kind of model, a curve per site."""
     charts = []
-    for name in dict.fromkeys(row["name"] for row in rows):
-        curves = {row["site"]: row["own"]["roc"] for row in rows if row["name"] == name and row["own"]["roc"]}
+    for name in dict.fromkeys(row["model"] for row in rows):
+        curves = {
+            row["site"]: row["own"]["roc"] for row in rows if row["model"] == name and row["own"]["roc"]
+        }
         if curves:
             charts.append((_MODELS.get(name, name), _roc_chart(curves, colors, f"Membership, {name}")))
     return charts
@@ -174,7 +172,7 @@ def _roc_chart(
 
 def _bounds_chart(rows: Sequence[Json]) -> Chart:
     """ε of every model with canaries: from what the audit shows at least to what the ledger says at most."""
-    labels = [f"{row['site']}, {row['name']}" for row in rows]
+    labels = [f"{row['site']}, {row['model']}" for row in rows]
     left_in = min(1.9, 0.2 + 0.075 * max(len(shortened(label)) for label in labels))
     with new_figure(height_in=0.62 + 0.34 * len(rows), left_in=left_in, bottom_in=0.45) as (figure, axes):
         for y, row in enumerate(rows):

@@ -199,10 +199,10 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
     values = [v for row in document["rows"] for v in row["sites"].values() if known(v)]
     context = {
         "document": document,
-        "title": f"{len(document['rows'])} methods on the same {document.get('examples', 'patches')}",
+        "title": f"{len(document['rows'])} methods on the same {document['examples']}",
         "where": WHERE[document["on"]],
         "over": repeated(document["rows"]),
-        "measure": (gains or {}).get("measure", first.lower()),
+        "measure": gains["measure"] if gains else first.lower(),
         "own": own,
         "legend": [(_color_name(k, series), one.words) for k, one in enumerate(series)],
         "more_than_colors": sum(not one.baseline for one in series) > figures.N_COLORS,

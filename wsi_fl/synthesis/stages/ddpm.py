@@ -26,6 +26,7 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis import evidence
 from wsi_fl.synthesis.ddpm import (
     DdpmShape,
     DdpmState,
@@ -35,16 +36,6 @@ from wsi_fl.synthesis.ddpm import (
     step,
     steps_by_rule,
     vector_of,
-)
-from wsi_fl.synthesis.evidence import (
-    Comparison,
-    Memorization,
-    Nearest,
-    duplicates,
-    judged,
-    nearest,
-    nearest_other,
-    told_apart,
 )
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
@@ -213,9 +204,9 @@ class _Ddpm(GeneratorType):
         training, held_out, memory = case.training, case.held_out, case.memory_bytes
         ddpm = case.pipeline.section(Ddpm)
         key, generated = _images(case)
-        to_training = nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
-        held = nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
-        found = judged(to_training, held, len(duplicates(training.images.numpy())))
+        to_training = evidence.nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
+        held = evidence.nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
+        found = evidence.judged(to_training, held, len(evidence.duplicates(training.images.numpy())))
         comparisons, lpips = _compared(case, generated, held)
         distances = {"denoiser": to_training.distance}
         if len(held_out):
@@ -270,15 +261,17 @@ def _images(case: Case) -> tuple[str, Tensor]:
         return key, pictures_of(store, denoiser.shape.resolution, "train").images
 
 
-def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, Comparison], Lpips | None]:
+def _compared(
+    case: Case, generated: Tensor, held: evidence.Nearest
+) -> tuple[dict[str, evidence.Comparison], Lpips | None]:
     """Training against held-out images by their nearest generated one, in L2 and LPIPS; LPIPS."""
     memory = case.memory_bytes
     reached = [
-        nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
+        evidence.nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
         for one in (case.training, case.held_out)
     ]
-    among = nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
-    if not (by_pixels := told_apart(reached, (among, held.distance))):
+    among = evidence.nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
+    if not (by_pixels := evidence.told_apart(reached, (among, held.distance))):
         return {}, None
     found = {"nearest sample": by_pixels}
     if case.pipeline.section(LpipsKeys).weights is None:
@@ -289,12 +282,12 @@ def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, C
         nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory)
         for one in (some, held_out)
     ]
-    if by_lpips := told_apart(reached, case.usual_lpips(lpips, some, held_out, case.training)):
+    if by_lpips := evidence.told_apart(reached, case.usual_lpips(lpips, some, held_out, case.training)):
         found["nearest sample, LPIPS"] = by_lpips
     return found, lpips
 
 
-def _cautions(z: Memorization, held: Nearest, lpips: Lpips | None) -> list[str]:
+def _cautions(z: evidence.Memorization, held: evidence.Nearest, lpips: Lpips | None) -> list[str]:
     notes = []
     if z.below_paper and z.held_out_below_paper:
         notes.append(
