@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -56,7 +56,7 @@ class DdpmShape:
     resolution: int
     channels: int
     n_classes: int
-    widths: tuple[int, ...]
+    widths: Sequence[int]
     layers: int = 1
     chain: int = 1000
     schedule: str = "linear"
@@ -72,11 +72,6 @@ class DdpmShape:
     def schema(self) -> str:
         """A digest of all that must agree for a denoiser to be understood by another site."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
-    @staticmethod
-    def of(document: Mapping[str, Any]) -> DdpmShape:
-        """Return the shape that JSON tells."""
-        return DdpmShape(**{**document, "widths": tuple(document["widths"])})
 
     @property
     def null(self) -> int:
@@ -122,7 +117,7 @@ class UNet(UNet2DModel):  # type: ignore[misc]
             in_channels=shape.channels,
             out_channels=shape.channels,
             layers_per_block=shape.layers,
-            block_out_channels=shape.widths,
+            block_out_channels=tuple(shape.widths),
             norm_num_groups=gcd(_MOST_GROUPS, *shape.widths),
             attention_head_dim=_HEAD_DIM,
             down_block_types=("DownBlock2D",) * (depth - 1) + ("AttnDownBlock2D",),

@@ -47,8 +47,8 @@ from wsi_fl.synthesis.stages.kinds import (
     Evidence,
     GeneratorType,
     Losses,
-    from_section,
     pictures_of,
+    shape_of,
 )
 from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.synthesis.state import balanced_labels
@@ -66,14 +66,18 @@ class _DdpmCourse(Course):
 
     def __init__(self, pipeline: Pipeline, store: PatchStore) -> None:
         ddpm = pipeline.section(Ddpm)
-        _refuse_wrong(ddpm)  # now, not after hours
+        _sampling_of(ddpm)  # it is refused now, not after hours
+        if ddpm.resolution % 2 ** (len(ddpm.channels) - 1) or any(width % 8 for width in ddpm.channels):
+            raise UsageError(
+                f"ddpm.channels = {ddpm.channels}: use multiples of 8, and no more of them than "
+                f"{ddpm.resolution} px can be halved"
+            )
         super().__init__(store, ddpm)
-        n_classes, widths = len(store.meta.classes), tuple(ddpm.channels)
-        shape = from_section(ddpm, DdpmShape, channels=store.channels, n_classes=n_classes, widths=widths)
-        steps = ddpm.steps or steps_by_rule(len(self.pictures), n_classes, ddpm.batch_size)
+        shape = shape_of(ddpm, DdpmShape, store, widths=ddpm.channels)
+        steps = ddpm.steps or steps_by_rule(len(self.pictures), shape.n_classes, ddpm.batch_size)
         self.phases = {"denoiser": steps}
         self.settings = {
-            "shape": {**asdict(shape), "widths": ddpm.channels},
+            "shape": asdict(shape),
             "terms": ddpm.model_dump(include={"batch_size", "lr", "ema", "class_dropout"}),
             "steps": steps,
             "seed": ddpm.seed,
@@ -92,16 +96,6 @@ class _DdpmCourse(Course):
     def show(self, labels: NDArray[np.int64]) -> Tensor:
         how = Sampling("ddim", min(_SHOWN_STEPS, self.state.shape.chain))
         return torch.cat(list(drawn(self.state.average, labels, how, seed=0)))
-
-
-def _refuse_wrong(settings: Ddpm) -> None:
-    _sampling_of(settings)
-    halvings = len(settings.channels) - 1
-    if settings.resolution % 2**halvings or any(width % 8 for width in settings.channels):
-        raise UsageError(
-            f"ddpm.channels = {settings.channels}: use multiples of 8, and no more of them than "
-            f"{settings.resolution} px can be halved"
-        )
 
 
 def _sampling_of(settings: Ddpm) -> Sampling:
@@ -124,7 +118,7 @@ def _sampling_of(settings: Ddpm) -> Sampling:
 
 def load_denoiser(folder: GeneratorFolder) -> UNet:
     """Return the denoiser that a folder keeps, ready to draw; WsiFlError as `load_generator`."""
-    return folder.load_generator("denoiser", lambda shape: UNet(DdpmShape.of(shape)), device_of_rank())
+    return folder.load_generator("denoiser", lambda shape: UNet(DdpmShape(**shape)), device_of_rank())
 
 
 def _key_of(denoiser: UNet, *others: Any) -> str:

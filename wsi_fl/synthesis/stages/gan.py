@@ -32,9 +32,9 @@ from wsi_fl.synthesis.stages.kinds import (
     Losses,
     Pair,
     Pictures,
-    from_section,
     lpips_of,
     picked,
+    shape_of,
     shared_phase,
 )
 from wsi_fl.synthesis.state import balanced_labels, to_images
@@ -50,7 +50,7 @@ class _GanCourse(Course):
     def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
         gan = pipeline.section(Gan)
         super().__init__(store, gan)
-        shape = from_section(gan, GanShape, channels=store.channels, n_classes=len(store.meta.classes))
+        shape = shape_of(gan, GanShape, store)
         self._gan = gan
         self._lpips = lpips_of(study, pipeline, site) if gan.privacy_iterations else None
         self._keepaway: Keepaway | None = None

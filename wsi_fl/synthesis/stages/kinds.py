@@ -32,7 +32,7 @@ HELD_OUT = ("test", "val")
 _LEAST_IMAGES = 2
 
 Document = dict[str, Any]
-_Made = TypeVar("_Made")
+_Shape = TypeVar("_Shape")
 Pair = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Distances of training images, and of held-out ones."""
 Losses = dict[str, float | None]
@@ -282,10 +282,11 @@ def outcome(provenance: Document) -> str:
     return f"{word}: {'; '.join(provenance['reasons'])}"
 
 
-def from_section(section: Gan | Ddpm, made: Callable[..., _Made], **others: Any) -> _Made:
-    """Make a value of the fields that it shares with a section of the configuration, and of others."""
+def shape_of(section: Gan | Ddpm, made: Callable[..., _Shape], store: PatchStore, **others: Any) -> _Shape:
+    """Make the shape of networks for a store, of the settings that it shares with a section, and of others."""
     names = signature(made).parameters.keys() & type(section).model_fields.keys()
-    return made(**{name: getattr(section, name) for name in names} | others)
+    known = {name: getattr(section, name) for name in names}
+    return made(**known | {"channels": store.channels, "n_classes": len(store.meta.classes)} | others)
 
 
 def pictures_of(store: PatchStore, resolution: int, *splits: str) -> Pictures:

@@ -216,7 +216,7 @@ def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
     if not isinstance(shape, Images):
         return None
     ddpm = pipeline.section(Ddpm)
-    wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, tuple(ddpm.channels), ddpm.layers)
+    wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels, ddpm.layers)
     return 4 * UNet(wanted).n_values
 
 
