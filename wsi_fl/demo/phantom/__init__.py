@@ -20,20 +20,11 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from skimage.measure import find_contours
 
-from wsi_fl.demo.phantom.painting import COARSE_PX, MPP, Anatomy, bank, hospital, lay_out, paint, tumour_mask
-from wsi_fl.demo.phantom.tiff import write_pyramid
+from wsi_fl.demo.phantom.painting import COARSE_PX, MPP, Anatomy, bank, hospital, lay_out, paint
+from wsi_fl.demo.phantom.painting import tumour_mask as tumour_mask
+from wsi_fl.demo.phantom.tiff import write_pyramid as write_pyramid
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
-
-__all__ = [
-    "PhantomSlide",
-    "outlines",
-    "paint_archive",
-    "paint_slide",
-    "plan_slides",
-    "tumour_mask",
-    "write_pyramid",
-]
 
 _PATIENTS_PER_CENTRE = 20
 """Camelyon17's rule: centre = patient number // 20."""

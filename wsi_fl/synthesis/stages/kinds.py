@@ -94,11 +94,9 @@ class Course(ABC):
         self.pictures = pictures_of(store, section.resolution, "train")
         if len(self.pictures) < _LEAST_IMAGES:
             raise WsiFlError(f"site {site}: its store has no training patches to learn from")
-        self.device = device_of_rank()
-        self.images, self.labels = (
-            one.to(self.device) for one in (self.pictures.images, self.pictures.labels)
-        )
-        self.checkpoint_every = section.checkpoint_every
+        self.device, self.checkpoint_every = device_of_rank(), section.checkpoint_every
+        self.images = self.pictures.images.to(self.device)
+        self.labels = self.pictures.labels.to(self.device)
 
     @abstractmethod
     def step(self) -> Losses:
