@@ -57,8 +57,7 @@ class _GanCourse(Course):
         self.phases = {"before": gan.iterations}
         if gan.privacy_iterations:
             self.phases["after"] = gan.iterations + gan.privacy_iterations
-        names = {"weight": "privacy_weight", "quantile": "privacy_quantile", "images": "privacy_images"}
-        privacy = {name: getattr(gan, key) for name, key in names.items()}
+        privacy = {name: getattr(gan, f"privacy_{name}") for name in ("weight", "quantile", "images")}
         self.settings = {
             "shape": asdict(shape),
             "terms": terms_of(gan),
@@ -147,17 +146,15 @@ class _Gan(GeneratorType):
 
     def evidence(self, case: Case) -> Evidence:
         gan, lpips = case.pipeline.section(Gan), case.lpips()
-        real = (
-            case.training.some(gan.check_images, gan.seed),
-            case.held_out.some(gan.check_images, gan.seed),
-        )
+        training, held_out = (one.some(gan.check_images, gan.seed) for one in (case.training, case.held_out))
+        real = (training, held_out)
         rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
-        sought = (real[0].at(rows[0]), real[1].at(rows[1]))
+        sought = (training.at(rows[0]), held_out.at(rows[1]))
         phases: list[Phase] = [phase for phase in ("before", "after") if phase in case.document["phases"]]
         for phase in phases:  # so that progress is of the whole from the beginning
             case.watcher.update(f"projections {phase}", 0, len(sought[0]) + len(sought[1]))
         found = {phase: _measured(case, lpips, real, sought, phase) for phase in phases}
-        usual = case.usual_lpips(lpips, *real, every=real[0])
+        usual = case.usual_lpips(lpips, training, held_out, every=training)
         of_sought = (usual[0][rows[0]], usual[1][rows[1]])
         comparisons = {phase: _comparisons(one, usual, of_sought) for phase, one in found.items()}
         distances = {name: one.projected[0] for name, one in found.items()}
@@ -166,8 +163,8 @@ class _Gan(GeneratorType):
         shifted = asdict(moved(distances["after"], distances["before"])) if "after" in found else None
         spreads = {name: asdict(spread(values)) for name, values in distances.items()}
         return Evidence(
-            training=real[0],
-            held_out=real[1],
+            training=training,
+            held_out=held_out,
             samples={name: one.samples for name, one in found.items()},
             comparisons={name: both for name, both in comparisons.items() if both},
             n_fresh=int((usual[1] > 0).sum()),
