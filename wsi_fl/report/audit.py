@@ -34,7 +34,6 @@ def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | N
         "merged": any(row.get("merged") for row in rows),
         "rocs": _rocs(rows, colors),
         "bounds": _bounds_chart(planted) if planted else None,
-        "confidence": audit["confidence"],
         "tests": f"{audit['tested']} {audit['adjacency']}" if audit["tests"] else "",
         "planted": max((row["canaries"]["n"] for row in planted), default=0),
         "findings": list(findings(audit)),

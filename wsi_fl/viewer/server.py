@@ -294,7 +294,7 @@ def address_lines(document: dict[str, Any]) -> Lines:
     yield f"From another machine, run there first:\n  {document['tunnel']}\n\nCtrl-C ends it."
 
 
-def serve(server: ViewServer, *, open_browser: bool = False) -> None:
+def serve(server: ViewServer, *, open_browser: bool) -> None:
     """Serve until Ctrl-C.
 
     It is noted rather than raised: raised while a thread starts, it would leave Python hanging.

@@ -50,7 +50,7 @@ def gallery(
     return _gallery_of_predictions(study, run, predictions, site)
 
 
-def _gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) -> Gallery:
+def _gallery_of_site(study: Study, name: str, pipeline_name: str | None) -> Gallery:
     site, pipeline = study.site(name), study.pipeline(study.pipeline_name(pipeline_name))
     records, aside = list_site(site.layout, sources_of(study, site))
     layers = SiteLayers(study, name, pipeline)
