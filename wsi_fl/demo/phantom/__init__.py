@@ -172,7 +172,7 @@ def paint_archive(
     seed: int = 0,
     ill: Sequence[float] = (),
     only: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Path:
     """Paint a Camelyon17-like archive of imaginary hospitals into `out`, which is returned.
 
@@ -183,7 +183,8 @@ def paint_archive(
         size_px: side of a slide in level-0 pixels of 0.5 µm.
         ill: share of each site's patients that have metastases; all where it is left out.
         only: paint the slides of this site alone, the very ones that it has among `n_sites`.
-        progress: called with one line per finished slide, always from the calling thread.
+        progress: called with the numbers of finished and of all slides, and a line of text, after each slide, always
+            from the calling thread.
 
     Raises:
         UsageError: a number out of range.
@@ -203,6 +204,6 @@ def paint_archive(
         jobs = pool.map(lambda slide: _write_slide(out, slide), slides)
         for i, (slide, _) in enumerate(zip(slides, jobs, strict=True), 1):
             if progress:
-                progress(f"{slide.name}.tif ({i} of {len(slides)})")
+                progress(i, len(slides), f"{slide.name}.tif ({i} of {len(slides)})")
     write_text(out / "stages.csv", _stages_csv(slides))
     return out
