@@ -75,8 +75,7 @@ def baselines(
         runs[method], evaluations[method] = done(method, pipeline)
     curve = {0: evaluations[_OWN], min(mpcpa.per_class or drawn, drawn): evaluations[_BOTH]}
     for n in mpcpa.curve:
-        fewer = pipeline.model_copy(update={"mpcpa": mpcpa.model_copy(update={"per_class": n})})
-        curve[n] = curve.get(n) or done(_BOTH, fewer)[1]
+        curve[n] = curve.get(n) or done(_BOTH, pipeline.changed(mpcpa={"per_class": n}))[1]
     document = _document(party, runs, evaluations)
     document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
     write_json(runs[_BOTH].path / "mpcpa.json", document)
@@ -98,7 +97,6 @@ def _document(
     party: RunContext, runs: Mapping[str, RunFolder], evaluations: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     study, pipeline = party.study, party.pipeline
-    summary = runs[_BOTH].summary() or {}
     return {
         "run": study.relative(runs[_BOTH].path),
         "runs": {method: study.relative(run.path) for method, run in runs.items()},
@@ -108,7 +106,7 @@ def _document(
         "rows": list(_rows(pipeline, evaluations)),
         "aggregated": {name: evaluations[m]["aggregated"]["rules"] for name, m in _LETTERS.items()},
         "transfers": {
-            "mpcpa": summary["communication"]["messages"],
+            "mpcpa": runs[_BOTH].finished()["communication"]["messages"],
             "fedavg": 2 * len(party.sites) * pipeline.train.rounds,
         },
         "memorization": [_memorization(study, name) for name in party.names],
