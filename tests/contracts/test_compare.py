@@ -519,7 +519,7 @@ def many(n=11, rounds=6):
     document = {
         "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "paired": tests, "baseline": rows[0]["label"],
         "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"], "worth": worth_of(5),
-        "scores": ["accuracy", "macro_accuracy", "auroc"],
+        "scores": ["accuracy", "macro_accuracy", "auroc"], "examples": "patches",
     }  # fmt: skip
     return document, drawn
 
@@ -542,7 +542,8 @@ def worth_of(n_sites, *, pooled=True):
     sites[-1]["epsilon"] = None
     return {
         "alone": "Regular without DP", "joined": "ProxyFL with DP", "pooled": "Joint without DP" if pooled else None,
-        "on": "merged", "sites": sites, "all": {key: sites[0][key] for key in ("alone", "joined", "pooled", "gain")},
+        "on": "merged", "measure": "accuracy", "sites": sites,
+        "all": {key: sites[0][key] for key in ("alone", "joined", "pooled", "gain")},
     }  # fmt: skip
 
 

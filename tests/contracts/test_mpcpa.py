@@ -167,7 +167,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
     """Planted: what it draws are its training images, all but invisibly changed."""
     study = Study(copytree(trained[0].root, tmp_path / "study"))
 
-    def planted(denoiser, shape, labels, sampling, *, seed, told=None):
+    def planted(denoiser, labels, sampling, *, seed, told=None):
         with PatchStore(study.store("S1")) as store:
             rows = np.flatnonzero(store.table.split == "train")[: len(labels)]
             pixels = store.read(rows).reshape(len(rows), 8, 2, 8, 2, 3).mean((2, 4)).round().astype(int)

@@ -204,7 +204,7 @@ class Quiet:
 def test_outline_covers_the_painted_tumour_of_a_model_that_can_tell(trained, tmp_path):
     study, _, _ = trained
     (slide,) = (s for s in phantom.plan_slides(2, 2, 1024, 0) if s.name == POSITIVE)
-    truth = phantom.truth_mask(slide)
+    truth = phantom.tumour_mask(slide.anatomy())
     image = phantom.paint_slide(slide).astype(int)
     image[truth] -= [0, 60, 0]
     phantom.write_pyramid(tmp_path / "purple.tif", image.clip(0, 255).astype(np.uint8), 0.5)

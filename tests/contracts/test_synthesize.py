@@ -376,7 +376,7 @@ def plant_copier(study, coarse, labels):
     the style, so the first image is linear in its own style, for which two linear systems are solved.
     """
     folder, document = KIND.trained(study, "S1")
-    copier = _load_gan(folder, "after", torch.device("cpu")).double()
+    copier = _load_gan(folder, "after").double()
     synthesis = copier.synthesis
     z = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(labels) // 2)[:, None]
     w = copier.mapping(z, labels)

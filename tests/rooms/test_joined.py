@@ -2,19 +2,18 @@
 
 import pytest
 from conftest import refused
-from pydantic import Field
 
 from wsi_fl.study import pipeline as pipelines
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.reference import keys
-from wsi_fl.study.toml import Section, clash, dump_toml, goes, value_of
+from wsi_fl.study.toml import Section, clash, dump_toml, key, value_of
 
 
 class Halo(Section):
     """The halo of a wing."""
 
-    width_px: int = Field(3, ge=1, json_schema_extra=goes(needs={"train.balance": "it weighs halos"}))
+    width_px: int = key(3, ge=1, needs={"train.balance": "it weighs halos"})
     """How wide a halo is."""
 
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import SHARED, refused
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from scipy.ndimage import gaussian_filter
 from torch.nn import functional
 
 from wsi_fl.synthesis.lpips import (
+    _HEADS,
     Keepaway,
     Lpips,
-    _heads,
     _hinged,
     _pairwise_lpips,
     clamped,
@@ -50,7 +50,7 @@ def by_definition(lpips: Lpips, a, b):
             x, y = functional.max_pool2d(x, 2), functional.max_pool2d(y, 2)
         x, y = block(x), block(y)
         unit = [one / (one.square().sum(1, keepdim=True).sqrt() + 1e-10) for one in (x, y)]
-        weights = _heads()[k].view(1, -1, 1, 1)
+        weights = load_file(_HEADS)[f"lin{k}"].view(1, -1, 1, 1)
         total += ((unit[0] - unit[1]).square() * weights).sum(1).mean(dim=(1, 2))
     return total
 

@@ -122,7 +122,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive: P
 
 @pytest.mark.parametrize("slide", [s for s in SLIDES if s.positive], ids=lambda s: s.name)
 def test_outlines_are_the_truth_to_a_pixel(archive: Path, slide: phantom.PhantomSlide) -> None:
-    truth = phantom.truth_mask(slide)
+    truth = phantom.tumour_mask(slide.anatomy())
     drawn = rasterized(archive / "annotations" / f"{slide.name}.xml", SIZE_PX)
     border = (
         np.abs(np.diff(truth.astype(int), axis=0)).sum() + np.abs(np.diff(truth.astype(int), axis=1)).sum()
@@ -135,7 +135,7 @@ def test_holes_are_outlined_in_the_group_normal() -> None:
     """Over many slides some island has a hole; each hole is healthy inside, each island is tumour inside."""
     groups = []
     for slide in phantom.plan_slides(1, 8, SIZE_PX // 2, seed=0)[1::2]:
-        truth = phantom.truth_mask(slide)
+        truth = phantom.tumour_mask(slide.anatomy())
         drawn = np.zeros_like(truth)
         for group, xy in outlines(slide.anatomy()):
             drawn[polygon2mask(truth.shape, xy[:, ::-1] - 0.5)] = group == "metastases"
@@ -149,7 +149,7 @@ def test_holes_are_outlined_in_the_group_normal() -> None:
 def test_tumour_is_painted_where_the_truth_says(slide: phantom.PhantomSlide) -> None:
     anatomy = slide.anatomy()
     painted = np.isin(anatomy.label, [k for k in Tissue if k >= Tissue.TUMOUR_SOLID])
-    truth = phantom.truth_mask(slide)[LABEL_PX // 2 :: LABEL_PX, LABEL_PX // 2 :: LABEL_PX]
+    truth = phantom.tumour_mask(slide.anatomy())[LABEL_PX // 2 :: LABEL_PX, LABEL_PX // 2 :: LABEL_PX]
     assert (painted & ~truth).sum() < 0.01 * truth.sum()  # a label covers 4 × 4 pixels
     assert (painted & truth).sum() > 0.9 * truth.sum()
 
@@ -161,7 +161,7 @@ def test_a_negative_slide_holds_no_tumour_and_loses_a_stale_outline(tmp_path: Pa
     phantom.paint_archive(tmp_path, n_sites=1, patients_per_site=1, size_px=512)
     negative = phantom.plan_slides(1, 1, 512, seed=0)[0]
     assert not negative.positive
-    assert not phantom.truth_mask(negative).any()
+    assert not phantom.tumour_mask(negative.anatomy()).any()
     assert not stale.exists()
 
 

@@ -80,7 +80,7 @@ def test_every_patch_is_the_slides_pixels_at_its_position_with_its_true_label(ca
             with Slide(path) as slide:
                 assert np.array_equal(pixels[k], slide.read((x, y), 64, 1.0))
         for name in np.unique(table.slide):
-            mask = phantom.truth_mask(truth[str(name)])
+            mask = phantom.tumour_mask(truth[str(name)].anatomy())
             mine = table.slide == name
             inside = np.array([mask[y : y + 128, x : x + 128].mean() for x, y in table.xy_l0[mine]])
             assert (inside[table.label[mine] == 1] >= 0.48).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,6 @@ def demo(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Step:
-    """One training of the demo."""
-
     says: str
     method: str
     backend: str
@@ -102,7 +100,6 @@ _STEPS = {
 
 
 def _trained(study: Study, step: _Step) -> dict[str, Any]:
-    """Train and evaluate one step; return its part of the document."""
     say(step.says, style="bold")
     with Bars("train") as bars:
         summary = train(
@@ -124,8 +121,7 @@ def _find_directions(study: Study) -> None:
     """Paint slides of no hospital, and find in them along which directions features are summed."""
     public = study.root / _PUBLIC
     public.mkdir(exist_ok=True)
-    slides = plan_slides(_N_SITES, 1, _SLIDE_PX, _PUBLIC_SEED)
-    for slide in slides:
+    for slide in plan_slides(_N_SITES, 1, _SLIDE_PX, _PUBLIC_SEED):
         write_pyramid(public / f"{slide.name}.tif", paint_slide(slide), _PUBLIC_MPP)
     out = study.root / _DIRECTIONS
     with Bars("directions") as bars:
@@ -170,15 +166,9 @@ def _study(folder: Path) -> Study:
     if not archive.is_dir():
         say("Painting the slides of four hospitals", style="bold")
         shutil.rmtree(unfinished, ignore_errors=True)
-        n, painted = _N_SITES * _PATIENTS_PER_SITE * 2, count(1)
         size = {"n_sites": _N_SITES, "patients_per_site": _PATIENTS_PER_SITE, "size_px": _SLIDE_PX}
         with Bars("paint") as bars:
-            paint_archive(
-                unfinished,
-                **size,
-                ill=_ILL,
-                progress=lambda slide: bars.update("slides", next(painted), n, slide),
-            )
+            paint_archive(unfinished, **size, ill=_ILL, progress=partial(bars.update, "slides"))
         unfinished.rename(archive)
     init(root, archive=archive, pipeline=_PIPELINE)
     return Study(root)

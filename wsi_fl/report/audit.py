@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from wsi_fl.privacy.audit import found as found_at
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
-from wsi_fl.report.words import DASH, Finding, Json, known, number
+from wsi_fl.report.words import DASH, Finding, Json, known, number, percent
 
 _MODELS = {
     "private": "Private model",
@@ -31,10 +31,9 @@ def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | N
     planted = [row for row in rows if row["canaries"]]
     return {
         "rows": rows,
-        "merged": any(row["merged"] for row in rows),
+        "merged": any(row.get("merged") for row in rows),
         "rocs": _rocs(rows, colors),
         "bounds": _bounds_chart(planted) if planted else None,
-        "confidence": audit["confidence"],
         "tests": f"{audit['tested']} {audit['adjacency']}" if audit["tests"] else "",
         "planted": max((row["canaries"]["n"] for row in planted), default=0),
         "findings": list(findings(audit)),
@@ -44,17 +43,12 @@ def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | N
 
 
 def _rows(audit: Json) -> list[dict[str, Any]]:
-    """One for each model that was attacked."""
     return [
         {
-            "site": site["site"],
-            "model": _MODELS.get(model["model"], model["model"]),
-            "name": model["model"],
-            "dp": model["dp"],
-            "own": model["membership"]["own"],
-            "merged": model["membership"].get("merged"),
-            "canaries": model["canaries"],
-            "guarantee": site["guarantee"],
+            **model,
+            **model["membership"],
+            **{key: site[key] for key in ("site", "guarantee")},
+            "title": _MODELS.get(model["model"], model["model"]),
         }
         for site in audit["sites"]
         for model in site["models"]
@@ -78,9 +72,9 @@ def _tail(site: Json) -> tuple[str, Chart]:
 def findings(audit: Json) -> Iterator[Finding]:
     """Yield what is alarming, of the models and of the letters; "bad" where a promise is broken or what left tells."""
     for row in _rows(audit):
-        who, planted = f"{row['model']} of {row['site']}", row["canaries"]
+        who, planted = f"{row['title']} of {row['site']}", row["canaries"]
         if row["own"]["alarm"]:
-            tone = "bad" if row["name"] != "private" else "unclear"
+            tone = "bad" if row["model"] != "private" else "unclear"
             auroc = number(row["own"]["auroc"])
             yield Finding(tone, f"{who}: its losses tell who was in the training data (AUROC {auroc}).")
         if planted and planted["broken"]:
@@ -97,7 +91,7 @@ def findings(audit: Json) -> Iterator[Finding]:
             yield Finding("bad", f"{name}: more are found in its letter than is guaranteed: {who}.")
         if not tail["sigma"]:
             groups = tail["attackers"]["population"]["groups"]
-            everybody, most = (_percent(group["found"]["0.01"]["exact"]) for group in groups[:2])
+            everybody, most = (percent(group["found"]["0.01"]["exact"], 1) for group in groups[:2])
             text = (
                 f"{name}: whoever knows all other {tail['unit']}s finds each in its letter, which has no noise; "
                 f"whoever knows none finds {everybody}, of the most exposed {most}."
@@ -117,8 +111,8 @@ def tables(audit: Json) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
             row["site"],
             str(row["n"]),
             number(row["length"], 1),
-            _percent(row["moved"]),
-            _percent(row["answers_changed"]),
+            percent(row["moved"], 1),
+            percent(row["answers_changed"], 1),
         ]
         for row in audit.get("influence") or ()
     ]
@@ -132,12 +126,8 @@ def _cells(tail: Json, group: Json, other: Json) -> list[str]:
     low, high = often.get("interval", (None, None))
     shares = ((tail["guaranteed"] or {}).get("0.01"), rare["exact"], other["found"]["0.01"]["exact"])
     most = number(group["most"], 2) if known(group["most"]) else "∞"
-    drawn = f"{100 * low:.1f}–{_percent(high)}" if known(low) else DASH
-    return [most, _percent(often["exact"]), drawn, *map(_percent, shares)]
-
-
-def _percent(share: Any) -> str:
-    return f"{100 * share:.1f} %" if known(share) else DASH
+    drawn = f"{100 * low:.1f}–{percent(high, 1)}" if known(low) else DASH
+    return [most, percent(often["exact"], 1), drawn, *(percent(share, 1) for share in shares)]
 
 
 def _with_tails(audit: Json) -> list[Json]:
@@ -147,8 +137,10 @@ def _with_tails(audit: Json) -> list[Json]:
 def _rocs(rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
     """A chart per kind of model, a curve per site."""
     charts = []
-    for name in dict.fromkeys(row["name"] for row in rows):
-        curves = {row["site"]: row["own"]["roc"] for row in rows if row["name"] == name and row["own"]["roc"]}
+    for name in dict.fromkeys(row["model"] for row in rows):
+        curves = {
+            row["site"]: row["own"]["roc"] for row in rows if row["model"] == name and row["own"]["roc"]
+        }
         if curves:
             charts.append((_MODELS.get(name, name), _roc_chart(curves, colors, f"Membership, {name}")))
     return charts
@@ -179,7 +171,7 @@ def _roc_chart(
 
 def _bounds_chart(rows: Sequence[Json]) -> Chart:
     """ε of every model with canaries: from what the audit shows at least to what the ledger says at most."""
-    labels = [f"{row['site']}, {row['name']}" for row in rows]
+    labels = [f"{row['site']}, {row['model']}" for row in rows]
     left_in = min(1.9, 0.2 + 0.075 * max(len(shortened(label)) for label in labels))
     with new_figure(height_in=0.62 + 0.34 * len(rows), left_in=left_in, bottom_in=0.45) as (figure, axes):
         for y, row in enumerate(rows):

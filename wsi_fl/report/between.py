@@ -92,16 +92,11 @@ def render_coordinator(summary: Json, scores: Scores | None) -> str:
         scores: the counts that the hospitals let go (`scores.json`); None where there are none.
     """
     sites = list(summary["sites"])
-    names = [row["site"] for row in sites]
     spent = [row for row in sites if known(row.get("epsilon"))]
-    many = len(names) > figures.N_COLORS
     context = {
         "summary": summary,
-        "method": words.method_name(summary["method"]),
-        "does": words.method_does(summary["method"]),
         "sites": sites,
-        "absences": list(words.absences(sites)),
-        "slots": {name: 0 if many else k for k, name in enumerate(names)},
+        "slots": figures.slots([row["site"] for row in sites]),
         "rounds": max((row["rounds"] for row in sites), default=0),
         "epsilon": words.span([row["epsilon"] for row in spent]) if spent else None,
         "without": [row["site"] for row in sites if row not in spent],

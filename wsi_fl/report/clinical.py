@@ -21,8 +21,6 @@ def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] 
         "not_told": sum(not one["told"] for one in groups),
         "findings": findings(document),
         "curves": _curves(document, colors),
-        "least": document["least"],
-        "by": document["by"],
         "told_by_name": any(one["told"] and one["group"] != "unknown" for one in groups),
         "share": f"{words.percent(document['prevalence'])} of patients"
         if document["prevalence"]

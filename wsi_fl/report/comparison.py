@@ -199,27 +199,18 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
     values = [v for row in document["rows"] for v in row["sites"].values() if known(v)]
     context = {
         "document": document,
-        "title": f"{len(document['rows'])} methods on the same {document.get('examples', 'patches')}",
+        "title": f"{len(document['rows'])} methods on the same {document['examples']}",
         "where": WHERE[document["on"]],
         "over": repeated(document["rows"]),
-        "one": words.singular(document.get("examples", "patches")),
-        "measure": (gains or {}).get("measure", first.lower()),
+        "measure": gains["measure"] if gains else first.lower(),
         "own": own,
-        "rows": [
-            row
-            | {"name": words.method_name(row["method"]), "does": words.method_does(row["method"])}
-            | {"set": settings_words(row["settings"])}
-            for row in document["rows"]
-        ],
         "legend": [(_color_name(k, series), one.words) for k, one in enumerate(series)],
         "more_than_colors": sum(not one.baseline for one in series) > figures.N_COLORS,
         "charts": _charts(series, first),
         "worth": worth.chart(gains) if gains else None,
         "gains": worth.rows_of(gains) if gains else [],
-        "gain_words": worth.gain_words,
-        "verdict_words": worth.verdict_words,
-        "sources_words": worth.sources_words,
-        "price": worth.price,
+        "said": worth,
+        "settings_words": settings_words,
         "p_value": p_value,
         "metrics": metrics,
         "tested": metrics | ({own: "Own part"} if document["on"] == "merged" else {}),
@@ -247,7 +238,6 @@ def settings_words(settings: Mapping[str, Any]) -> str:
 
 
 def _differences(tests: Sequence[Json]) -> list[dict[str, Any]]:
-    """One line per pair with the tests of all metrics."""
     pairs: dict[tuple[str, str], dict[str, Any]] = {}
     for test in tests:
         empty: dict[str, Any] = {"a": test["a"], "b": test["b"], "tests": {}, "units": {}}

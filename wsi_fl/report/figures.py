@@ -24,7 +24,6 @@ from wsi_fl.report.words import number
 INK, MUTED, LINE, PAPER, ACCENT = "#010101", "#010102", "#010103", "#010104", "#010105"
 N_COLORS = 8
 """With more sites than this, single colours cannot be told apart: sites become faint, their mean stands out."""
-_SITES = tuple(f"#0202{i:02x}" for i in range(N_COLORS))
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "wsi-fl",
@@ -50,7 +49,7 @@ _STYLE: Any = {
 
 TOKENS = {
     **{"ink": INK, "muted": MUTED, "line": LINE, "paper": PAPER},
-    **{f"s{k}": color for k, color in enumerate(_SITES)},
+    **{f"s{k}": f"#0202{k:02x}" for k in range(N_COLORS)},
 }
 """What stands for the page's colours, by the name of their variable."""
 
@@ -92,9 +91,9 @@ def png_style() -> Any:
     return {**_STYLE, **style, "figure.dpi": 160, "savefig.facecolor": palette()["paper"]}
 
 
-def site_color(position: int, n_sites: int) -> str:
-    """The colour of a site in a figure; all alike when there are more than N_COLORS."""
-    return _SITES[position] if n_sites <= N_COLORS else _SITES[0]
+def slots(sites: Sequence[str]) -> dict[str, int]:
+    """The number of each site's colour, ``s0``, …; all alike when there are more than N_COLORS."""
+    return {site: 0 if len(sites) > N_COLORS else k for k, site in enumerate(sites)}
 
 
 def band(curves_: Iterable[Points]) -> list[tuple[float, float, float]]:
@@ -123,7 +122,7 @@ def curves(
     with new_figure() as (figure, axes):
         _lines(axes, series, colors, width=1.5)
         if mean:
-            axes.plot(*_columns(mean), color=INK, lw=2.4, **_marker(mean))
+            axes.plot(*zip(*mean, strict=True), color=INK, lw=2.4, **_marker(mean))
         if reference:
             _dashed(axes, reference[1], reference[0])
         if ylim:
@@ -156,7 +155,7 @@ def budget_curves(
         return Chart(to_svg(figure, what), f"{what} by round. {_ends(series)} {limits}.")
 
 
-def comparison(rows: Sequence[Bar], what: str) -> Chart:
+def comparison(rows: Sequence[Bar], what: str, measure: str) -> Chart:
     """Mean ± sd of runs below each other; hollow without DP; the single sites of this run as small dots."""
     left_in = min(1.75, 0.2 + 0.07 * max(len(shortened(row.label)) for row in rows))
     with new_figure(height_in=0.42 + 0.34 * len(rows), left_in=left_in, bottom_in=0.25) as (figure, axes):
@@ -173,7 +172,7 @@ def comparison(rows: Sequence[Bar], what: str) -> Chart:
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.margins(x=0.08)
         said = "; ".join(f"{r.label} {number(r.mean)}{f' ± {number(r.sd)}' if r.sd else ''}" for r in rows)
-        return Chart(to_svg(figure, what), f"{what}, mean ± standard deviation over sites: {said}.")
+        return Chart(to_svg(figure, what), f"{measure}: {said}.")
 
 
 def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: str) -> Chart:
@@ -212,7 +211,7 @@ def _lines(
     for site, points in series.items():
         shown = {"marker": marker, "ms": 4} if marker else _marker(points)
         alpha, lw = (0.3, 0.9) if many else (0.95, width)
-        axes.plot(*_columns(points), color=colors[site], alpha=alpha, lw=lw, **shown)
+        axes.plot(*zip(*points, strict=True), color=colors[site], alpha=alpha, lw=lw, **shown)
 
 
 def mark(
@@ -276,10 +275,6 @@ def to_svg(figure: Figure, what: str) -> str:
     svg = re.sub(r' id="([^"]*)"', rename, svg)
     svg = re.sub(r'(xlink:href="|url\()#', rf"\1#{prefix}-", svg)
     return re.sub(r">\s+<", "><", svg).strip()
-
-
-def _columns(points: Points) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _marker(points: Points) -> dict[str, Any]:

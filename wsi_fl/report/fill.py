@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
+from inspect import getmembers, isfunction
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,13 @@ from wsi_fl.report import words
 from wsi_fl.types import printable
 
 _HERE = Path(__file__).parent
-_SHOWN = (
-    *(
-        "number",
-        "count",
-        "signed",
-        "spread",
-        "size",
-        "interval",
-        "duration",
-        "scientific",
-        "known",
-        "percent",
-    ),
-    *("detected", "singular"),
-)
-"""Functions of `words` that templates know as filters."""
 
 
 def fill(kind: str, context: Mapping[str, Any], folder: Path = _HERE, form: str = "html") -> str:
     """Return a page that needs nothing beside it, of printable characters alone.
 
-    All pages share `layout.html.j2` and the tables, figures and tags of `parts.html.j2`.
+    All pages share `layout.html.j2` and the tables, figures and tags of `parts.html.j2`, and know the functions of
+    `words` as filters.
 
     Args:
         kind: name of the template that holds the page's sections: run, comparison, coordinator, or one of `folder`.
@@ -58,7 +44,7 @@ def _environment(folder: Path, form: str) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update({name: getattr(words, name) for name in _SHOWN})
+    environment.filters.update(getmembers(words, isfunction))
     environment.filters["svg"] = lambda chart: Markup(chart.svg)
     environment.tests["known"] = words.known
     return environment

@@ -13,9 +13,9 @@ from PIL import Image, UnidentifiedImageError
 from wsi_fl.system import jpeg
 from wsi_fl.types import WsiFlError
 
-PATCH_SIDE_PX = 144
+_PATCH_SIDE_PX = 144
 """Patches larger than this are scaled down: twice the size at which a page shows them."""
-OVERVIEWS_BYTES = 4_000_000
+_OVERVIEWS_BYTES = 4_000_000
 """JPEG bytes that all overview pictures of a page may take together (a third more in base64)."""
 _SIDES_PX = (1200, 900, 640, 480, 360, 260, 180, 120)
 
@@ -27,19 +27,17 @@ _SIDE_PX = 96
 def patch_uri(pixels: NDArray[np.uint8]) -> str:
     """A patch, uint8[h, w, 3] or grey uint8[h, w, 1], as a data URI."""
     image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
-    image.thumbnail((PATCH_SIDE_PX, PATCH_SIDE_PX), Image.Resampling.LANCZOS)
+    image.thumbnail((_PATCH_SIDE_PX, _PATCH_SIDE_PX), Image.Resampling.LANCZOS)
     return _uri(jpeg.encode(np.asarray(image.convert("RGB")), 88))
 
 
-def overview_uris(
-    overviews: Mapping[str, Sequence[tuple[str, bytes]]], total_bytes: int = OVERVIEWS_BYTES
-) -> dict[str, list[tuple[str, str]]]:
-    """(slide, data URI) per site; pictures share ``total_bytes`` and shrink until they fit.
+def overview_uris(overviews: Mapping[str, Sequence[tuple[str, bytes]]]) -> dict[str, list[tuple[str, str]]]:
+    """(slide, data URI) per site; pictures shrink until they fit together.
 
     Raises WsiFlError for bytes that are no picture.
     """
     n_pictures = sum(len(pictures) for pictures in overviews.values())
-    each = total_bytes // max(n_pictures, 1)
+    each = _OVERVIEWS_BYTES // max(n_pictures, 1)
     return {
         site: [(slide, _uri(_fit(_open(data, slide, site), each))) for slide, data in pictures]
         for site, pictures in overviews.items()
@@ -85,21 +83,16 @@ def enlarged(patch: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return patch.repeat(factor, 0).repeat(factor, 1)
 
 
-def grid(rows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Rows of patches uint8[n, h, w, c] as one picture uint8[H, W, 3] on white; rows may differ in length."""
+def grid(rows: Sequence[NDArray[np.uint8]]) -> bytes:
+    """Rows of patches uint8[n, h, w, c] as one PNG on white; rows may differ in length."""
     side = len(enlarged(rows[0][0]))
     step = side + _GAP_PX
     width = max(len(row) for row in rows)
-    out = np.full((len(rows) * step + _GAP_PX, width * step + _GAP_PX, 3), 255, np.uint8)
+    picture = np.full((len(rows) * step + _GAP_PX, width * step + _GAP_PX, 3), 255, np.uint8)
     for r, row in enumerate(rows):
         for k, patch in enumerate(row):
             y, x = r * step + _GAP_PX, k * step + _GAP_PX
-            out[y : y + side, x : x + side] = enlarged(patch)
-    return out
-
-
-def png_of(picture: NDArray[np.uint8]) -> bytes:
-    """uint8[h, w, 3] as PNG."""
+            picture[y : y + side, x : x + side] = enlarged(patch)
     out = io.BytesIO()
     Image.fromarray(picture).save(out, "PNG")
     return out.getvalue()

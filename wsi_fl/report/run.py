@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from wsi_fl.learning.metrics import mean_and_sd
 from wsi_fl.learning.survival import kaplan_meier, logrank, risk
 from wsi_fl.report import audit, between, clinical, figures, pictures, sections, words
-from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, Bar, Chart, new_figure, to_svg
+from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Bar, Chart, new_figure, to_svg
 from wsi_fl.report.fill import fill
 from wsi_fl.report.sections import Page
 from wsi_fl.report.words import Finding, Json, number
@@ -48,16 +48,14 @@ def render(page: Page) -> str:
         *page.stores,
     ]
     names = list(dict.fromkeys(row["site"] for row in rows))  # in the order of the run
-    many = len(names) > N_COLORS
-    colors = {name: figures.site_color(i, len(names)) for i, name in enumerate(names)}
+    many, slots = len(names) > N_COLORS, figures.slots(names)
+    colors = {name: TOKENS[f"s{slot}"] for name, slot in slots.items()}
     runs = sections.rows(page)
     context = {
         "page": page,
         "names": names,
         "many": many,
-        "slots": {name: 0 if many else i for i, name in enumerate(names)},
-        "title": f"{words.method_name(page.method)} on {page.pipeline}",
-        "method": words.method_name(page.method),
+        "slots": slots,
         "measures": ", ".join(words.measured_in(name) for name in page.scores),
         "metric_names": {name: words.SCORES[name] for name in page.scores},
         "evaluated": evaluated,
@@ -230,9 +228,7 @@ def _models_chart(rows: Sequence[Json]) -> Chart:
         Bar(label, row["accuracy"], None, dp=True, this=row["row"] in _DECISIVE)
         for label, row in zip(labels, rows, strict=True)
     ]
-    said = "; ".join(f"{bar.label} {number(bar.mean)}" for bar in bars)
-    drawn = figures.comparison(bars, "Own and generated images")
-    return Chart(drawn.svg, f"Accuracy on the merged test set: {said}.")
+    return figures.comparison(bars, "Own and generated images", "Accuracy on the merged test set")
 
 
 def _curve_chart(points: Sequence[Json], colors: Mapping[str, str]) -> Chart:

@@ -229,8 +229,6 @@ def rows(page: Page) -> list[dict[str, Any]]:
     }
     others = [{**b, "epsilon": number(b.get("epsilon"), 2), "this": False} for b in page.baselines]
     runs = [this, *others] if page.evaluation else others
-    for row in runs:
-        row["name"], row["does"] = words.method_name(row["method"]), words.method_does(row["method"])
     means = {run["run"]: _mean(run, page.scores[0]) for run in runs}
     return sorted(runs, key=lambda run: np.inf if (mean := means[run["run"]]) is None else -mean)
 
@@ -260,12 +258,14 @@ def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> l
         ]
         if len(bars) > 1:
             title = words.SCORES[metric]
-            charts.append((title, figures.comparison(bars, f"{title} on the merged test set")))
+            what = f"{title} on the merged test set"
+            measure = f"{what}, mean ± standard deviation over sites"
+            charts.append((title, figures.comparison(bars, what, measure)))
     return charts
 
 
 def _label(row: Json, rows: Sequence[Json]) -> str:
-    label = f"{row['name']}{', DP' if row['dp'] else ''}"
+    label = f"{words.method_name(row['method'])}{', DP' if row['dp'] else ''}"
     alike = [r for r in rows if r["method"] == row["method"] and bool(r["dp"]) == bool(row["dp"])]
     return label if len(alike) == 1 else f"{label} ({row['run'].split('-')[0]})"
 

@@ -121,13 +121,13 @@ def signed(value: Any, digits: int = 2) -> str:
     return f"{sign}{abs(rounded):.{digits}f}"
 
 
-def percent(share: Any) -> str:
-    """A share of one in whole percent.
+def percent(share: Any, digits: int = 0) -> str:
+    """A share of one in percent.
 
     >>> percent(0.6649), percent(None)
     ('66 %', '–')
     """
-    return f"{number(100 * share, 0)} %" if known(share) else DASH
+    return f"{number(100 * share, digits)} %" if known(share) else DASH
 
 
 def singular(examples: str) -> str:
@@ -151,7 +151,7 @@ def spread(metric: Mapping[str, Any] | None, digits: int = 3) -> str:
     return f"{mean} ± {number(metric['sd'], digits)}" if known(metric.get("sd")) and metric["sd"] else mean
 
 
-def interval(bounds: Sequence[float | None] | None, digits: int = 3) -> str:
+def interval(bounds: Sequence[float | None] | None) -> str:
     """An interval in brackets, empty when there is none.
 
     >>> interval([0.6712, 0.75]), interval(None), interval([None, None])
@@ -159,7 +159,7 @@ def interval(bounds: Sequence[float | None] | None, digits: int = 3) -> str:
     """
     if not bounds or not all(known(b) for b in bounds):
         return ""
-    return f"[{number(bounds[0], digits)}, {number(bounds[1], digits)}]"
+    return f"[{number(bounds[0])}, {number(bounds[1])}]"
 
 
 def span(values: Sequence[Any], digits: int = 2) -> str:

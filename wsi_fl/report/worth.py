@@ -38,10 +38,9 @@ def chart(document: Json) -> Chart:
         f"{name}: " + ", ".join(f"{kind} {number(row[kind]['mean'])}" for kind in _KINDS if row.get(kind))
         for name, row in rows
     )
-    measure = document.get("measure", "accuracy")
     with figures.new_figure(height_in=0.6 + _ROW_IN * len(rows), left_in=_LEFT_IN) as (figure, axes):
-        _draw(axes, rows, TOKENS, measure)
-        alt = f"{measure.capitalize()} by site. {said}."
+        _draw(axes, rows, TOKENS, document["measure"])
+        alt = f"{document['measure'].capitalize()} by site. {said}."
         return Chart(figures.to_svg(figure, "What joining brings"), alt)
 
 
@@ -54,7 +53,7 @@ def png(document: Json) -> bytes:
         left, right = _LEFT_IN / _WIDTH_IN, _RIGHT_IN / _WIDTH_IN
         axes = figure.add_axes((left, 0.42 / height, 1 - left - right, 1 - 1.04 / height))
         colors = palette()
-        _draw(axes, rows, colors, document.get("measure", "accuracy"))
+        _draw(axes, rows, colors, document["measure"])
         _tell(axes, rows, colors)
         for k, (kind, (color, marker, _)) in enumerate(_KINDS.items()):
             if any(row.get(kind) for _, row in rows):
@@ -151,13 +150,14 @@ def sources_words(row: Json) -> str:
     return f"standard error {', '.join(told)}" if told else ""
 
 
-def verdict_words(row: Json, name: str = "") -> str:
+def verdict_words(row: Json, name: str) -> str:
     """What follows for a hospital, or for "all sites", and which part of what pooling would bring is reached.
 
     >>> gain = {"mean": 0.1, "low": 0.07, "high": 0.13}
-    >>> verdict_words({"gain": gain, "verdict": "join", "headroom": {"mean": 0.62, "low": 0.5, "high": 0.71}})
+    >>> room = {"mean": 0.62, "low": 0.5, "high": 0.71}
+    >>> verdict_words({"gain": gain, "verdict": "join", "headroom": room}, "C1")
     'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
-    >>> verdict_words({"verdict": "not shown", "gain": {"mean": 0.0, "low": 0.0, "high": 0.0}})
+    >>> verdict_words({"verdict": "not shown", "gain": {"mean": 0.0, "low": 0.0, "high": 0.0}}, "C1")
     'it gives the same answers alone'
     """
     gain = row.get("gain")

@@ -90,10 +90,13 @@ class Study:
         """The store of images drawn from a denoiser that a site released, or is about to."""
         return self.root / "generated" / key / "patches.h5"
 
+    def site_path(self, site: str) -> Path:
+        """The file of a site."""
+        return self.root / "sites" / f"{site}.toml"
+
     def ledger(self, site: str) -> Path:
         """The privacy account of a site, where its file says."""
-        there = (self.root / "sites" / f"{site}.toml").is_file()
-        file = self._site_today(site) if there else self.site_of_run(site)
+        file = self._site_today(site) if self.site_path(site).is_file() else self.site_of_run(site)
         own = file.ledger if file else None
         return self.resolve(own) if own else self.root / "ledgers" / f"{site}.jsonl"
 
@@ -124,23 +127,26 @@ class Study:
         began = self.site_of_run(name)
         if began is None:
             return self._site_today(name)
-        gone = not (self.root / "sites" / f"{name}.toml").is_file()
-        return began if gone else as_agreed(began, self._site_today(name))
+        return as_agreed(began, self._site_today(name)) if self.site_path(name).is_file() else began
 
     def site_of_run(self, name: str) -> SiteFile | None:
         """The site file that the run keeps; None without one."""
-        kept = self._run / "sites" / name / SITE_FILE if self._run else None
-        return validated(SiteFile, _read_toml(kept), self._label(kept)) if kept and kept.is_file() else None
+        kept = self._kept(name)
+        return validated(SiteFile, _read_toml(kept), self._label(kept)) if kept else None
 
     def promise(self, name: str) -> str:
         """SHA-256 of the site file that the run keeps; "" without one."""
+        kept = self._kept(name)
+        return hashlib.sha256(kept.read_bytes()).hexdigest() if kept else ""
+
+    def _kept(self, name: str) -> Path | None:
         kept = self._run / "sites" / name / SITE_FILE if self._run else None
-        return hashlib.sha256(kept.read_bytes()).hexdigest() if kept and kept.is_file() else ""
+        return kept if kept and kept.is_file() else None
 
     def changed_promises(self, name: str) -> list[str]:
         """What today's site file promises otherwise than the run's, as "max_epsilon = 3 now, 2 in this run"."""
         began = self.site_of_run(name)
-        if began is None or not (self.root / "sites" / f"{name}.toml").is_file():
+        if began is None or not self.site_path(name).is_file():
             return []
         today = self._site_today(name)
         pairs = [(key, getattr(began, key), getattr(today, key)) for key in PROMISES]
@@ -150,7 +156,7 @@ class Study:
 
     def _site_today(self, name: str) -> SiteFile:
         """One site; its file's name and its `name` are the same."""
-        path = self.root / "sites" / f"{name}.toml"
+        path = self.site_path(name)
         if not path.is_file():
             names = self.site_names()
             close = difflib.get_close_matches(name, names, 1)

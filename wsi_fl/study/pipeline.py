@@ -13,29 +13,17 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 from pydantic import Field, create_model, field_validator, model_validator
 
 from wsi_fl.plugins import entries
-from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, goes, refuse_twice
+from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, key, refuse_twice
 
 _S = TypeVar("_S", bound=Section)
 _Fault = Literal["pen", "black", "fold", "bubble", "blur"]
 _USUAL_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
 """How much of a patch may be at fault where only the fault is named; docs/quality.md says what that finds."""
 _TissueMethod = Literal["auto", "saturation", "density", "texture"]
-_FOLDS = goes(
-    needs={"train.fold": "a run tests one fold; `wsi-fl train --folds N` trains a run for each"},
-    excludes=dict.fromkeys(
-        ("train.releases", "train.start = oneshot", "a method of synthetic patches"),
-        "it rests on the training part of the stores' own split, of which a fold tests some patients",
-    ),
-)
-_FEWER = goes(
-    excludes={"privacy.noise = shared": "a sum survives as many as privacy.dropouts says; set that instead"}
-)
-_GRAPH = goes(excludes={"a method that orders sites anew": "its graph is another in every round"})
-_NO_CLASSES = goes(
-    excludes=dict.fromkeys(
-        ("train.balance", "audit.canaries", "predict.with = stack", "train.start = oneshot"),
-        "it works with classes alone",
-    )
+_OWN_GRAPH = {"a method that orders sites anew": "its graph is another in every round"}
+_OF_CLASSES = dict.fromkeys(
+    ("train.balance", "audit.canaries", "predict.with = stack", "train.start = oneshot"),
+    "it works with classes alone",
 )
 
 
@@ -204,9 +192,8 @@ class Train(Section):
     these and random colour changes (`stain`)."""
     input_px: int | None = Field(None, ge=8, le=4096)
     """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
-    data: Literal["patches", "features", "mosaics"] = Field(
-        "patches",
-        json_schema_extra=goes(excludes={"a method of synthetic patches": "it needs train.data = 'patches'"}),
+    data: Literal["patches", "features", "mosaics"] = key(
+        "patches", excludes={"a method of synthetic patches": "it needs train.data = 'patches'"}
     )
     """What is learned from: patches, the features of all patches, or the features of mosaics."""
     example: Literal["patch", "slide", "patient"] | None = None
@@ -219,21 +206,25 @@ class Train(Section):
     any_patch_size: bool = False
     """Whether sites may bring features of patches of different sizes or resolutions. An encoder makes other features
     where it sees more tissue, or sees it finer, so by default sites that differ are refused."""
-    folds: int | None = Field(None, ge=2, le=1000, json_schema_extra=_FOLDS)
+    folds: int | None = key(
+        None,
+        ge=2,
+        le=1000,
+        needs={"train.fold": "a run tests one fold; `wsi-fl train --folds N` trains a run for each"},
+        excludes=dict.fromkeys(
+            ("train.releases", "train.start = oneshot", "a method of synthetic patches"),
+            "it rests on the training part of the stores' own split, of which a fold tests some patients",
+        ),
+    )
     """Number of folds of a cross-validation. The patients of every site are divided into as many folds, drawn by
     `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each fold."""
-    stratify: bool = Field(
-        False,
-        json_schema_extra=goes(
-            excludes={"privacy.enabled": "who is in a fold would depend on all other patients"}
-        ),
+    stratify: bool = key(
+        False, excludes={"privacy.enabled": "who is in a fold would depend on all other patients"}
     )
     """Whether folds hold all classes alike, and as many patients. Whose fold a patient is in then depends on who else
     there is, which ε does not cover, so it is refused under differential privacy. By default a patient's fold follows
     from the name alone."""
-    fold: int | None = Field(
-        None, ge=1, le=1000, json_schema_extra=goes(needs={"train.folds": "it says how many folds there are"})
-    )
+    fold: int | None = key(None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"})
     """Which of `train.folds` is the test part of a run, counted from 1; all other patients are for training."""
     left_out: SiteName | None = None
     """Name of a site that takes no part in training, and whose slides are the test set of all models.
@@ -245,7 +236,14 @@ class Train(Section):
     releases: bool = False
     """Whether `oneshot` makes its heads of the sums that lie in `releases/` already, as `wsi-fl release` writes them,
     instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone."""
-    at_least: int | None = Field(None, ge=1, le=10_000, json_schema_extra=_FEWER)
+    at_least: int | None = key(
+        None,
+        ge=1,
+        le=10_000,
+        excludes={
+            "privacy.noise = shared": "a sum survives as many as privacy.dropouts says; set that instead"
+        },
+    )
     """How many sites must be there. The others go on without one that was silent for `comm.timeout_s`, and it takes
     part again when it comes back; below so many, and over a folder below more than half, all wait. By default all are
     needed. With `train.releases`: how many letters must lie in `releases/` before heads are made of those that are
@@ -286,16 +284,16 @@ class Target(Section):
     decides."""
     ignore: list[str] = Field([])
     """Values of the column whose slides are left out, like those without a value."""
-    range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = Field(
-        None, min_length=2, max_length=2, json_schema_extra=_NO_CLASSES
+    range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = key(
+        None, min_length=2, max_length=2, excludes=_OF_CLASSES
     )
     """Smallest and largest number of the column. With it models answer a number within this range."""
     time: str | None = None
     """Name of the column that holds the time until the event, or until the patient was last seen without it."""
     event: str | None = None
     """Name of the column that says whether the event was seen: 1 or 0, yes or no, dead or alive."""
-    intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = Field(
-        None, min_length=1, max_length=1000, json_schema_extra=_NO_CLASSES
+    intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = key(
+        None, min_length=1, max_length=1000, excludes=_OF_CLASSES
     )
     """Ends of the intervals in which the event may happen, rising, in the unit of `time`. Times after the last end are
     not told apart. Ten or fewer are usual."""
@@ -328,17 +326,13 @@ class _Model(Section):
     `mean_head`."""
     proxy: str = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
-    weights: str = Field(
-        "",
-        json_schema_extra=goes(needs={"train.data = patches": "heads on features and bags start at random"}),
-    )
+    weights: str = key("", needs={"train.data = patches": "heads on features and bags start at random"})
     """What networks of patches start from, `timm:NAME` and `resnet18`: a file of weights, a folder with a file
     `NAME.safetensors` for each architecture, or `hub` for those that timm publishes. The classifier is fresh. By
     default all starts at random. All sites need the same weights, which must be public: ε is not about what made
     them."""
-    train: Literal["all", "head", "last", "norm", "lora"] = Field(
-        "all",
-        json_schema_extra=goes(needs={"model.weights": "the rest of a network stays as its weights are"}),
+    train: Literal["all", "head", "last", "norm", "lora"] = key(
+        "all", needs={"model.weights": "the rest of a network stays as its weights are"}
     )
     """Which part of a network with `model.weights` is trained: everything, the classifier (`head`), the last block and
     the classifier, gains and biases of normalisation layers and the classifier (`norm`), or low-rank adapters and the
@@ -351,10 +345,10 @@ class _Model(Section):
 class _Topology(Section):
     """Who sends to whom."""
 
-    graph: str | None = Field(None, json_schema_extra=_GRAPH)
+    graph: str | None = key(None, excludes=_OWN_GRAPH)
     """The graph of each round: `none`, `star`, `ring`, `exponential`, `complete`, `random`, or the path of a JSON file
     of edges. By default it is the method's own."""
-    self_weight: float = Field(0.0, ge=0, lt=1, json_schema_extra=_GRAPH)
+    self_weight: float = key(0.0, ge=0, lt=1, excludes=_OWN_GRAPH)
     """Share of its own model that a site keeps when it passes the rest on. With 0 models are passed on whole; with 0.5
     they are averaged."""
 
@@ -406,11 +400,8 @@ class Privacy(Section):
     max_rows: int = Field(32, ge=1, le=1_000_000)
     """Largest number of rows of one patient in one step, drawn anew in each step. It matters where the unit is a
     patient."""
-    noise: Literal["own", "shared"] = Field(
-        "own",
-        json_schema_extra=goes(
-            needs={"a method of sums": "only what is released once is added up; use oneshot"}
-        ),
+    noise: Literal["own", "shared"] = key(
+        "own", needs={"a method of sums": "only what is released once is added up; use oneshot"}
     )
     """Whose noise protects what `oneshot` releases. With `own` each site adds all of it, and trusts nobody. With
     `shared` the sites add it together and mask their sums, so that only the sum of all can be read: less noise, but
@@ -441,16 +432,14 @@ class Privacy(Section):
 class Audit(Section):
     """What is planted in training so that `audit` can attack the run."""
 
-    canaries: int = Field(
+    canaries: int = key(
         0,
         ge=0,
         le=1_000_000,
-        json_schema_extra=goes(
-            excludes={
-                "a method without differential privacy": "they test what differential privacy promises",
-                "train.releases": "they need new releases; set train.releases = false",
-            }
-        ),
+        excludes={
+            "a method without differential privacy": "they test what differential privacy promises",
+            "train.releases": "they need new releases; set train.releases = false",
+        },
     )
     """Number of meaningless examples (canaries) planted among each site's training rows. A coin decides for each
     whether it is in or out; from how well `audit` tells them apart follows a lower bound on ε."""

@@ -90,7 +90,6 @@ def _row(key: str, field: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meaning(row: Mapping[str, Any]) -> str:
-    """Return what a key means, and what it goes with."""
     parts = [row["meaning"]]
     for does, word in (("needs", "Needs"), ("excludes", "Not with")):
         why: dict[str, list[str]] = {}
@@ -101,7 +100,6 @@ def _meaning(row: Mapping[str, Any]) -> str:
 
 
 def _kind(field: Mapping[str, Any]) -> str:
-    """Return a JSON schema's type in words."""
     if "anyOf" in field:
         return " or ".join(_kind(each) for each in field["anyOf"] if each.get("type") != "null")
     if "enum" in field or "const" in field:
@@ -122,5 +120,4 @@ def _default(row: Mapping[str, Any], mark: str = "") -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a docstring as one line."""
     return " ".join(text.split())

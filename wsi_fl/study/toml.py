@@ -32,7 +32,7 @@ def refuse_twice(names: list[str] | None) -> list[str] | None:
 
 
 class Section(BaseModel):
-    """A table of settings; the docstring of each key is its meaning for people, and `goes` says what it goes with."""
+    """A table of settings; the docstring of each key is its meaning for people, and `key` says what it goes with."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -51,16 +51,24 @@ class Section(BaseModel):
     """Whether the sites of a run must share its settings, of a section that has joined; of the core's `train` knows."""
 
 
-def goes(*, needs: Mapping[str, str] | None = None, excludes: Mapping[str, str] | None = None) -> Any:
-    """Return what a key says of others, as its `json_schema_extra`: it is refused without what it needs, or beside what
-    it excludes, once it is set to anything but its default.
+def key(
+    default: Any,
+    *,
+    needs: Mapping[str, str] | None = None,
+    excludes: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Any:
+    """Return the field of a key that is refused without what it needs, or beside what it excludes, once it is set to
+    anything but its default.
 
     Args:
         needs: condition → why. A condition is a key that is set ("train.folds"), a key with one value
             ("predict.with = stack"), or what a method is ("a method of sums").
         excludes: the same.
+        more: what pydantic's `Field` takes.
     """
-    return {"needs": dict(needs or {}), "excludes": dict(excludes or {})}
+    others: Any = {"needs": dict(needs or {}), "excludes": dict(excludes or {})}
+    return Field(default, json_schema_extra=others, **more)
 
 
 def clash(settings: Section, traits: Collection[str]) -> str:
@@ -69,11 +77,11 @@ def clash(settings: Section, traits: Collection[str]) -> str:
     Among the conditions that keys name are `traits` of the method.
     """
     for name, section in settings:
-        for key, field in type(section).model_fields.items() if isinstance(section, Section) else ():
-            said, value = field.json_schema_extra, getattr(section, key)
+        for last, field in type(section).model_fields.items() if isinstance(section, Section) else ():
+            said, value = field.json_schema_extra, getattr(section, last)
             if not isinstance(said, dict) or value == field.get_default(call_default_factory=True):
                 continue
-            here = f"{name}.{field.alias or key} = {toml_or_repr(value)}"
+            here = f"{name}.{field.alias or last} = {toml_or_repr(value)}"
             for does, wanted in (("needs", True), ("excludes", False)):
                 conditions = said.get(does, {})
                 assert isinstance(conditions, dict)
@@ -147,7 +155,6 @@ _NOT_KEYS = ("str", "list[str]", "[key]")
 
 
 def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
-    """The key, what is wrong with it, and what is allowed."""
     location = [str(part) for part in error["loc"] if part not in _NOT_KEYS]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show
+from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show, show_work
 
 if TYPE_CHECKING:
     from wsi_fl.study.folder import Study
@@ -35,7 +35,6 @@ _Generator = Annotated[
 def _chosen(
     name: str | None, overrides: list[str] | None, generator: str | None
 ) -> tuple[Study, PipelineFile, GeneratorType]:
-    """Return the study, its pipeline and the kind of generator that are asked for."""
     from wsi_fl.synthesis.keys import Synthesis
     from wsi_fl.synthesis.stages.kinds import kind_of
 
@@ -58,13 +57,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
-    from wsi_fl.stages.work.console import Bars
     from wsi_fl.synthesis.stages.train import train_generator, trained_lines
 
-    with Bars("synthesize train") as bars:
-        chosen = _chosen(pipeline, overrides, generator)
-        document = train_generator(*chosen, site, again=again, watcher=bars)
-    show(document, as_json, trained_lines)
+    work = partial(train_generator, *_chosen(pipeline, overrides, generator), site, again=again)
+    show_work("synthesize train", work, as_json, trained_lines)
 
 
 @app.command()
@@ -116,12 +112,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
-    from wsi_fl.stages.work.console import Bars
     from wsi_fl.synthesis.stages.check import check_generator, check_lines
 
-    with Bars("synthesize check") as bars:
-        chosen = _chosen(pipeline, overrides, generator)
-        document = check_generator(*chosen, site, watcher=bars)
-    show(document, as_json, check_lines)
-    if not document["passed"]:
+    work = partial(check_generator, *_chosen(pipeline, overrides, generator), site)
+    if not show_work("synthesize check", work, as_json, check_lines)["passed"]:
         raise typer.Exit(1)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import ceil, gcd
 from typing import Any, Literal
 
@@ -22,11 +23,10 @@ from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler,
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.lpips import half_precision
 from wsi_fl.synthesis.state import TrainingState, move_average, to_images, to_pixels
 
-Denoiser = torch.nn.Module
-"""A U-Net: (noisy images, step, classes) → the noise."""
 _Sampler = Literal["ddpm", "ddim", "dpm++"]
 
 _SHOWN_PER_CLASS = 320_000
@@ -56,7 +56,7 @@ class DdpmShape:
     resolution: int
     channels: int
     n_classes: int
-    widths: tuple[int, ...]
+    widths: Sequence[int]
     layers: int = 1
     chain: int = 1000
     schedule: str = "linear"
@@ -73,25 +73,10 @@ class DdpmShape:
         """A digest of all that must agree for a denoiser to be understood by another site."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
-    @staticmethod
-    def of(document: Mapping[str, Any]) -> DdpmShape:
-        """Return the shape that JSON tells."""
-        return DdpmShape(**{**document, "widths": tuple(document["widths"])})
-
     @property
     def null(self) -> int:
         """The label of no class, for classifier-free guidance."""
         return self.n_classes
-
-
-@dataclass(frozen=True)
-class DdpmTerms:
-    """How a denoiser is trained; `class_dropout` is the share of images shown without their class, for guidance."""
-
-    batch_size: int = 16
-    lr: float = 2e-4
-    ema: float = 0.999
-    class_dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,33 +107,40 @@ def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
     return ceil(_SHOWN_PER_CLASS * n_classes / n_images) * ceil(n_images / batch_size)
 
 
-def build_denoiser(shape: DdpmShape) -> Denoiser:
-    """Return a fresh U-Net with one class more than there are, that of no class."""
-    depth = len(shape.widths)
-    network: Denoiser = UNet2DModel(
-        sample_size=shape.resolution,
-        in_channels=shape.channels,
-        out_channels=shape.channels,
-        layers_per_block=shape.layers,
-        block_out_channels=shape.widths,
-        norm_num_groups=gcd(_MOST_GROUPS, *shape.widths),
-        attention_head_dim=_HEAD_DIM,
-        down_block_types=("DownBlock2D",) * (depth - 1) + ("AttnDownBlock2D",),
-        up_block_types=("AttnUpBlock2D",) + ("UpBlock2D",) * (depth - 1),
-        num_class_embeds=shape.n_classes + 1,
-    )
-    return network
+class UNet(UNet2DModel):  # type: ignore[misc]
+    """A U-Net, (noisy images, step, classes) → the noise, with one class more than there are, that of no class."""
+
+    def __init__(self, shape: DdpmShape) -> None:
+        depth = len(shape.widths)
+        super().__init__(
+            sample_size=shape.resolution,
+            in_channels=shape.channels,
+            out_channels=shape.channels,
+            layers_per_block=shape.layers,
+            block_out_channels=tuple(shape.widths),
+            norm_num_groups=gcd(_MOST_GROUPS, *shape.widths),
+            attention_head_dim=_HEAD_DIM,
+            down_block_types=("DownBlock2D",) * (depth - 1) + ("AttnDownBlock2D",),
+            up_block_types=("AttnUpBlock2D",) + ("UpBlock2D",) * (depth - 1),
+            num_class_embeds=shape.n_classes + 1,
+        )
+        self.shape = shape
+
+    @property
+    def n_values(self) -> int:
+        """Number of parameters."""
+        return sum(int(p.numel()) for p in self.parameters())
 
 
 class DdpmState(TrainingState):
     """Networks, optimizer and random generator of one training."""
 
-    def __init__(self, shape: DdpmShape, terms: DdpmTerms, *, seed: int, device: torch.device) -> None:
-        super().__init__(seed, device)
+    def __init__(self, shape: DdpmShape, terms: Ddpm, *, device: torch.device) -> None:
+        super().__init__(terms.seed, device)
         self.shape, self.terms = shape, terms
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.denoiser = build_denoiser(shape).to(device)
+            torch.manual_seed(terms.seed)
+            self.denoiser = UNet(shape).to(device)
         self.average = deepcopy(self.denoiser).requires_grad_(False).eval()
         fused = device.type in ("cpu", "cuda")
         self.optimizer = torch.optim.Adam(self.denoiser.parameters(), lr=terms.lr, fused=fused)
@@ -194,23 +186,21 @@ def _ema_decay(iteration: int, ema: float) -> float:
 
 def _scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
     """Return diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
-    common = shape.diffusion | {"timestep_spacing": "trailing"}
-    if sampling.sampler == "ddpm":
-        found: Any = DDPMScheduler(**common)
-    elif sampling.sampler == "ddim":
-        found = DDIMScheduler(**common)
-    else:
-        # clipped like the others: of noise alone a denoiser that errs by little says clean images that are far off
-        clipped = {"thresholding": True, "sample_max_value": 1.0}
-        found = DPMSolverMultistepScheduler(**common, **clipped, algorithm_type="dpmsolver++")
+    # clipped like the others: of noise alone a denoiser that errs by little says clean images that are far off
+    clipped = {"thresholding": True, "sample_max_value": 1.0, "algorithm_type": "dpmsolver++"}
+    kinds = {
+        "ddpm": DDPMScheduler,
+        "ddim": DDIMScheduler,
+        "dpm++": partial(DPMSolverMultistepScheduler, **clipped),
+    }
+    found: Any = kinds[sampling.sampler](**shape.diffusion, timestep_spacing="trailing")
     found.set_timesteps(sampling.steps)
     return found
 
 
 @torch.no_grad()
 def drawn(
-    denoiser: Denoiser,
-    shape: DdpmShape,
+    denoiser: UNet,
     labels: NDArray[np.int64],
     sampling: Sampling,
     *,
@@ -222,7 +212,7 @@ def drawn(
     Args:
         told: called after every evaluation with the number of images done; a batch counts in parts.
     """
-    device = next(denoiser.parameters()).device
+    device, shape = next(denoiser.parameters()).device, denoiser.shape
     for start in range(0, len(labels), sampling.batch_size):
         classes = torch.from_numpy(labels[start : start + sampling.batch_size]).to(device)
         random = torch.Generator("cpu").manual_seed(_seed_of_batch(seed, start))
@@ -232,7 +222,7 @@ def drawn(
         scheduler = _scheduler_of(shape, sampling)
         noisy = {} if sampling.sampler == "ddim" else {"generator": random}
         for number, t in enumerate(scheduler.timesteps, 1):
-            noise = _predicted_noise(denoiser, shape, x, t, classes, sampling.guidance)
+            noise = _predicted_noise(denoiser, x, t, classes, sampling.guidance)
             x = scheduler.step(noise, t, x, **noisy).prev_sample
             if told is not None:
                 told(start + len(classes) * number // len(scheduler.timesteps))
@@ -243,36 +233,34 @@ def _seed_of_batch(seed: int, start: int) -> int:
     return int(np.random.SeedSequence((seed, start)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _predicted_noise(
-    denoiser: Denoiser, shape: DdpmShape, x: Tensor, t: Tensor, classes: Tensor, guidance: float
-) -> Tensor:
+def _predicted_noise(denoiser: UNet, x: Tensor, t: Tensor, classes: Tensor, guidance: float) -> Tensor:
     """Return ε_θ(x, t, y), or with guidance g: ε_θ(x, t) + g (ε_θ(x, t, y) − ε_θ(x, t))."""
     with half_precision(x.device):
         if guidance == 1.0:
             said: Tensor = denoiser(x, t, classes).sample.float()
             return said
-        nobody = torch.full_like(classes, shape.null)
+        nobody = torch.full_like(classes, denoiser.shape.null)
         both = denoiser(torch.cat([x, x]), t, torch.cat([classes, nobody])).sample.float()
     named, unnamed = both.chunk(2)
     guided: Tensor = unnamed + guidance * (named - unnamed)
     return guided
 
 
-def vector_of(denoiser: Denoiser) -> NDArray[np.float32]:
+def vector_of(denoiser: UNet) -> NDArray[np.float32]:
     """Return all parameters as one float32[d]: what travels."""
     flat = torch.cat([p.detach().reshape(-1).cpu() for p in denoiser.parameters()])
     return flat.numpy().astype(np.float32, copy=False)
 
 
-def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> Denoiser:
+def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> UNet:
     """Return the denoiser of these parameters, ready to draw.
 
     Raises:
         ValueError: when they are not as many as the shape has.
     """
-    denoiser = build_denoiser(shape)
-    total = sum(p.numel() for p in denoiser.parameters())
-    if total != vector.size:
-        raise ValueError(f"{vector.size} parameters, expected {total}")
+    denoiser = UNet(shape)
+    if denoiser.n_values != vector.size:
+        raise ValueError(f"{vector.size} parameters, expected {denoiser.n_values}")
     torch.nn.utils.vector_to_parameters(torch.from_numpy(np.array(vector)), denoiser.parameters())
-    return denoiser.requires_grad_(False).eval()
+    denoiser.requires_grad_(False).eval()
+    return denoiser

@@ -33,16 +33,27 @@ Phase = Literal["before", "after", "denoiser"]
 """Which network of a training: a GAN's without, or with, the privacy loss, or the one of a diffusion model."""
 _Network = TypeVar("_Network", bound="nn.Module")
 
+KINDS = ("gan", "ddpm")
+"""The kinds of generators."""
 _KEPT = 2
 _VERDICT = ("passed", "reasons", "generator", "criteria")
 _KEYS = ("site", "settings", "store", "phases", "finished")
 
 
 class GeneratorFolder:
-    """The folder of one site's generator, whose document is "gan.json" or "ddpm.json"."""
+    """The folder of one site's generator of a kind, "gan" or "ddpm", after which its document is called."""
 
-    def __init__(self, path: Path, name: str = "gan.json") -> None:
-        self.path, self.name = path, name
+    def __init__(self, path: Path, kind: str = "gan") -> None:
+        self.path, self.kind = path, kind
+
+    @staticmethod
+    def of(study: Study, site: str, kind: str) -> GeneratorFolder:
+        """Return the folder of a site's generator of a kind, whether or not there is one."""
+        return GeneratorFolder({"gan": study.generator, "ddpm": study.denoiser}[kind](site), kind)
+
+    @property
+    def _document_path(self) -> Path:
+        return self.path / f"{self.kind}.json"
 
     @property
     def check_path(self) -> Path:
@@ -54,20 +65,19 @@ class GeneratorFolder:
         Raises:
             WsiFlError: when it is damaged.
         """
-        path = self.path / self.name
+        path = self._document_path
         return read_sealed(path, _KEYS, self._advice) if path.exists() else None
 
     def write_document(self, document: Mapping[str, Any]) -> None:
         """Write what is known of the training, and a digest of it."""
-        write_sealed(self.path / self.name, document)
+        write_sealed(self._document_path, document)
 
     @property
     def _advice(self) -> str:
         return f"put its backup back, or make it anew with {self._command('train')} --again`"
 
     def _command(self, what: str) -> str:
-        kind = self.name.removesuffix(".json")
-        return f"`wsi-fl synthesize {what} --site {self.path.name} --generator {kind}"
+        return f"`wsi-fl synthesize {what} --site {self.path.name} --generator {self.kind}"
 
     def check(self) -> dict[str, Any] | None:
         """Return the verdict; None where `check` was not run.
@@ -80,23 +90,18 @@ class GeneratorFolder:
         advice = f"put its backup back, or run {self._command('check')}` again"
         return read_sealed(self.check_path, _VERDICT, advice)
 
-    def write_check(self, verdict: Mapping[str, Any]) -> None:
-        """Write the verdict, and a digest of it."""
-        write_sealed(self.check_path, verdict)
-
     def everything(self) -> list[tuple[str, Callable[[], object]]]:
         """Return the name of each file, and what reads it whole."""
-        documents = ((self.path / self.name, self.document), (self.check_path, self.check))
-        networks = sorted(self.path.glob("*.safetensors"))
-        states = [(self._state_path(k), "checkpoint", self._advice_of(k)) for k in self.iterations()]
-        whole = [(self._known_path.name, self._whole_state)] if self._known_path.exists() else []
+        documents = {
+            self._known_path: self._whole_state,
+            self._document_path: self.document,
+            self.check_path: self.check,
+        }
+        tensors = [(path, "generator", self._advice) for path in sorted(self.path.glob("*.safetensors"))]
+        tensors += [(self._state_path(k), "checkpoint", self._advice_of(k)) for k in self.iterations()]
         return [
-            *whole,
-            *((path.name, read) for path, read in documents if path.exists()),
-            *(
-                (path.name, partial(load_tensors, path, what, advice))
-                for path, what, advice in (*((one, "generator", self._advice) for one in networks), *states)
-            ),
+            *((path.name, read) for path, read in documents.items() if path.exists()),
+            *((path.name, partial(load_tensors, path, what, advice)) for path, what, advice in tensors),
         ]
 
     def sample_path(self, iteration: int) -> Path:
@@ -133,8 +138,8 @@ class GeneratorFolder:
             generator = build(document["settings"]["shape"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = one_line(error)
-            raise WsiFlError(f"{self.path / self.name}: damaged shape ({reason}); {self._advice}") from None
-        what = f"generator, or not of the shape that {self.name} says"
+            raise WsiFlError(f"{self._document_path}: damaged shape ({reason}); {self._advice}") from None
+        what = f"generator, or not of the shape that {self._document_path.name} says"
         _restore(path, what, self._advice, lambda tensors, _: generator.load_state_dict(tensors))
         return generator.to(device).requires_grad_(False).eval()
 
@@ -227,9 +232,10 @@ class GeneratorFolder:
 
 def everything_of(study: Study, site: str) -> Iterator[list[tuple[str, Callable[[], object]]]]:
     """Yield what `check` reads of each generator that a site has, as its entry point `wsi_fl.checks`."""
-    for name, folder in (("gan", study.generator(site)), ("ddpm", study.denoiser(site))):
-        if folder.exists():
-            yield GeneratorFolder(folder, f"{name}.json").everything()
+    for kind in KINDS:
+        folder = GeneratorFolder.of(study, site, kind)
+        if folder.path.exists():
+            yield folder.everything()
 
 
 def _sha256(path: Path) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import cos, pi, sqrt
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wsi_fl.synthesis.ada import Controller, augmented
+from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, Lpips, clamped, half_precision, squared_distances
 from wsi_fl.synthesis.state import TrainingState, move_average, to_images, to_pixels
 from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
@@ -29,7 +30,10 @@ _W_MEAN_DECAY = 0.998
 _PATH_DECAY = 0.01
 _PATH_SHRINK = 2
 """Path lengths are measured on so much smaller a batch."""
-_ADA_EVERY = 4
+_R1_EVERY, _PATH_EVERY, _ADA_EVERY = 16, 4, 4
+"""Steps from one to the next: of R1, of path lengths, and of the augmentation's probability."""
+_ADA_P = 0.0
+"""At the beginning."""
 _BATCH, _DRAWN = 16, 64
 """Images at a time in a search of the latent space, and in a drawing."""
 _LR = 0.1
@@ -38,35 +42,24 @@ _EMA_RAMP = 0.05
 """Early on the moving average looks back on this share of the images seen so far."""
 
 
-@dataclass(frozen=True)
-class GanTerms:
-    """How a GAN is trained.
+def terms_of(gan: Gan) -> dict[str, Any]:
+    """Return how a GAN is trained, as JSON: its settings, and what is the same for all."""
+    keys = {
+        "batch_size",
+        "lr",
+        "r1_gamma",
+        "path_weight",
+        "mixing",
+        "ema_images",
+        "ada_images",
+        "privacy_weight",
+    }
+    every = {"r1_every": _R1_EVERY, "path_every": _PATH_EVERY}
+    return gan.model_dump(include=keys) | every | {"ada_target": _ada_target(gan), "ada_p": _ADA_P}
 
-    Attributes:
-        r1_gamma: None for 0.0002 · resolution² / batch_size, the paper's rule of thumb.
-        path_weight: 0 leaves path-length regularisation out.
-        mixing: probability that an image takes its styles from two latents.
-        ema_images: half-life of the moving average of the generator.
-        ada_target: of r_t; None leaves augmentation at `ada_p`.
-        ada_images: shown while p would go from 0 to 1.
-    """
 
-    batch_size: int = 32
-    lr: float = 0.0025
-    r1_gamma: float | None = None
-    r1_every: int = 16
-    path_weight: float = 2.0
-    path_every: int = 4
-    mixing: float = 0.9
-    ema_images: float = 10_000
-    ada_target: float | None = 0.6
-    ada_p: float = 0.0
-    ada_images: float = 500_000
-    privacy_weight: float = 1.0
-
-    def gamma(self, resolution: int) -> float:
-        """Return the weight of R1."""
-        return 0.0002 * resolution**2 / self.batch_size if self.r1_gamma is None else self.r1_gamma
+def _ada_target(gan: Gan) -> float | None:
+    return gan.ada_target if gan.ada_target < 1 else None
 
 
 class GanState(TrainingState):
@@ -78,22 +71,22 @@ class GanState(TrainingState):
         margin: of the privacy loss, once the second phase has begun.
     """
 
-    def __init__(self, shape: GanShape, terms: GanTerms, *, seed: int, device: torch.device) -> None:
-        super().__init__(seed, device)
+    def __init__(self, shape: GanShape, terms: Gan, *, device: torch.device) -> None:
+        super().__init__(terms.seed, device)
         self.shape, self.terms = shape, terms
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(terms.seed)
             self.generator = Generator(shape).to(device)
             self.discriminator = Discriminator(shape).to(device)
         self.average = deepcopy(self.generator).requires_grad_(False).eval()
-        self.generator_optimizer = _adam(self.generator, terms.lr, terms.path_every, terms.path_weight > 0)
-        self.discriminator_optimizer = _adam(self.discriminator, terms.lr, terms.r1_every, True)
+        self.generator_optimizer = _adam(self.generator, terms.lr, _PATH_EVERY, terms.path_weight > 0)
+        self.discriminator_optimizer = _adam(self.discriminator, terms.lr, _R1_EVERY, True)
         self.networks = {name: getattr(self, name) for name in ("generator", "discriminator", "average")}
         self.optimizers = {
             "adam/generator": self.generator_optimizer,
             "adam/discriminator": self.discriminator_optimizer,
         }
-        self.ada = Controller(terms.ada_p, terms.ada_target, terms.ada_images)
+        self.ada = Controller(_ADA_P, _ada_target(terms), terms.ada_images)
         self.path_mean = 0.0
         self.margin: float | None = None
 
@@ -126,15 +119,14 @@ def step(
         keepaway: given in the second phase.
     """
     terms = state.terms
-    regularise_d = state.iteration % terms.r1_every == 0
     rows = state.rows(len(images), terms.batch_size)
     real, classes = to_images(images[rows]), labels[rows]
     # 1. discriminator: logistic loss, and R1 every few steps
-    discriminator, r1 = _train_discriminator(state, real, classes, regularise_d)
+    discriminator, r1 = _train_discriminator(state, real, classes)
     # 2. generator: non-saturating loss and the privacy loss; the path-length penalty every few steps
     generator, privacy = _train_generator(state, real, labels, keepaway)
     path = None
-    if terms.path_weight > 0 and state.iteration % terms.path_every == 0:
+    if terms.path_weight > 0 and state.iteration % _PATH_EVERY == 0:
         path = _shorten_paths(state, labels)
     # 3. moving average of the generator, and the augmentation's probability
     state.iteration += 1
@@ -150,7 +142,7 @@ def step(
     }
 
 
-def _ema_decay(images_seen: int, terms: GanTerms) -> float:
+def _ema_decay(images_seen: int, terms: Gan) -> float:
     """Return what remains of the moving average after a batch: half after `ema_images`, earlier while few were seen."""
     half_life = min(terms.ema_images, max(images_seen * _EMA_RAMP, 1e-8))
     return float(0.5 ** (terms.batch_size / half_life))
@@ -177,9 +169,7 @@ def _styles(state: GanState, labels: Tensor) -> Tensor:
     return styles
 
 
-def _train_discriminator(
-    state: GanState, real: Tensor, classes: Tensor, regularise: bool
-) -> tuple[float, float | None]:
+def _train_discriminator(state: GanState, real: Tensor, classes: Tensor) -> tuple[float, float | None]:
     network, optimizer = state.discriminator.requires_grad_(True), state.discriminator_optimizer
     optimizer.zero_grad(set_to_none=True)
     with half_precision(state.device):
@@ -191,10 +181,10 @@ def _train_discriminator(
     torch.autograd.backward(loss)
     state.ada = state.ada.observed(real_logits)
     penalty = None
-    if regularise:
-        terms = state.terms
+    if state.iteration % _R1_EVERY == 0:
+        gamma, thumb = state.terms.r1_gamma, 0.0002 * state.shape.resolution**2 / state.terms.batch_size
         penalty = _r1_penalty(network, real, classes, state.ada.p, state.random)
-        torch.autograd.backward(penalty * (terms.gamma(state.shape.resolution) / 2 * terms.r1_every))
+        torch.autograd.backward(penalty * ((thumb if gamma is None else gamma) / 2 * _R1_EVERY))
     optimizer.step()
     return float(loss.detach()), None if penalty is None else float(penalty.detach())
 
@@ -236,7 +226,7 @@ def _shorten_paths(state: GanState, labels: Tensor) -> float:
     styles = _styles(state, classes)
     images = state.generator.synthesis(styles, state.random)
     penalty, state.path_mean = _path_penalty(images, styles, state.path_mean, state.random)
-    torch.autograd.backward(penalty * (state.terms.path_weight * state.terms.path_every))
+    torch.autograd.backward(penalty * (state.terms.path_weight * _PATH_EVERY))
     state.generator_optimizer.step()
     return float(penalty.detach())
 
@@ -310,15 +300,11 @@ def _device_of(generator: Generator) -> torch.device:
 @torch.no_grad()
 def _candidates(generator: Generator, lpips: Lpips, m: int, seed: int) -> tuple[Tensor, Tensor]:
     """(w [m, w_dim], embeddings [m, d]) of random latents of all classes."""
-    device = _device_of(generator)
-    n = generator.shape.n_classes
-    z = torch.randn(m, generator.shape.z_dim, generator=torch.Generator().manual_seed(seed))
-    w = generator.mapping(z.to(device), torch.arange(m, device=device) % n)
-    parts = [
-        lpips(generator.synthesis(generator.spread(w[k : k + _BATCH])).clamp(-1, 1))
-        for k in range(0, m, _BATCH)
-    ]
-    return w, torch.cat(parts)
+    device, shape = _device_of(generator), generator.shape
+    z = torch.randn(m, shape.z_dim, generator=torch.Generator().manual_seed(seed))
+    w = generator.mapping(z.to(device), torch.arange(m, device=device) % shape.n_classes)
+    images = (generator.synthesis(generator.spread(some)) for some in torch.split(w, _BATCH))
+    return w, torch.cat([lpips(some.clamp(-1, 1)) for some in images])
 
 
 def _searched(

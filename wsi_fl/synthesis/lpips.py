@@ -59,11 +59,12 @@ class Lpips(nn.Module):
     shift: Tensor
     scale: Tensor
 
-    def __init__(self, trunk: nn.ModuleList, heads: list[Tensor], label: str, *, trained: bool) -> None:
+    def __init__(self, trunk: nn.ModuleList, label: str, *, trained: bool) -> None:
         super().__init__()
         self.trunk, self.label, self.trained = trunk, label, trained
-        for k, head in enumerate(heads):
-            self.register_buffer(f"head{k}", head.clamp_min(0).sqrt().view(1, -1, 1, 1))
+        heads = load_file(_HEADS)
+        for k in range(len(_CHANNELS)):
+            self.register_buffer(f"head{k}", heads[f"lin{k}"].clamp_min(0).sqrt().view(1, -1, 1, 1))
         self.register_buffer("shift", torch.tensor(_SHIFT).view(1, 3, 1, 1))
         self.register_buffer("scale", torch.tensor(_SCALE).view(1, 3, 1, 1))
         self.requires_grad_(False).eval()
@@ -118,7 +119,7 @@ def load_lpips(weights: str | None) -> Lpips:
         raise NoWeightsError(f"{error}: lpips.weights = 'FILE.safetensors'") from None
     trunk = _trunk(read_weights(path), path)
     label = f"vgg16 sha256:{digest_of(trunk)[:_DIGITS]}"
-    return Lpips(trunk, _heads(), label, trained=True)
+    return Lpips(trunk, label, trained=True)
 
 
 def _random_lpips(weights: str) -> Lpips:
@@ -132,7 +133,7 @@ def _random_lpips(weights: str) -> Lpips:
             if isinstance(one, nn.Conv2d):
                 nn.init.kaiming_normal_(one.weight, nonlinearity="relu")
     label = f"UNTRAINED vgg16, random from seed {seed}: a substitute for tests, no perceptual distance"
-    return Lpips(trunk, _heads(), label, trained=False)
+    return Lpips(trunk, label, trained=False)
 
 
 def _trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None) -> nn.ModuleList:
@@ -154,11 +155,6 @@ def _trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None
         else:
             block.append(layer)
     return blocks
-
-
-def _heads() -> list[Tensor]:
-    state = load_file(_HEADS)
-    return [state[f"lin{k}"] for k in range(len(_CHANNELS))]
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:

@@ -12,16 +12,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.system import jpeg
 from wsi_fl.types import WsiFlError
 from wsi_fl.viewer.tiles import TILE_PX, Pyramid, Recent, TileReader
 
 _OPEN_SLIDES = 8
 _LAYERS_BYTES = 64 << 20
+_QUALITY = 85
 
 Layer = Mapping[str, Any]
 """What the page gets of a layer, beside its name and kind. All coordinates are whole level-0 pixels, [x, y, x, y, …] in
@@ -86,16 +85,16 @@ class Gallery:
         self._tiles = TileReader()
         self._layers: Recent[bytes] = Recent(_LAYERS_BYTES)
 
-    def catalogue(self) -> dict[str, Any]:
-        """Return the list of slides as the page gets it."""
+    def catalogue(self) -> bytes:
+        """Return the list of slides as JSON."""
         slides = [
             {"name": one.name, "note": one.note, "score": finite(one.score), "shown": one.path is not None}
             for one in self.exhibits
         ]
-        return {"title": self.title, "patients_of": self.patients_of, "slides": slides}
+        return encoded({"title": self.title, "patients_of": self.patients_of, "slides": slides})
 
-    def describe(self, number: int) -> dict[str, Any] | None:
-        """Return size, resolution and layers of a slide; None where there is no such slide."""
+    def describe(self, number: int) -> bytes | None:
+        """Return size, resolution and layers of a slide as JSON; None where there is no such slide."""
         if (exhibit := self._exhibit(number)) is None:
             return None
         with self.lent(number) as slide:
@@ -103,15 +102,17 @@ class Gallery:
             mpp: float | None = None
             with suppress(WsiFlError):
                 mpp = slide.mpp
-            return {
-                "name": exhibit.name,
-                "size": slide.size_l0,
-                "mpp": mpp,
-                "tile": TILE_PX,
-                "first": pyramid.first,
-                "last": pyramid.last,
-                "layers": [{"name": one.name, "kind": one.kind} for one in exhibit.overlays],
-            }
+            return encoded(
+                {
+                    "name": exhibit.name,
+                    "size": slide.size_l0,
+                    "mpp": mpp,
+                    "tile": TILE_PX,
+                    "first": pyramid.first,
+                    "last": pyramid.last,
+                    "layers": [{"name": one.name, "kind": one.kind} for one in exhibit.overlays],
+                }
+            )
 
     def layer(self, number: int, which: int) -> bytes | None:
         """Return a layer of a slide as JSON, drawn once; None where there is no such slide or layer."""
@@ -128,8 +129,8 @@ class Gallery:
 
     def tile(
         self, number: int, level: int, column: int, row: int, awaited: Callable[[], bool]
-    ) -> NDArray[np.uint8] | None:
-        """Return the pixels uint8[h, w, 3] of a tile; None where there is no such slide or tile.
+    ) -> bytes | None:
+        """Return a tile as JPEG; None where there is no such slide or tile.
 
         Raises:
             NotAwaited: when nobody wants it any more.
@@ -138,7 +139,8 @@ class Gallery:
         if self._exhibit(number) is None:
             return None
         with self.lent(number) as slide:
-            return self._tiles.read(slide, level, column, row, awaited)
+            pixels = self._tiles.read(slide, level, column, row, awaited)
+        return None if pixels is None else jpeg.encode(pixels, _QUALITY)
 
     def open_first(self) -> None:
         """Open the slide that the page shows first, so that it is there when somebody comes; errors are told then."""

@@ -27,12 +27,10 @@ from threading import Thread, Timer
 from typing import Any
 
 from wsi_fl.stages.work.console import Lines
-from wsi_fl.system import jpeg
 from wsi_fl.types import UsageError, WsiFlError, one_line
 from wsi_fl.viewer.gallery import Gallery, encoded
 from wsi_fl.viewer.tiles import NotAwaited
 
-_QUALITY = 85
 _FILES = {
     "": ("index.html", "text/html; charset=utf-8"),
     "icon.svg": ("icon.svg", "image/svg+xml"),
@@ -70,26 +68,19 @@ def _answer(gallery: Gallery, path: str, awaited: Callable[[], bool]) -> _HttpRe
     raise _Refused(HTTPStatus.NOT_FOUND)
 
 
-def _slide(gallery: Gallery, _: Callable[[], bool], number: int) -> bytes | None:
-    said = gallery.describe(number)
-    return None if said is None else encoded(said)
-
-
-def _tile(gallery: Gallery, awaited: Callable[[], bool], *place: int) -> bytes | None:
-    number, level, column, row = place
-    pixels = gallery.tile(number, level, column, row, awaited)
-    return None if pixels is None else jpeg.encode(pixels, _QUALITY)
-
-
 _ROUTES: tuple[tuple[re.Pattern[str], str, Callable[..., bytes | None]], ...] = (
-    (re.compile(r"slides\.json"), _JSON, lambda gallery, _: encoded(gallery.catalogue())),
-    (re.compile(rf"slides/{_NUMBER}\.json"), _JSON, _slide),
+    (re.compile(r"slides\.json"), _JSON, lambda gallery, _: gallery.catalogue()),
+    (re.compile(rf"slides/{_NUMBER}\.json"), _JSON, lambda gallery, _, number: gallery.describe(number)),
     (
         re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"),
         _JSON,
         lambda gallery, _, number, which: gallery.layer(number, which),
     ),
-    (re.compile(rf"slides/{_NUMBER}/tiles/{_NUMBER}/{_NUMBER}_{_NUMBER}\.jpg"), "image/jpeg", _tile),
+    (
+        re.compile(rf"slides/{_NUMBER}/tiles/{_NUMBER}/{_NUMBER}_{_NUMBER}\.jpg"),
+        "image/jpeg",
+        lambda gallery, awaited, *place: gallery.tile(*place, awaited),
+    ),
 )
 
 
@@ -303,7 +294,7 @@ def address_lines(document: dict[str, Any]) -> Lines:
     yield f"From another machine, run there first:\n  {document['tunnel']}\n\nCtrl-C ends it."
 
 
-def serve(server: ViewServer, *, open_browser: bool = False) -> None:
+def serve(server: ViewServer, *, open_browser: bool) -> None:
     """Serve until Ctrl-C.
 
     It is noted rather than raised: raised while a thread starts, it would leave Python hanging.

@@ -148,7 +148,6 @@ class SiteLayers:
         return " · ".join(parts)
 
     def _of_store(self, name: str, slide: Slide) -> Layer:
-        """The patches of a slide in the colours of their labels."""
         assert self.store is not None
         table, rows = self.store.table, self._rows[name]
         side_l0 = size_in_l0(self._spec, slide.mpp)
@@ -182,7 +181,6 @@ class SiteLayers:
 
 
 def _rows_by_slide(slides: NDArray[np.str_]) -> dict[str, NDArray[np.int64]]:
-    """Return slide → its rows, in order."""
     order = np.argsort(slides, kind="stable")
     names, first = np.unique(slides[order], return_index=True)
     return dict(zip(names.tolist(), np.split(order, first[1:]), strict=True)) if len(names) else {}

@@ -50,8 +50,7 @@ def gallery(
     return _gallery_of_predictions(study, run, predictions, site)
 
 
-def _gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) -> Gallery:
-    """The slides that a site's table names, with what its stores kept of them."""
+def _gallery_of_site(study: Study, name: str, pipeline_name: str | None) -> Gallery:
     site, pipeline = study.site(name), study.pipeline(study.pipeline_name(pipeline_name))
     records, aside = list_site(site.layout, sources_of(study, site))
     layers = SiteLayers(study, name, pipeline)
@@ -142,7 +141,6 @@ def _exhibit(
 
 
 def _predictions(study: Study, run_name: str | None, folder: Path | None) -> list[Prediction]:
-    """All predictions below a folder, or of a run."""
     if folder is not None:
         if not folder.is_dir():
             raise UsageError(
@@ -162,7 +160,6 @@ def _predictions(study: Study, run_name: str | None, folder: Path | None) -> lis
 
 
 def _shown_sites(study: Study, run: RunFolder, found: Sequence[Prediction], site: str | None) -> list[str]:
-    """The sites whose predictions are shown."""
     names = sorted({one.site for one in found}, key=natural)
     if site is not None:
         if site not in names:
@@ -180,7 +177,6 @@ def _shown_sites(study: Study, run: RunFolder, found: Sequence[Prediction], site
 
 
 def _may_be_seen(study: Study, prediction: Prediction) -> bool:
-    """Whether a model of another site left its hospital, or may leave."""
     return prediction.score["with"] == "proxy" or study.site(prediction.site).allows("private_model")
 
 

@@ -20,20 +20,11 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from skimage.measure import find_contours
 
-from wsi_fl.demo.phantom.painting import COARSE_PX, MPP, Anatomy, bank, hospital, lay_out, paint, tumour_mask
-from wsi_fl.demo.phantom.tiff import write_pyramid
+from wsi_fl.demo.phantom.painting import COARSE_PX, MPP, Anatomy, bank, hospital, lay_out, paint
+from wsi_fl.demo.phantom.painting import tumour_mask as tumour_mask
+from wsi_fl.demo.phantom.tiff import write_pyramid as write_pyramid
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
-
-__all__ = [
-    "PhantomSlide",
-    "outlines",
-    "paint_archive",
-    "paint_slide",
-    "plan_slides",
-    "truth_mask",
-    "write_pyramid",
-]
 
 _PATIENTS_PER_CENTRE = 20
 """Camelyon17's rule: centre = patient number // 20."""
@@ -117,11 +108,6 @@ def paint_slide(slide: PhantomSlide) -> NDArray[np.uint8]:
     return paint(slide.rng(1), slide.anatomy(), hospital(slide.site))
 
 
-def truth_mask(slide: PhantomSlide) -> NDArray[np.bool_]:
-    """[size_px, size_px] which level-0 pixels are tumour; what is painted follows it in squares of LABEL_PX."""
-    return tumour_mask(slide.anatomy())
-
-
 def outlines(anatomy: Anatomy) -> list[_Outline]:
     """The tumour's edge as (group, [n, 2] level-0 (x, y)): islands in `metastases`, holes (last) in `normal`."""
     if anatomy.tumour is None:
@@ -186,7 +172,7 @@ def paint_archive(
     seed: int = 0,
     ill: Sequence[float] = (),
     only: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Path:
     """Paint a Camelyon17-like archive of imaginary hospitals into `out`, which is returned.
 
@@ -197,7 +183,8 @@ def paint_archive(
         size_px: side of a slide in level-0 pixels of 0.5 µm.
         ill: share of each site's patients that have metastases; all where it is left out.
         only: paint the slides of this site alone, the very ones that it has among `n_sites`.
-        progress: called with one line per finished slide, always from the calling thread.
+        progress: called with the numbers of finished and of all slides, and a line of text, after each slide, always
+            from the calling thread.
 
     Raises:
         UsageError: a number out of range.
@@ -217,6 +204,6 @@ def paint_archive(
         jobs = pool.map(lambda slide: _write_slide(out, slide), slides)
         for i, (slide, _) in enumerate(zip(slides, jobs, strict=True), 1):
             if progress:
-                progress(f"{slide.name}.tif ({i} of {len(slides)})")
+                progress(i, len(slides), f"{slide.name}.tif ({i} of {len(slides)})")
     write_text(out / "stages.csv", _stages_csv(slides))
     return out

@@ -60,8 +60,6 @@ class _Cells:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What a tissue is made of."""
-
     haematoxylin: float
     """Between the nuclei; likewise eosin."""
     eosin: float
@@ -251,7 +249,7 @@ def lay_out(rng: Generator, size_px: int, positive: bool) -> Anatomy:
 
 
 def tumour_mask(anatomy: Anatomy) -> NDArray[np.bool_]:
-    """[size_px, size_px] which level-0 pixels are tumour."""
+    """[size_px, size_px] which level-0 pixels are tumour; what is painted follows it in squares of LABEL_PX."""
     size_px = len(anatomy.label) * LABEL_PX
     if anatomy.tumour is None:
         return np.zeros((size_px, size_px), np.bool_)

@@ -24,6 +24,7 @@ from wsi_fl.system.files import read_json, write_json
 from wsi_fl.types import UsageError
 
 _OWN, _BOTH, _ORIGINAL, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
+_LETTERS = {"A": _OWN, "B": _BOTH}
 
 
 def baselines(
@@ -74,8 +75,7 @@ def baselines(
         runs[method], evaluations[method] = done(method, pipeline)
     curve = {0: evaluations[_OWN], min(mpcpa.per_class or drawn, drawn): evaluations[_BOTH]}
     for n in mpcpa.curve:
-        fewer = pipeline.model_copy(update={"mpcpa": mpcpa.model_copy(update={"per_class": n})})
-        curve[n] = curve.get(n) or done(_BOTH, fewer)[1]
+        curve[n] = curve.get(n) or done(_BOTH, pipeline.changed(mpcpa={"per_class": n}))[1]
     document = _document(party, runs, evaluations)
     document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
     write_json(runs[_BOTH].path / "mpcpa.json", document)
@@ -97,8 +97,6 @@ def _document(
     party: RunContext, runs: Mapping[str, RunFolder], evaluations: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     study, pipeline = party.study, party.pipeline
-    summary = runs[_BOTH].summary() or {}
-    together = {name: evaluations[m]["aggregated"] for name, m in (("A", _OWN), ("B", _BOTH))}
     return {
         "run": study.relative(runs[_BOTH].path),
         "runs": {method: study.relative(run.path) for method, run in runs.items()},
@@ -106,9 +104,9 @@ def _document(
         "n_test": evaluations[_BOTH]["sites"][0]["n"],
         "aggregate": pipeline.section(Mpcpa).aggregate,
         "rows": list(_rows(pipeline, evaluations)),
-        "aggregated": {name: one["rules"] for name, one in together.items()},
+        "aggregated": {name: evaluations[m]["aggregated"]["rules"] for name, m in _LETTERS.items()},
         "transfers": {
-            "mpcpa": summary["communication"]["messages"],
+            "mpcpa": runs[_BOTH].finished()["communication"]["messages"],
             "fedavg": 2 * len(party.sites) * pipeline.train.rounds,
         },
         "memorization": [_memorization(study, name) for name in party.names],
@@ -123,13 +121,12 @@ def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> I
         """Over the sites' models: of one kind of training set, each from its own start."""
         return {name: evaluations[method]["merged"][name]["mean"] for name in SCORES}
 
-    both = (("A", _OWN), ("B", _BOTH))
-    for letter, method in both:
+    for letter, method in _LETTERS.items():
         for k, one in enumerate(evaluations[method]["sites"], 1):
             yield {"row": f"{letter}{k}", "site": one["site"], **scores(one)}
-    for letter, method in both:
+    for letter, method in _LETTERS.items():
         yield {"row": f"mean {letter}", **means(method)}
-    for letter, method in both:
+    for letter, method in _LETTERS.items():
         one = evaluations[method]["aggregated"]["rules"][pipeline.section(Mpcpa).aggregate]
         yield {"row": f"aggregated {letter}", **scores(one)}
     for label, method in (("all original", _ORIGINAL), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):

@@ -22,7 +22,7 @@ from wsi_fl.models.encoder import encode
 from wsi_fl.report import figures
 from wsi_fl.report.figures import Chart, palette, png_style
 from wsi_fl.report.fill import fill
-from wsi_fl.report.pictures import enlarged, grid, patch_uri, png_of
+from wsi_fl.report.pictures import enlarged, grid, patch_uri
 from wsi_fl.report.words import number
 from wsi_fl.stages.site.data import learned_from, open_store
 from wsi_fl.stages.site.encoders import encoder_of
@@ -47,7 +47,7 @@ from wsi_fl.synthesis.stages.kinds import (
     shared_phase,
 )
 from wsi_fl.synthesis.stages.sample import as_pixels
-from wsi_fl.system.files import locked, write_bytes, write_text
+from wsi_fl.system.files import locked, write_bytes, write_sealed, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _SHOWN = 9
@@ -151,48 +151,45 @@ def _write(case: Case, evidence: Evidence, result: Document) -> None:
     place, (key, picture) = case.folder.path / "check", evidence.picture
     names = {"page": "index.html", "histograms": "histograms.png", key: picture}
     result["files"] = {name: case.study.relative(place / file) for name, file in names.items()}
-    rows = [(name, _pixels(images)) for name, images in evidence.rows]
-    samples = [(name, _pixels(images[:_SHOWN])) for name, images in evidence.samples.items()]
+    rows = [(_NAMES[name], _pixels(images)) for name, images in evidence.rows]
+    samples = [(_NAMES[name], _pixels(images[:_SHOWN])) for name, images in evidence.samples.items()]
     write_bytes(place / names["histograms"], _histogram_png(evidence))
-    write_bytes(place / picture, png_of(grid([images for _, images in rows])))
+    write_bytes(place / picture, grid([images for _, images in rows]))
     context = {
         "document": result,
         "names": _NAMES,
         "chart": _histogram(evidence),
-        "rows": [(_NAMES[name], [patch_uri(enlarged(p)) for p in patches]) for name, patches in rows],
-        "samples": [(_NAMES[name], [patch_uri(enlarged(p)) for p in patches]) for name, patches in samples],
+        "rows": [(name, [patch_uri(enlarged(one)) for one in patches]) for name, patches in rows],
+        "samples": [(name, [patch_uri(enlarged(one)) for one in patches]) for name, patches in samples],
     }
     write_text(place / names["page"], fill("check", context, Path(__file__).parent))
-    case.folder.write_check(result)
+    write_sealed(case.folder.check_path, result)
 
 
 def _histogram(evidence: Evidence) -> Chart:
     """Fig. 3 as SVG in the page's colours."""
     distances, axis = evidence.distances, evidence.axis
-    colors = {name: figures.site_color(k, len(distances)) for k, name in enumerate(distances)}
     said = [f"{_NAMES[name]} median {number(float(np.median(d)), 3)}" for name, d in distances.items()]
     with figures.new_figure(width_in=6.4, height_in=2.9) as (figure, axes):
-        _draw(axes, evidence, colors)
-        svg = figures.to_svg(figure, axis)
-    return Chart(svg, f"Histograms: {axis}; {'; '.join(said)}.")
+        _draw(axes, evidence, figures.TOKENS)
+        return Chart(figures.to_svg(figure, axis), f"Histograms: {axis}; {'; '.join(said)}.")
 
 
 def _histogram_png(evidence: Evidence) -> bytes:
     """Fig. 3 for slides and papers."""
-    colors = {name: palette()[f"s{k}"] for k, name in enumerate(evidence.distances)}
     with mpl.rc_context(png_style()):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-        _draw(figure.add_subplot(), evidence, colors)
+        _draw(figure.add_subplot(), evidence, palette())
         return figures.to_png(figure)
 
 
 def _draw(axes: Axes, evidence: Evidence, colors: Mapping[str, str]) -> None:
     everything = np.concatenate(list(evidence.distances.values()))
     edges = np.linspace(0.0, float(everything.max()) * 1.05 + 1e-6, _BINS + 1).tolist()
-    for name, values in evidence.distances.items():
-        weights = np.full(len(values), 1 / len(values))
-        axes.hist(values, edges, weights=weights, color=colors[name], alpha=0.55, label=_NAMES[name])
-        axes.axvline(float(np.median(values)), color=colors[name], lw=1.4, ls="--")
+    for k, (name, values) in enumerate(evidence.distances.items()):
+        color, weights = colors[f"s{k}"], np.full(len(values), 1 / len(values))
+        axes.hist(values, edges, weights=weights, color=color, alpha=0.55, label=_NAMES[name])
+        axes.axvline(float(np.median(values)), color=color, lw=1.4, ls="--")
     axes.set_xlabel(f"{evidence.axis} (dashed: median)")
     axes.set_ylabel("share of images")
     axes.legend(frameon=False, fontsize=8.5)

@@ -26,27 +26,16 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis import evidence
 from wsi_fl.synthesis.ddpm import (
     DdpmShape,
     DdpmState,
-    DdpmTerms,
-    Denoiser,
     Sampling,
-    build_denoiser,
+    UNet,
     drawn,
     step,
     steps_by_rule,
     vector_of,
-)
-from wsi_fl.synthesis.evidence import (
-    Comparison,
-    Memorization,
-    Nearest,
-    duplicates,
-    judged,
-    nearest,
-    nearest_other,
-    told_apart,
 )
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
@@ -58,8 +47,8 @@ from wsi_fl.synthesis.stages.kinds import (
     Evidence,
     GeneratorType,
     Losses,
-    from_section,
     pictures_of,
+    shape_of,
 )
 from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.synthesis.state import balanced_labels
@@ -73,22 +62,27 @@ _DRAWING = 1
 
 
 class _DdpmCourse(Course):
-    """The training of a diffusion model."""
-
     state: DdpmState
 
     def __init__(self, pipeline: Pipeline, store: PatchStore) -> None:
-        ddpm, device = pipeline.section(Ddpm), device_of_rank()
-        _refuse_wrong(ddpm)  # now, not after hours
-        super().__init__(store, ddpm, device)
-        n_classes, widths = len(store.meta.classes), tuple(ddpm.channels)
-        shape = from_section(ddpm, DdpmShape, channels=store.channels, n_classes=n_classes, widths=widths)
-        terms = from_section(ddpm, DdpmTerms)
-        steps = ddpm.steps or steps_by_rule(len(self.pictures), n_classes, ddpm.batch_size)
+        ddpm = pipeline.section(Ddpm)
+        _sampling_of(ddpm)  # it is refused now, not after hours
+        if ddpm.resolution % 2 ** (len(ddpm.channels) - 1) or any(width % 8 for width in ddpm.channels):
+            raise UsageError(
+                f"ddpm.channels = {ddpm.channels}: use multiples of 8, and no more of them than "
+                f"{ddpm.resolution} px can be halved"
+            )
+        super().__init__(store, ddpm)
+        shape = shape_of(ddpm, DdpmShape, store, widths=ddpm.channels)
+        steps = ddpm.steps or steps_by_rule(len(self.pictures), shape.n_classes, ddpm.batch_size)
         self.phases = {"denoiser": steps}
-        plain = {**asdict(shape), "widths": ddpm.channels}
-        self.settings = {"shape": plain, "terms": asdict(terms), "steps": steps, "seed": ddpm.seed}
-        self.state = DdpmState(shape, terms, seed=ddpm.seed, device=device)
+        self.settings = {
+            "shape": asdict(shape),
+            "terms": ddpm.model_dump(include={"batch_size", "lr", "ema", "class_dropout"}),
+            "steps": steps,
+            "seed": ddpm.seed,
+        }
+        self.state = DdpmState(shape, ddpm, device=self.device)
 
     def step(self) -> Losses:
         return {"loss": step(self.state, self.images, self.labels)}
@@ -100,19 +94,8 @@ class _DdpmCourse(Course):
         return {"sha256": digest}
 
     def show(self, labels: NDArray[np.int64]) -> Tensor:
-        state = self.state
-        how = Sampling("ddim", min(_SHOWN_STEPS, state.shape.chain))
-        return torch.cat(list(drawn(state.average, state.shape, labels, how, seed=0)))
-
-
-def _refuse_wrong(settings: Ddpm) -> None:
-    _sampling_of(settings)
-    halvings = len(settings.channels) - 1
-    if settings.resolution % 2**halvings or any(width % 8 for width in settings.channels):
-        raise UsageError(
-            f"ddpm.channels = {settings.channels}: use multiples of 8, and no more of them than "
-            f"{settings.resolution} px can be halved"
-        )
+        how = Sampling("ddim", min(_SHOWN_STEPS, self.state.shape.chain))
+        return torch.cat(list(drawn(self.state.average, labels, how, seed=0)))
 
 
 def _sampling_of(settings: Ddpm) -> Sampling:
@@ -133,15 +116,12 @@ def _sampling_of(settings: Ddpm) -> Sampling:
     return Sampling(settings.sampler, settings.sampling_steps, settings.guidance, settings.sampling_batch)
 
 
-def load_denoiser(folder: GeneratorFolder, device: torch.device) -> tuple[Denoiser, DdpmShape]:
-    """Return the denoiser that a folder keeps, ready to draw, and its shape; WsiFlError as `load_generator`."""
-    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(DdpmShape.of(shape)), device)
-    document = folder.document()
-    assert document is not None
-    return denoiser, DdpmShape.of(document["settings"]["shape"])
+def load_denoiser(folder: GeneratorFolder) -> UNet:
+    """Return the denoiser that a folder keeps, ready to draw; WsiFlError as `load_generator`."""
+    return folder.load_generator("denoiser", lambda shape: UNet(DdpmShape(**shape)), device_of_rank())
 
 
-def _key_of(denoiser: Denoiser, *others: Any) -> str:
+def _key_of(denoiser: UNet, *others: Any) -> str:
     """A digest of all that decides the images that are drawn: the name of their folder."""
     digest = hashlib.sha256(json.dumps([_DRAWING, *others], sort_keys=True).encode())
     digest.update(np.ascontiguousarray(vector_of(denoiser), "<f4").tobytes())
@@ -152,8 +132,7 @@ def images_of(
     study: Study,
     pipeline: Pipeline,
     store: PatchStore,
-    denoiser: Denoiser,
-    shape: DdpmShape,
+    denoiser: UNet,
     *,
     site: str,
     watcher: Watcher,
@@ -168,7 +147,7 @@ def images_of(
         store: of real patches of the same kind.
         site: whose denoiser it is, and `part` whose progress the watcher is told of.
     """
-    ddpm, sampling = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm))
+    ddpm, sampling, shape = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm)), denoiser.shape
     labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
     key = _key_of(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.generated(key)
@@ -178,7 +157,7 @@ def images_of(
 
     with locked(path.parent, site, wait=True):
         if not path.exists():
-            batches = drawn(denoiser, shape, labels, sampling, seed=ddpm.seed, told=told)
+            batches = drawn(denoiser, labels, sampling, seed=ddpm.seed, told=told)
             real = store.meta
             grid = (real.spec.size_px, real.spec.mpp)
             meta = synthetic_meta(site, real.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
@@ -189,9 +168,6 @@ def images_of(
 class _Ddpm(GeneratorType):
     name = "ddpm"
     remedy = "lower ddpm.lr"
-
-    def place(self, study: Study, site: str) -> Path:
-        return study.denoiser(site)
 
     def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
         return _DdpmCourse(pipeline, store)
@@ -213,18 +189,18 @@ class _Ddpm(GeneratorType):
         self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
     ) -> Iterator[Tensor]:
         """Yield batches of images, without a check by DDIM."""
-        denoiser, shape = load_denoiser(folder, device_of_rank())
-        sampling = Sampling(**(provenance["sampling"] or {"steps": min(Sampling().steps, shape.chain)}))
-        return drawn(denoiser, shape, labels, sampling, seed=provenance["seed"])
+        denoiser = load_denoiser(folder)
+        known = provenance["sampling"] or {"steps": min(Sampling().steps, denoiser.shape.chain)}
+        return drawn(denoiser, labels, Sampling(**known), seed=provenance["seed"])
 
     def evidence(self, case: Case) -> Evidence:
         """Return what is known of a site's denoiser by the images that others would draw from it."""
         training, held_out, memory = case.training, case.held_out, case.memory_bytes
         ddpm = case.pipeline.section(Ddpm)
         key, generated = _images(case)
-        to_training = nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
-        held = nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
-        found = judged(to_training, held, len(duplicates(training.images.numpy())))
+        to_training = evidence.nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
+        held = evidence.nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
+        found = evidence.judged(to_training, held, len(evidence.duplicates(training.images.numpy())))
         comparisons, lpips = _compared(case, generated, held)
         distances = {"denoiser": to_training.distance}
         if len(held_out):
@@ -270,25 +246,26 @@ def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
 
 def _images(case: Case) -> tuple[str, Tensor]:
     """(key of the generated store, its images)."""
-    denoiser, shape = load_denoiser(case.folder, device_of_rank())
-    site = case.site
+    denoiser, site = load_denoiser(case.folder), case.site
     with open_store(case.study, site) as store:
         key, path = images_of(
-            case.study, case.pipeline, store, denoiser, shape, site=site, watcher=case.watcher, part=site
+            case.study, case.pipeline, store, denoiser, site=site, watcher=case.watcher, part=site
         )
     with PatchStore(path) as store:
-        return key, pictures_of(store, shape.resolution, "train").images
+        return key, pictures_of(store, denoiser.shape.resolution, "train").images
 
 
-def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, Comparison], Lpips | None]:
+def _compared(
+    case: Case, generated: Tensor, held: evidence.Nearest
+) -> tuple[dict[str, evidence.Comparison], Lpips | None]:
     """Training against held-out images by their nearest generated one, in L2 and LPIPS; LPIPS."""
     memory = case.memory_bytes
     reached = [
-        nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
+        evidence.nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
         for one in (case.training, case.held_out)
     ]
-    among = nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
-    if not (by_pixels := told_apart(reached, (among, held.distance))):
+    among = evidence.nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
+    if not (by_pixels := evidence.told_apart(reached, (among, held.distance))):
         return {}, None
     found = {"nearest sample": by_pixels}
     if case.pipeline.section(LpipsKeys).weights is None:
@@ -299,12 +276,12 @@ def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, C
         nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory)
         for one in (some, held_out)
     ]
-    if by_lpips := told_apart(reached, case.usual_lpips(lpips, some, held_out, case.training)):
+    if by_lpips := evidence.told_apart(reached, case.usual_lpips(lpips, some, held_out, case.training)):
         found["nearest sample, LPIPS"] = by_lpips
     return found, lpips
 
 
-def _cautions(z: Memorization, held: Nearest, lpips: Lpips | None) -> list[str]:
+def _cautions(z: evidence.Memorization, held: evidence.Nearest, lpips: Lpips | None) -> list[str]:
     notes = []
     if z.below_paper and z.held_out_below_paper:
         notes.append(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import Comparison, moved, spread, told_apart
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.gan import GanState, GanTerms, projected, sampled, step
+from wsi_fl.synthesis.gan import GanState, projected, sampled, step, terms_of
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, Lpips, embeddings, margin_of, nearest_lpips
 from wsi_fl.synthesis.stages.kinds import (
@@ -33,9 +32,9 @@ from wsi_fl.synthesis.stages.kinds import (
     Losses,
     Pair,
     Pictures,
-    from_section,
     lpips_of,
     picked,
+    shape_of,
     shared_phase,
 )
 from wsi_fl.synthesis.state import balanced_labels, to_images
@@ -46,33 +45,28 @@ _SHOWN = 9
 
 
 class _GanCourse(Course):
-    """The training of a GAN."""
-
     state: GanState
 
     def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
-        gan, device = pipeline.section(Gan), device_of_rank()
-        super().__init__(store, gan, device)
-        shape = from_section(gan, GanShape, channels=store.channels, n_classes=len(store.meta.classes))
-        target = gan.ada_target if gan.ada_target < 1 else None
-        terms = from_section(gan, GanTerms, ada_target=target)
+        gan = pipeline.section(Gan)
+        super().__init__(store, gan)
+        shape = shape_of(gan, GanShape, store)
         self._gan = gan
         self._lpips = lpips_of(study, pipeline, site) if gan.privacy_iterations else None
         self._keepaway: Keepaway | None = None
         self.phases = {"before": gan.iterations}
         if gan.privacy_iterations:
             self.phases["after"] = gan.iterations + gan.privacy_iterations
-        names = {"weight": "privacy_weight", "quantile": "privacy_quantile", "images": "privacy_images"}
-        privacy = {name: getattr(gan, key) for name, key in names.items()}
+        privacy = {name: getattr(gan, f"privacy_{name}") for name in ("weight", "quantile", "images")}
         self.settings = {
             "shape": asdict(shape),
-            "terms": asdict(terms),
+            "terms": terms_of(gan),
             "iterations": gan.iterations,
             "privacy_iterations": gan.privacy_iterations,
             "privacy": privacy | {"lpips": self._lpips.label} if self._lpips else None,
             "seed": gan.seed,
         }
-        self.state = GanState(shape, terms, seed=gan.seed, device=device)
+        self.state = GanState(shape, gan, device=self.device)
 
     def step(self) -> Losses:
         if self.state.iteration >= self.phases["before"] and self._keepaway is None:
@@ -103,9 +97,8 @@ class _GanCourse(Course):
         return Keepaway(lpips, state.margin, embeddings(lpips, many))
 
 
-def _load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
-    """Return a generator that a folder keeps, ready to make images."""
-    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device)
+def _load_gan(folder: GeneratorFolder, phase: Phase) -> Generator:
+    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device_of_rank())
 
 
 @dataclass(frozen=True)
@@ -121,9 +114,6 @@ class _Found:
 class _Gan(GeneratorType):
     name = "gan"
     remedy = "lower gan.lr or raise gan.r1_gamma"
-
-    def place(self, study: Study, site: str) -> Path:
-        return study.generator(site)
 
     def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
         return _GanCourse(study, pipeline, site, store)
@@ -151,22 +141,20 @@ class _Gan(GeneratorType):
     def draw(
         self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
     ) -> Iterator[Tensor]:
-        generator = _load_gan(folder, provenance["phase"], device_of_rank())
+        generator = _load_gan(folder, provenance["phase"])
         yield sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
 
     def evidence(self, case: Case) -> Evidence:
         gan, lpips = case.pipeline.section(Gan), case.lpips()
-        real = (
-            case.training.some(gan.check_images, gan.seed),
-            case.held_out.some(gan.check_images, gan.seed),
-        )
+        training, held_out = (one.some(gan.check_images, gan.seed) for one in (case.training, case.held_out))
+        real = (training, held_out)
         rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
-        sought = (real[0].at(rows[0]), real[1].at(rows[1]))
+        sought = (training.at(rows[0]), held_out.at(rows[1]))
         phases: list[Phase] = [phase for phase in ("before", "after") if phase in case.document["phases"]]
         for phase in phases:  # so that progress is of the whole from the beginning
             case.watcher.update(f"projections {phase}", 0, len(sought[0]) + len(sought[1]))
         found = {phase: _measured(case, lpips, real, sought, phase) for phase in phases}
-        usual = case.usual_lpips(lpips, *real, every=real[0])
+        usual = case.usual_lpips(lpips, training, held_out, every=training)
         of_sought = (usual[0][rows[0]], usual[1][rows[1]])
         comparisons = {phase: _comparisons(one, usual, of_sought) for phase, one in found.items()}
         distances = {name: one.projected[0] for name, one in found.items()}
@@ -175,8 +163,8 @@ class _Gan(GeneratorType):
         shifted = asdict(moved(distances["after"], distances["before"])) if "after" in found else None
         spreads = {name: asdict(spread(values)) for name, values in distances.items()}
         return Evidence(
-            training=real[0],
-            held_out=real[1],
+            training=training,
+            held_out=held_out,
             samples={name: one.samples for name, one in found.items()},
             comparisons={name: both for name, both in comparisons.items() if both},
             n_fresh=int((usual[1] > 0).sum()),
@@ -206,7 +194,7 @@ def _measured(
 ) -> _Found:
     """Training and held-out images alike, the projections from the same starting points."""
     gan = case.pipeline.section(Gan)
-    generator = _load_gan(case.folder, phase, device_of_rank())
+    generator = _load_gan(case.folder, phase)
     n_classes = generator.shape.n_classes
     labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
     samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import CRITERIA, Comparison
-from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.folder import KINDS, GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import RANDOM, Lpips, load_lpips, nearest_lpips
 from wsi_fl.synthesis.state import TrainingState
@@ -30,11 +29,10 @@ from wsi_fl.types import UsageError, WsiFlError
 
 HELD_OUT = ("test", "val")
 """Splits that no generator is trained on."""
-_KINDS = ("gan", "ddpm")
 _LEAST_IMAGES = 2
 
 Document = dict[str, Any]
-_Made = TypeVar("_Made")
+_Shape = TypeVar("_Shape")
 Pair = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Distances of training images, and of held-out ones."""
 Losses = dict[str, float | None]
@@ -72,14 +70,14 @@ class Course(ABC):
     Attributes:
         settings: all that decides the training, as the folder's document keeps it; a resumed one must agree.
         phases: the last iteration of each network that the training leaves behind, in order.
-        pictures: what is learned from, on the CPU; `images` and `labels` are the same on the device.
+        pictures: what is learned from, on the CPU; `images` and `labels` are the same on the `device`.
     """
 
     settings: Document
     state: TrainingState
     phases: dict[Phase, int]
 
-    def __init__(self, store: PatchStore, section: Gan | Ddpm, device: torch.device) -> None:
+    def __init__(self, store: PatchStore, section: Gan | Ddpm) -> None:
         """Read the training patches of a store.
 
         Raises:
@@ -96,8 +94,9 @@ class Course(ABC):
         self.pictures = pictures_of(store, section.resolution, "train")
         if len(self.pictures) < _LEAST_IMAGES:
             raise WsiFlError(f"site {site}: its store has no training patches to learn from")
-        self.images, self.labels = self.pictures.images.to(device), self.pictures.labels.to(device)
-        self.checkpoint_every = section.checkpoint_every
+        self.device, self.checkpoint_every = device_of_rank(), section.checkpoint_every
+        self.images = self.pictures.images.to(self.device)
+        self.labels = self.pictures.labels.to(self.device)
 
     @abstractmethod
     def step(self) -> Losses:
@@ -190,10 +189,6 @@ class GeneratorType(ABC):
     remedy: ClassVar[str]
 
     @abstractmethod
-    def place(self, study: Study, site: str) -> Path:
-        """Return where a site's generator is."""
-
-    @abstractmethod
     def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
         """Return a training that has not begun, on the patches of a site's open store."""
 
@@ -217,7 +212,7 @@ class GeneratorType(ABC):
 
     def folder(self, study: Study, site: str) -> GeneratorFolder:
         """Return the folder of a site's generator, whether or not there is one."""
-        return GeneratorFolder(self.place(study, study.site(site).name), f"{self.name}.json")
+        return GeneratorFolder.of(study, study.site(site).name, self.name)
 
     def trained(self, study: Study, site: str) -> tuple[GeneratorFolder, Document]:
         """Return the folder of a generator whose training has finished, and its document.
@@ -255,8 +250,8 @@ def kind_of(name: str) -> GeneratorType:
     Raises:
         UsageError: when there is no such kind.
     """
-    if name not in _KINDS:
-        raise UsageError(f"--generator {name!r}: use {' or '.join(_KINDS)}")
+    if name not in KINDS:
+        raise UsageError(f"--generator {name!r}: use {' or '.join(KINDS)}")
     kind: GeneratorType = import_module(f"{__package__}.{name}").KIND
     return kind
 
@@ -285,10 +280,11 @@ def outcome(provenance: Document) -> str:
     return f"{word}: {'; '.join(provenance['reasons'])}"
 
 
-def from_section(section: Gan | Ddpm, made: Callable[..., _Made], **others: Any) -> _Made:
-    """Make a value of the fields that it shares with a section of the configuration, and of others."""
+def shape_of(section: Gan | Ddpm, made: Callable[..., _Shape], store: PatchStore, **others: Any) -> _Shape:
+    """Make the shape of networks for a store, of the settings that it shares with a section, and of others."""
     names = signature(made).parameters.keys() & type(section).model_fields.keys()
-    return made(**{name: getattr(section, name) for name in names} | others)
+    known = {name: getattr(section, name) for name in names}
+    return made(**known | {"channels": store.channels, "n_classes": len(store.meta.classes)} | others)
 
 
 def pictures_of(store: PatchStore, resolution: int, *splits: str) -> Pictures:

@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, vector_of
+from wsi_fl.synthesis.ddpm import DdpmShape, UNet, denoiser_from, vector_of
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.synthesis.stages.check import check_generator
 from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
@@ -48,8 +47,8 @@ from wsi_fl.types import Images, NoCommonPlan, Shape, WsiFlError
 _SERVER = "server"
 _Vector = NDArray[np.float32]
 _ROUND = 0
-_UP, _DOWN, _MODELS = 0, 1, 2
-"""Hops of the denoisers, before the first round, and of the classifiers, after the last."""
+_HOPS = {"denoiser": 0, "package": 1, "model": 2}
+"""Of what travels: denoisers and packages of them before the first round, classifiers after the last."""
 
 
 class Size(TypedDict):
@@ -120,9 +119,8 @@ def _exchange(
     for name, known in checked.items():
         if DDPM.trained(study, name)[0].digest("denoiser") != known:
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
-    denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name), device_of_rank()) for site in sites}
-    shapes = {index: shape for index, (_, shape) in denoisers.items()}
-    mine: list[Denoiser] = [{"schema": shapes[site.index].schema} for site in sites]
+    denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name)) for site in sites}
+    mine: list[Denoiser] = [{"schema": denoisers[site.index].shape.schema} for site in sites]
     agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
     if len(set(agreed)) > 1:
         odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
@@ -130,22 +128,20 @@ def _exchange(
             f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; the sites need "
             "the same [ddpm], classes and channels"
         )
-    star = _Star(sites, comm, names)
+    star = _Star(sites, comm, names, _ROUND)
     releases = {
         site.index: release_once(
-            site.ledger, _ROUND, vector_of(denoisers[site.index][0]), agreed[0], "generator"
+            site.ledger, _ROUND, vector_of(denoisers[site.index]), agreed[0], "generator"
         )
         for site in sites
     }
-    expected = dict.fromkeys(comm.running, agreed[0])
-    held = star.gather("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
-    size = next(iter(releases.values())).vector.size
-    packages = star.broadcast(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
+    held = star.gather("denoiser", releases, dict.fromkeys(comm.running, agreed[0]))
+    packages = star.broadcast(held, next(iter(releases.values())).vector.size, agreed[0])
     for site in sites:
         vectors = packages[site.index]
         if party.method.learns_from == "generated":
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
-        shape, drawn = shapes[site.index], {}
+        shape, drawn = denoisers[site.index].shape, {}
         for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
             denoiser = denoiser_from(vectors[other], shape).to(device_of_rank())
             drawn[names[other]], _ = images_of(
@@ -153,7 +149,6 @@ def _exchange(
                 party.pipeline,
                 _patches(party, site.name).store,
                 denoiser,
-                shape,
                 site=names[other],
                 watcher=watcher,
                 part=site.name,
@@ -193,9 +188,10 @@ def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> No
     What sites are called there, is as the study has it: a peer's word becomes no part of a path.
     """
     learners = {site.index: site.learners["private"] for site in sites}
-    mine: list[Classifier] = [
-        {"schema": schema(learners[site.index].model), "rounds": _rounds(site)} for site in sites
-    ]
+    mine: list[Classifier] = []
+    for site in sites:
+        finished = max((line["round"] for line in site.folder.metrics()), default=0)
+        mine.append({"schema": schema(learners[site.index].model), "rounds": finished})
     told = comm.gather(mine, Classifier, patient=True)
     agreed = {k: one["schema"] for k, one in zip(comm.running, told, strict=True)}
     last = max(one["rounds"] for one in told) + 1
@@ -205,21 +201,14 @@ def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> No
         )
         for site in sites
     }
-    names = party.names
-    star = _Star(sites, comm, names)
     began = time.perf_counter()
-    held = star.gather("model", releases, round_=last, hop=_MODELS, agreed=agreed)
+    held = _Star(sites, comm, party.names, last).gather("model", releases, agreed)
     for index, vector in held.items():
-        path = party.run.path / "aggregate" / f"{names[index]}.safetensors"
+        path = party.run.path / "aggregate" / f"{party.names[index]}.safetensors"
         with atomic(path) as temporary:
             save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": agreed[index]})
     for site in sites:
         site.folder.log(f"sent its model to the server, {time.perf_counter() - began:.2f} s")
-
-
-def _rounds(site: Site) -> int:
-    """The last round that the site finished."""
-    return max((line["round"] for line in site.folder.metrics()), default=0)
 
 
 def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
@@ -227,8 +216,8 @@ def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
     if not isinstance(shape, Images):
         return None
     ddpm = pipeline.section(Ddpm)
-    wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, tuple(ddpm.channels), ddpm.layers)
-    return 4 * sum(p.numel() for p in build_denoiser(wanted).parameters())
+    wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels, ddpm.layers)
+    return 4 * UNet(wanted).n_values
 
 
 # ---- the star
@@ -244,11 +233,13 @@ class _Star:
     Attributes:
         sites: those of this process.
         names: of all sites of the study, by index.
+        round: in which all of it travels.
     """
 
     sites: Sequence[Site]
     comm: Comm
     names: Sequence[str]
+    round: int
 
     @property
     def hub(self) -> int:
@@ -256,7 +247,7 @@ class _Star:
         return self.comm.running[0]
 
     def gather(
-        self, what: str, releases: Mapping[int, Release], *, round_: int, hop: int, agreed: Mapping[int, str]
+        self, what: str, releases: Mapping[int, Release], agreed: Mapping[int, str]
     ) -> dict[int, _Vector]:
         """Bring every site's release float32[d] to the server; return them there by site, elsewhere nothing.
 
@@ -267,13 +258,12 @@ class _Star:
         """
         mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
         sizes = zip(self.comm.running, self.comm.gather(mine, Size), strict=True)
-        carry = partial(self._carry, what, round_=round_, hop=hop)
-        found = {k: carry((k, self.hub), releases.get(k), one["values"], agreed[k]) for k, one in sizes}
+        found = {
+            k: self._carry(what, (k, self.hub), releases.get(k), one["values"], agreed[k]) for k, one in sizes
+        }
         return {k: vector for k, vector in found.items() if vector is not None}
 
-    def broadcast(
-        self, held: Mapping[int, _Vector], size: int, *, round_: int, hop: int, schema: str
-    ) -> dict[int, dict[int, _Vector]]:
+    def broadcast(self, held: Mapping[int, _Vector], size: int, schema: str) -> dict[int, dict[int, _Vector]]:
         """Bring each site the others' releases in one package, and return these for the sites of this process.
 
         Args:
@@ -289,24 +279,16 @@ class _Star:
                 load: Release | _Vector | None = np.concatenate([held[k] for k in others]) if held else None
                 if isinstance(load, np.ndarray) and receiver != self.hub:
                     own, ledger = digest(held[self.hub]), self._site(self.hub).ledger
-                    load = ledger.relay(round_, load, own=own, schema=bundled, weight=1.0)
+                    load = ledger.relay(self.round, load, own=own, schema=bundled, weight=1.0)
                 pair, total = (self.hub, receiver), size * len(others)
-                arrived = self._carry("package", pair, load, total, bundled, round_=round_, hop=hop)
+                arrived = self._carry("package", pair, load, total, bundled)
                 parts = [] if arrived is None else np.split(arrived, len(others))
             if receiver in self.comm.sites:
                 found[receiver] = dict(zip(others, (part.copy() for part in parts), strict=True))
         return found
 
     def _carry(
-        self,
-        what: str,
-        pair: tuple[int, int],
-        load: Release | _Vector | None,
-        size: int,
-        agreed: str,
-        *,
-        round_: int,
-        hop: int,
+        self, what: str, pair: tuple[int, int], load: Release | _Vector | None, size: int, agreed: str
     ) -> _Vector | None:
         """Carry a load, where it lies here, from one site to another; return it where it arrives, and write it down."""
         began, (sender, receiver) = time.perf_counter(), pair
@@ -316,7 +298,8 @@ class _Star:
         if sender != receiver:
             outgoing = [Outgoing(sender, receiver, 1.0, load)] if isinstance(load, Release) else []
             expected = [pair] if receiver in self.comm.sites else []
-            for message in self.comm.exchange(outgoing, expected, round_=round_, hop=hop, size=size):
+            hop = _HOPS[what]
+            for message in self.comm.exchange(outgoing, expected, round_=self.round, hop=hop, size=size):
                 arrived = np.array(message.vector, np.float32)
                 other = "" if message.schema == agreed else "it has another architecture"
                 problem = message.refused or other

@@ -83,7 +83,7 @@ def sample(
     if as_site:
         command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
         first = f"# made by {command}; every patch is synthetic"
-        write_text(_site_file(study, name), dump_toml(target.model_copy(update={"allow": None}), first))
+        write_text(study.site_path(name), dump_toml(target.model_copy(update={"allow": None}), first))
     return {
         "site": site,
         "name": name,
@@ -91,17 +91,12 @@ def sample(
         "patches": len(table),
         "classes": {c: int((table.label == k).sum()) for k, c in enumerate(meta.classes)},
         "generator": made_by,
-        "site_file": study.relative(_site_file(study, name)) if as_site else None,
+        "site_file": study.relative(study.site_path(name)) if as_site else None,
         "seconds": time.perf_counter() - began,
     }
 
 
-def _site_file(study: Study, name: str) -> Path:
-    return study.root / "sites" / f"{name}.toml"
-
-
 def _refuse_taken(study: Study, name: str) -> None:
-    """Only what was synthetic before is written over."""
     path = study.store(name)
     if path.exists():
         with PatchStore(path) as store:
@@ -109,7 +104,7 @@ def _refuse_taken(study: Study, name: str) -> None:
                 raise UsageError(
                     f"{study.relative(path)}: a store of real patches is there; use another --name"
                 )
-    elif _site_file(study, name).exists():
+    elif study.site_path(name).exists():
         raise UsageError(f"sites/{name}.toml exists already; use another --name")
 
 

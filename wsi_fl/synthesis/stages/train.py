@@ -8,7 +8,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from wsi_fl import __version__
-from wsi_fl.report.pictures import grid, png_of
+from wsi_fl.report.pictures import grid
 from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.study.folder import Study
@@ -113,7 +113,6 @@ def _train(
 
 
 def _keep(course: Course, folder: GeneratorFolder, document: Document, phase: Phase) -> Document:
-    """Write a network and its digest."""
     digest = folder.save_generator(phase, course.state.networks["average"])
     document = document | course.kept(document, phase, digest)
     folder.write_document(document)
@@ -125,7 +124,7 @@ def _picture(course: Course) -> bytes:
     shown = min(course.settings["shape"]["n_classes"], _SHOWN_CLASSES)
     labels = balanced_labels(shown, _SHOWN_PER_CLASS)
     (images,) = as_pixels([course.show(labels)])
-    return png_of(grid([images[labels == k] for k in range(shown)]))
+    return grid([images[labels == k] for k in range(shown)])
 
 
 def _forget(folder: Path) -> None:
