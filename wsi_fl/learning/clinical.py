@@ -343,9 +343,8 @@ def patients_needed(
         outcome", Statistics in Medicine 40, 2021.
     """
     found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / _Z)}
-    log_error = (
-        asinh(wanted.expected / 2) / _Z
-    )  # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
+    # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
+    log_error = asinh(wanted.expected / 2) / _Z
     found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
     found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / _Z)
     for name, value, share, width in (

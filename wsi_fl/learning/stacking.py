@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, one_each
 from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth
@@ -58,13 +59,7 @@ class Stack:
     @staticmethod
     def of(document: Mapping[str, Any]) -> Stack:
         """Return the stack of a document that `asdict` made."""
-        scales = (float(document["scales"][0]), float(document["scales"][1]))
-        bias = tuple(map(float, document["bias"]))
-        whose = {key: str(document[key]) for key in ("own", "shared") if key in document}
-        of_logits = bool(document.get("of_logits", True))
-        return Stack(
-            float(document["weight"]), scales, float(document["slope"]), bias, **whose, of_logits=of_logits
-        )
+        return TypeAdapter(Stack).validate_python(document)
 
 
 def shared_alone(n_classes: int) -> Stack:

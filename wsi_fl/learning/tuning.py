@@ -7,7 +7,7 @@ classes that serve rows of patients best that it has not seen. Nothing here look
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -258,11 +258,6 @@ class HyperParameters:
     lr: float
     weight_decay: float
     balance: bool
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a run keeps of it."""
-        return asdict(self)
 
 
 def criterion(said: Predicted, truth: Truth, task: Task) -> float:
