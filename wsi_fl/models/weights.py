@@ -126,17 +126,16 @@ def fit(model: nn.Module, state: State, source: str, *, assign: bool = False) ->
     missing = sorted(wanted.keys() - kept.keys())
     extra = sorted(name for name in kept.keys() - wanted.keys() if not _classifies(name, model))
     unlike = [name for name, one in wanted.items() if name in kept and kept[name].shape != one.shape]
-    wrong = [
-        *(f"{name!r} is missing (shape {_shape(wanted[name])}){_others(missing)}" for name in missing[:1]),
-        *(
-            f"it has {name!r} (shape {_shape(kept[name])}), which the encoder has not{_others(extra)}"
-            for name in extra[:1]
-        ),
-        *(
-            f"{name!r} has shape {_shape(kept[name])} instead of {_shape(wanted[name])}{_others(unlike)}"
-            for name in unlike[:1]
-        ),
-    ]
+    wrong = []
+    if missing:
+        name, shape = missing[0], list(wanted[missing[0]].shape)
+        wrong.append(f"{name!r} is missing (shape {shape}){_others(missing)}")
+    if extra:
+        name, shape = extra[0], list(kept[extra[0]].shape)
+        wrong.append(f"it has {name!r} (shape {shape}), which the encoder has not{_others(extra)}")
+    if unlike:
+        name, shape, right = unlike[0], list(kept[unlike[0]].shape), list(wanted[unlike[0]].shape)
+        wrong.append(f"{name!r} has shape {shape} instead of {right}{_others(unlike)}")
     if wrong:
         encoder = getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__
         raise WsiFlError(f"{source} does not fit the encoder {encoder}: {'; '.join(wrong)}")
@@ -187,10 +186,6 @@ def _classifies(name: str, model: nn.Module) -> bool:
     own = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     known = (*_CLASSIFIERS, *((own,) if isinstance(own, str) else own))
     return any(name.startswith(f"{one}.") for one in known)
-
-
-def _shape(one: torch.Tensor) -> list[int]:
-    return list(one.shape)
 
 
 def _others(names: list[str]) -> str:
