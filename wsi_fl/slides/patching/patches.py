@@ -157,7 +157,7 @@ def plan_slide(
         reason = _why_none(record, params, tissue, tumor, unsure)
         raise WsiFlError(f"{record.path.name}: no patch to keep: {reason}")
     aside = np.flatnonzero(keep)
-    fault = faults(record, seen, aside, params.quality, reader=reader, segmenter=segmenter)
+    fault = faults(seen, aside, params.quality, segmenter)
     aside, fault = aside[fault != ""], fault[fault != ""]
     keep[aside] = False
     if not keep.any():

@@ -29,6 +29,10 @@ _MOST_MASK_PX = 1 << 26
 class SlideSurvey:
     """The grid over a slide and the tissue in it."""
 
+    record: SlideRecord
+    spec: GridSpec
+    reader: Reader
+    """As what the slide was opened."""
     mpp: float
     """µm per level-0 pixel."""
     size_l0: tuple[int, int]
@@ -77,9 +81,8 @@ def survey(
         raise type(error)(f"{record.path.name}: {error}") from None
     xy_l0 = grid_positions(size_l0, spec, mpp)
     shares = tissue_fraction(found.mask, xy_l0, side_l0, downsample)
-    return SlideSurvey(
-        mpp, size_l0, quickhash, in_tiles, thumbnail, downsample, found, side_l0, xy_l0, shares
-    )
+    facts = record, spec, reader, mpp, size_l0, quickhash, in_tiles
+    return SlideSurvey(*facts, thumbnail, downsample, found, side_l0, xy_l0, shares)
 
 
 def mask_digest(folder: Path, slide: str) -> str:
