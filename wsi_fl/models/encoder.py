@@ -157,7 +157,9 @@ class Encoder:
         self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)[:_DIGITS]}", self.parts)
         self.network = network.eval().requires_grad_(False).to(self.device)
         self.network.to(memory_format=torch.channels_last)
-        self.half = _half_of(self.device) if half_precision else None
+        self.half = None
+        if half_precision and self.device.type != "cpu":
+            self.half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
         for module in self.network.modules() if self.half is not None else ():
             if type(module) in {
                 nn.Linear,
@@ -255,13 +257,6 @@ def _waited(done: torch.cuda.Event, there: torch.Tensor, _: torch.Tensor) -> _Fe
     """Return what is there once a copy is done; pixels are kept until then, since they are copied too."""
     done.synchronize()
     return there.numpy().copy()
-
-
-def _half_of(device: torch.device) -> torch.dtype | None:
-    """Return the type of half the bits that a device computes fast with; None for processors."""
-    if device.type == "cpu":
-        return None
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
 def _of_preset(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from timm.layers import LayerNorm
@@ -18,6 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from wsi_fl.models.cnn import FrozenNorm, group_norm
 from wsi_fl.models.weights import created, digest_of, fit, published_weights, read_weights
 from wsi_fl.types import Images, UsageError
+
+if TYPE_CHECKING:
+    from wsi_fl.models import Start
 
 
 def timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
@@ -70,22 +73,8 @@ class _Pretrained(nn.Module):
         return logits
 
 
-def pretrained_model(
-    name: str,
-    n_classes: int,
-    shape: Images,
-    train: Part,
-    weights: Path | Literal["hub"] | None,
-    cache: Path | None,
-) -> _Pretrained:
+def pretrained_model(name: str, n_classes: int, shape: Images, start: Start) -> _Pretrained:
     """Return a timm architecture with given weights and a fresh classifier; its BatchNorm is frozen.
-
-    Args:
-        train: the part that is trained: everything, the classifier, the last block and what comes after it, gains and
-            biases of normalisation layers and the classifier, or low-rank adapters and the classifier.
-        weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture alone, whose weights will
-            be loaded afterwards.
-        cache: where the tensors of a pickle are kept when its own folder cannot be written.
 
     Raises:
         UsageError: when timm has no such model, or none of this size, or it has no such part.
@@ -94,10 +83,10 @@ def pretrained_model(
     if shape.channels != 3:
         raise UsageError(f"published weights are for images of 3 channels, and these have {shape.channels}")
     model = created(name, "weights without classes", num_classes=0)
-    start = "" if weights is None else _load(model, name, weights, cache)
+    digest = "" if start.weights is None else _load(model, name, start.weights, start.cache)
     _fit_size(model, name, shape.size_px)
     model.reset_classifier(n_classes)
-    trained = _PARTS[train](model)
+    trained = _PARTS[start.train](model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for parameter in trained:
@@ -105,7 +94,7 @@ def pretrained_model(
     for module in model.modules():
         if type(module) is LayerNorm:  # timm's own, whose numbers are those of its base
             module.__class__ = nn.LayerNorm
-    return _Pretrained(_without_batch_norm(model, frozen=True), start)
+    return _Pretrained(_without_batch_norm(model, frozen=True), digest)
 
 
 def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:

@@ -276,7 +276,7 @@ def created(name: str, what: str, **arguments: Any) -> Any:
 _BATCH = 64
 
 
-def untrained_weights(name: str, images: NDArray[np.uint8], seed: int = 0) -> dict[str, torch.Tensor]:
+def untrained_weights(name: str, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
     """Return weights with timm's names that were never trained, always the same for the same images.
 
     Random filters tell textures apart. Normalisation layers have seen the images, without which all features would
@@ -290,7 +290,7 @@ def untrained_weights(name: str, images: NDArray[np.uint8], seed: int = 0) -> di
     from timm.data import resolve_model_data_config
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model: nn.Module = timm.create_model(name, num_classes=2)
     expected = resolve_model_data_config(model)
     mean, std = (torch.tensor(expected[key]).view(1, 3, 1, 1) for key in ("mean", "std"))

@@ -25,36 +25,6 @@ _PICTURE_QUALITY = 90
 _HEALTHY, _TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")
 
 
-def _label_patches(
-    tissue_fraction: NDArray[np.float32],
-    tumor_fraction: NDArray[np.float32],
-    supervision: Supervision,
-    positive: bool,
-    *,
-    min_tissue: float,
-    min_tumor: float,
-) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """(keep bool[n], label int64[n]).
-
-    With outlines a patch is tumour when at least `min_tumor` of it lies inside, and healthy only when it shares
-    no area with tumour *and* the slide is negative or exhaustively outlined; what lies between is dropped.
-    Under weak supervision every patch with tissue takes its slide's label.
-
-    Example:
-        >>> keep, label = _label_patches(np.float32([1, 1, 1, 0]), np.float32([0, 0.3, 0.9, 0]), "annotated", True,
-        ...                             min_tissue=0.5, min_tumor=0.5)
-        >>> keep.tolist(), label.tolist()
-        ([True, False, True, False], [0, 0, 1, 0])
-    """
-    has_tissue = tissue_fraction >= min_tissue if min_tissue > 0 else np.ones(len(tissue_fraction), bool)
-    if supervision in {"weak", "negative", "unlabelled"}:
-        label = _TUMOR if positive and supervision == "weak" else _HEALTHY
-        return has_tissue, np.full(len(has_tissue), label, np.int64)
-    tumor = tumor_fraction >= min_tumor
-    healthy = (tumor_fraction == 0) & (supervision == "annotated")
-    return has_tissue & (tumor | healthy), np.where(tumor, _TUMOR, _HEALTHY).astype(np.int64)
-
-
 @dataclass(frozen=True)
 class PlanParams:
     """What makes a patch worth keeping; shares of its area."""
@@ -64,6 +34,34 @@ class PlanParams:
     tissue: TissueParams = field(default_factory=TissueParams)
     groups: Mapping[str, Outlined] = field(default_factory=dict)
     quality: QualityParams = field(default_factory=QualityParams)
+
+
+def _label_patches(
+    tissue_fraction: NDArray[np.float32],
+    tumor_fraction: NDArray[np.float32],
+    supervision: Supervision,
+    positive: bool,
+    params: PlanParams,
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """(keep bool[n], label int64[n]).
+
+    With outlines a patch is tumour when at least `min_tumor` of it lies inside, and healthy only when it shares
+    no area with tumour *and* the slide is negative or exhaustively outlined; what lies between is dropped.
+    Under weak supervision every patch with tissue takes its slide's label.
+
+    Example:
+        >>> keep, label = _label_patches(np.float32([1, 1, 1, 0]), np.float32([0, 0.3, 0.9, 0]), "annotated", True,
+        ...                             PlanParams(min_tissue=0.5, min_tumor=0.5))
+        >>> keep.tolist(), label.tolist()
+        ([True, False, True, False], [0, 0, 1, 0])
+    """
+    has_tissue = tissue_fraction >= params.min_tissue
+    if supervision in {"weak", "negative", "unlabelled"}:
+        label = _TUMOR if positive and supervision == "weak" else _HEALTHY
+        return has_tissue, np.full(len(has_tissue), label, np.int64)
+    tumor = tumor_fraction >= params.min_tumor
+    healthy = (tumor_fraction == 0) & (supervision == "annotated")
+    return has_tissue & (tumor | healthy), np.where(tumor, _TUMOR, _HEALTHY).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -150,8 +148,7 @@ def plan_slide(
         unsure[rows] = share_inside(annotations.unsure, seen.xy_l0[rows], seen.side_l0)
     if record.supervision in {"weak", "unlabelled"}:
         tumor = np.full_like(tumor, np.nan)
-    least = {"min_tissue": params.min_tissue, "min_tumor": params.min_tumor}
-    keep, label = _label_patches(tissue, tumor, record.supervision, record.positive, **least)
+    keep, label = _label_patches(tissue, tumor, record.supervision, record.positive, params)
     keep &= (unsure == 0) | (label == _TUMOR)
     if not keep.any():
         reason = _why_none(record, params, tissue, tumor, unsure)
