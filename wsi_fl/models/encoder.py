@@ -290,7 +290,6 @@ def _of_timm(name: str, weights: Path | None, input_px: int | None, read: Callab
 
 
 def _input_of(model: nn.Module) -> dict[str, Any]:
-    """Return what timm says of a model's input."""
     from timm.data import resolve_model_data_config
 
     data: dict[str, Any] = resolve_model_data_config(model)

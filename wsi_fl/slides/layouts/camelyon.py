@@ -111,5 +111,4 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
 
 
 def _first(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:
-    """The first of the archive's files or folders of these names that is there."""
     return next((str(archive / name) for name in names if test(archive / name)), None)

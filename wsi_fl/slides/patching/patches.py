@@ -213,7 +213,6 @@ def _why_none(
     tumor: NDArray[np.float32],
     unsure: NDArray[np.float32],
 ) -> str:
-    """The numbers behind an empty plan."""
     rows = tissue >= params.min_tissue
     if not rows.any():
         return (

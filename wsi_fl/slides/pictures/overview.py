@@ -112,7 +112,6 @@ def _draw_tissue(picture: Image.Image, mask: NDArray[np.bool_]) -> None:
 
 
 def _draw_legend(page: Image.Image, plan: SlidePlan, classes: Sequence[str], um_per_px: float) -> None:
-    """What the colours mean, and a scale bar."""
     draw = ImageDraw.Draw(page)
     middle = page.height - _BAND_PX // 2
     x = 12.0
