@@ -224,9 +224,7 @@ def _held_out_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArr
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=0)
     for seen, held in splitter.split(np.zeros(len(labels)), labels, names):
         if len(np.unique(labels[seen])) == len(patients):
-            fold = np.zeros(len(labels), bool)
-            fold[held] = True
-            yield fold
+            yield np.isin(np.arange(len(labels)), held)
 
 
 def _balanced_loss(said: Probabilities, labels: Labels) -> float:

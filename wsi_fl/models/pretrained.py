@@ -173,6 +173,9 @@ class _AdaptedConv2d(_Adapted, nn.Conv2d):
     """A convolution with an adapter: a convolution of the same kernel to few channels, and one of 1 × 1."""
 
 
+_OF_KERNEL = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+
+
 def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
     """Turn a layer into one with an adapter, in place: its own parameters keep their names. Return the adapter's."""
     if isinstance(layer, nn.Linear):
@@ -180,16 +183,8 @@ def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
         up: nn.Linear | nn.Conv2d = nn.Linear(_RANK, layer.out_features, bias=False)
         layer.__class__ = _AdaptedLinear
     else:
-        down = nn.Conv2d(
-            layer.in_channels,
-            _RANK,
-            layer.kernel_size,  # type: ignore[arg-type]
-            layer.stride,  # type: ignore[arg-type]
-            layer.padding,  # type: ignore[arg-type]
-            layer.dilation,  # type: ignore[arg-type]
-            bias=False,
-            padding_mode=layer.padding_mode,
-        )
+        same: dict[str, Any] = {name: getattr(layer, name) for name in _OF_KERNEL}
+        down = nn.Conv2d(layer.in_channels, _RANK, bias=False, **same)
         up = nn.Conv2d(_RANK, layer.out_channels, 1, bias=False)
         layer.__class__ = _AdaptedConv2d
     nn.init.zeros_(up.weight)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from wsi_fl.slides.patching.annotations import Annotations, Outlined, read_annotations, share_inside
 from wsi_fl.slides.patching.quality import QualityParams, Segmenter, faults, said_of
-from wsi_fl.slides.patching.survey import PICTURE_PX, survey
+from wsi_fl.slides.patching.survey import PICTURE_PX, SlideFacts, SlideSurvey, survey
 from wsi_fl.slides.patching.tissue import TissueParams
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.system import jpeg
@@ -65,15 +65,9 @@ def _label_patches(
 
 
 @dataclass(frozen=True)
-class SlidePlan:
+class SlidePlan(SlideFacts):
     """The n patches of one slide and the picture they were found in."""
 
-    record: SlideRecord
-    spec: GridSpec
-    mpp: float
-    """µm per level-0 pixel."""
-    size_l0: tuple[int, int]
-    quickhash: str
     xy_l0: NDArray[np.int64]
     """[n, 2] top-left corners (x, y), row by row."""
     label: NDArray[np.int64]
@@ -83,20 +77,16 @@ class SlidePlan:
     """The thumbnail as JPEG: plans of a whole site are held at once."""
     tissue_bits: NDArray[np.uint8]
     tissue_shape: tuple[int, int]
-    downsample: float
-    """Level-0 pixels per thumbnail pixel."""
     outlines_l0: list[NDArray[np.float64]]
     """Rings [m, 2] of the tumour's polygons."""
-    aside_xy_l0: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    aside_xy_l0: NDArray[np.int64]
     """[k, 2] corners of the patches that were set aside for their quality."""
-    aside_reason: NDArray[np.str_] = field(default_factory=lambda: np.empty(0, np.str_))
+    aside_reason: NDArray[np.str_]
     """[k] kinds of `quality`."""
-    tissue_by: str = "saturation"
+    tissue_by: str
     """How tissue was told from background."""
-    tissue_gain: float = 1.0
+    tissue_gain: float
     """Area of tissue for each of that by saturation."""
-    in_tiles: bool = True
-    """Whether patches are whole native tiles of the slide, but for those over its edge."""
 
     @property
     def thumbnail(self) -> NDArray[np.uint8]:
@@ -151,7 +141,7 @@ def plan_slide(
     keep, label = _label_patches(tissue, tumor, record.supervision, record.positive, params)
     keep &= (unsure == 0) | (label == _TUMOR)
     if not keep.any():
-        reason = _why_none(record, params, tissue, tumor, unsure)
+        reason = _why_none(seen, params, tumor, unsure)
         raise WsiFlError(f"{record.path.name}: no patch to keep: {reason}")
     aside = np.flatnonzero(keep)
     fault = faults(seen, aside, params.quality, segmenter)
@@ -164,25 +154,20 @@ def plan_slide(
         picture = np.array(Image.fromarray(picture).reduce(factor))
         mask = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)) > 127
     rings = shapely.get_rings(shapely.get_parts(annotations.tumor)) if annotations is not None else []
+    facts = record, spec, seen.mpp, seen.size_l0, seen.quickhash, seen.in_tiles, seen.downsample * factor
     return SlidePlan(
-        record,
-        spec,
-        seen.mpp,
-        seen.size_l0,
-        seen.quickhash,
+        *facts,
         seen.xy_l0[keep],
         label[keep],
         tumor[keep],
         jpeg.encode(picture, _PICTURE_QUALITY),
         np.packbits(mask),
         mask.shape,
-        seen.downsample * factor,
         [shapely.get_coordinates(ring) for ring in rings],
         seen.xy_l0[aside],
         fault,
         seen.found.method,
         seen.found.gain,
-        seen.in_tiles,
     )
 
 
@@ -207,12 +192,9 @@ def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanP
 
 
 def _why_none(
-    record: SlideRecord,
-    params: PlanParams,
-    tissue: NDArray[np.float32],
-    tumor: NDArray[np.float32],
-    unsure: NDArray[np.float32],
+    seen: SlideSurvey, params: PlanParams, tumor: NDArray[np.float32], unsure: NDArray[np.float32]
 ) -> str:
+    tissue = seen.tissue
     rows = tissue >= params.min_tissue
     if not rows.any():
         return (
@@ -224,5 +206,5 @@ def _why_none(
         f"{rows.sum()} of {len(tissue)} grid positions hold {params.min_tissue:.0%} tissue, of these "
         f"{touching.sum()} are less than {params.min_tumor:.0%} tumour, {(rows & (unsure > 0)).sum()} touch outlines "
         f"without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
-        f"{record.supervision}; lower tile.size_px"
+        f"{seen.record.supervision}; lower tile.size_px"
     )
