@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -217,9 +218,12 @@ def joined(parts: list[Examples]) -> Examples:
         return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)])
 
-    def gathered(rows: _Rows, part_of: Callable[[int, NDArray[np.bool_]], Inputs]) -> Inputs:
+    def gathered(readers: Sequence[Callable[..., Inputs]], rows: _Rows, *drawn: _Rows) -> Inputs:
         owner = np.searchsorted(starts, rows, side="right") - 1
-        found = {int(k): part_of(int(k), owner == k) for k in np.unique(owner)}
+        found = {
+            k: readers[k](rows[owner == k] - starts[k], *(one[owner == k] for one in drawn))
+            for k in np.unique(owner).tolist()
+        }
         if not found:
             return parts[0].read(rows)
         shape = np.max([some.shape[1:] for some in found.values()], axis=0)
@@ -228,21 +232,14 @@ def joined(parts: list[Examples]) -> Examples:
             out[owner == k, : some.shape[1]] = some
         return out
 
-    def read(rows: _Rows) -> Inputs:
-        return gathered(rows, lambda k, mine: parts[k].read(rows[mine] - starts[k]))
-
     shows = [part.show for part in parts if part.show is not None]
-
-    def show(rows: _Rows, which: _Rows) -> Inputs:
-        return gathered(rows, lambda k, mine: shows[k](rows[mine] - starts[k], which[mine]))
-
     return Examples(
-        read,
+        partial(gathered, [part.read for part in parts]),
         np.concatenate([part.label for part in parts]),
         np.concatenate([part.slide for part in parts]),
         np.concatenate([part.patient for part in parts]),
         _all_allowed(parts),
-        show if len(shows) == len(parts) else None,
+        partial(gathered, shows) if len(shows) == len(parts) else None,
         min((part.at_once for part in parts if part.at_once is not None), default=None),
         parts[0].task,
     )

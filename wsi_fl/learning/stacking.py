@@ -97,8 +97,7 @@ def stack_by_rows(
         return own_alone(own.shape[1])
     if task.kind != "classes":
         return replace(shared_alone(own.shape[1]), weight=1 / (1 + part), of_logits=False)
-    spread = tuple(_spread(_logits(said), labels) for said in (own, shared))
-    scales = (spread[0], spread[1])
+    scales = _spread(_logits(own), labels), _spread(_logits(shared), labels)
     return Stack(1 / (1 + part), scales, scales[0], (0.0,) * own.shape[1])
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from wsi_fl.models.cnn import FrozenNorm, group_norm
 from wsi_fl.models.weights import created, digest_of, fit, published_weights, read_weights
-from wsi_fl.types import Images, UsageError
+from wsi_fl.types import Images, UsageError, one_line
 
 if TYPE_CHECKING:
     from wsi_fl.models import Start
@@ -113,8 +113,7 @@ def _fit_size(model: Any, name: str, size_px: int) -> None:
         try:
             model.set_input_size(img_size=size_px)
         except Exception as error:  # each architecture has its own way to refuse
-            reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-            raise UsageError(f"timm makes no {name} of images of {size_px} px: {reason}") from None
+            raise UsageError(f"timm makes no {name} of images of {size_px} px: {one_line(error)}") from None
 
 
 def _classifier(model: Any) -> list[nn.Module]:

@@ -58,8 +58,7 @@ def read_weights(
     try:
         state = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise WsiFlError(f"{path}: not a readable safetensors file ({reason})") from None
+        raise WsiFlError(f"{path}: not a readable safetensors file ({one_line(error)})") from None
     return {name: one.float() if one.is_floating_point() else one for name, one in state.items()}
 
 
@@ -265,12 +264,11 @@ def created(name: str, what: str, **arguments: Any) -> Any:
     try:
         return timm.create_model(name, pretrained=False, **arguments)
     except Exception as error:  # each architecture has its own way to refuse
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if timm.is_model(name):
-            raise UsageError(f"timm makes no {name} of {what}: {reason}") from None
+            raise UsageError(f"timm makes no {name} of {what}: {one_line(error)}") from None
         near = timm.list_models(f"*{name.split('.', maxsplit=1)[0]}*")[:3]
         hint = f"; near: {', '.join(near)}" if near else ""
-        raise UsageError(f"timm knows no model {name!r} ({reason}){hint}") from None
+        raise UsageError(f"timm knows no model {name!r} ({one_line(error)}){hint}") from None
 
 
 _BATCH = 64
