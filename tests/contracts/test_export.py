@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import REAL, make_study, nightly, refused, write_features
 
-from wsi_fl.learning.examples import packed, resized, unlabelled
+from wsi_fl.learning.examples import packed, reduced
 from wsi_fl.models import build
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.exporting import write_onnx, write_torchscript
@@ -211,7 +211,7 @@ def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it
     run = train(study, method="regular", overrides=sets, backend="local")["run"]
     document = export_model(study, run, called="private", form="wsinfer", site="S0", private=True)
     pixels = pixels_of(study)
-    small = resized(unlabelled(pixels), 16).read(np.arange(8))
+    small = reduced(pixels, 16)
     x = torch.from_numpy(small).permute(0, 3, 1, 2) / 127.5 - 1
     ours = answers(study, run, "S0", "private", "cnn1", Images(3, 16), x)
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.slides.patching.grid import grid_positions
-from wsi_fl.slides.patching.patches import _label_patches
+from wsi_fl.slides.patching.patches import PlanParams, _label_patches
 from wsi_fl.types import CLASSES, GridSpec
 
 HEALTHY, TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")
@@ -66,8 +66,8 @@ def test_labels_follow_the_rule(rows, supervision, min_tissue, min_tumor, positi
     tissue, tumor = np.array(rows, np.float32).reshape(-1, 2).T
     if supervision == "negative":
         tumor = np.zeros_like(tumor)
-    limits = {"min_tissue": min_tissue, "min_tumor": min_tumor}
-    keep, label = _label_patches(tissue, tumor, supervision, positive, **limits)
+    limits = PlanParams(min_tissue=min_tissue, min_tumor=min_tumor)
+    keep, label = _label_patches(tissue, tumor, supervision, positive, limits)
     assert keep.dtype == bool and label.dtype == np.int64
     expected = [
         rule(a, b, supervision, positive, min_tissue, min_tumor) for a, b in zip(tissue, tumor, strict=True)
@@ -78,8 +78,7 @@ def test_labels_follow_the_rule(rows, supervision, min_tissue, min_tumor, positi
 @pytest.mark.parametrize("supervision", ["partial", "annotated"])
 def test_the_least_overlap_makes_a_patch_neither_healthy_nor_tumour(supervision):
     tumor = np.array([0, 1e-7, 0.49, 0.5, 1], np.float32)
-    keep, label = _label_patches(
-        np.ones(5, np.float32), tumor, supervision, True, min_tissue=0.5, min_tumor=0.5
-    )
+    limits = PlanParams(min_tissue=0.5, min_tumor=0.5)
+    keep, label = _label_patches(np.ones(5, np.float32), tumor, supervision, True, limits)
     assert keep.tolist() == [supervision == "annotated", False, False, True, True]
     assert label[keep].tolist() == ([0, 1, 1] if supervision == "annotated" else [1, 1])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
-from wsi_fl.learning.predictions import _REJECTED, Predictions, _averaged, _decided, aggregated_scores
+from wsi_fl.learning.predictions import _REJECTED, Predictions, _decided, aggregated_scores
 from wsi_fl.learning.tasks import CLASSES, Number, Survival
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
@@ -124,9 +124,9 @@ def test_votes_are_what_counting_says(case):
         votes = [int(p[i].argmax()) for p in sites]
         count = Counter(votes)
         (first, most), *rest = count.most_common()
-        absolute = int(_decided(sites, "absolute")[i])
+        absolute = int(_decided(sites, "absolute")[0][i])
         assert absolute == (first if most > len(sites) / 2 else _REJECTED)
-        relative = int(_decided(sites, "relative")[i])
+        relative = int(_decided(sites, "relative")[0][i])
         assert count[relative] == most
         if not rest or rest[0][1] < most:
             assert relative == first
@@ -135,27 +135,27 @@ def test_votes_are_what_counting_says(case):
             mean = sum(p[i] for p in sites)
             assert relative == max(tied, key=lambda c: mean[c])
         weight = {c: sum(w for v, w in zip(votes, weights, strict=True) if v == c) for c in count}
-        assert weight[int(_decided(sites, "weighted", weights)[i])] == pytest.approx(max(weight.values()))
+        assert weight[int(_decided(sites, "weighted", weights)[0][i])] == pytest.approx(max(weight.values()))
 
 
 @given(said())
 @settings(max_examples=30, deadline=None)
 def test_means_are_means(case):
     sites, weights = case
-    assert np.allclose(_averaged(sites), sum(sites) / len(sites))
+    choice, mean = _decided(sites, "mean", weights)
+    assert np.allclose(mean, sum(sites) / len(sites)), "weights are not for this rule"
+    assert (choice == mean.argmax(1)).all()
     by_hand = sum(w * p for w, p in zip(weights, sites, strict=True)) / weights.sum()
-    assert np.allclose(_averaged(sites, weights), by_hand)
-    assert (_decided(sites, "weighted_mean", weights) == by_hand.argmax(1)).all()
-    assert (_decided(sites, "mean", weights) == _averaged(sites).argmax(1)).all(), (
-        "weights are not for this rule"
-    )
+    choice, mean = _decided(sites, "weighted_mean", weights)
+    assert np.allclose(mean, by_hand)
+    assert (choice == by_hand.argmax(1)).all()
 
 
 def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean():
     sites = [np.array([[0.99, 0.01]]), np.array([[0.45, 0.55]]), np.array([[0.45, 0.55]])]
-    assert _decided(sites, "relative").tolist() == _decided(sites, "absolute").tolist() == [1]
-    assert _decided(sites, "mean").tolist() == [0]
-    assert _decided(sites, "weighted", [5, 1, 1]).tolist() == [0]
+    assert _decided(sites, "relative")[0].tolist() == _decided(sites, "absolute")[0].tolist() == [1]
+    assert _decided(sites, "mean")[0].tolist() == [0]
+    assert _decided(sites, "weighted", [5, 1, 1])[0].tolist() == [0]
 
 
 def test_what_is_rejected_is_wrong():

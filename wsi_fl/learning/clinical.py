@@ -110,26 +110,19 @@ def _at_prevalence(
     Reference: Mercaldo, Lau and Zhou, Statistics in Medicine 26, 2007: the logit intervals, with half a patient added
     where all were right.
     """
-    n1, n0 = sensitivity.n, specificity.n
-    se, sp = sensitivity.value, specificity.value
     odds = prevalence / (1 - prevalence)
-    se_, sp_ = ((p * n + 0.5) / (n + 1) if p in (0, 1) else p for p, n in ((se, n1), (sp, n0)))
-    n = n1 + n0
-    ppv = None
-    if se + (1 - sp) > 0:
-        spread = sqrt((1 - se_) / (se_ * n1) + sp_ / ((1 - sp_) * n0))
-        ppv = _of_odds(se * odds, 1 - sp, log(se_ / (1 - sp_) * odds), spread, n)
-    npv = None
-    if sp + (1 - se) > 0:
-        spread = sqrt(se_ / ((1 - se_) * n1) + (1 - sp_) / (sp_ * n0))
-        npv = _of_odds(sp, (1 - se) * odds, log(sp_ / (1 - se_) / odds), spread, n)
-    return ppv, npv
+    return _predictive(sensitivity, specificity, odds), _predictive(specificity, sensitivity, 1 / odds)
 
 
-def _of_odds(for_: float, against: float, logit: float, spread: float, n: int) -> _Interval:
-    low, high = (1 / (1 + exp(-(logit + sign * _Z * spread))) for sign in (-1, 1))
-    value = for_ / (for_ + against)
-    return _Interval(value, min(low, value), max(high, value), n)
+def _predictive(own: _Interval, other: _Interval, odds: float) -> _Interval | None:
+    """Return how often an answer is right: how often each kind gets its own answer, and the odds of this kind."""
+    if own.value == 0 and other.value == 1:
+        return None
+    a, b = ((p.value * p.n + 0.5) / (p.n + 1) if p.value in (0, 1) else p.value for p in (own, other))
+    spread = sqrt((1 - a) / (a * own.n) + b / ((1 - b) * other.n))
+    low, high = (1 / (1 + exp(-(log(a / (1 - b) * odds) + sign * _Z * spread))) for sign in (-1, 1))
+    value = own.value * odds / (own.value * odds + (1 - other.value))
+    return _Interval(value, min(low, value), max(high, value), own.n + other.n)
 
 
 def _delong(scores: _Floats, case: _Flags) -> tuple[_Floats, _Floats]:
@@ -343,9 +336,8 @@ def patients_needed(
         outcome", Statistics in Medicine 40, 2021.
     """
     found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / _Z)}
-    log_error = (
-        asinh(wanted.expected / 2) / _Z
-    )  # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
+    # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
+    log_error = asinh(wanted.expected / 2) / _Z
     found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
     found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / _Z)
     for name, value, share, width in (

@@ -247,9 +247,7 @@ def results(document: Scores) -> dict[str, Any]:
         parts = {name: _scores_of([told[name]]) for name in document["hospitals"]}
         whole = list(told.values())
         models[model] = {"hospitals": parts, "merged": _scores_of(whole)}
-        truth = np.maximum(
-            truth, np.sum(confusion_of(whole), axis=1)
-        )  # of a model that did not arrive it is 0
+        truth = np.maximum(truth, np.sum(confusion_of(whole), axis=1))  # 0 of a model that did not arrive
     most = int(truth.argmax())
     constant = {"class": document["classes"][most], "accuracy": float(truth[most] / truth.sum())}
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,12 +69,14 @@ class Examples:
         return len(self.label)
 
     @staticmethod
-    def of(x: Inputs | Sequence[Inputs], label: ArrayLike, patient: Sequence[str] = ()) -> Examples:
+    def of(
+        x: Inputs | Sequence[Inputs], label: ArrayLike | None = None, patient: Sequence[str] = ()
+    ) -> Examples:
         """Return n examples that lie in memory.
 
         Args:
             x: images uint8[n, h, w, channels], features float32[n, d], or n bags of features float32[m, d].
-            label: int64[n] of classes.
+            label: int64[n] of classes; all are 0 where this is left out, as of examples to predict.
             patient: of each; none of them is known where this is left out.
         """
         unknown = np.full(len(x), "")
@@ -82,7 +85,8 @@ class Examples:
             return x[rows] if isinstance(x, np.ndarray) else packed([x[k] for k in rows])
 
         names = np.asarray(patient, np.str_) if len(patient) else unknown
-        return Examples(read, np.asarray(label, np.int64), unknown, names)
+        labels = np.zeros(len(x), np.int64) if label is None else np.asarray(label, np.int64)
+        return Examples(read, labels, unknown, names)
 
 
 def packed(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
@@ -92,11 +96,6 @@ def packed(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
         row[: len(bag), :-1] = bag
         row[: len(bag), -1] = 1
     return out
-
-
-def unlabelled(inputs: Inputs) -> Examples:
-    """Return images uint8[n, h, w, channels] or features float32[n, d] without labels as examples to predict."""
-    return Examples.of(inputs, np.zeros(len(inputs)))
 
 
 def bag_examples(
@@ -135,8 +134,7 @@ def unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task:
     """Return unlabelled bags as examples to predict, with the classes bool[classes] that they may have."""
     possible = np.broadcast_to(allowed, (len(bags), len(allowed))) if task.kind == "classes" else None
     at_once = bags_at_once(max(map(len, bags)), bags[0].shape[1])
-    found = Examples.of(bags, np.zeros(len(bags)))
-    return replace(found, allowed=possible, at_once=at_once, task=task)
+    return replace(Examples.of(bags), allowed=possible, at_once=at_once, task=task)
 
 
 def allowed_classes(
@@ -184,19 +182,20 @@ def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
 
 
 def resized(examples: Examples, size_px: int) -> Examples:
-    """Return the same images at size_px × size_px by area averaging."""
+    """Return the same images at size_px × size_px."""
+    return replace(examples, read=lambda rows: reduced(examples.read(rows), size_px))
+
+
+def reduced(pixels: NDArray[np.uint8], size_px: int) -> NDArray[np.uint8]:
+    """Return images uint8[n, h, w, channels] at size_px × size_px by area averaging."""
     import torch
     from torch.nn import functional
 
-    def read(rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        pixels = examples.read(rows)
-        if pixels.shape[1:3] == (size_px, size_px) or not len(rows):
-            return pixels
-        planes = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
-        smaller = functional.interpolate(planes, size=(size_px, size_px), mode="area")
-        return smaller.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-
-    return replace(examples, read=read)
+    if pixels.shape[1:3] == (size_px, size_px) or not len(pixels):
+        return pixels
+    planes = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
+    smaller = functional.interpolate(planes, size=(size_px, size_px), mode="area")
+    return smaller.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
 def in_memory(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int = 64) -> Examples:
@@ -219,9 +218,12 @@ def joined(parts: list[Examples]) -> Examples:
         return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)])
 
-    def gathered(rows: _Rows, part_of: Callable[[int, NDArray[np.bool_]], Inputs]) -> Inputs:
+    def gathered(readers: Sequence[Callable[..., Inputs]], rows: _Rows, *drawn: _Rows) -> Inputs:
         owner = np.searchsorted(starts, rows, side="right") - 1
-        found = {int(k): part_of(int(k), owner == k) for k in np.unique(owner)}
+        found = {
+            k: readers[k](rows[owner == k] - starts[k], *(one[owner == k] for one in drawn))
+            for k in np.unique(owner).tolist()
+        }
         if not found:
             return parts[0].read(rows)
         shape = np.max([some.shape[1:] for some in found.values()], axis=0)
@@ -230,21 +232,14 @@ def joined(parts: list[Examples]) -> Examples:
             out[owner == k, : some.shape[1]] = some
         return out
 
-    def read(rows: _Rows) -> Inputs:
-        return gathered(rows, lambda k, mine: parts[k].read(rows[mine] - starts[k]))
-
     shows = [part.show for part in parts if part.show is not None]
-
-    def show(rows: _Rows, which: _Rows) -> Inputs:
-        return gathered(rows, lambda k, mine: shows[k](rows[mine] - starts[k], which[mine]))
-
     return Examples(
-        read,
+        partial(gathered, [part.read for part in parts]),
         np.concatenate([part.label for part in parts]),
         np.concatenate([part.slide for part in parts]),
         np.concatenate([part.patient for part in parts]),
         _all_allowed(parts),
-        show if len(shows) == len(parts) else None,
+        partial(gathered, shows) if len(shows) == len(parts) else None,
         min((part.at_once for part in parts if part.at_once is not None), default=None),
         parts[0].task,
     )

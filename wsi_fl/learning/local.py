@@ -256,7 +256,7 @@ def probabilities(
     device: torch.device,
     batch_size: int = _BATCH,
     *,
-    alive: Callable[[], None] | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float64]:
     """Return what a model says of all examples, in order: float64[n, k] as their task has it.
 
@@ -266,27 +266,29 @@ def probabilities(
         predict: images float32[b, c, h, w] in [−1, 1], or bags → outputs [b, k].
         alive: called with every batch, so that nobody thinks this long job hangs.
     """
-    parts = []
-    for logits, _ in _answers(predict, examples, device, batch_size):
-        parts.append(examples.task.said(logits).double().cpu().numpy())
-        if alive is not None:
-            alive()
-    return np.concatenate(parts)
+    (found,) = probabilities_of_each([predict], examples, device, batch_size, alive=alive)
+    return np.asarray(found)
 
 
 def probabilities_of_each(
-    models: Sequence[Callable[[Tensor], Tensor]], examples: Examples, device: torch.device
+    models: Sequence[Callable[[Tensor], Tensor]],
+    examples: Examples,
+    device: torch.device,
+    batch_size: int = _BATCH,
+    *,
+    alive: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float64]:
-    """Return what each of r models says of all examples, float64[r, n, k]; the examples are read once."""
+    """Return what each of r models says of all examples, float64[r, n, k], as `probabilities`; they are read once."""
 
     def predict(x: Tensor) -> Tensor:
         return torch.stack([model(x) for model in models], dim=1)
 
-    parts = [
-        torch.stack([examples.task.said(one) for one in outputs.unbind(1)])
-        for outputs, _ in _answers(predict, examples, device, _BATCH)
-    ]
-    return torch.cat(parts, dim=1).double().cpu().numpy()
+    parts = []
+    for outputs, _ in _answers(predict, examples, device, batch_size):
+        said = torch.stack([examples.task.said(one) for one in outputs.unbind(1)])
+        parts.append(said.double().cpu().numpy())
+        alive()
+    return np.concatenate(parts, axis=1)
 
 
 def undecided_where_broken(said: NDArray[np.float64], examples: Examples) -> NDArray[np.float64]:

@@ -156,43 +156,27 @@ def of_tumor_types(table: Predictions) -> dict[str, Any]:
 # ---- many sites' predictions as one (MPCPA, section 3.2)
 
 
-def _averaged(said: Sequence[Probabilities], weights: Sequence[float] | None = None) -> Probabilities:
-    """Return Σ wᵢ pᵢ / Σ wᵢ of probabilities [n, classes] each; equal weights where none are given."""
-    mean: Probabilities = np.average(np.stack(said), axis=0, weights=weights)
-    return mean
-
-
-def _tallied(said: Sequence[Probabilities], weights: Sequence[float] | None = None) -> Probabilities:
-    """Return shares of the votes [n, classes]: each site gives its weight to its most probable class."""
-    w = np.ones(len(said)) if weights is None else np.asarray(weights, np.float64)
-    votes = np.zeros(said[0].shape)
-    for p, weight in zip(said, w, strict=True):
-        votes[np.arange(len(p)), p.argmax(1)] += weight
-    shares: Probabilities = votes / w.sum()
-    return shares
-
-
 def _decided(
     said: Sequence[Probabilities], rule: str, weights: Sequence[float] | None = None
-) -> NDArray[np.int64]:
-    """Return int64[n], the class of each example under one of `_RULES`.
+) -> tuple[NDArray[np.int64], Probabilities]:
+    """Return (int64[n], the class of each example under one of `_RULES`, and the scores [n, classes] that say so).
 
     Absolute majority: the class with more than half of the votes, else `_REJECTED`. Relative: the class with most
     votes. Weighted: the class with most weight. Votes that tie are settled by the mean of the probabilities, since
-    drawing lots would give other answers every time.
+    drawing lots would give other answers every time. A site votes for its most probable class.
 
     Args:
         weights: of the sites, for "weighted_mean" and "weighted"; the other rules take no notice.
     """
     own = weights if rule.startswith("weighted") else None
-    mean = _averaged(said, own)
+    mean = np.average(said, axis=0, weights=own)
     if rule in _MEANS:
-        return np.asarray(mean.argmax(1), np.int64)
-    shares = _tallied(said, own)
+        return mean.argmax(1), mean
+    shares = np.average([np.eye(p.shape[1])[p.argmax(1)] for p in said], axis=0, weights=own)
     if rule == "absolute":
-        return np.where(shares.max(1) > 0.5, shares.argmax(1), _REJECTED)
+        return np.where(shares.max(1) > 0.5, shares.argmax(1), _REJECTED), shares
     most = shares >= shares.max(1, keepdims=True) - 1e-12
-    return np.asarray(np.where(most, mean, -1.0).argmax(1), np.int64)
+    return np.where(most, mean, -1.0).argmax(1), shares
 
 
 def aggregated_scores(
@@ -201,9 +185,7 @@ def aggregated_scores(
     """Return by rule: n, accuracy, macro-accuracy, AUROC of shares or means, and how many were rejected (all wrong)."""
     found = {}
     for rule in _RULES:
-        decision = _decided(said, rule, weights)
-        own = weights if rule.startswith("weighted") else None
-        score = (_averaged if rule in _MEANS else _tallied)(said, own)
+        decision, score = _decided(said, rule, weights)
         found[rule] = {
             "n": len(labels),
             **counted_once(measure_of_classes(decision == labels, score, labels), len(labels)),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from wsi_fl.learning.metrics import Labels, Probabilities, mean_over_classes, one_each
 from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth
@@ -58,13 +59,7 @@ class Stack:
     @staticmethod
     def of(document: Mapping[str, Any]) -> Stack:
         """Return the stack of a document that `asdict` made."""
-        scales = (float(document["scales"][0]), float(document["scales"][1]))
-        bias = tuple(map(float, document["bias"]))
-        whose = {key: str(document[key]) for key in ("own", "shared") if key in document}
-        of_logits = bool(document.get("of_logits", True))
-        return Stack(
-            float(document["weight"]), scales, float(document["slope"]), bias, **whose, of_logits=of_logits
-        )
+        return TypeAdapter(Stack).validate_python(document)
 
 
 def shared_alone(n_classes: int) -> Stack:
@@ -102,8 +97,7 @@ def stack_by_rows(
         return own_alone(own.shape[1])
     if task.kind != "classes":
         return replace(shared_alone(own.shape[1]), weight=1 / (1 + part), of_logits=False)
-    spread = tuple(_spread(_logits(said), labels) for said in (own, shared))
-    scales = (spread[0], spread[1])
+    scales = _spread(_logits(own), labels), _spread(_logits(shared), labels)
     return Stack(1 / (1 + part), scales, scales[0], (0.0,) * own.shape[1])
 
 

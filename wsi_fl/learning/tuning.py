@@ -7,7 +7,7 @@ classes that serve rows of patients best that it has not seen. Nothing here look
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -228,9 +228,7 @@ def _held_out_folds(labels: Labels, patient: NDArray[np.str_]) -> Iterator[NDArr
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=0)
     for seen, held in splitter.split(np.zeros(len(labels)), labels, names):
         if len(np.unique(labels[seen])) == len(patients):
-            fold = np.zeros(len(labels), bool)
-            fold[held] = True
-            yield fold
+            yield np.isin(np.arange(len(labels)), held)
 
 
 def _balanced_loss(said: Probabilities, labels: Labels) -> float:
@@ -262,11 +260,6 @@ class HyperParameters:
     lr: float
     weight_decay: float
     balance: bool
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a run keeps of it."""
-        return asdict(self)
 
 
 def criterion(said: Predicted, truth: Truth, task: Task) -> float:

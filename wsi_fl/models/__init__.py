@@ -39,9 +39,16 @@ HUB: Literal["hub"] = "hub"
 
 @dataclass(frozen=True)
 class Start:
-    """The weights that a network starts from, and the part of it that is trained."""
+    """The weights that a network starts from, and the part of it that is trained.
 
-    # as `pretrained_model` takes them
+    Attributes:
+        train: everything, the classifier, the last block and what comes after it, gains and biases of normalisation
+            layers and the classifier, or low-rank adapters and the classifier.
+        weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture alone, whose weights will
+            be loaded afterwards.
+        cache: where the tensors of a pickle are kept when its own folder cannot be written.
+    """
+
     train: Part = "all"
     weights: Path | Literal["hub"] | None = None
     cache: Path | None = None
@@ -89,8 +96,7 @@ def _started(name: str, n_classes: int, shape: Shape, start: Start) -> nn.Module
         )
     from wsi_fl.models.pretrained import pretrained_model
 
-    architecture = name.removeprefix("timm:")
-    return pretrained_model(architecture, n_classes, shape, start.train, start.weights, start.cache)
+    return pretrained_model(name.removeprefix("timm:"), n_classes, shape, start)
 
 
 def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:

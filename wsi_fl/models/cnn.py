@@ -57,6 +57,27 @@ class FrozenNorm(nn.Module):
         return functional.batch_norm(x, self.running_mean, self.running_var, gain, bias, False, 0.0, self.eps)
 
 
+def perceptron(*widths: int) -> list[nn.Module]:
+    """Linear layers from each width to the next, with ReLU between them."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return layers[:-1]
+
+
+def _convolutions(
+    in_channels: int, blocks: Sequence[Sequence[int]], norm: Callable[[int], nn.Module]
+) -> list[nn.Module]:
+    """conv(3×3), normalisation and ReLU for each width of each block, which ends in 2×2 pooling."""
+    layers: list[nn.Module] = []
+    for block in blocks:
+        for width in block:
+            layers += [nn.Conv2d(in_channels, width, 3, padding=1), norm(width), nn.ReLU()]
+            in_channels = width
+        layers.append(nn.MaxPool2d(2))
+    return layers
+
+
 def _two_rounds(
     n_classes: int,
     in_channels: int,
@@ -74,38 +95,21 @@ def _two_rounds(
     layers: list[nn.Module] = []
     for before, after in pairwise((in_channels, *widths)):
         layers += [nn.Conv2d(before, after, kernel), nn.ReLU(), nn.MaxPool2d(2)]
-    layers.append(nn.Flatten())
-    for before, after in pairwise((widths[1] * side**2, *hidden, n_classes)):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*layers, nn.Flatten(), *perceptron(widths[1] * side**2, *hidden, n_classes))
 
 
 def _gn_cnn(n_classes: int, in_channels: int, size_px: int, *, name: str, widths: Sequence[int]) -> nn.Module:
     """conv(3×3), GroupNorm(1 group), ReLU and, but for the last, pooling; mean; fc(n_classes)."""
     if size_px < 16:
         raise UsageError(f"{name} needs images of at least 16 px, not {size_px}")
-    layers: list[nn.Module] = []
-    for channels_in, channels_out in pairwise((in_channels, *widths)):
-        layers += [
-            nn.Conv2d(channels_in, channels_out, 3, padding=1),
-            nn.GroupNorm(1, channels_out),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-        ]
-    layers.pop()
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], n_classes))
+    layers = _convolutions(in_channels, [(width,) for width in widths], partial(nn.GroupNorm, 1))
+    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], n_classes)
+    return nn.Sequential(*layers[:-1], *end)
 
 
 def _mlp(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     """flatten, fc(200), ReLU, fc(200), ReLU, fc(n_classes): the perceptron of ProxyFL's appendix A.1."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(in_channels * size_px**2, 200),
-        nn.ReLU(),
-        nn.Linear(200, 200),
-        nn.ReLU(),
-        nn.Linear(200, n_classes),
-    )
+    return nn.Sequential(nn.Flatten(), *perceptron(in_channels * size_px**2, 200, 200, n_classes))
 
 
 def _resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
@@ -135,14 +139,8 @@ def _vgg11(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     side = size_px // 2 ** len(_BLOCKS)
     if side < 1:
         raise UsageError(f"vgg11 needs images of at least 32 px, not {size_px}")
-    layers: list[nn.Module] = []
-    channels = in_channels
-    for block in _BLOCKS:
-        for width in block:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), group_norm(width), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, n_classes))
+    layers = _convolutions(in_channels, _BLOCKS, group_norm)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(_BLOCKS[-1][-1] * side**2, n_classes))
 
 
 BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {

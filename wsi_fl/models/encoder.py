@@ -149,19 +149,22 @@ class Encoder:
         self.batch_size = batch_size or (32 if self.device.type == "cpu" else _GPU_BATCH)
         weights = None if weights is None else Path(weights)
         read = partial(read_weights, cache=cache, tell=tell)
-        network, parts = (_of_preset if name in PRESETS else _of_timm)(name, weights, input_px, read)
+        network = (_of_preset if name in PRESETS else _of_timm)(name, weights, input_px, read)
+        own = (*network.transform.parts, network.pooling)
+        self.parts = PRESETS[name].parts if name in PRESETS else own
         self.input_px = network.transform.px
         size = f" at {self.input_px} px" if self.input_px else ""
-        self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)[:_DIGITS]}", parts)
-        self.parts = parts
+        self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)[:_DIGITS]}", self.parts)
         self.network = network.eval().requires_grad_(False).to(self.device)
         self.network.to(memory_format=torch.channels_last)
-        self.half = _half_of(self.device) if half_precision else None
+        self.half = None
+        if half_precision and self.device.type != "cpu":
+            self.half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
         for module in self.network.modules() if self.half is not None else ():
-            if type(module) in (
+            if type(module) in {
                 nn.Linear,
                 nn.Conv2d,
-            ):  # autocast would bring their weights there for every batch
+            }:  # autocast would bring their weights there for every batch
                 module.to(self.half)
         self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
         side = self.input_px or int(_input_of(network.model)["input_size"][-1])
@@ -256,31 +259,20 @@ def _waited(done: torch.cuda.Event, there: torch.Tensor, _: torch.Tensor) -> _Fe
     return there.numpy().copy()
 
 
-def _half_of(device: torch.device) -> torch.dtype | None:
-    """Return the type of half the bits that a device computes fast with; None for processors."""
-    if device.type == "cpu":
-        return None
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
 def _of_preset(
     name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]
-) -> tuple[Network, tuple[str, ...]]:
-    """A preset with its weights, and what its label says besides them."""
+) -> Network:
     preset = PRESETS[name]
     _only_px(preset.transform.px or 0, input_px)
     if preset.build is not None:
-        return Network(preset.build(weights), preset.transform, preset.pooling), preset.parts
+        return Network(preset.build(weights), preset.transform, preset.pooling)
     path = weights or published_weights(name, preset.hub_id, HUB_FILES)
     model = preset_model(preset)
     fit(model, read(path), str(path), assign=True)
-    return Network(model, preset.transform, preset.pooling), preset.parts
+    return Network(model, preset.transform, preset.pooling)
 
 
-def _of_timm(
-    name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]
-) -> tuple[Network, tuple[str, ...]]:
-    """A timm model with its weights, and what its label says besides them."""
+def _of_timm(name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]) -> Network:
     refuse_file_name(name)
     try:
         model = created(name, "features", num_classes=0)
@@ -294,13 +286,10 @@ def _of_timm(
     interpolation = data["interpolation"] if data["interpolation"] in {"bilinear", "bicubic"} else "bicubic"
     if getattr(model, "pretrained_cfg", {}).get("fixed_input_size"):
         input_px = _only_px(int(data["input_size"][-1]), input_px)
-    transform = Transform(tuple(data["mean"]), tuple(data["std"]), input_px, interpolation)
-    network = Network(model, transform)
-    return network, (*transform.parts, network.pooling)
+    return Network(model, Transform(tuple(data["mean"]), tuple(data["std"]), input_px, interpolation))
 
 
 def _input_of(model: nn.Module) -> dict[str, Any]:
-    """Return what timm says of a model's input."""
     from timm.data import resolve_model_data_config
 
     data: dict[str, Any] = resolve_model_data_config(model)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wsi_fl.models.cnn import perceptron
+
 _HIDDEN, _ATTENDING = 256, 128  # units of φ and ρ, and of the attention
 _TOKEN, _HEADS, _LANDMARKS = 128, 4, 1024
 """Units of a token of TransMIL, heads of its attention, and the most patches that a patch attends to one by one."""
@@ -86,15 +88,8 @@ class _Attention(nn.Module):
 
 def deepset(n_classes: int, n_features: int, hidden: int = _HIDDEN, pool: _Pool = _mean) -> nn.Module:
     """Two layers on each patch, the mean over the bag or what else pools it, and two layers on that."""
-    phi = nn.Sequential(
-        nn.LayerNorm(n_features),
-        nn.Linear(n_features, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(),
-    )
-    rho = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, n_classes))
-    return _PooledBag(phi, pool, rho)
+    phi = nn.Sequential(nn.LayerNorm(n_features), *perceptron(n_features, hidden, hidden), nn.ReLU())
+    return _PooledBag(phi, pool, nn.Sequential(*perceptron(hidden, hidden, n_classes)))
 
 
 def _deepset_attention(n_classes: int, n_features: int) -> nn.Module:
@@ -232,9 +227,7 @@ def linear_head(n_classes: int, n_features: int) -> nn.Module:
 
 
 def _mlp_head(n_classes: int, n_features: int) -> nn.Module:
-    return nn.Sequential(
-        nn.LayerNorm(n_features), nn.Linear(n_features, 64), nn.ReLU(), nn.Linear(64, n_classes)
-    )
+    return nn.Sequential(nn.LayerNorm(n_features), *perceptron(n_features, 64, n_classes))
 
 
 def _mean_head(n_classes: int, n_features: int) -> nn.Module:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from timm.layers import LayerNorm
@@ -17,7 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from wsi_fl.models.cnn import FrozenNorm, group_norm
 from wsi_fl.models.weights import created, digest_of, fit, published_weights, read_weights
-from wsi_fl.types import Images, UsageError
+from wsi_fl.types import Images, UsageError, one_line
+
+if TYPE_CHECKING:
+    from wsi_fl.models import Start
 
 
 def timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
@@ -70,22 +73,8 @@ class _Pretrained(nn.Module):
         return logits
 
 
-def pretrained_model(
-    name: str,
-    n_classes: int,
-    shape: Images,
-    train: Part,
-    weights: Path | Literal["hub"] | None,
-    cache: Path | None,
-) -> _Pretrained:
+def pretrained_model(name: str, n_classes: int, shape: Images, start: Start) -> _Pretrained:
     """Return a timm architecture with given weights and a fresh classifier; its BatchNorm is frozen.
-
-    Args:
-        train: the part that is trained: everything, the classifier, the last block and what comes after it, gains and
-            biases of normalisation layers and the classifier, or low-rank adapters and the classifier.
-        weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture alone, whose weights will
-            be loaded afterwards.
-        cache: where the tensors of a pickle are kept when its own folder cannot be written.
 
     Raises:
         UsageError: when timm has no such model, or none of this size, or it has no such part.
@@ -94,10 +83,10 @@ def pretrained_model(
     if shape.channels != 3:
         raise UsageError(f"published weights are for images of 3 channels, and these have {shape.channels}")
     model = created(name, "weights without classes", num_classes=0)
-    start = "" if weights is None else _load(model, name, weights, cache)
+    digest = "" if start.weights is None else _load(model, name, start.weights, start.cache)
     _fit_size(model, name, shape.size_px)
     model.reset_classifier(n_classes)
-    trained = _PARTS[train](model)
+    trained = _PARTS[start.train](model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for parameter in trained:
@@ -105,7 +94,7 @@ def pretrained_model(
     for module in model.modules():
         if type(module) is LayerNorm:  # timm's own, whose numbers are those of its base
             module.__class__ = nn.LayerNorm
-    return _Pretrained(_without_batch_norm(model, frozen=True), start)
+    return _Pretrained(_without_batch_norm(model, frozen=True), digest)
 
 
 def _load(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
@@ -124,8 +113,7 @@ def _fit_size(model: Any, name: str, size_px: int) -> None:
         try:
             model.set_input_size(img_size=size_px)
         except Exception as error:  # each architecture has its own way to refuse
-            reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-            raise UsageError(f"timm makes no {name} of images of {size_px} px: {reason}") from None
+            raise UsageError(f"timm makes no {name} of images of {size_px} px: {one_line(error)}") from None
 
 
 def _classifier(model: Any) -> list[nn.Module]:
@@ -184,6 +172,9 @@ class _AdaptedConv2d(_Adapted, nn.Conv2d):
     """A convolution with an adapter: a convolution of the same kernel to few channels, and one of 1 × 1."""
 
 
+_OF_KERNEL = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+
+
 def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
     """Turn a layer into one with an adapter, in place: its own parameters keep their names. Return the adapter's."""
     if isinstance(layer, nn.Linear):
@@ -191,16 +182,8 @@ def _adapt(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
         up: nn.Linear | nn.Conv2d = nn.Linear(_RANK, layer.out_features, bias=False)
         layer.__class__ = _AdaptedLinear
     else:
-        down = nn.Conv2d(
-            layer.in_channels,
-            _RANK,
-            layer.kernel_size,  # type: ignore[arg-type]
-            layer.stride,  # type: ignore[arg-type]
-            layer.padding,  # type: ignore[arg-type]
-            layer.dilation,  # type: ignore[arg-type]
-            bias=False,
-            padding_mode=layer.padding_mode,
-        )
+        same: dict[str, Any] = {name: getattr(layer, name) for name in _OF_KERNEL}
+        down = nn.Conv2d(layer.in_channels, _RANK, bias=False, **same)
         up = nn.Conv2d(_RANK, layer.out_channels, 1, bias=False)
         layer.__class__ = _AdaptedConv2d
     nn.init.zeros_(up.weight)

@@ -93,7 +93,6 @@ def load_segmenter(path: Path) -> Segmenter:
 
 
 def _facts(path: Path) -> _Facts:
-    """Return what the header says."""
     try:
         with safe_open(ordinary(path), "np") as file:
             said = (file.metadata() or {}).get("segmenter")

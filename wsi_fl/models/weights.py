@@ -58,8 +58,7 @@ def read_weights(
     try:
         state = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise WsiFlError(f"{path}: not a readable safetensors file ({reason})") from None
+        raise WsiFlError(f"{path}: not a readable safetensors file ({one_line(error)})") from None
     return {name: one.float() if one.is_floating_point() else one for name, one in state.items()}
 
 
@@ -126,17 +125,16 @@ def fit(model: nn.Module, state: State, source: str, *, assign: bool = False) ->
     missing = sorted(wanted.keys() - kept.keys())
     extra = sorted(name for name in kept.keys() - wanted.keys() if not _classifies(name, model))
     unlike = [name for name, one in wanted.items() if name in kept and kept[name].shape != one.shape]
-    wrong = [
-        *(f"{name!r} is missing (shape {_shape(wanted[name])}){_others(missing)}" for name in missing[:1]),
-        *(
-            f"it has {name!r} (shape {_shape(kept[name])}), which the encoder has not{_others(extra)}"
-            for name in extra[:1]
-        ),
-        *(
-            f"{name!r} has shape {_shape(kept[name])} instead of {_shape(wanted[name])}{_others(unlike)}"
-            for name in unlike[:1]
-        ),
-    ]
+    wrong = []
+    if missing:
+        name, shape = missing[0], list(wanted[missing[0]].shape)
+        wrong.append(f"{name!r} is missing (shape {shape}){_others(missing)}")
+    if extra:
+        name, shape = extra[0], list(kept[extra[0]].shape)
+        wrong.append(f"it has {name!r} (shape {shape}), which the encoder has not{_others(extra)}")
+    if unlike:
+        name, shape, right = unlike[0], list(kept[unlike[0]].shape), list(wanted[unlike[0]].shape)
+        wrong.append(f"{name!r} has shape {shape} instead of {right}{_others(unlike)}")
     if wrong:
         encoder = getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__
         raise WsiFlError(f"{source} does not fit the encoder {encoder}: {'; '.join(wrong)}")
@@ -187,10 +185,6 @@ def _classifies(name: str, model: nn.Module) -> bool:
     own = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     known = (*_CLASSIFIERS, *((own,) if isinstance(own, str) else own))
     return any(name.startswith(f"{one}.") for one in known)
-
-
-def _shape(one: torch.Tensor) -> list[int]:
-    return list(one.shape)
 
 
 def _others(names: list[str]) -> str:
@@ -270,18 +264,17 @@ def created(name: str, what: str, **arguments: Any) -> Any:
     try:
         return timm.create_model(name, pretrained=False, **arguments)
     except Exception as error:  # each architecture has its own way to refuse
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if timm.is_model(name):
-            raise UsageError(f"timm makes no {name} of {what}: {reason}") from None
+            raise UsageError(f"timm makes no {name} of {what}: {one_line(error)}") from None
         near = timm.list_models(f"*{name.split('.', maxsplit=1)[0]}*")[:3]
         hint = f"; near: {', '.join(near)}" if near else ""
-        raise UsageError(f"timm knows no model {name!r} ({reason}){hint}") from None
+        raise UsageError(f"timm knows no model {name!r} ({one_line(error)}){hint}") from None
 
 
 _BATCH = 64
 
 
-def untrained_weights(name: str, images: NDArray[np.uint8], seed: int = 0) -> dict[str, torch.Tensor]:
+def untrained_weights(name: str, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
     """Return weights with timm's names that were never trained, always the same for the same images.
 
     Random filters tell textures apart. Normalisation layers have seen the images, without which all features would
@@ -295,7 +288,7 @@ def untrained_weights(name: str, images: NDArray[np.uint8], seed: int = 0) -> di
     from timm.data import resolve_model_data_config
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model: nn.Module = timm.create_model(name, num_classes=2)
     expected = resolve_model_data_config(model)
     mean, std = (torch.tensor(expected[key]).view(1, 3, 1, 1) for key in ("mean", "std"))

@@ -39,7 +39,7 @@ from wsi_fl.stores.bags import UNPLACED, Bag, BagStore
 from wsi_fl.stores.fields import first_line, too_large
 from wsi_fl.stores.hdf5 import created, is_own, opened, own_dataset, own_group
 from wsi_fl.system.files import atomic, ordinary, write_text
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _MAGNIFIED = 10.0
 """µm per pixel times magnification: 40× is 0.25 µm, as TRIDENT, CLAM and most scanners round it."""
@@ -266,7 +266,7 @@ def _read_clam(path: Path) -> _Foreign:
             f"{path.name}: damaged, or it holds more than a tensor; it could run code, so it is not opened"
         ) from None
     except Exception as error:  # torch wraps what it finds in whatever comes first
-        raise WsiFlError(f"{path.name}: damaged ({str(error).strip().splitlines()[0][:120]})") from None
+        raise WsiFlError(f"{path.name}: damaged ({one_line(error)[:120]})") from None
     if not isinstance(found, torch.Tensor) or found.layout != torch.strided or not found.is_floating_point():
         raise WsiFlError(f"{path.name}: holds a {type(found).__name__}, not one tensor of features")
     if found.untyped_storage().nbytes() < found.nbytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -52,16 +52,11 @@ class StoreMeta:
 
 def root_attrs(file_format: str, spec: GridSpec) -> dict[str, Any]:
     """Return the root attributes that files of all formats have."""
-    return spec_attrs(spec) | {"format": file_format, "version": _VERSION, "tool_version": __version__}
-
-
-def spec_attrs(spec: GridSpec) -> dict[str, Any]:
-    """Return a grid as HDF5 attributes."""
-    return {"size_px": spec.size_px, "mpp": spec.mpp, "stride_px": spec.stride_px}
+    return asdict(spec) | {"format": file_format, "version": _VERSION, "tool_version": __version__}
 
 
 def read_spec(attrs: Any) -> GridSpec:
-    """Return the grid that `spec_attrs` wrote."""
+    """Return the grid among root attributes."""
     return GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from wsi_fl.stores.fields import DAMAGE, refuse_too_large, too_large
 from wsi_fl.stores.hdf5 import opened, own_dataset, packs_too_much
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
 _HDF5 = {".h5", ".hdf5"}
@@ -115,13 +115,9 @@ def _arrays(path: Path) -> dict[str, Any]:
     try:
         return read(path)
     except _UNREADABLE as error:
-        raise UsageError(f"{path}: not a readable {kind} file ({_first_line(error)})") from None
+        raise UsageError(f"{path}: not a readable {kind} file ({one_line(error)})") from None
     except MemoryError as error:
         raise UsageError(f"{path}: {too_large(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 def _images(path: Path, arrays: Mapping[str, Any], x: str, y: str, size_px: int | None) -> Images:
@@ -243,4 +239,4 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         with Image.open(path) as picture:
             yield picture
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise WsiFlError(f"{path}: not a readable image ({_first_line(error)})") from None
+        raise WsiFlError(f"{path}: not a readable image ({one_line(error)})") from None

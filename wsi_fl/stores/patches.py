@@ -11,7 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -33,7 +33,6 @@ from wsi_fl.stores.fields import (
     read_meta,
     require_sound,
     shard_sum,
-    spec_attrs,
     sums_of,
     text_of,
     too_large,
@@ -337,7 +336,7 @@ class PatchStore(StoreFile):
     def _check_columns(self, slide: str, group: h5py.Group, patches: _Rows) -> None:
         # it may be of a `tile` that was killed, of another slide, or from an old backup
         table, size = self.table.take(self._rows[slide]), self.meta.spec.size_px
-        said = spec_attrs(self.meta.spec) | {"slide": slide}
+        said = asdict(self.meta.spec) | {"slide": slide}
         same = (
             bool(np.all(table.slide == slide))
             and {key: group.attrs[key] for key in said} == said

@@ -35,10 +35,10 @@ from wsi_fl.stores.fields import (
     marked_columns,
     read_marked,
     read_meta,
+    read_spec,
     root_attrs,
     seal,
     shard_sum,
-    spec_attrs,
     write_root,
 )
 from wsi_fl.stores.hdf5 import SLIDE_BYTES, created, opened
@@ -325,7 +325,7 @@ def _head(path: Path, spec: GridSpec) -> tuple[int, list[int]]:
     # how many rows a shard has, and the bytes of its longest slide, patient and split
     with _opened(path) as file:
         check_format(file, SHARD_FORMAT, path)
-        if spec_attrs(spec) != {key: file.attrs[key] for key in spec_attrs(spec)}:
+        if spec != read_spec(file.attrs):
             raise WsiFlError(f"{path}: tiled on another grid than its store; tile the site again")
         widths = [len(str(file.attrs[name]).encode()) or 1 for name in _TEXTS]
         if "patient" in file:  # stands for the attribute

@@ -50,28 +50,27 @@ def describe_camelyon17(archive: Path) -> list[ArchiveSite]:
 def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
-    rows = rows_of(sources.labels, ("patient", "stage"))
+    table = rows_of(sources.labels, ("patient", "stage"))
+    # patient_000_node_0.tif,negative; those of patients (patient_000.zip,pN0) are passed over
+    rows = [row for row in table if C17_SLIDE.match(Path(row["patient"]).stem)]
     stages: dict[str, str] = {}
-    for (
-        row
-    ) in rows:  # patient_000_node_0.tif,negative; those of patients (patient_000.zip,pN0) are passed over
+    for row in rows:
         slide, stage = Path(row["patient"]).stem, row["stage"]
-        if C17_SLIDE.match(slide) and stages.setdefault(slide, stage) != stage:
+        if stages.setdefault(slide, stage) != stage:
             raise UsageError(f"{row.where}: {slide} is {stage}, and {stages[slide]} in a line above")
-    table = sources.labels.name
+    name = sources.labels.name
 
     def judged(path: Path) -> SlideRecord | SetAside:
         match = C17_SLIDE.match(path.name)
         if match is None:
             return SetAside(path.stem, "not named patient_PPP_node_N")
         if path.stem not in stages:
-            return SetAside(path.stem, f"no stage in {table}")
+            return SetAside(path.stem, f"no stage in {name}")
         return _outlined(sources, path, f"patient_{match[1]}", stages[path.stem])
 
     files = slide_files(sources)
     here = {path.stem for path in files}
-    slides = [row for row in rows if C17_SLIDE.match(Path(row["patient"]).stem)]  # others name patients
-    sources.account(sources.labels, slides, sum(Path(row["patient"]).stem in here for row in slides))
+    sources.account(sources.labels, rows, sum(Path(row["patient"]).stem in here for row in rows))
     return divided(map(judged, files), sources)
 
 
@@ -112,5 +111,4 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
 
 
 def _first(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:
-    """The first of the archive's files or folders of these names that is there."""
     return next((str(archive / name) for name in names if test(archive / name)), None)

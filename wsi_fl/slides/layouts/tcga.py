@@ -223,9 +223,9 @@ def _judged(
     """A slide of which the manifest says a size, where there is one."""
     if int(barcode.sample) in _NORMAL:
         return SetAside(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
-    if reason := clinical.reason(barcode.patient):
-        return SetAside(path.stem, reason)
-    diagnosis, tumor_type = clinical.labels(barcode.patient)
+    labels = clinical.labels(barcode.patient)
+    if isinstance(labels, str):
+        return SetAside(path.stem, labels)
     if expected is not None and expected != str(n_bytes := path.stat().st_size):
         said = f"has {n_bytes} bytes, but the manifest says {expected or 'nothing'}: download it again"
         return SetAside(path.stem, said)
@@ -237,8 +237,8 @@ def _judged(
         "weak",
         True,
         mpp_override=sources.mpp_override,
-        diagnosis=diagnosis,
-        tumor_type=tumor_type,
+        diagnosis=labels[0],
+        tumor_type=labels[1],
     )
 
 
@@ -278,21 +278,19 @@ class _Clinical:
                 if one and one not in known:
                     known.append(one)
 
-    def reason(self, patient: str) -> str | None:
-        """Why a patient's slides cannot be labelled, or None."""
+    def labels(self, patient: str) -> tuple[str, str] | str:
+        """Diagnosis and tumour type of a patient, the latter may be empty; or why no slide of theirs has a label."""
         if patient not in self._cases:
             return f"patient {patient} is not in {self.path.name}"
-        return None if self._cases[patient][0] else f"patient {patient} has no diagnosis in {self.path.name}"
-
-    def labels(self, patient: str) -> tuple[str, str]:
-        """Diagnosis and tumour type of a patient who has a diagnosis; the latter may be empty."""
-        for found in self._cases[patient]:
+        diagnoses, tumor_types = self._cases[patient]
+        if not diagnoses:
+            return f"patient {patient} has no diagnosis in {self.path.name}"
+        for found in (diagnoses, tumor_types):
             if len(found) > 1:
                 raise UsageError(
                     f"{self.path.name}: rows of patient {patient} contradict each other "
                     f"({found[0]!r} and {found[1]!r}); keep the right one"
                 )
-        diagnoses, tumor_types = self._cases[patient]
         return diagnoses[0], tumor_types[0] if tumor_types else ""
 
 

@@ -101,7 +101,6 @@ def _key(group: str) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """A text in one line of at most so many characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
 

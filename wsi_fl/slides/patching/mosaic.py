@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from wsi_fl.slides.patching.regions import area_mean
-from wsi_fl.slides.patching.survey import survey
+from wsi_fl.slides.patching.survey import SlideSurvey, survey
 from wsi_fl.slides.patching.tissue import TissueParams, tissue_fraction
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
@@ -57,18 +57,12 @@ class Mosaic:
 class MosaicPlan:
     """The mosaic of one slide, before any of its pixels but a thumbnail's were read."""
 
-    record: SlideRecord
-    spec: GridSpec
-    mpp: float
-    """µm per level-0 pixel."""
+    seen: SlideSurvey
     xy_l0: NDArray[np.int64]
     """[n, 2] corners (x, y) of the candidates, row by row."""
     mosaic: Mosaic
     note: str
     """What people should know of it, or ""."""
-    thumbnail: NDArray[np.uint8]
-    downsample: float
-    """Level-0 pixels per thumbnail pixel."""
 
     @property
     def kept_l0(self) -> NDArray[np.int64]:
@@ -81,22 +75,18 @@ class MosaicPlan:
         return self.mosaic.cluster[self.mosaic.rows]
 
 
-def plan_mosaic(
-    record: SlideRecord, spec: GridSpec, params: MosaicParams | None = None, *, reader: Reader = "auto"
-) -> MosaicPlan:
+def plan_mosaic(record: SlideRecord, spec: GridSpec, params: MosaicParams, *, reader: Reader) -> MosaicPlan:
     """Choose the mosaic of a slide; reads a thumbnail and no more, so memory does not grow with the slide.
 
     The mean colour of a patch is the same at every magnification, so the thumbnail's serves for that at 5×.
     """
-    params = params or MosaicParams()
-    seen = survey(
-        record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="mosaic", reader=reader
-    )
+    patch_px = _PATCH_IN_THUMBNAIL_PX
+    seen = survey(record, spec, params.tissue, patch_px=patch_px, section="mosaic", reader=reader)
     rows, note = _candidates(seen.tissue, params.min_tissue, params.clusters)
     xy_l0 = seen.xy_l0[rows]
-    colour = _mean_colour(seen.thumbnail, xy_l0, seen.side_l0, seen.downsample)
+    colour = _mean_colour(seen, xy_l0)
     mosaic = choose(colour, xy_l0, params.clusters, params.fraction, params.seed)
-    return MosaicPlan(record, spec, seen.mpp, xy_l0, mosaic, note, seen.thumbnail, seen.downsample)
+    return MosaicPlan(seen, xy_l0, mosaic, note)
 
 
 def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:
@@ -117,13 +107,12 @@ def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tup
     return rows, f"no patch holds {min_tissue:.0%} tissue; {stand} for the slide ({shares})"
 
 
-def _mean_colour(
-    thumbnail: NDArray[np.uint8], xy_l0: NDArray[np.int64], side_l0: float, downsample: float
-) -> NDArray[np.float64]:
-    """Mean red, green and blue float64[n, 3] (0 to 255) of squares, as far as they lie on the slide."""
-    inside = tissue_fraction(np.ones(thumbnail.shape[:2], bool), xy_l0, side_l0, downsample)
-    corner, side = xy_l0 / downsample, side_l0 / downsample
-    found = np.stack([area_mean(thumbnail[..., k], corner, side) for k in range(3)], axis=1)
+def _mean_colour(seen: SlideSurvey, xy_l0: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Mean red, green and blue float64[n, 3] (0 to 255) of patches, as far as they lie on the slide."""
+    everywhere = np.ones(seen.thumbnail.shape[:2], bool)
+    inside = tissue_fraction(everywhere, xy_l0, seen.side_l0, seen.downsample)
+    corner, side = xy_l0 / seen.downsample, seen.side_l0 / seen.downsample
+    found = np.stack([area_mean(seen.thumbnail[..., k], corner, side) for k in range(3)], axis=1)
     return found / np.maximum(inside, 1e-6)[:, None]
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from wsi_fl.slides.patching.annotations import Annotations, Outlined, read_annotations, share_inside
 from wsi_fl.slides.patching.quality import QualityParams, Segmenter, faults, said_of
-from wsi_fl.slides.patching.survey import PICTURE_PX, survey
+from wsi_fl.slides.patching.survey import PICTURE_PX, SlideFacts, SlideSurvey, survey
 from wsi_fl.slides.patching.tissue import TissueParams
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.system import jpeg
@@ -23,36 +23,6 @@ from wsi_fl.types import CLASSES, GridSpec, SlideRecord, Supervision, WsiFlError
 _PATCH_IN_THUMBNAIL_PX = 8
 _PICTURE_QUALITY = 90
 _HEALTHY, _TUMOR = CLASSES.index("healthy"), CLASSES.index("tumor")
-
-
-def _label_patches(
-    tissue_fraction: NDArray[np.float32],
-    tumor_fraction: NDArray[np.float32],
-    supervision: Supervision,
-    positive: bool,
-    *,
-    min_tissue: float,
-    min_tumor: float,
-) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """(keep bool[n], label int64[n]).
-
-    With outlines a patch is tumour when at least `min_tumor` of it lies inside, and healthy only when it shares
-    no area with tumour *and* the slide is negative or exhaustively outlined; what lies between is dropped.
-    Under weak supervision every patch with tissue takes its slide's label.
-
-    Example:
-        >>> keep, label = _label_patches(np.float32([1, 1, 1, 0]), np.float32([0, 0.3, 0.9, 0]), "annotated", True,
-        ...                             min_tissue=0.5, min_tumor=0.5)
-        >>> keep.tolist(), label.tolist()
-        ([True, False, True, False], [0, 0, 1, 0])
-    """
-    has_tissue = tissue_fraction >= min_tissue if min_tissue > 0 else np.ones(len(tissue_fraction), bool)
-    if supervision in {"weak", "negative", "unlabelled"}:
-        label = _TUMOR if positive and supervision == "weak" else _HEALTHY
-        return has_tissue, np.full(len(has_tissue), label, np.int64)
-    tumor = tumor_fraction >= min_tumor
-    healthy = (tumor_fraction == 0) & (supervision == "annotated")
-    return has_tissue & (tumor | healthy), np.where(tumor, _TUMOR, _HEALTHY).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -66,16 +36,38 @@ class PlanParams:
     quality: QualityParams = field(default_factory=QualityParams)
 
 
+def _label_patches(
+    tissue_fraction: NDArray[np.float32],
+    tumor_fraction: NDArray[np.float32],
+    supervision: Supervision,
+    positive: bool,
+    params: PlanParams,
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """(keep bool[n], label int64[n]).
+
+    With outlines a patch is tumour when at least `min_tumor` of it lies inside, and healthy only when it shares
+    no area with tumour *and* the slide is negative or exhaustively outlined; what lies between is dropped.
+    Under weak supervision every patch with tissue takes its slide's label.
+
+    Example:
+        >>> keep, label = _label_patches(np.float32([1, 1, 1, 0]), np.float32([0, 0.3, 0.9, 0]), "annotated", True,
+        ...                             PlanParams(min_tissue=0.5, min_tumor=0.5))
+        >>> keep.tolist(), label.tolist()
+        ([True, False, True, False], [0, 0, 1, 0])
+    """
+    has_tissue = tissue_fraction >= params.min_tissue
+    if supervision in {"weak", "negative", "unlabelled"}:
+        label = _TUMOR if positive and supervision == "weak" else _HEALTHY
+        return has_tissue, np.full(len(has_tissue), label, np.int64)
+    tumor = tumor_fraction >= params.min_tumor
+    healthy = (tumor_fraction == 0) & (supervision == "annotated")
+    return has_tissue & (tumor | healthy), np.where(tumor, _TUMOR, _HEALTHY).astype(np.int64)
+
+
 @dataclass(frozen=True)
-class SlidePlan:
+class SlidePlan(SlideFacts):
     """The n patches of one slide and the picture they were found in."""
 
-    record: SlideRecord
-    spec: GridSpec
-    mpp: float
-    """µm per level-0 pixel."""
-    size_l0: tuple[int, int]
-    quickhash: str
     xy_l0: NDArray[np.int64]
     """[n, 2] top-left corners (x, y), row by row."""
     label: NDArray[np.int64]
@@ -85,20 +77,16 @@ class SlidePlan:
     """The thumbnail as JPEG: plans of a whole site are held at once."""
     tissue_bits: NDArray[np.uint8]
     tissue_shape: tuple[int, int]
-    downsample: float
-    """Level-0 pixels per thumbnail pixel."""
     outlines_l0: list[NDArray[np.float64]]
     """Rings [m, 2] of the tumour's polygons."""
-    aside_xy_l0: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    aside_xy_l0: NDArray[np.int64]
     """[k, 2] corners of the patches that were set aside for their quality."""
-    aside_reason: NDArray[np.str_] = field(default_factory=lambda: np.empty(0, np.str_))
+    aside_reason: NDArray[np.str_]
     """[k] kinds of `quality`."""
-    tissue_by: str = "saturation"
+    tissue_by: str
     """How tissue was told from background."""
-    tissue_gain: float = 1.0
+    tissue_gain: float
     """Area of tissue for each of that by saturation."""
-    in_tiles: bool = True
-    """Whether patches are whole native tiles of the slide, but for those over its edge."""
 
     @property
     def thumbnail(self) -> NDArray[np.uint8]:
@@ -150,14 +138,13 @@ def plan_slide(
         unsure[rows] = share_inside(annotations.unsure, seen.xy_l0[rows], seen.side_l0)
     if record.supervision in {"weak", "unlabelled"}:
         tumor = np.full_like(tumor, np.nan)
-    least = {"min_tissue": params.min_tissue, "min_tumor": params.min_tumor}
-    keep, label = _label_patches(tissue, tumor, record.supervision, record.positive, **least)
+    keep, label = _label_patches(tissue, tumor, record.supervision, record.positive, params)
     keep &= (unsure == 0) | (label == _TUMOR)
     if not keep.any():
-        reason = _why_none(record, params, tissue, tumor, unsure)
+        reason = _why_none(seen, params, tumor, unsure)
         raise WsiFlError(f"{record.path.name}: no patch to keep: {reason}")
     aside = np.flatnonzero(keep)
-    fault = faults(record, seen, aside, params.quality, reader=reader, segmenter=segmenter)
+    fault = faults(seen, aside, params.quality, segmenter)
     aside, fault = aside[fault != ""], fault[fault != ""]
     keep[aside] = False
     if not keep.any():
@@ -167,25 +154,20 @@ def plan_slide(
         picture = np.array(Image.fromarray(picture).reduce(factor))
         mask = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)) > 127
     rings = shapely.get_rings(shapely.get_parts(annotations.tumor)) if annotations is not None else []
+    facts = record, spec, seen.mpp, seen.size_l0, seen.quickhash, seen.in_tiles, seen.downsample * factor
     return SlidePlan(
-        record,
-        spec,
-        seen.mpp,
-        seen.size_l0,
-        seen.quickhash,
+        *facts,
         seen.xy_l0[keep],
         label[keep],
         tumor[keep],
         jpeg.encode(picture, _PICTURE_QUALITY),
         np.packbits(mask),
         mask.shape,
-        seen.downsample * factor,
         [shapely.get_coordinates(ring) for ring in rings],
         seen.xy_l0[aside],
         fault,
         seen.found.method,
         seen.found.gain,
-        seen.in_tiles,
     )
 
 
@@ -210,13 +192,9 @@ def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanP
 
 
 def _why_none(
-    record: SlideRecord,
-    params: PlanParams,
-    tissue: NDArray[np.float32],
-    tumor: NDArray[np.float32],
-    unsure: NDArray[np.float32],
+    seen: SlideSurvey, params: PlanParams, tumor: NDArray[np.float32], unsure: NDArray[np.float32]
 ) -> str:
-    """The numbers behind an empty plan."""
+    tissue = seen.tissue
     rows = tissue >= params.min_tissue
     if not rows.any():
         return (
@@ -228,5 +206,5 @@ def _why_none(
         f"{rows.sum()} of {len(tissue)} grid positions hold {params.min_tissue:.0%} tissue, of these "
         f"{touching.sum()} are less than {params.min_tumor:.0%} tumour, {(rows & (unsure > 0)).sum()} touch outlines "
         f"without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
-        f"{record.supervision}; lower tile.size_px"
+        f"{seen.record.supervision}; lower tile.size_px"
     )

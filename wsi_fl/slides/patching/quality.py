@@ -23,9 +23,8 @@ from wsi_fl.slides.patching.tissue import (
     optical_density,
     tissue_fraction,
 )
-from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.slides.reading.sweep import read_patches
-from wsi_fl.types import GridSpec, SlideRecord
+from wsi_fl.types import GridSpec
 
 _Kind = Literal["pen", "black", "fold", "bubble", "blur"]
 KINDS: tuple[_Kind, ...] = get_args(_Kind)
@@ -83,18 +82,12 @@ class Segmenter(Protocol):
 
 
 def faults(
-    record: SlideRecord,
-    seen: SlideSurvey,
-    rows: NDArray[np.int64],
-    params: QualityParams,
-    *,
-    reader: Reader,
-    segmenter: Segmenter | None,
+    seen: SlideSurvey, rows: NDArray[np.int64], params: QualityParams, segmenter: Segmenter | None
 ) -> NDArray[np.str_]:
     """Return for each of these rows of the grid what it is set aside for, "" where it is good."""
     known = segmenter.classes if segmenter is not None else ()
     found: dict[_Kind, NDArray[np.float32]] = {}
-    measured = partial(_measured, record, seen, rows, reader)
+    measured = partial(_measured, seen, rows)
     um_per_px = seen.downsample * seen.mpp
     planes = cache(lambda: colours(seen.thumbnail, _SMOOTH_UM / um_per_px))
     for kind in [kind for kind in params.kinds if kind not in known]:
@@ -114,10 +107,8 @@ def faults(
 
 
 def _measured(
-    record: SlideRecord,
     seen: SlideSurvey,
     rows: NDArray[np.int64],
-    reader: Reader,
     mpp: float,
     measure: Callable[[NDArray[np.uint8]], NDArray[np.float32]],
 ) -> NDArray[np.float32]:
@@ -129,7 +120,7 @@ def _measured(
     side_px = max(1, round(seen.side_l0 * seen.mpp / mpp))
     unread: dict[int, str] = {}
     spec = GridSpec(side_px, mpp, side_px)
-    batches = read_patches(record, seen.xy_l0[rows], spec, threads=1, reader=reader, aside=unread)
+    batches = read_patches(seen.record, seen.xy_l0[rows], spec, threads=1, reader=seen.reader, aside=unread)
     found = np.concatenate([measure(patches) for _, patches in batches])
     out = np.zeros((len(rows), *found.shape[1:]), np.float32)
     out[np.setdiff1d(np.arange(len(rows)), list(unread))] = found

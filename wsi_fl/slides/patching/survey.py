@@ -26,19 +26,29 @@ _MOST_MASK_PX = 1 << 26
 
 
 @dataclass(frozen=True)
-class SlideSurvey:
-    """The grid over a slide and the tissue in it."""
+class SlideFacts:
+    """A slide, and how patches of a grid and a thumbnail lie on it."""
 
+    record: SlideRecord
+    spec: GridSpec
     mpp: float
     """µm per level-0 pixel."""
     size_l0: tuple[int, int]
     quickhash: str
     in_tiles: bool
     """Whether patches are whole native tiles of the slide, but for those over its edge."""
-    thumbnail: NDArray[np.uint8]
-    """[h, w, 3]"""
     downsample: float
     """Level-0 pixels per thumbnail pixel."""
+
+
+@dataclass(frozen=True)
+class SlideSurvey(SlideFacts):
+    """The grid over a slide and the tissue in it."""
+
+    reader: Reader
+    """As what the slide was opened."""
+    thumbnail: NDArray[np.uint8]
+    """[h, w, 3]"""
     found: Found
     side_l0: float
     """Of a patch, in level-0 pixels."""
@@ -77,9 +87,8 @@ def survey(
         raise type(error)(f"{record.path.name}: {error}") from None
     xy_l0 = grid_positions(size_l0, spec, mpp)
     shares = tissue_fraction(found.mask, xy_l0, side_l0, downsample)
-    return SlideSurvey(
-        mpp, size_l0, quickhash, in_tiles, thumbnail, downsample, found, side_l0, xy_l0, shares
-    )
+    facts = record, spec, mpp, size_l0, quickhash, in_tiles, downsample
+    return SlideSurvey(*facts, reader, thumbnail, found, side_l0, xy_l0, shares)
 
 
 def mask_digest(folder: Path, slide: str) -> str:

@@ -200,7 +200,6 @@ def find_tissue(
 
 
 def _tried(method: str, thumbnail: _Picture, um_per_px: float) -> _Mask:
-    """The mask of a method, empty where it finds nothing."""
     try:
         return _by(method, thumbnail, um_per_px)
     except NoTissueError:
@@ -208,7 +207,6 @@ def _tried(method: str, thumbnail: _Picture, um_per_px: float) -> _Mask:
 
 
 def _by(method: str, thumbnail: _Picture, um_per_px: float) -> _Mask:
-    """The tissue by a method."""
     measured = _saturation if method == "saturation" else _density
     sigma_px = _SMOOTH_UM / um_per_px
     values, excluded = measured(thumbnail, sigma_px if sigma_px >= 0.5 else 0, um_per_px)

@@ -112,7 +112,6 @@ def _draw_tissue(picture: Image.Image, mask: NDArray[np.bool_]) -> None:
 
 
 def _draw_legend(page: Image.Image, plan: SlidePlan, classes: Sequence[str], um_per_px: float) -> None:
-    """What the colours mean, and a scale bar."""
     draw = ImageDraw.Draw(page)
     middle = page.height - _BAND_PX // 2
     x = 12.0
@@ -156,12 +155,13 @@ def draw_mosaic(plan: MosaicPlan, patches: _Patches) -> bytes:
     page.paste(legend, (0, page.height - legend.height))
     draw = ImageDraw.Draw(page)
     n, of = len(plan.mosaic.rows), len(plan.xy_l0)
-    said = f"{n} of {of} patches · {plan.spec.size_px} px at {plan.spec.mpp:g} µm"
+    spec = plan.seen.spec
+    said = f"{n} of {of} patches · {spec.size_px} px at {spec.mpp:g} µm"
     if len(patches) < n:
         said += f" · {n - len(patches)} unreadable"
     if len(shown) < len(patches):
         said += f" · {len(shown)} shown"
-    draw_title(draw, _BAND_PX // 2, plan.record.slide, said, page.width)
+    draw_title(draw, _BAND_PX // 2, plan.seen.record.slide, said, page.width)
     bar_y = _BAND_PX + slide.height + 32
     draw_scale_bar(draw, (max(slide.width, 160) - _MARGIN_PX, bar_y), um_per_px, max(slide.width / 3, 80))
     return png(page)
@@ -180,9 +180,9 @@ def _group_colour(cluster: int) -> tuple[int, int, int]:
 
 def _slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
     """The thumbnail with the candidates tinted and the kept patches framed as they are, and its µm per pixel."""
-    image, zoom = enlarged(Image.fromarray(plan.thumbnail), _MOSAIC_LONG_SIDE_PX)
-    scale = zoom / plan.downsample
-    side = plan.spec.size_px * plan.spec.mpp / plan.mpp * scale
+    image, zoom = enlarged(Image.fromarray(plan.seen.thumbnail), _MOSAIC_LONG_SIDE_PX)
+    scale, spec = zoom / plan.seen.downsample, plan.seen.spec
+    side = spec.size_px * spec.mpp / plan.seen.mpp * scale
     layer = Image.new("RGBA", image.size)
     draw = ImageDraw.Draw(layer)
     for row in np.setdiff1d(np.arange(len(plan.xy_l0)), plan.mosaic.rows).tolist():
@@ -199,7 +199,7 @@ def _slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
         if side >= 26:
             middle, face = (left + side / 2, top + side / 2), font(14, bold=True)
             draw.text(middle, str(cluster + 1), PAPER, face, "mm", stroke_width=2, stroke_fill=colour)
-    return image, plan.mpp / scale
+    return image, plan.seen.mpp / scale
 
 
 def _sheet(plan: MosaicPlan, shown: _Patches, height: int) -> Image.Image:

@@ -164,7 +164,6 @@ class NativeLevel:
                     part[:] = self._decode(number, self.room())[row.of, column.of]
 
     def _within(self, box: Box) -> bool:
-        """Whether no part of the box lies beyond the edge."""
         x, y, width, height = box
         level_width, level_height = self.image.size_px
         return x >= 0 and y >= 0 and x + width <= level_width and y + height <= level_height

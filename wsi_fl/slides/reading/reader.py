@@ -401,7 +401,6 @@ def _stated_mpp(properties: Mapping[str, str], name: str) -> float:
 
 
 def _number(properties: Mapping[str, str], key: str) -> float | None:
-    """A property as a finite number; None when it is absent or something else."""
     try:
         value = float(properties[key])
     except (KeyError, ValueError):
@@ -410,7 +409,6 @@ def _number(properties: Mapping[str, str], key: str) -> float | None:
 
 
 def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
-    """The slide's background colour, white where it names none."""
     try:
         red, green, blue = bytes.fromhex(properties.get("openslide.background-color", "FFFFFF"))
     except ValueError:

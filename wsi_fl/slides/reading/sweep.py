@@ -158,7 +158,6 @@ class _Sweep:
         return first, np.delete(pixels, list(strip.bad), 0)
 
     def _read(self, strip: _Strip, some: Iterable[int]) -> None:
-        """These patches, one by one."""
         size, overlapping = self._spec.size_px, self._spec.stride_px < self._spec.size_px
         pixels = self._pixels(strip)
         for k in some:

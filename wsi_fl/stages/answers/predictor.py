@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import allowed_classes, packed, resized, unlabelled, unlabelled_bags
+from wsi_fl.learning.examples import (
+    Examples,
+    allowed_classes,
+    packed,
+    reduced,
+    unlabelled_bags,
+)
 from wsi_fl.learning.survival import risk
 from wsi_fl.learning.tasks import Number, Survival, Task
 from wsi_fl.models.encoder import Encoder, encode
@@ -213,7 +219,7 @@ class Predictor:
         base = self._base(record, path) if path and bag.placed else None
         if self.kind.example != "patch":
             return Seen(bag.xy_l0, None, bag, base)
-        return Seen(bag.xy_l0, self.models.probabilities(unlabelled(bag.features)), None, base)
+        return Seen(bag.xy_l0, self.models.probabilities(Examples.of(bag.features)), None, base)
 
     def _base(self, record: SlideRecord, path: Path) -> Base:
         reader = self.pipeline.slides.reader
@@ -236,7 +242,7 @@ class Predictor:
             for images in self._batches(plan, aside):
                 shown = images if self.kind.of_images else encode([images], self.encoder)
                 if self.kind.example == "patch":
-                    parts.append(self.models.probabilities(unlabelled(shown), len(images)))
+                    parts.append(self.models.probabilities(Examples.of(shown), len(images)))
                 else:
                     features.append(shown)
                 watcher.update(record.slide, sum(map(len, parts or features)), len(plan.xy_l0))
@@ -257,7 +263,7 @@ class Predictor:
         ):
             if not len(pixels):
                 continue
-            waiting.append(resized(unlabelled(pixels), self.input_px).read(np.arange(len(pixels))))
+            waiting.append(reduced(pixels, self.input_px))
             if sum(map(len, waiting)) >= size:
                 yield np.concatenate(waiting)
                 waiting = []

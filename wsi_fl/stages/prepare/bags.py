@@ -256,7 +256,7 @@ class OfSlides(Way[SlideRecord]):
 
         def pixels() -> Iterator[NDArray[np.uint8]]:
             how: Any = {"threads": self.threads, "reader": self.reader, "aside": unread}
-            for first, read in read_patches(plan.record, plan.kept_l0, self.spec, **how):
+            for first, read in read_patches(item, plan.kept_l0, self.spec, **how):
                 rows = islice((row for row in count(first) if row not in unread), len(read))
                 small.extend((row, small_copy(patch)) for row, patch in zip(rows, read, strict=True))
                 yield read
@@ -269,7 +269,7 @@ class OfSlides(Way[SlideRecord]):
             lambda: draw_mosaic(plan, small),
             plan.kept_cluster,
             plan.mosaic.weight,
-            plan.mpp,
+            plan.seen.mpp,
             plan.note,
         )
 

@@ -411,7 +411,7 @@ def _tune(party: RunContext, site: Site) -> None:
         for role, one in own.items()
     }
     site.learners = {**site.learners, **anew}
-    site.tuned = {"by": "cross-validation", **way.facts}
+    site.tuned = {"by": "cross-validation", **asdict(way)}
 
 
 def _is_linear(model: nn.Module) -> bool:

@@ -153,11 +153,9 @@ def _require_rgb(path: Path, arrays: Sequence[Any], axes: str, said: Mapping[str
 
 def _mpp_of_ngff(image: Mapping[str, Any], axes: str) -> Mpp:
     """µm per pixel of the first dataset: its own scale times that of all datasets."""
-    own, of_all = (
-        image["datasets"][0]["coordinateTransformations"],
-        image.get("coordinateTransformations", []),
-    )
-    scales = [one["scale"] for one in (*own, *of_all) if one["type"] == "scale"]
+    own, of_all = image["datasets"][0], image.get("coordinateTransformations", [])
+    every = (*own["coordinateTransformations"], *of_all)
+    scales = [one["scale"] for one in every if one["type"] == "scale"]
     units = {axis["name"]: _UM.get(axis.get("unit", "")) for axis in image["axes"]}
 
     def stated(axis: str) -> float | None:
