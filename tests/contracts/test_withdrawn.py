@@ -31,7 +31,7 @@ from wsi_fl.hospitals.trust.certificates import (
     withdrawn,
 )
 from wsi_fl.hospitals.trust.kit import LIST, ROOT, Kit, look, refuse_withdrawn
-from wsi_fl.hospitals.trust.making import approve_request, join, provision, renew, request
+from wsi_fl.hospitals.trust.making import approve_request, approved_lines, join, provision, renew, request
 from wsi_fl.hospitals.trust.root import Root, exchange_list, revoke, take_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
@@ -392,6 +392,8 @@ def test_a_new_key_is_vouched_for_by_the_present_one_and_the_old_one_ends(place)
     assert kit(place, "C1").identity().certificate == old.certificate
     approved = json.loads(command("approve", said["file"], "--kit", place / "one").stdout)
     assert approved["withdrew"]["number"] == 1
+    first = next(iter(approved_lines(approved)))
+    assert first.text == f"C1 (one) is renewed until {approved['until']}"
     join(Path(approved["file"]), folder)
     new = kit(place, "C1").identity()
     assert fingerprint(new.certificate) == said["fingerprint"] != fingerprint(old.certificate)
@@ -431,15 +433,15 @@ def test_a_name_whose_key_was_withdrawn_needs_a_new_one_and_a_telephone_call(pla
     anew = request(place / "anew", name="C1", organization="x")
     refused(lambda: approve_request(Path(anew["file"]), place / "one"), "--fingerprint")
     approve_request(Path(anew["file"]), place / "one", anew["fingerprint"])
-    joined = join(place / "anew" / "certificate-C1.json", place / "anew")
+    joined = join(place / "anew" / "certificate-C1.json", place / "anew", unchecked=True)
     assert joined["name"] == "C1" and Kit.open(place / "anew").withdrawn().number == 1
 
 
 def test_a_kit_stays_in_its_federation(place):
     made = request(place / "C5", name="C5", organization="x")
     for federation in ("one", "two"):
-        approve_request(Path(made["file"]), place / federation)
+        approve_request(Path(made["file"]), place / federation, unchecked=True)
         if federation == "one":
-            join(place / "C5" / "certificate-C5.json", place / "C5")
+            join(place / "C5" / "certificate-C5.json", place / "C5", unchecked=True)
     refused(lambda: join(place / "C5" / "certificate-C5.json", place / "C5"), "of another federation")
     assert Kit.open(place / "C5").document["federation"] == "one"

@@ -28,6 +28,7 @@ _KitOrRoot = Annotated[
 ]
 _KitFolder = Annotated[Path, Argument(metavar="KIT", help="The folder of the kit.")]
 _PlanFile = Annotated[Path | None, Option("--plan", metavar="FILE", help="The plan that all have signed.")]
+_Unchecked = Annotated[bool, Option("--unchecked", help="On a trial: compare no fingerprint.")]
 _StudyFolder = Annotated[
     Path | None, Option(metavar="DIR", help="The study. Default: the one at or above this folder.")
 ]
@@ -85,8 +86,12 @@ def join(
     file: Annotated[Path, Argument(help="The certificate, or withdrawn.pem, that the coordinator sent.")],
     kit: Annotated[Path, Option(help="The kit that the request was made in.")],
     fingerprint: Annotated[
-        str | None, Option(help="The root's, as the coordinator read it out; another one is refused.")
+        str | None,
+        Option(
+            help="The root's, as the coordinator read it out; another one is refused. A new kit needs it."
+        ),
     ] = None,
+    unchecked: _Unchecked = False,
     as_json: Json = False,
 ) -> None:
     """Put the certificate beside the key; the kit is complete then. Or let a kit take a list of withdrawn ones."""
@@ -96,7 +101,7 @@ def join(
     if file.suffix == ".pem":
         show(take_list(file, kit), as_json, list_lines)
         return
-    show(join(file, kit, fingerprint), as_json, joined_lines)
+    show(join(file, kit, fingerprint, unchecked=unchecked), as_json, joined_lines)
 
 
 @app.command()
@@ -133,8 +138,12 @@ def approve(
     file: Annotated[Path, Argument(help="A plan, or a certificate request.")],
     kit: _KitOrRoot,
     fingerprint: Annotated[
-        str | None, Option(help="Of a certificate request: what the hospital read to you by telephone.")
+        str | None,
+        Option(
+            help="Of a certificate request: what the hospital read to you by telephone. A new name needs it."
+        ),
     ] = None,
+    unchecked: _Unchecked = False,
     study: _StudyFolder = None,
     yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
     yes_per_row: Annotated[
@@ -152,7 +161,7 @@ def approve(
     if is_request(file):
         from wsi_fl.hospitals.trust.making import approve_request, approved_lines
 
-        show(approve_request(file, kit, fingerprint), as_json, approved_lines)
+        show(approve_request(file, kit, fingerprint, unchecked=unchecked), as_json, approved_lines)
         return
     _sign(file, kit, _study(study), yes=yes, yes_per_row=yes_per_row, as_json=as_json)
 
