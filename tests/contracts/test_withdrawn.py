@@ -19,6 +19,7 @@ from wires import Wire
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.lines.relayed import Attendance, RelayedComm, SiteReturned, SitesGone
+from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
@@ -37,6 +38,7 @@ from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work import taking_part
 from wsi_fl.hospitals.work.start import take_part_by_folder
+from wsi_fl.hospitals.work.submit import check
 from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.stages.work.console import Silent
 from wsi_fl.study.folder import Study
@@ -170,6 +172,48 @@ def test_the_list_goes_round_by_the_folder(place):
     exchange_list(kit(place, "C1"), str(laid.parent))
     assert laid.read_text() == newest and kit(place, "C1").name == "C1"
     assert "was not asked" in exchange_list(kit(place, "C1"), str(place / "nowhere"))
+
+
+def test_check_over_a_folder_uses_it_and_takes_its_list(place):
+    kits_, share = place / "one", place / "one" / "share"
+
+    def steps(name, *more):
+        return [
+            (one["what"], one["ok"], one["said"])
+            for one in json.loads(command("check", kits_ / name, *more).stdout)["steps"]
+        ]
+
+    (share / "wsi-fl-1").mkdir()
+    (share / "wsi-fl-1" / "a.letter").write_text("x")
+    before = sorted(share.rglob("*"))
+    certificate, folder = steps("C1")
+    assert certificate[:2] == ("certificate", True) and folder[:2] == ("folder", True)
+    assert sorted(share.rglob("*")) == before
+    share.rename(place / "away")
+    assert steps("C1")[1] == (
+        "folder",
+        False,
+        f"{share}: no such folder; mount the share, or correct the address",
+    )
+    assert command("check", kits_ / "C1").exit_code == 1
+    assert [one[1] for one in steps("C1", "--folder", place / "away")] == [True, True]
+    (place / "away").rename(share)
+    revoke("C2", kits_)
+    assert "a newer list of withdrawn certificates was taken" in steps("C1")[1][2]
+    ((what, ok, said),) = steps("C2")
+    assert (what, ok) == ("certificate", False) and "of C2 was withdrawn on" in said
+
+
+@pytest.mark.parametrize("cannot", ["write", "read", "remove"])
+def test_check_fails_where_a_folder_cannot_be_used(place, monkeypatch, cannot):
+    def denied(*_):
+        raise PermissionError("Permission denied")
+
+    monkeypatch.setattr(Share, cannot, denied)
+    document = check(kit(place, "C1"))
+    assert not document["ok"]
+    assert "the folder cannot be used" in document["steps"][1]["said"]
+    assert not list((place / "one" / "share").glob("check-*")) or cannot == "remove"
 
 
 @pytest.fixture(scope="module")

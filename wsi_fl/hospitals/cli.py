@@ -28,6 +28,9 @@ _KitOrRoot = Annotated[
 ]
 _KitFolder = Annotated[Path, Argument(metavar="KIT", help="The folder of the kit.")]
 _PlanFile = Annotated[Path | None, Option("--plan", metavar="FILE", help="The plan that all have signed.")]
+_SharedFolder = Annotated[
+    str | None, Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it.")
+]
 _Unchecked = Annotated[bool, Option("--unchecked", help="On a trial: compare no fingerprint.")]
 _StudyFolder = Annotated[
     Path | None, Option(metavar="DIR", help="The study. Default: the one at or above this folder.")
@@ -201,10 +204,7 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
 def start(
     kit: _KitFolder,
     study: _StudyFolder = None,
-    shared: Annotated[
-        str | None,
-        Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it."),
-    ] = None,
+    shared: _SharedFolder = None,
     without: Annotated[
         list[str] | None, Option(metavar="SITE", help="Over a folder: go on without it. Repeatable.")
     ] = None,
@@ -311,12 +311,14 @@ def abort(
 
 
 @app.command()
-def check(kit: _KitFolder, plan: _PlanFile = None, as_json: Json = False) -> None:
+def check(
+    kit: _KitFolder, plan: _PlanFile = None, shared: _SharedFolder = None, as_json: Json = False
+) -> None:
     """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.hospitals.plans.signed import Plan
     from wsi_fl.hospitals.work.submit import check, check_lines
 
-    document = check(_kit(kit), Plan.load(plan) if plan else None)
+    document = check(_kit(kit), Plan.load(plan) if plan else None, folder=shared)
     show(document, as_json, check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
