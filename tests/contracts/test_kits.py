@@ -162,6 +162,8 @@ def test_what_is_missing_on_the_command_line_is_named(founded, tmp_path, monkeyp
     line = said("approve", request_file, "--kit", founded / "one" / "coordinator")
     assert "give --kit the folder that `provision` made" in line
     assert "give --plan FILE" in said("submit", "--kit", founded / "one" / "coordinator")
+    line = said("status", "--kit", founded / "one")
+    assert f"the coordinator's is {founded / 'one' / 'coordinator'}" in line
 
 
 def test_a_request_gives_nobody_a_role(founded, tmp_path):

@@ -1,5 +1,6 @@
 """The plan that hospitals sign: its words follow from its settings, and nobody takes part in another."""
 
+import io
 import json
 import shutil
 import threading
@@ -262,6 +263,11 @@ def test_a_hospital_reads_and_accepts_what_a_row_s_epsilon_is_worth_to_a_patient
     refused_ = approve("--yes")
     assert refused_.returncode == 1 and not plan_path(study).exists()
     assert f"nothing was signed, for {ALL_ROWS}" in refused_.stderr and "--yes-per-row" in refused_.stderr
+    for more, instead in (((), "--yes-per-row and --yes"), (("--yes-per-row",), "say --yes")):
+        monkeypatch.setattr("sys.stdin", io.StringIO())
+        unasked = approve(*more)
+        assert unasked.returncode == 2 and not plan_path(study).exists()
+        assert "nobody can be asked here" in unasked.stderr and instead in unasked.stderr
     answers = iter([False, True, False, True, True])
     monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text) or next(answers))
     assert approve().returncode == 1 and len(asked) == 1

@@ -448,6 +448,26 @@ def test_a_new_key_is_vouched_for_by_the_present_one_and_the_old_one_ends(place)
     assert Root.open(place / "one").keys()["C1"] == said["fingerprint"]
 
 
+def test_a_plan_of_before_a_new_key_asks_for_a_new_plan(place):
+    folder, study, old = place / "one" / "C1", Study(place), kit(place, "C1").identity()
+    plan = Plan(
+        json.dumps(
+            {
+                "format": "wsi-fl plan",
+                "version": 1,
+                "sites": [{"name": "C1", "key": fingerprint(old.certificate)}],
+            }
+        )
+    )
+    approve(study, plan, old)
+    approved = approve_request(Path(renew(folder, rotate=True)["file"]), place / "one")
+    join(Path(approved["file"]), folder)
+    refused(
+        lambda: take_part_by_folder(study, kit(place, "C1")),
+        "this plan names an older key of C1; ask for a new plan, and sign it",
+    )
+
+
 def test_nobody_gets_a_name_by_a_key_that_does_not_hold_it(place):
     """A key of another name, of another federation, withdrawn, or a request that was changed after it was signed."""
     stolen, foreign = place / "stolen", place / "foreign"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,18 @@ def _kit(folder: Path) -> Kit:
     from wsi_fl.hospitals.trust.kit import Kit
 
     return Kit.open(folder)
+
+
+def _says_yes(question: str, instead: str) -> bool:
+    """Ask whoever sits here; UsageError, which names the options to give instead, where nobody does."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise UsageError(
+            f"nothing was signed: nobody can be asked here; read the above, and say {instead}"
+        ) from None
 
 
 @app.command()
@@ -180,13 +193,13 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
     if (
         (said := above_words(looked.cost))
         and not yes_per_row
-        and (yes or not typer.confirm(f"Do you accept that {said}?", err=True))
+        and (yes or not _says_yes(f"Do you accept that {said}?", "--yes-per-row and --yes"))
     ):
         raise WsiFlError(
             f"{file}: nothing was signed, for {said}; ask for a plan per patient (privacy.unit), or say "
             "--yes-per-row too"
         )
-    if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
+    if not yes and not _says_yes(f"Sign this in the name of {identity.name}?", "--yes"):
         raise WsiFlError(f"{file}: nothing was signed")
     path = sign(study, looked, identity)
     costs = ("epsilon", "lifetime_epsilon", "detection", "most_epsilon", "rounds", "group", "lifetime_group")
@@ -470,7 +483,7 @@ def frame(
             codes=codes,
         )
     render(frame_lines(made))
-    if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
+    if not yes and not _says_yes(f"Sign this in the name of {identity.name}?", "--yes"):
         raise WsiFlError("nothing was signed")
     write_frame(found, made, identity)
     show(dict(made), as_json, lambda _: [])

@@ -171,6 +171,8 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
             f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
         )
     plan = Plan.load(path)
+    if plan.keys.get(identity.name) in withdrawn(identity.root).keys:  # not of the identity, which holds
+        raise UsageError(f"this plan names an older key of {identity.name}; ask for a new plan, and sign it")
     _check_approval(dict(read_json(approval)), plan, identity.root, site=identity.name)
     frame = approved_at(study, identity.name).partition(" frame ")[2]
     if frame and (why := ended(study, identity, frame)):

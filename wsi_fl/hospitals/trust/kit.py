@@ -56,9 +56,10 @@ class Kit:
         """Read a kit; UsageError where the folder is none."""
         file = path / "federation.json"
         if not file.is_file():
-            raise UsageError(
-                f"{path}: this is no kit (a folder with federation.json); `wsi-fl federation join` makes one"
-            )
+            inner = path / "coordinator"
+            founded = (inner / "federation.json").is_file()
+            what = f"the coordinator's is {inner}" if founded else "`wsi-fl federation join` makes one"
+            raise UsageError(f"{path}: this is no kit (a folder with federation.json); {what}")
         return Kit(path.resolve(), dict(read_json(file)))
 
     @property
