@@ -584,7 +584,9 @@ def rehearse(
 
 @app.command()
 def evidence(
-    kit: _KitOption,
+    kit: Annotated[
+        Path | None, Option(metavar="DIR", help="Your kit; with --verify, whose root is trusted.")
+    ] = None,
     study: _StudyFolder = None,
     out: Annotated[Path, Option(help="A new folder.")] = Path("evidence"),
     verify: Annotated[
@@ -593,12 +595,13 @@ def evidence(
     as_json: Json = False,
 ) -> None:
     """Write what security, data protection and registers ask of a hospital, in one signed folder; or check one."""
-    from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
+    from wsi_fl.hospitals.dossier.evidence import make_evidence, verified_lines, verify_evidence
 
-    opened = _kit(kit)
-    if verify is None:
-        show(make_evidence(_study(study), opened, out), as_json, lambda _: [str(out / "index.html")])
+    opened = None if kit is None else _kit(kit)
+    if verify is not None:
+        found = verify_evidence(verify, opened.identity().root if opened else None)
+        show(found, as_json, partial(verified_lines, folder=verify, vouched=opened is not None))
         return
-    found = verify_evidence(verify, opened.identity().root)
-    said = f"{verify} is as {found['site']} ({found['organization']}) signed it at {found['time']}"
-    show(found, as_json, lambda _: [said])
+    if opened is None:
+        raise UsageError("which hospital's evidence? give --kit DIR; or --verify DIR, to check a folder")
+    show(make_evidence(_study(study), opened, out), as_json, lambda _: [str(out / "index.html")])
