@@ -12,7 +12,8 @@ from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import approve, approved_plan
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.work.backup import backup, restore
+from wsi_fl.hospitals.work.backup import backup, restore, restored_lines
+from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import heads_of
 from wsi_fl.study.folder import Study
@@ -67,6 +68,25 @@ def test_what_was_lost_comes_back_and_goes_on(bed):
     assert [entry.round for entry in ledger_of(study).entries] == [1, 2, 3]
 
 
+def test_restore_says_what_its_ledger_knows(bed):
+    root, study, kit = bed
+    line = {"run": "00002 b", "site": "S0", "real": True, "unit": "patient", "delta": 1e-5}
+    line |= {
+        "mechanism": {"sigma": 4.0, "clip": 1.0, "sample_rate": 0.1, "steps": 5},
+        "time": "2026-07-01T09:30:00+00:00",
+    }
+    line |= {"plan": {"n": 80, "batch_size": 8, "mode": "strict"}, "round": 1, "guarantee": "guaranteed"}
+    with (ledger := ledger_of(study)).locked():
+        ledger.append(line)
+    backup(kit, study, root / "S0.tar")
+    study.ledger("S0").unlink()
+    said = restore(root / "S0.tar", kit.path, study)
+    spent = epsilon([Mechanism(4.0, 1.0, 0.1, 5)], 1e-5)
+    assert said["ledger"] == {"runs": 2, "last": line["time"], "epsilon": pytest.approx(spent), "delta": 1e-5}
+    shown = [one.text for one in restored_lines(said)]
+    assert f"runs in its ledger: 2, the last of 2026-07-01; ε = {spent:.2f} at δ = 1e-05" in shown[1]
+
+
 def test_an_older_ledger_is_refused_and_a_newer_one_stays(bed):
     root, study, kit = bed
     backup(kit, study, root / "old.tar")
@@ -96,7 +116,7 @@ def test_a_kit_without_a_study_is_kept_too(bed):
     server = Kit.open(root / "kits" / "server")
     assert backup(server, None, root / "server.tar")["lines"] is None
     shutil.rmtree(server.path)
-    restore(root / "server.tar", server.path, None)
+    assert restore(root / "server.tar", server.path, None)["ledger"] is None
     assert Kit.open(server.path).identity().name == "server"
 
 

@@ -28,8 +28,9 @@ from wsi_fl.hospitals.plans.signed import Plan, code_digest
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.trust.making import provision
-from wsi_fl.hospitals.trust.root import Root
+from wsi_fl.hospitals.trust.root import Root, revoke
 from wsi_fl.stages.work.console import render
+from wsi_fl.study.folder import Study
 from wsi_fl.system.files import append_line
 from wsi_fl.types import WsiFlError
 
@@ -53,6 +54,7 @@ READY = Facts(
     over="server",
     plan="plan.json",
     sha256="a" * 64,
+    sites=("C1", "C2"),
     method="proxyfl",
     rounds=3,
     patience_s=600.0,
@@ -149,6 +151,36 @@ def test_a_failed_job_says_who_mends_it_and_how_it_goes_on():
     )
 
 
+def test_over_a_folder_nobody_knows_who_is_connected():
+    unknown = replace(with_c2(connected=None), over="folder")
+    start = "wsi-fl federation start KIT --study DIR"
+    assert steps(unknown) == [f"C2: if it has not run yet: {start}"]
+    assert steps(replace(with_c2(connected=False), over="folder")) == [f"C2: not connected: start: {start}"]
+
+
+def test_who_is_not_in_the_plan_holds_nobody_up():
+    facts = replace(READY, members=READY.members | {"C9": Member("C9", "hospital", until=YEAR)})
+    assert steps(facts) == [f"coordinator: all have signed: submit: {SUBMIT}"]
+
+
+def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_asked_for_nothing(founded, tmp_path):
+    folder = shutil.copytree(founded[0], tmp_path / "founded")
+    for file in folder.glob("kits/*/federation.json"):
+        file.write_text(file.read_text().replace(str(founded[0] / "share"), str(folder / "share")))
+    revoke("S1", folder / "kits")
+    plan = made(founded[1], tmp_path, "proxyfl", "sites=['S0']")
+    study = Study(shutil.copytree(founded[1].root, tmp_path / "study"))
+    for names in (["S0", "S1"], plan.sites):
+        facts = _gather(study, Kit.open(folder / "kits" / "coordinator"))
+        assert facts.sites == tuple(names)
+        document = looking._document_of(facts)
+        row = next(looking._cells(one, 1) for one in document["members"] if one["name"] == "S1")
+        assert row[1] == f"withdrawn {datetime.now(UTC):%Y-%m-%d}"
+        asked = [one for one in document["next"] if "S1" in f"{one['who']} {one['what']}"]
+        assert [one["who"] for one in asked] == (["coordinator"] if "S1" in names else [])
+        shutil.copy(tmp_path / "plan.json", study.root / "plan.json")
+
+
 def test_over_a_folder_silence_is_longer_than_others_wait():
     late = with_c2(heard=NOW - timedelta(seconds=601))
     assert "C2: silent since 2026-07-01 11:49: start again" in steps(replace(late, over="folder"))[0]
@@ -231,7 +263,14 @@ def test_the_coordinator_sees_who_has_not_signed(founded):
         "S0": True,
         "S1": False,
     }
-    assert [one.who for one in next_steps(facts)] == ["S0", "S1"]
+    assert [(one.who, one.what.partition(",")[0]) for one in next_steps(facts)] == [
+        ("S0", "if it has not run yet"),
+        ("S1", "sign the plan"),
+    ]
+    assert (
+        "connected"
+        in make_board(founded[1], kit=kit_of(founded, "coordinator").path)["unknown"]["the hospital"]
+    )
 
 
 def greet(founded, name, plan=None, by=None):
@@ -269,7 +308,7 @@ def test_a_hello_of_another_plan_or_of_a_stranger_is_none(founded, wrong):
     line = greet(founded, "S1", **wrong)
     try:
         one = seen_by(founded, "S0").members["S1"]
-        assert (one.connected, one.version) == (False, None)
+        assert (one.connected, one.version) == (None, None)
     finally:
         line.close()
         shutil.rmtree(next((founded[0] / "share").iterdir()))

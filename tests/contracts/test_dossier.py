@@ -21,6 +21,7 @@ from wsi_fl.hospitals.dossier.page import _render, leave, make_dossier
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import document_of
 from wsi_fl.hospitals.plans.signed import approval_path, approved_plan, plan_path
+from wsi_fl.hospitals.trust.certificates import fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import Terms
@@ -415,6 +416,24 @@ def test_a_folder_of_another_federation_is_refused(copy):
     refused(lambda: verify_evidence(copy, Root().root), "does not belong to this federation")
 
 
+def test_without_a_kit_the_folder_s_own_root_vouches_and_no_word_may_be_changed(copy):
+    assert verify_evidence(copy, None)["site"] == "S0"
+    file = copy / "evidence.sig.json"
+    said = json.loads(file.read_text())
+    for root, why in (
+        (Root().root, "does not belong"),
+        (f"{said['root']}\n", "not signed by"),
+        (7, "does not"),
+    ):
+        file.write_text(json.dumps(said | {"root": root}))
+        refused(lambda: verify_evidence(copy, None), why)
+    file.write_text(json.dumps({key: said[key] for key in said if key != "root"}))
+    refused(lambda: verify_evidence(copy, None), "give --kit")
+    file.write_text(json.dumps(said))
+    edited(copy)
+    refused(lambda: verify_evidence(copy, None), "index.html is not as S0 signed it")
+
+
 def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch):
     study, kit, *_ = signed
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
@@ -424,4 +443,16 @@ def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch
     assert (done.exit_code, done.stdout) == (0, f"{out / 'index.html'}\n"), done.output
     done = CliRunner().invoke(app, [*given[:4], "--verify", str(out)])
     assert done.exit_code == 0 and "is as S0 (org) signed it" in done.stdout
+    assert "anybody can make such a root" not in done.output
+    done = CliRunner().invoke(app, ["federation", "evidence", "--verify", str(out)])
+    identity = Kit.open(kit).identity()
+    assert done.exit_code == 0 and "is as S0 (org) signed it" in done.stdout
+    for words in (
+        fingerprint(identity.certificate),
+        fingerprint(identity.root),
+        "anybody can make such a root",
+    ):
+        assert words in done.output
+    done = CliRunner().invoke(app, ["federation", "evidence"])
+    assert "give --kit DIR" in str(done.exception)
     refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")

@@ -11,10 +11,13 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from typer.testing import CliRunner
 
 from wsi_fl.cli.main import app
+from wsi_fl.hospitals.trust import making
 from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, look, server_of
-from wsi_fl.hospitals.trust.making import approve_request, join, provision, request
+from wsi_fl.hospitals.trust.making import provision, request
 from wsi_fl.types import WsiFlError
+
+approve_request, join = (partial(one, unchecked=True) for one in (making.approve_request, making.join))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,33 @@ def test_a_fingerprint_that_was_read_out_must_fit(founded, tmp_path):
     approve_request(file, founded / "one")
     certificate = tmp_path / "C2" / "certificate-C2.json"
     refused(lambda: join(certificate, tmp_path / "C2", "AB:CD"), "do not join")
+
+
+def test_a_new_name_and_a_new_kit_need_a_fingerprint(founded, tmp_path):
+    made = asked(tmp_path, "C10")
+    file, kit, root = Path(made["file"]), tmp_path / "C10", founded / "one"
+
+    def says(*arguments):
+        return CliRunner().invoke(app, ["federation", *map(str, arguments), "--json"])
+
+    approve = ("approve", file, "--kit", root)
+    for more in ((), ("--fingerprint", ""), ("--fingerprint", " : "), ("--fingerprint", "", "--unchecked")):
+        assert "have C10 read its fingerprint out by telephone" in said(*approve, *more)
+    assert "C10" not in (root / "root" / "issued.jsonl").read_text()
+    assert says(*approve, "--unchecked").exit_code == 0
+    assert says(*approve).exit_code == 0  # the key that has the name vouches for itself
+    assert "--unchecked" in said(*approve, "--fingerprint", "")
+    take = ("join", kit / "certificate-C10.json", "--kit", kit)
+    for more in ((), ("--fingerprint", "")):
+        assert "have the coordinator read the root's fingerprint out" in said(*take, *more)
+    assert not (kit / "federation.json").exists()
+    assert says(*take, "--unchecked").exit_code == 0
+    assert says(*take).exit_code == 0  # it knows the root
+
+
+def test_a_key_that_is_there_says_its_fingerprint_again(tmp_path):
+    made = asked(tmp_path, "C11")
+    refused(lambda: asked(tmp_path, "C11"), "there is a key already", made["fingerprint"])
 
 
 def test_a_name_is_given_to_one_key_and_some_to_none(founded, tmp_path):
@@ -132,6 +162,8 @@ def test_what_is_missing_on_the_command_line_is_named(founded, tmp_path, monkeyp
     line = said("approve", request_file, "--kit", founded / "one" / "coordinator")
     assert "give --kit the folder that `provision` made" in line
     assert "give --plan FILE" in said("submit", "--kit", founded / "one" / "coordinator")
+    line = said("status", "--kit", founded / "one")
+    assert f"the coordinator's is {founded / 'one' / 'coordinator'}" in line
 
 
 def test_a_request_gives_nobody_a_role(founded, tmp_path):

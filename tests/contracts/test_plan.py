@@ -1,5 +1,6 @@
 """The plan that hospitals sign: its words follow from its settings, and nobody takes part in another."""
 
+import io
 import json
 import shutil
 import threading
@@ -18,7 +19,7 @@ from wsi_fl.hospitals.plans import approving
 from wsi_fl.hospitals.plans import signed as signed_plans
 from wsi_fl.hospitals.plans.approving import cost_words, look, look_lines, sign
 from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.hospitals.plans.signed import Plan, approvals, code_digest, plan_path
+from wsi_fl.hospitals.plans.signed import Plan, approval_path, approvals, approve, code_digest, plan_path
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import approved, fingerprint, new_key, new_request, new_root
 from wsi_fl.hospitals.trust.kit import Kit
@@ -217,6 +218,30 @@ def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi
     assert "wsi-fl federation approve agreed.json" in wsi_fl(*given, cwd=coordinator.root).stderr
 
 
+def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, identities, tmp_path, capfd):
+    study = Study(shutil.copytree(coordinator.root, tmp_path / "study"))
+    folder = study.root / "federation"
+    first = made(study, study.root, "proxyfl", "train.rounds=1")
+    assert "is kept" not in capfd.readouterr().err
+    approve(study, first, identities["S0"])
+    signed = approval_path(study, "S0").read_text()
+    approve(study, first, identities["S0"])  # for another run of the same plan
+    assert sorted(one.name for one in folder.glob("*.json")) == ["approval-S0.json", "plan.json"]
+    second = made(study, study.root, "proxyfl", "train.rounds=2")
+    tag, said = first.digest[:8], capfd.readouterr().err
+    assert f"plan-{tag}.json" in said and f"approval-S0-{tag}.json" in said
+    assert Plan.load(study.root / f"plan-{tag}.json") == first
+    assert Plan.load(study.root / "plan.json") == second
+    approve(study, second, identities["S0"])
+    assert Plan.load(folder / f"plan-{tag}.json") == first and Plan.load(plan_path(study)) == second
+    kept = json.loads((folder / f"approval-S0-{tag}.json").read_text())
+    assert kept["plan"] == json.loads(signed)["plan"] == first.digest
+    assert approvals(study, second, identities["S0"].root).signed == ("S0",)
+    approval_path(study, "S0").write_text('{"plan": "../../x"}')  # not by us
+    approve(study, second, identities["S0"])
+    assert len(list(folder.glob("*.json"))) == 4
+
+
 ALL_ROWS = "all 12 rows of the patient with the most rows together have ε = 84.6"
 
 
@@ -238,6 +263,11 @@ def test_a_hospital_reads_and_accepts_what_a_row_s_epsilon_is_worth_to_a_patient
     refused_ = approve("--yes")
     assert refused_.returncode == 1 and not plan_path(study).exists()
     assert f"nothing was signed, for {ALL_ROWS}" in refused_.stderr and "--yes-per-row" in refused_.stderr
+    for more, instead in (((), "--yes-per-row and --yes"), (("--yes-per-row",), "say --yes")):
+        monkeypatch.setattr("sys.stdin", io.StringIO())
+        unasked = approve(*more)
+        assert unasked.returncode == 2 and not plan_path(study).exists()
+        assert "nobody can be asked here" in unasked.stderr and instead in unasked.stderr
     answers = iter([False, True, False, True, True])
     monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text) or next(answers))
     assert approve().returncode == 1 and len(asked) == 1

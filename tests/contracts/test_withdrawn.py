@@ -19,6 +19,7 @@ from wires import Wire
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.lines.relayed import Attendance, RelayedComm, SiteReturned, SitesGone
+from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
@@ -31,12 +32,13 @@ from wsi_fl.hospitals.trust.certificates import (
     withdrawn,
 )
 from wsi_fl.hospitals.trust.kit import LIST, ROOT, Kit, look, refuse_withdrawn
-from wsi_fl.hospitals.trust.making import approve_request, join, provision, renew, request
+from wsi_fl.hospitals.trust.making import approve_request, approved_lines, join, provision, renew, request
 from wsi_fl.hospitals.trust.root import Root, exchange_list, revoke, take_list
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work import taking_part
 from wsi_fl.hospitals.work.start import take_part_by_folder
+from wsi_fl.hospitals.work.submit import check
 from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.stages.work.console import Silent
 from wsi_fl.study.folder import Study
@@ -170,6 +172,48 @@ def test_the_list_goes_round_by_the_folder(place):
     exchange_list(kit(place, "C1"), str(laid.parent))
     assert laid.read_text() == newest and kit(place, "C1").name == "C1"
     assert "was not asked" in exchange_list(kit(place, "C1"), str(place / "nowhere"))
+
+
+def test_check_over_a_folder_uses_it_and_takes_its_list(place):
+    kits_, share = place / "one", place / "one" / "share"
+
+    def steps(name, *more):
+        return [
+            (one["what"], one["ok"], one["said"])
+            for one in json.loads(command("check", kits_ / name, *more).stdout)["steps"]
+        ]
+
+    (share / "wsi-fl-1").mkdir()
+    (share / "wsi-fl-1" / "a.letter").write_text("x")
+    before = sorted(share.rglob("*"))
+    certificate, folder = steps("C1")
+    assert certificate[:2] == ("certificate", True) and folder[:2] == ("folder", True)
+    assert sorted(share.rglob("*")) == before
+    share.rename(place / "away")
+    assert steps("C1")[1] == (
+        "folder",
+        False,
+        f"{share}: no such folder; mount the share, or correct the address",
+    )
+    assert command("check", kits_ / "C1").exit_code == 1
+    assert [one[1] for one in steps("C1", "--folder", place / "away")] == [True, True]
+    (place / "away").rename(share)
+    revoke("C2", kits_)
+    assert "a newer list of withdrawn certificates was taken" in steps("C1")[1][2]
+    ((what, ok, said),) = steps("C2")
+    assert (what, ok) == ("certificate", False) and "of C2 was withdrawn on" in said
+
+
+@pytest.mark.parametrize("cannot", ["write", "read", "remove"])
+def test_check_fails_where_a_folder_cannot_be_used(place, monkeypatch, cannot):
+    def denied(*_):
+        raise PermissionError("Permission denied")
+
+    monkeypatch.setattr(Share, cannot, denied)
+    document = check(kit(place, "C1"))
+    assert not document["ok"]
+    assert "the folder cannot be used" in document["steps"][1]["said"]
+    assert not list((place / "one" / "share").glob("check-*")) or cannot == "remove"
 
 
 @pytest.fixture(scope="module")
@@ -392,6 +436,8 @@ def test_a_new_key_is_vouched_for_by_the_present_one_and_the_old_one_ends(place)
     assert kit(place, "C1").identity().certificate == old.certificate
     approved = json.loads(command("approve", said["file"], "--kit", place / "one").stdout)
     assert approved["withdrew"]["number"] == 1
+    first = next(iter(approved_lines(approved)))
+    assert first.text == f"C1 (one) is renewed until {approved['until']}"
     join(Path(approved["file"]), folder)
     new = kit(place, "C1").identity()
     assert fingerprint(new.certificate) == said["fingerprint"] != fingerprint(old.certificate)
@@ -400,6 +446,26 @@ def test_a_new_key_is_vouched_for_by_the_present_one_and_the_old_one_ends(place)
     assert kit(place, "C1").withdrawn().number == 1
     refused(lambda: verified(old.certificate, new.root), "withdrawn", error=NotTrusted)
     assert Root.open(place / "one").keys()["C1"] == said["fingerprint"]
+
+
+def test_a_plan_of_before_a_new_key_asks_for_a_new_plan(place):
+    folder, study, old = place / "one" / "C1", Study(place), kit(place, "C1").identity()
+    plan = Plan(
+        json.dumps(
+            {
+                "format": "wsi-fl plan",
+                "version": 1,
+                "sites": [{"name": "C1", "key": fingerprint(old.certificate)}],
+            }
+        )
+    )
+    approve(study, plan, old)
+    approved = approve_request(Path(renew(folder, rotate=True)["file"]), place / "one")
+    join(Path(approved["file"]), folder)
+    refused(
+        lambda: take_part_by_folder(study, kit(place, "C1")),
+        "this plan names an older key of C1; ask for a new plan, and sign it",
+    )
 
 
 def test_nobody_gets_a_name_by_a_key_that_does_not_hold_it(place):
@@ -431,15 +497,15 @@ def test_a_name_whose_key_was_withdrawn_needs_a_new_one_and_a_telephone_call(pla
     anew = request(place / "anew", name="C1", organization="x")
     refused(lambda: approve_request(Path(anew["file"]), place / "one"), "--fingerprint")
     approve_request(Path(anew["file"]), place / "one", anew["fingerprint"])
-    joined = join(place / "anew" / "certificate-C1.json", place / "anew")
+    joined = join(place / "anew" / "certificate-C1.json", place / "anew", unchecked=True)
     assert joined["name"] == "C1" and Kit.open(place / "anew").withdrawn().number == 1
 
 
 def test_a_kit_stays_in_its_federation(place):
     made = request(place / "C5", name="C5", organization="x")
     for federation in ("one", "two"):
-        approve_request(Path(made["file"]), place / federation)
+        approve_request(Path(made["file"]), place / federation, unchecked=True)
         if federation == "one":
-            join(place / "C5" / "certificate-C5.json", place / "C5")
+            join(place / "C5" / "certificate-C5.json", place / "C5", unchecked=True)
     refused(lambda: join(place / "C5" / "certificate-C5.json", place / "C5"), "of another federation")
     assert Kit.open(place / "C5").document["federation"] == "one"

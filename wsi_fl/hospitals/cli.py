@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,10 @@ _KitOrRoot = Annotated[
 ]
 _KitFolder = Annotated[Path, Argument(metavar="KIT", help="The folder of the kit.")]
 _PlanFile = Annotated[Path | None, Option("--plan", metavar="FILE", help="The plan that all have signed.")]
+_SharedFolder = Annotated[
+    str | None, Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it.")
+]
+_Unchecked = Annotated[bool, Option("--unchecked", help="On a trial: compare no fingerprint.")]
 _StudyFolder = Annotated[
     Path | None, Option(metavar="DIR", help="The study. Default: the one at or above this folder.")
 ]
@@ -43,6 +48,18 @@ def _kit(folder: Path) -> Kit:
     from wsi_fl.hospitals.trust.kit import Kit
 
     return Kit.open(folder)
+
+
+def _says_yes(question: str, instead: str) -> bool:
+    """Ask whoever sits here; UsageError, which names the options to give instead, where nobody does."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise UsageError(
+            f"nothing was signed: nobody can be asked here; read the above, and say {instead}"
+        ) from None
 
 
 @app.command()
@@ -85,8 +102,12 @@ def join(
     file: Annotated[Path, Argument(help="The certificate, or withdrawn.pem, that the coordinator sent.")],
     kit: Annotated[Path, Option(help="The kit that the request was made in.")],
     fingerprint: Annotated[
-        str | None, Option(help="The root's, as the coordinator read it out; another one is refused.")
+        str | None,
+        Option(
+            help="The root's, as the coordinator read it out; another one is refused. A new kit needs it."
+        ),
     ] = None,
+    unchecked: _Unchecked = False,
     as_json: Json = False,
 ) -> None:
     """Put the certificate beside the key; the kit is complete then. Or let a kit take a list of withdrawn ones."""
@@ -96,7 +117,7 @@ def join(
     if file.suffix == ".pem":
         show(take_list(file, kit), as_json, list_lines)
         return
-    show(join(file, kit, fingerprint), as_json, joined_lines)
+    show(join(file, kit, fingerprint, unchecked=unchecked), as_json, joined_lines)
 
 
 @app.command()
@@ -133,8 +154,12 @@ def approve(
     file: Annotated[Path, Argument(help="A plan, or a certificate request.")],
     kit: _KitOrRoot,
     fingerprint: Annotated[
-        str | None, Option(help="Of a certificate request: what the hospital read to you by telephone.")
+        str | None,
+        Option(
+            help="Of a certificate request: what the hospital read to you by telephone. A new name needs it."
+        ),
     ] = None,
+    unchecked: _Unchecked = False,
     study: _StudyFolder = None,
     yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
     yes_per_row: Annotated[
@@ -152,7 +177,7 @@ def approve(
     if is_request(file):
         from wsi_fl.hospitals.trust.making import approve_request, approved_lines
 
-        show(approve_request(file, kit, fingerprint), as_json, approved_lines)
+        show(approve_request(file, kit, fingerprint, unchecked=unchecked), as_json, approved_lines)
         return
     _sign(file, kit, _study(study), yes=yes, yes_per_row=yes_per_row, as_json=as_json)
 
@@ -168,13 +193,13 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
     if (
         (said := above_words(looked.cost))
         and not yes_per_row
-        and (yes or not typer.confirm(f"Do you accept that {said}?", err=True))
+        and (yes or not _says_yes(f"Do you accept that {said}?", "--yes-per-row and --yes"))
     ):
         raise WsiFlError(
             f"{file}: nothing was signed, for {said}; ask for a plan per patient (privacy.unit), or say "
             "--yes-per-row too"
         )
-    if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
+    if not yes and not _says_yes(f"Sign this in the name of {identity.name}?", "--yes"):
         raise WsiFlError(f"{file}: nothing was signed")
     path = sign(study, looked, identity)
     costs = ("epsilon", "lifetime_epsilon", "detection", "most_epsilon", "rounds", "group", "lifetime_group")
@@ -192,10 +217,7 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
 def start(
     kit: _KitFolder,
     study: _StudyFolder = None,
-    shared: Annotated[
-        str | None,
-        Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it."),
-    ] = None,
+    shared: _SharedFolder = None,
     without: Annotated[
         list[str] | None, Option(metavar="SITE", help="Over a folder: go on without it. Repeatable.")
     ] = None,
@@ -302,12 +324,14 @@ def abort(
 
 
 @app.command()
-def check(kit: _KitFolder, plan: _PlanFile = None, as_json: Json = False) -> None:
+def check(
+    kit: _KitFolder, plan: _PlanFile = None, shared: _SharedFolder = None, as_json: Json = False
+) -> None:
     """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.hospitals.plans.signed import Plan
     from wsi_fl.hospitals.work.submit import check, check_lines
 
-    document = check(_kit(kit), Plan.load(plan) if plan else None)
+    document = check(_kit(kit), Plan.load(plan) if plan else None, folder=shared)
     show(document, as_json, check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
@@ -459,7 +483,7 @@ def frame(
             codes=codes,
         )
     render(frame_lines(made))
-    if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
+    if not yes and not _says_yes(f"Sign this in the name of {identity.name}?", "--yes"):
         raise WsiFlError("nothing was signed")
     write_frame(found, made, identity)
     show(dict(made), as_json, lambda _: [])
@@ -560,7 +584,9 @@ def rehearse(
 
 @app.command()
 def evidence(
-    kit: _KitOption,
+    kit: Annotated[
+        Path | None, Option(metavar="DIR", help="Your kit; with --verify, whose root is trusted.")
+    ] = None,
     study: _StudyFolder = None,
     out: Annotated[Path, Option(help="A new folder.")] = Path("evidence"),
     verify: Annotated[
@@ -569,12 +595,13 @@ def evidence(
     as_json: Json = False,
 ) -> None:
     """Write what security, data protection and registers ask of a hospital, in one signed folder; or check one."""
-    from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
+    from wsi_fl.hospitals.dossier.evidence import make_evidence, verified_lines, verify_evidence
 
-    opened = _kit(kit)
-    if verify is None:
-        show(make_evidence(_study(study), opened, out), as_json, lambda _: [str(out / "index.html")])
+    opened = None if kit is None else _kit(kit)
+    if verify is not None:
+        found = verify_evidence(verify, opened.identity().root if opened else None)
+        show(found, as_json, partial(verified_lines, folder=verify, vouched=opened is not None))
         return
-    found = verify_evidence(verify, opened.identity().root)
-    said = f"{verify} is as {found['site']} ({found['organization']}) signed it at {found['time']}"
-    show(found, as_json, lambda _: [said])
+    if opened is None:
+        raise UsageError("which hospital's evidence? give --kit DIR; or --verify DIR, to check a folder")
+    show(make_evidence(_study(study), opened, out), as_json, lambda _: [str(out / "index.html")])

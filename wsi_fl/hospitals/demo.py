@@ -222,6 +222,8 @@ class _Demo:
 
     def __init__(self, root: Path, crew: Children) -> None:
         self.root, self.crew, self.run = root, crew, crew.run
+        self.read_out: dict[str, str] = {}
+        """Whose fingerprint was read out, and what it is."""
         self.hospitals = [self._place(f"C{k + 1}") for k in range(_N_HOSPITALS)]
         self.chief, self.server = self._place("coordinator"), self._place("server", ".")
 
@@ -235,7 +237,7 @@ class _Demo:
         _say("Each hospital makes its study and its key")
         self.crew.each(self._settle, self.hospitals)
         _say(
-            "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints too"
+            "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints"
         )
         self._found()
         _say("Each hospital joins, and cuts its slides into patches and features")
@@ -277,24 +279,30 @@ class _Demo:
         site = place.here / "sites" / f"{place.name}.toml"
         write_text(site, f"{site.read_text(encoding='utf-8').rstrip()}\n{_ALLOW}\n")
         organization = f"Hospital {place.name} of the demo"
-        self.run(place, "federation", "request", place.name, "--kit", _KIT, "--organization", organization)
+        asked = self.run(
+            place, "federation", "request", place.name, "--kit", _KIT, "--organization", organization
+        )
+        self.read_out[place.name] = asked["fingerprint"]
 
     def _found(self) -> None:
         """Found the federation, give the server its kit, and approve the hospitals' requests."""
         chief, address = self.chief, f"localhost:{free_port()}"
-        self.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
+        founded = self.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
+        self.read_out["root"] = founded["fingerprint"]
         self.server.folder.mkdir()
         shutil.move(chief.here / _FOUNDED / "server", self.server.folder / "kit")
         for place in self.hospitals:
             name = f"request-{place.name}.json"
             _send(place.folder / "kit" / name, chief.folder / name)
-            self.run(chief, "federation", "approve", Path("..") / name, "--kit", _FOUNDED)
+            given = ("--kit", _FOUNDED, "--fingerprint", self.read_out[place.name])
+            self.run(chief, "federation", "approve", Path("..") / name, *given)
 
     def _join(self, place: Place) -> None:
         """Complete a hospital's kit, and make what it learns from."""
         name = f"certificate-{place.name}.json"
         _send(self.chief.folder / name, place.folder / name)
-        self.run(place, "federation", "join", Path("..") / name, "--kit", _KIT)
+        given = ("--kit", _KIT, "--fingerprint", self.read_out["root"])
+        self.run(place, "federation", "join", Path("..") / name, *given)
         self.run(place, "tile", "--site", place.name)
         self.run(place, "features", "--site", place.name)
 

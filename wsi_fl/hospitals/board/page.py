@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -82,7 +82,8 @@ def _document_of(facts: Facts) -> dict[str, Any]:
     unknown: dict[str, list[str]] = {}
     for key, (heading, who) in _COLUMNS.items():
         if any(one[key] is None for one in members if one["role"] == "hospital"):
-            unknown.setdefault(who, []).append(heading)
+            by_itself = key == "connected" and facts.over == "folder"
+            unknown.setdefault(_HOSPITAL if by_itself else who, []).append(heading)
     return _plain(vars(facts)) | {
         "wsi_fl": __version__,
         "members": members,
@@ -117,7 +118,8 @@ def _cells(one: dict[str, Any], rounds: int) -> list[str]:
     shown = {key: "–" if one[key] is None else str(one[key]) for key in _COLUMNS}
     shown |= {key: ("no", "yes")[one[key]] for key in ("signed", "connected") if one[key] is not None}
     shown |= {key: one[key][5:16].replace("T", " ") for key in ("since", "heard") if one[key]}
-    shown |= {"until": shown["until"][:10], "labels": ", ".join(one["labels"] or "–")}
+    ended = f"withdrawn {one['withdrawn_on'][:10]}" if one["withdrawn_on"] else shown["until"][:10]
+    shown |= {"until": ended, "labels": ", ".join(one["labels"] or "–")}
     shown |= {"round": f"{one['round']} of {rounds}"} if one["round"] is not None else {}
     of = f" of {one['budget']:g}" if one["budget"] is not None else ""
     shown |= {"spent": f"{number(one['spent'], 2)}{of}"} if one["spent"] is not None else {}
@@ -156,6 +158,7 @@ def _gather(study: Study, kit: Kit | None) -> Facts:
     facts = Facts({one.name: one for one in _members(kit, plan)})
     if path is not None and plan is not None:
         facts.plan, facts.sha256, facts.method = study.relative(path), plan.digest, plan.method
+        facts.sites = tuple(plan.sites)
         facts.rounds, facts.patience_s = int(plan.document["rounds"]), plan.pipeline().comm.timeout_s
     if kit is not None:
         facts.me, facts.over = kit.name, "folder" if kit.folder else "server"
@@ -182,12 +185,17 @@ def _newest_plan(study: Study) -> tuple[Path, Plan] | None:
 def _members(kit: Kit | None, plan: Plan | None) -> Iterator[Member]:
     """Everybody who has a certificate, where the list of them lies here, else who is in the plan, and oneself."""
     told: dict[str, Any] = {}
-    with suppress(UsageError):  # the founded folder is the coordinator's
-        told = {str(line["name"]): line for line in Root.open(kit.path.parent).issued()} if kit else {}
+    gone: Mapping[str, datetime] = {}
+    with suppress(UsageError, NotTrusted):  # the founded folder is the coordinator's
+        if kit is not None:
+            root = Root.open(kit.path.parent)
+            told = {str(line["name"]): line for line in root.issued()}
+            gone = withdrawn(root.trusted).keys
     roles = dict.fromkeys(plan.sites if plan else (), "hospital") | ({kit.name: kit.role} if kit else {})
     for name, role in {**{name: line["role"] for name, line in told.items()}, **roles}.items():
-        until = told.get(name, {}).get("until")
-        yield Member(name, role, until=datetime.fromisoformat(until) if until else None)
+        line = told.get(name, {})
+        until = datetime.fromisoformat(line["until"]) if line.get("until") else None
+        yield Member(name, role, until=until, withdrawn_on=gone.get(line.get("fingerprint", "")))
 
 
 def _look_at_kit(facts: Facts, kit: Kit) -> None:
@@ -274,8 +282,6 @@ def _at_folder(facts: Facts, study: Study, plan: Plan, kit: Kit) -> None:
         raise
     except Exception as error:  # each backend of fsspec has others
         raise WsiFlError(f"the folder cannot be used: {type(error).__name__}: {one_line(error)}") from None
-    for name in plan.sites if kit.folder else ():
-        facts.note(name, connected=None if name == kit.name else False)
     for one in sorted(letters, key=lambda one: one.time or 0.0):
         round_ = _ROUND.fullmatch(one.place)
         facts.note(one.sender, heard=_time(one.time), round=int(round_[1]) if round_ else None)

@@ -25,9 +25,11 @@ class Member:
 
     Attributes:
         until: when the certificate ends.
+        withdrawn_on: when it was withdrawn instead.
         signed: whether the plan.
         withdrawn: whether the key that the plan names.
-        connected, since: whether a process of its own takes part, and since when.
+        connected, since: whether a process of its own takes part, and since when; over a folder nobody can tell that of
+            one that left no letter.
         round, heard: the last that it began or finished, and when it last wrote a letter or a line of its log.
         spent, budget: ε of everything that it ever released, and its max_epsilon.
         labels: classes that it offers examples of.
@@ -36,6 +38,7 @@ class Member:
     name: str
     role: Role
     until: datetime | None = None
+    withdrawn_on: datetime | None = None
     version: str | None = None
     signed: bool | None = None
     withdrawn: bool | None = None
@@ -55,7 +58,7 @@ class Facts:
     Attributes:
         me: whose kit looks.
         over: what joins the hospitals.
-        plan, sha256, method, rounds, patience_s: the newest plan: its file, and what it says.
+        plan, sha256, sites, method, rounds, patience_s: the newest plan: its file, and what it says.
         job, running, reason: the newest job of the plan, whether it works, and why it failed.
         run, report, scores: the finished run of the plan, its page, and the counts that hospitals let go.
         kit, study: where they lie, as commands name them.
@@ -68,6 +71,7 @@ class Facts:
     over: Literal["server", "folder", ""] = ""
     plan: str = ""
     sha256: str = ""
+    sites: tuple[str, ...] = ()
     method: str = "METHOD"
     rounds: int = 0
     patience_s: float = 0.0
@@ -133,7 +137,7 @@ def _steps(facts: Facts) -> Iterator[_Step]:
 
 def _to_a_run(facts: Facts) -> Iterator[_Step]:
     """What is missing for a run of the plan to begin, or to go on."""
-    hospitals = [one for one in facts.members.values() if one.role == "hospital"]
+    hospitals = [facts.members[name] for name in facts.sites]
     missing = [step for one in hospitals for step in _from_hospital(facts, one)]
     yield from missing
     if facts.reason:
@@ -155,10 +159,17 @@ def _from_hospital(facts: Facts, one: Member) -> Iterator[_Step]:
         yield _step(facts, one.name, "not connected: start", "start")
     elif waited_for and (facts.now - waited_for).total_seconds() > facts.patience_s:
         yield _step(facts, one.name, f"silent since {waited_for:%Y-%m-%d %H:%M}: start again", "start")
+    elif one.connected is None and facts.over == "folder":
+        yield _step(facts, one.name, "if it has not run yet", "start")
 
 
 def _renewal(facts: Facts, one: Member) -> Iterator[_Step]:
-    if one.withdrawn or one.until is None or (days := (one.until - facts.now).days) >= SOON_DAYS:
+    if (
+        one.withdrawn
+        or one.withdrawn_on
+        or one.until is None
+        or (days := (one.until - facts.now).days) >= SOON_DAYS
+    ):
         return
     when = f"ends in {days} days" if days >= 0 else f"ended on {one.until:%Y-%m-%d}"
     renew = f"the certificate of {one.name} {when}: approve its request again, send it back"

@@ -15,11 +15,13 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.dossier.page import make_dossier
-from wsi_fl.hospitals.trust.certificates import signer_of
+from wsi_fl.hospitals.trust.certificates import fingerprint, signer_of
 from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.making import fingerprint_line
 from wsi_fl.privacy.accounting import ACCOUNTANT
 from wsi_fl.privacy.audit import ADJACENCY
 from wsi_fl.report.fill import fill
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import ordinary, read_object, write_json, write_text
 from wsi_fl.types import UsageError
@@ -54,19 +56,24 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
     }
     write_json(out / "evidence.json", document)
     write_text(out / "index.html", fill("evidence", {"e": document}, Path(__file__).parent))
-    said = {"site": identity.name, "time": document["created"], "files": _digests(out)}
+    said = {"site": identity.name, "time": document["created"], "root": identity.root, "files": _digests(out)}
     write_json(out / _SIGNATURE, identity.signed(said, _PURPOSE))
     return document
 
 
-def verify_evidence(folder: Path, root: str) -> dict[str, Any]:
-    """Return {"site", "organization", "time", "files"} of a folder that is as its hospital signed it, else UsageError.
+def verify_evidence(folder: Path, root: str | None) -> dict[str, Any]:
+    """Return {"site", "organization", "time", "files", "fingerprint", "root_fingerprint"} of a folder that is as its
+    hospital signed it, else UsageError. The fingerprints are of the key that signed, and of the root that named it.
 
     Args:
-        root: what is trusted, PEM.
+        root: what is trusted, PEM. None takes the root that the folder brings, which anybody can make: then the folder
+            is whole, and people compare the root's fingerprint by telephone.
     """
     signed = read_object(folder / _SIGNATURE, "ask for the folder again")
-    holder = signer_of(signed, root, _PURPOSE, str(folder / _SIGNATURE))
+    if root is None and "root" not in signed:
+        raise UsageError(f"{folder}: no root's certificate is in it; give --kit, or ask for the folder again")
+    trusted = str(signed["root"]) if root is None else root
+    holder = signer_of(signed, trusted, _PURPOSE, str(folder / _SIGNATURE))
     said = {key: signed.get(key) for key in ("site", "time", "files")}
     found, files = _digests(folder), said["files"] if isinstance(said["files"], dict) else {}
     if holder.name != said["site"]:
@@ -75,7 +82,20 @@ def verify_evidence(folder: Path, root: str) -> dict[str, Any]:
         raise UsageError(
             f"{folder}: {other[0]} is not as {holder.name} signed it; ask it for the folder again"
         )
-    return said | {"organization": holder.organization}
+    keys = {"fingerprint": str(signed["certificate"]), "root_fingerprint": trusted}
+    return said | {"organization": holder.organization} | {key: fingerprint(pem) for key, pem in keys.items()}
+
+
+def verified_lines(found: Mapping[str, Any], *, folder: Path, vouched: bool) -> Lines:
+    """Say who signed a folder; where no kit vouches for the root, by which keys, and what is left to compare."""
+    yield f"{folder} is as {found['site']} ({found['organization']}) signed it at {found['time']}"
+    if not vouched:
+        yield fingerprint_line("the key that signed", found["fingerprint"])
+        yield fingerprint_line("the root that came with it", found["root_fingerprint"])
+        told = (
+            "anybody can make such a root: have the coordinator read out its fingerprint, or give --kit too"
+        )
+        yield Line(f"  {told}", "yellow")
 
 
 def _facts(dossier: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,16 @@ class Share:
         except Exception:  # not reached now, perhaps later
             return
 
+    def probe(self) -> None:
+        """Write a small file, find it, read it and delete it again; fail where one of these is not possible."""
+        name = f"check-{token_hex(8)}"
+        self.write(name.encode(), name)
+        try:
+            if name not in self.entries() or self.read(len(name), name) != name.encode():
+                raise OSError("what is written is not found")
+        finally:
+            self.remove(name)
+
     def entries(self, *parts: str) -> dict[str, Entry]:
         """Return the files of a folder by name; none where it is not there."""
         found = [one for one in self._listed(*parts) if one.get("type") == "file" and not one.get("islink")]

@@ -29,13 +29,21 @@ from wsi_fl.hospitals.plans.contents import (
     shape_of,
     staying,
 )
-from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, code_digest, packages
+from wsi_fl.hospitals.plans.signed import (
+    FORMAT,
+    VERSION,
+    Plan,
+    approval_path,
+    code_digest,
+    keep_other,
+    packages,
+)
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.report.words import duration
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
-from wsi_fl.stages.work.console import Line, Lines
+from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.site import SiteFile
@@ -135,6 +143,8 @@ def make_plan(
 ) -> Plan:
     """Write the plan of a method for all sites of a study, and return it.
 
+    Of another plan in its place, and of approvals of another plan, copies are kept; see `keep_other`.
+
     Args:
         out: the file to write.
         keys: the fingerprint of each site's key.
@@ -156,6 +166,9 @@ def make_plan(
         check(party, "mpi", stores=False)
         said = described(party, name, learned_by(party), keys or {})
     plan = Plan(text_of(said, datetime.now(UTC).isoformat(timespec="seconds")))
+    kept = [keep_other(path, plan) for path in (out, *(approval_path(study, name) for name in plan.sites))]
+    if there := [path for path in kept if path]:
+        say(f"  what was about the plan of before is kept: {', '.join(there)}")
     write_text(out, plan.text)
     return plan
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -127,11 +128,32 @@ def cost_path(study: Study, site: str) -> Path:
     return study.root / "federation" / f"cost-{site}.json"
 
 
+def keep_other(path: Path, plan: Plan) -> str:
+    """Copy a plan, or an approval, that is about another plan to a name with the first digits of its plan's digest.
+
+    Nobody but people reads the copy, such as approval-A-8e8966ae.json. Returns its path, "" where there is nothing to
+    keep.
+    """
+    try:
+        text = ordinary(path).read_text(encoding="utf-8")
+        said = json.loads(text)
+        about = Plan(text).digest if said.get("format") == FORMAT else str(said["plan"])
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError):
+        return ""
+    if about == plan.digest or not re.fullmatch("[0-9a-f]{64}", about):
+        return ""
+    kept = path.with_name(f"{path.stem}-{about[:8]}.json")
+    write_text(kept, text)
+    return str(kept)
+
+
 def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = None) -> dict[str, Any]:
     """Sign a plan in the name of a hospital of it, or of its frame where no person does; keep both in its study."""
     if identity.name not in plan.sites:
         raise UsageError(f"site {identity.name} is not in this plan, which has {', '.join(plan.sites)}")
     plan_path(study).parent.mkdir(exist_ok=True)
+    for path in (plan_path(study), approval_path(study, identity.name)):
+        keep_other(path, plan)
     write_text(plan_path(study), plan.text)
     document = {"site": identity.name, "plan": plan.digest, "time": datetime.now(UTC).isoformat()}
     if frame is not None:
@@ -149,6 +171,8 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
             f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
         )
     plan = Plan.load(path)
+    if plan.keys.get(identity.name) in withdrawn(identity.root).keys:  # not of the identity, which holds
+        raise UsageError(f"this plan names an older key of {identity.name}; ask for a new plan, and sign it")
     _check_approval(dict(read_json(approval)), plan, identity.root, site=identity.name)
     frame = approved_at(study, identity.name).partition(" frame ")[2]
     if frame and (why := ended(study, identity, frame)):

@@ -56,9 +56,10 @@ class Kit:
         """Read a kit; UsageError where the folder is none."""
         file = path / "federation.json"
         if not file.is_file():
-            raise UsageError(
-                f"{path}: this is no kit (a folder with federation.json); `wsi-fl federation join` makes one"
-            )
+            inner = path / "coordinator"
+            founded = (inner / "federation.json").is_file()
+            what = f"the coordinator's is {inner}" if founded else "`wsi-fl federation join` makes one"
+            raise UsageError(f"{path}: this is no kit (a folder with federation.json); {what}")
         return Kit(path.resolve(), dict(read_json(file)))
 
     @property
@@ -136,7 +137,7 @@ def refuse_withdrawn(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """One thing that was looked at, and what was found or what to do."""
 
     what: str
@@ -144,16 +145,16 @@ class _Step:
     said: str
 
 
-def look(kit: Kit) -> Iterator[_Step]:
+def look(kit: Kit) -> Iterator[Step]:
     """Look at certificate, name or proxy, port and handshake, and stop at the first that fails."""
     try:
         identity = kit.identity()
     except WsiFlError as error:
-        yield _Step("certificate", False, str(error))
+        yield Step("certificate", False, str(error))
         return
     until = verified(identity.certificate, identity.root).until
     note = kit.reminder()
-    yield _Step("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}")
+    yield Step("certificate", True, f"{kit.name}, until {until.date().isoformat()}{note and f'; {note}'}")
     if kit.folder is not None:
         return
     host, port = server_of(kit)
@@ -166,14 +167,14 @@ def look(kit: Kit) -> Iterator[_Step]:
             except OSError as error:
                 unknown = f"the name {host} is not known here ({one_line(error)}); ask your network's people"
                 raise WsiFlError(unknown) from None
-            yield _Step(what, True, f"{host} is {found}")
+            yield Step(what, True, f"{host} is {found}")
             what = "port"
         connection = _connected(host, port)
     except WsiFlError as error:
-        yield _Step(what, False, str(error))
+        yield Step(what, False, str(error))
         return
     through = f" of {host} through the proxy {proxy} (HTTPS_PROXY)" if proxy else ""
-    yield _Step(what, True, f"TCP to port {port}{through}")
+    yield Step(what, True, f"TCP to port {port}{through}")
     with connection:
         yield _handshake(kit, connection, host, port)
 
@@ -197,7 +198,7 @@ def server_of(kit: Kit) -> tuple[str, int]:
     return address_of(str(server))
 
 
-def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> _Step:
+def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> Step:
     """Mutual TLS with the kit's certificate, and a byte more: in TLS 1.3 a server says no after the handshake."""
     startup, stem, what = kit.path / "startup", STEM[kit.role], "mutual TLS"
     context = refuse_withdrawn(ssl.create_default_context(cafile=startup / ROOT), startup / ROOT)
@@ -209,13 +210,13 @@ def _handshake(kit: Kit, connection: socket.socket, host: str, port: int) -> _St
             with suppress(TimeoutError):
                 if not secured.recv(1):
                     raise ConnectionResetError("it closed the connection")
-            return _Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
+            return Step(what, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
         why = f"the server's certificate was refused ({error.verify_message}): is this the right server, and the "
-        return _Step(what, False, _stranger(kit, host, port) or f"{why}right time on this clock?")
+        return Step(what, False, _stranger(kit, host, port) or f"{why}right time on this clock?")
     except (OSError, ssl.SSLError) as error:
         why = f"the server refused this kit's certificate ({one_line(error)}): is it of the same federation and not "
-        return _Step(what, False, f"{why}withdrawn, and the server's clock right?")
+        return Step(what, False, f"{why}withdrawn, and the server's clock right?")
 
 
 def _stranger(kit: Kit, host: str, port: int) -> str:

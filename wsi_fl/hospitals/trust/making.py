@@ -76,9 +76,9 @@ def provision(
     if server:
         members.insert(0, (SERVER, "server"))
     for name, role in members:
-        request(folder / name, name=name, organization=federation, role=role)
-        certificate = approve_request(folder / name / f"request-{name}.json", folder)
-        join(Path(certificate["file"]), folder / name)
+        asked = request(folder / name, name=name, organization=federation, role=role)
+        certificate = approve_request(Path(asked["file"]), folder, asked["fingerprint"])
+        join(Path(certificate["file"]), folder / name, certificate["root_fingerprint"])
     return {
         "federation": federation,
         "root": str(folder / "root"),
@@ -93,8 +93,10 @@ def request(kit: Path, *, name: str, organization: str, role: Role = "hospital")
     _check_name(name)
     key_file = _key_file(kit, role)
     if key_file.exists():
+        found = fingerprint(new_request(key_file.read_text(), name, organization))
         raise UsageError(
-            f"{key_file}: there is a key already; take another --kit, or go on with `federation join`"
+            f"{key_file}: there is a key already, whose fingerprint is {found}; take another --kit, or go on with "
+            "`wsi-fl federation join`"
         )
     _write_secret(key_file, new_key())
     return _asked(kit, new_request(key_file.read_text(), name, organization), name, role)
@@ -135,28 +137,32 @@ def _fresh(key: Path) -> Path:
     return key.with_suffix(".next.key")
 
 
-def approve_request(file: Path, folder: Path, expected: str | None = None) -> dict[str, Any]:
+def approve_request(
+    file: Path, folder: Path, expected: str | None = None, *, unchecked: bool = False
+) -> dict[str, Any]:
     """Sign a request with the root in a founded folder, and write the certificate beside it.
 
     Where a name gets another key, the one before is withdrawn.
 
     Args:
-        expected: the fingerprint that the hospital read out; "" or None where it was not compared.
+        expected: the fingerprint that the hospital read out; None where it was not compared.
+        unchecked: whether a name that is new gets its certificate without it.
 
     Raises:
-        UsageError: when it is no request, the fingerprint is another one, the key was withdrawn, or the name is taken
-            by another key that has not signed the request.
+        UsageError: when it is no request, the fingerprint is another one or lacks for a new name, the key was
+            withdrawn, or the name is taken by another key that has not signed the request.
     """
     document, role = _document(file, _REQUEST)
     text = str(document["request"])
     name, organization = request_names(text)
     _check_name(name)
-    found = fingerprint(text)
-    if _is_another(expected, found):
+    found, root = fingerprint(text), Root.open(folder)
+    before, gone = root.keys().get(name), withdrawn(root.trusted).keys
+    vouched = before is not None or unchecked
+    if _is_another(expected, found, f"{file}: have {name} read its fingerprint out", vouched=vouched):
         raise UsageError(
             f"{file}: its fingerprint is {found}, not the one that was read out; ask {name} again"
         )
-    root = Root.open(folder)
     federation = dict(read_json(root.path / "federation.json"))
     if {SERVER: "server", COORDINATOR: "coordinator"}.get(name, "hospital") != role:
         raise UsageError(f"{name!r} cannot be the name of a {role} in a federation")
@@ -164,37 +170,41 @@ def approve_request(file: Path, folder: Path, expected: str | None = None) -> di
     hosts = (_address(federation["server"])[0], name) if role == "server" else ()
     certificate = approved(text, root.key, root.trusted, role=role, hosts=hosts)
     line = {"name": name, "role": role, "organization": organization}
-    withdrew = root.note(certificate, line)
-    target, gone = file.parent / f"certificate-{name}.json", withdrawn(root.trusted).text
+    withdrew, until = root.note(certificate, line), verified(certificate, root.trusted).until
+    target, listed = file.parent / f"certificate-{name}.json", withdrawn(root.trusted).text
     said = {"format": _CERTIFICATE, "version": 1, "certificate": certificate, "root": root.certificate}
-    write_json(target, said | line | {"withdrawn": gone} | federation)
+    write_json(target, said | line | {"withdrawn": listed} | federation)
     known = {"fingerprint": found, "file": str(target), "root_fingerprint": fingerprint(root.certificate)}
-    return line | known | {"withdrew": handed_on(folder) if withdrew else None}
+    term = {"renewed": before is not None and before not in gone, "until": until.date().isoformat()}
+    return line | known | term | {"withdrew": handed_on(folder) if withdrew else None}
 
 
-def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
+def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool = False) -> dict[str, Any]:
     """Put the certificate that the coordinator sent back beside the key that it is for; the kit is complete then.
 
     Args:
-        expected: the root's fingerprint, as the coordinator read it out.
+        expected: the root's fingerprint, as the coordinator read it out; a kit that has joined knows the root.
+        unchecked: whether a new kit joins without it.
 
     Raises:
-        UsageError: when the certificate is for another key, or the root is another one.
+        UsageError: when the certificate is for another key, the root is another one, or a new kit lacks a fingerprint.
     """
     document, role = _document(file, _CERTIFICATE)
     name, root = str(document["name"]), str(document["root"])
     _check_name(name)
-    found = fingerprint(root)
-    if _is_another(expected, found):
+    startup, found = kit / "startup", fingerprint(root)
+    vouched = (own := startup / ROOT).exists() or unchecked
+    ask = f"{file}: have the coordinator read the root's fingerprint out"
+    if _is_another(expected, found, ask, vouched=vouched):
         raise UsageError(
             f"{file}: the root's fingerprint is {found}, not the one that was read out; do not join"
         )
-    startup, certificate, key = kit / "startup", str(document["certificate"]), _key_file(kit, role)
+    certificate, key = str(document["certificate"]), _key_file(kit, role)
     if not key.exists():
         raise UsageError(
             f"{kit}: no key is here; make one with `wsi-fl federation request`, and send the request"
         )
-    if (own := startup / ROOT).exists() and own.read_text() != root:
+    if own.exists() and own.read_text() != root:
         raise UsageError(f"{file} is of another federation than {kit}, which was left as it is")
     fresh, gone = _fresh(key), str(document.get("withdrawn", ""))
     asked = new_request(fresh.read_text(), name, name) if fresh.exists() else root
@@ -247,7 +257,12 @@ def requested_lines(document: dict[str, Any]) -> Lines:
 
 def approved_lines(document: dict[str, Any]) -> Lines:
     """Say what to send back."""
-    yield Line(f"{document['name']} ({document['organization']}) is {document['role']} of the federation now")
+    now = (
+        f"renewed until {document['until']}"
+        if document["renewed"]
+        else f"{document['role']} of the federation now"
+    )
+    yield Line(f"{document['name']} ({document['organization']}) is {now}")
     yield fingerprint_line(document["name"], document["fingerprint"])
     yield Line(f"send {document['file']} back, and read out:")
     yield fingerprint_line("the root", document["root_fingerprint"])
@@ -322,10 +337,15 @@ def _check_name(name: str) -> None:
         raise UsageError(f"{name!r} is no name for a site; letters, digits, '.', '_' and '-' make one")
 
 
-def _is_another(expected: str | None, found: str) -> bool:
-    """Whether a fingerprint that was read out is another one, however it is written."""
-    bare = [re.sub(r"[^0-9A-F]", "", text.upper()) for text in (expected or found, found)]
-    return bare[0] != bare[1]
+def _is_another(expected: str | None, found: str, ask: str, *, vouched: bool) -> bool:
+    """Whether a fingerprint that was read out is another one, however it is written.
+
+    One must be given, unless something else vouches for the key, and never an empty one: UsageError, which asks for it.
+    """
+    said, there = (re.sub(r"[^0-9A-F]", "", text.upper()) for text in (expected or "", found))
+    if not said and (expected is not None or not vouched):
+        raise UsageError(f"{ask} by telephone, and give it as --fingerprint; on a trial, say --unchecked")
+    return said not in ("", there)
 
 
 def _write_secret(path: Path, text: str) -> None:

@@ -140,5 +140,6 @@ def list_lines(document: dict[str, Any]) -> Lines:
     yield Line(document["said"])
     if "file" in document:
         yield Line(
-            f"send {document['file']} to all: `wsi-fl federation join {LIST} --kit KIT`; start a server anew"
+            f"send {document['file']} to all, a server first, which is to be started anew: `wsi-fl federation join "
+            f"{LIST} --kit KIT`"
         )

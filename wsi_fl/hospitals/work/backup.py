@@ -15,11 +15,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.privacy.guarantee import epsilon_of, of_hospital
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import heads_of
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import alone, atomic, ordinary, write_bytes
+from wsi_fl.system.files import alone, atomic, ordinary, read_lines, write_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _DOCUMENT, _LEDGER = PurePosixPath("kit/federation.json"), PurePosixPath("ledger.jsonl")
@@ -57,7 +58,8 @@ def restore(file: Path, kit: Path, study: Study | None) -> dict[str, Any]:
         kit: its folder, a new one or that of the same key.
 
     Returns:
-        {"kit", "name", "restored": the files that were missing, "kept": how many were there}.
+        {"kit", "name", "restored": the files that were missing, "kept": how many were there, "ledger": {"runs": how
+        many it knows, "last": the time of its last line, "epsilon", "delta"}, None without a ledger}.
 
     Raises:
         UsageError: when the file is no backup, or the kit holds another key.
@@ -82,7 +84,8 @@ def restore(file: Path, kit: Path, study: Study | None) -> dict[str, Any]:
         restored += [one for path, data in targets.items() for one in _put(path, data)]
         Kit.open(kit).identity()
     kept = len(targets) + (ledger is not None) - len(restored)
-    return {"kit": str(kit), "name": name, "restored": restored, "kept": kept}
+    known = None if study is None or ledger is None else _known(study, name)
+    return {"kit": str(kit), "name": name, "restored": restored, "kept": kept, "ledger": known}
 
 
 def _put_ledger(study: Study, site: str, data: bytes) -> list[str]:
@@ -98,6 +101,21 @@ def _put_ledger(study: Study, site: str, data: bytes) -> list[str]:
     elif not path.read_bytes().startswith(data):
         raise WsiFlError(f"{path}: is another ledger than that of the backup, or older; move it away first")
     return made
+
+
+def _known(study: Study, site: str) -> dict[str, Any]:
+    """What a site's ledger knows: runs, the time of its last line, and ε, None where none holds."""
+    ledger = _opened(study, site)
+    entries = [one for one in ledger.entries if one.site == site]
+    lines = [line for line in read_lines(ledger.path, {"site": str}) if line["site"] == site]
+    unit = next((one.unit for one in reversed(entries) if one.unit), "row")
+    delta = study.site(site).delta or next((one.delta for one in reversed(entries) if one.delta), 1e-5)
+    return {
+        "runs": len({one.run_id for one in entries}),
+        "last": lines[-1].get("time") if lines else None,
+        "epsilon": epsilon_of(of_hospital(entries, unit), delta),
+        "delta": delta,
+    }
 
 
 def _opened(study: Study, site: str) -> LedgerFile:
@@ -137,4 +155,10 @@ def restored_lines(document: dict[str, Any]) -> Lines:
     yield Line(
         f"{len(document['restored'])} files of {document['name']} are back; {document['kept']} were there"
     )
+    if ledger := document["ledger"]:
+        spent = (
+            "no ε" if ledger["epsilon"] is None else f"ε = {ledger['epsilon']:.2f} at δ = {ledger['delta']:g}"
+        )
+        last = f", the last of {ledger['last'][:10]}" if ledger["last"] else ""
+        yield Line(f"  runs in its ledger: {ledger['runs']}{last}; {spent}; it knows of none since")
     yield Line(f"next: wsi-fl federation check {document['kit']}")

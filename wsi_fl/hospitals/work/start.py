@@ -120,8 +120,8 @@ def _say_what_it_allows(kit: Kit, study: Study, told: Callable[[str], None]) -> 
     try:
         plan = approved_plan(study, kit.identity())
         signed = f"plan {plan.digest[:8]}, {plan.method} with {', '.join(plan.sites)}"
-    except UsageError:
-        signed = "no plan yet, so no job is taken (`wsi-fl federation approve PLAN`)"
+    except UsageError as error:
+        signed = f"no plan that holds, so no job is taken ({error})"
     framed = f"; a frame until {frame['until']}" if frame else ""
     told(f"  runs one class of wsi-fl and no code of others; signed: {signed}{framed}")
     told(f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from itertools import count
@@ -18,9 +18,11 @@ from typing import Any
 
 from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.flare.files import HEARTBEAT_S
+from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans.signed import Plan, check_withdrawn
 from wsi_fl.hospitals.trust.certificates import withdrawn
-from wsi_fl.hospitals.trust.kit import Kit, look
+from wsi_fl.hospitals.trust.kit import Kit, Step, look
+from wsi_fl.hospitals.trust.root import exchange_list
 from wsi_fl.hospitals.work.taking_part import LAST
 from wsi_fl.learning.counts import Scores
 from wsi_fl.report.between import render_coordinator
@@ -28,7 +30,7 @@ from wsi_fl.report.words import absences
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _SUMMARY = "summary.json"
 _JOBS = "jobs.jsonl"
@@ -211,16 +213,19 @@ def _until_done(
         resume = LAST
 
 
-def check(kit: Kit, plan: Plan | None = None) -> dict[str, Any]:
+def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> dict[str, Any]:
     """Look whether a kit gets through; the coordinator's lets all hospitals of a plan go to see each other as well.
+
+    Over a folder the list of withdrawn certificates is taken from it first.
 
     Args:
         plan: the signed one; without it nobody is sent anywhere.
+        folder: another address of the folder than the kit's.
 
     Returns:
         {"ok", "steps": [{"what", "ok", "said"}], "connected", "peers": {site: {"peers", "seconds"}}}.
     """
-    steps = [vars(step) for step in look(kit)]
+    steps = [vars(step) for step in _looked(kit, folder or kit.folder)]
     document: dict[str, Any] = {"steps": steps, "connected": None, "peers": None}
     document["ok"] = all(step["ok"] for step in steps)
     if kit.role != "coordinator" or kit.folder is not None or not document["ok"]:
@@ -239,6 +244,27 @@ def check(kit: Kit, plan: Plan | None = None) -> dict[str, Any]:
         found, document["ok"] = str(error), False
     steps.append({"what": "round trip", "ok": document["ok"], "said": found})
     return document
+
+
+def _looked(kit: Kit, address: str | None) -> Iterator[Step]:
+    """What `look` finds, and whether the folder of an address can be used, whose list counts."""
+    news = exchange_list(kit, address) if address else ""
+    found = list(look(kit))
+    yield from found
+    if address and all(step.ok for step in found):
+        yield _folder_step(Share(address), news)
+
+
+def _folder_step(share: Share, news: str) -> Step:
+    try:
+        share.check()
+        share.probe()
+    except UsageError as error:
+        return Step("folder", False, str(error))
+    except Exception as error:  # each backend of fsspec has others
+        return Step("folder", False, f"the folder cannot be used: {share.address}: {one_line(error)}")
+    said = f"{share.address} can be listed, written, read and deleted in"
+    return Step("folder", True, f"{said}{news and f'; {news}'}")
 
 
 def status(kit: Kit) -> dict[str, Any]:
