@@ -89,10 +89,10 @@ class Cost:
         group, lifetime_group: what both ε are worth to the patient with the most rows; None where ε is per patient
             already, and where the store knows no patients.
         most_epsilon: of all attempts at a sum that one approval allows; None where no sum is made.
-        letter: the ε of the letter that was released before and is sent, so that the plan spends nothing; None where
-            the plan makes what it sends.
         framed: the ε of everything that was spent in a frame and of all that this plan may spend; None without one.
         framed_runs: how many runs the frame has had.
+        letter: the ε of the letter that was released before and is sent, so that the plan spends nothing; None where
+            the plan makes what it sends.
     """
 
     n_units: int
@@ -106,9 +106,9 @@ class Cost:
     group: Group | None = None
     lifetime_group: Group | None = None
     most_epsilon: float | None = None
-    letter: float | None = None
     framed: float | None = None
     framed_runs: int = 0
+    letter: float | None = None
 
     @property
     def above(self) -> Group | None:
