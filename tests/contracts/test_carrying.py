@@ -141,7 +141,7 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(hospitals)
         row = next(row for row in found[name]["sites"] if row["site"] == name)
         assert row["epsilon"] == row["lifetime_epsilon"] == pytest.approx(looked.cost.letter)
         _, once, again = read_lines(hospitals.study(name).ledger(name))
-        assert once["sending"] and again["sending"] and again["again"]
+        assert once["sending"] and again["sending"] and again["again"] and again["agreement"] == plan.digest
     (account,) = page._accounts(hospitals.study("S0"), "S0", _entries(hospitals, "S0"), 1e-5, None)
     assert page._released(hospitals.study("S0"), "S0", account)["to"] == ["S1", "S2"]
 

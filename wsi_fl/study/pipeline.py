@@ -244,7 +244,8 @@ class Train(Section):
     """What becomes of Adam's moments when the parameters they belong to are exchanged."""
     releases: bool = False
     """Whether `oneshot` makes its heads of the sums that lie in `releases/` already, as `wsi-fl release` writes them,
-    instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone."""
+    instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone; between
+    hospitals each sends its own to those who lack it."""
     at_least: int | None = Field(None, ge=1, le=10_000, json_schema_extra=_FEWER)
     """How many sites must be there. The others go on without one that was silent for `comm.timeout_s`, and it takes
     part again when it comes back; below so many, and over a folder below more than half, all wait. By default all are

@@ -223,7 +223,7 @@ def _accounts(
         ]
         account = {
             "run": lines[0].run,
-            "plan": next((line.agreement for line in lines if line.agreement), ""),
+            "plan": next((line.agreement for line in lines if line.agreement and not line.sending), ""),
             "epsilon": spent,
             "delta": delta,
             "unit": ", ".join(sorted(units_of(lines))),

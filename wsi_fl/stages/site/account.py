@@ -324,13 +324,13 @@ def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
     for metrics in sorted(study.runs.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
         run = RunFolder(metrics.parents[2])
         paid = [line["round"] for line in run.site(site).metrics() if line["takes_part"] and line["epsilon"]]
-        if paid and not _of_letters(run):
+        if paid and not (run.site(site).released() and _of_letters(run)):
             found.append((study.relative(run.path), run.identity, max(paid)))
     return found
 
 
 def _of_letters(run: RunFolder) -> bool:
-    """Return whether a run made its heads of letters that lay there."""
+    """Return whether a run that used letters made its heads of them, and did not only start from one."""
     pipeline = load_pipeline(run.path / "config.toml")
     return pipeline.train.releases and method_for(str(run.manifest["method"]), pipeline).once
 

@@ -141,7 +141,7 @@ def _letter(party: RunContext, name: str) -> str:
         raise WsiFlError(
             f"the letter of site {name} is too long for a network; copy it to the others' releases/"
         )
-    ledger.reissue(round_, sums.vector, schema="sums")
+    ledger.reissue(round_, sums.vector, schema="sums", agreement=party.run.agreement)
     return text
 
 
