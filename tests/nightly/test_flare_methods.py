@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import test_mpcpa
 from conftest import write_features
-from hospitals import Bed, digests
+from hospitals import INSECURE, Bed, digests
 from test_oneshot import HEADS, rows_of
 from test_replay import plant
 
+from wsi_fl.stages.training.release import release
+from wsi_fl.stages.training.train import train
+from wsi_fl.system.files import read_lines
 from wsi_fl.types import UNLABELLED
 
 pytestmark = [
@@ -63,3 +66,31 @@ def test_a_method_over_flare(tmp_path, method, settings, given):
         assert expected[site]
         assert digests(bed.root / site / summary["run"], site) == expected[site]
     print(method, summary["communication"])
+
+
+def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_nothing(tmp_path):
+    """A receiver gets them too, and all have the heads that the same files make."""
+    bed = Bed(tmp_path, n=4, furnish=heads)
+    *members, _ = bed.sites
+    settings = [*HEADS, "privacy.sigma=2.0", "train.releases=true"]
+    for site in members:
+        release(bed.study(site), site=site, pipeline_name=bed.pipeline, overrides=settings)
+    bed.sign("oneshot", *settings)
+    with bed.running():
+        said = bed.submit("--plan", str(bed.study(bed.sites[0]).root / "federation" / "plan.json"))
+    assert said.returncode == 0, said.stderr
+    summary = json.loads(said.stdout)
+    assert list(summary["letters"]) == members
+    given = {"method": "oneshot", "pipeline_name": bed.pipeline, "backend": "local"}
+    for site in bed.sites:
+        study = bed.study(site)
+        for one in members:
+            assert study.release(one).read_bytes() == bed.study(one).release(one).read_bytes()
+        by_files = train(study, overrides=[*INSECURE, *settings], **given)
+        assert digests(study.root / by_files["run"], site) == digests(study.root / summary["run"], site) != {}
+        spent = [line for line in _lines(study, site) if "mechanism" in line]
+        assert len(spent) == (site in members)
+
+
+def _lines(study, site):
+    return read_lines(study.ledger(site)) if study.ledger(site).exists() else []

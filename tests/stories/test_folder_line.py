@@ -32,6 +32,7 @@ from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work.start import take_part_by_folder
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.going_on import Asked, choose_run, which_run
+from wsi_fl.stages.training.release import release
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml
@@ -638,6 +639,26 @@ def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_pa
         assert np.array_equal(heads[site]["sums"], heads[listener]["sums"]) and heads[site]["n_sites"] == 2
     assert not heads[listener]["released"].any() and not group.study(listener).ledger(listener).exists()
     assert all(len(charged(group.study(site), site)) == 1 for site in givers)
+
+
+@pytest.mark.slow
+def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_nothing(tmp_path, federation):
+    """One hospital is killed once it has them, and goes on with them."""
+    (tmp_path / "share").mkdir()
+    settings = [*HEADS, "privacy.sigma=2.0", "train.releases=true"]
+    group = Group(tmp_path / "letters", "oneshot", settings, federation, tmp_path / "share")
+    for site in SITES:
+        release(group.study(site), site=site, overrides=settings)
+    group.jobs[1]["kill"] = {"where": "_train", "round": 0}
+    start(tmp_path, [group])
+    for site in SITES:
+        study, run = group.study(site), group.run(site)
+        assert list(group.result(site)["letters"]) == list(SITES)
+        for one in SITES:
+            assert study.release(one).read_bytes() == group.study(one).release(one).read_bytes()
+        by_files = train(study, method="oneshot", overrides=settings, backend="local")
+        assert models(study.root / by_files["run"], site) == models(run, site)
+        assert len(charged(study, site)) == 1
 
 
 def require_the_same(group):

@@ -29,6 +29,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.carrying import Carried, Lies
 from wsi_fl.stages.training.going_on import Asked, Begun, Runs, _Claimed, _Proposal, which_run
 from wsi_fl.stages.training.summary import SummaryRow
 from wsi_fl.stages.training.train import resume, train
@@ -131,6 +132,7 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
         _Counted,
     )
     kinds += (Begun, Runs, Hello, Head, Seen, _Offer, _Holds, _Pieces)
+    kinds += (Lies, Carried)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:

@@ -291,12 +291,18 @@ class PrivacyLedger:
         number = self.last_sent() + 1 if round_ is None else round_
         return self._epsilon_with(number, mechanism) <= PROTECTS_UP_TO
 
-    def reissue(self, round_: int, vector: Values, *, schema: str, weight: float = 1.0) -> Release:
-        """Return the same bytes once more after a restart, at no cost but on record."""
+    def reissue(
+        self, round_: int, vector: Values, *, schema: str, weight: float = 1.0, agreement: str = ""
+    ) -> Release:
+        """Return the same bytes once more, after a restart or under a later plan, at no cost but on record.
+
+        `agreement` is the SHA-256 of that plan; "" for none.
+        """
         known = digest(vector)
         with self._book.locked():
             self._require_newest(round_, known)
-            self._append(self._line(round_) | {"sending": True, "again": True})
+            under = {"agreement": agreement} if agreement else {}
+            self._append(self._line(round_) | {"sending": True, "again": True} | under)
         return self._sealed(round_, vector, schema, weight, known)
 
     def relay(

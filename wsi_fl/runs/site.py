@@ -92,12 +92,15 @@ class SiteFolder:
     def _store(self) -> dict[str, Any] | None:
         return _optional(self.path / "store.json", "sha256")
 
+    def released(self) -> dict[str, Any] | None:
+        """Return the digests of the released sums that the site began with; None before it has."""
+        path = self.path / "releases.json"
+        return read_object(path, _ADVICE) if path.exists() else None
+
     def remember_released(self, digests: Mapping[str, str]) -> None:
         """Note whose released sums the site begins with; UsageError for others than the run began with."""
-        path = self.path / "releases.json"
-        began = read_object(path, _ADVICE) if path.exists() else None
-        if began is None:
-            write_json(path, dict(digests))  # a site may be called `digest`
+        if (began := self.released()) is None:
+            write_json(self.path / "releases.json", dict(digests))  # a site may be called `digest`
         elif changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
             raise UsageError(
                 f"site {self.path.name}: the release of {changed[0]} was made anew since this run began; start a "

@@ -235,7 +235,8 @@ class Train(Section):
     """What becomes of Adam's moments when the parameters they belong to are exchanged."""
     releases: bool = False
     """Whether `oneshot` makes its heads of the sums that lie in `releases/` already, as `wsi-fl release` writes them,
-    instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone."""
+    instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone; between
+    hospitals each sends its own to those who lack it."""
     at_least: int | None = key(
         None,
         ge=1,

@@ -25,6 +25,7 @@ from wsi_fl.privacy.ledger_file import Entry, LedgerFile, run_id
 from wsi_fl.report.fill import fill
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import Group, group_words, open_ledger, terms_of
+from wsi_fl.stages.site.sums import RUN
 from wsi_fl.stages.training.going_on import runs_of_plan
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study, load_pipeline
@@ -222,7 +223,7 @@ def _accounts(
         ]
         account = {
             "run": lines[0].run,
-            "plan": next((line.agreement for line in lines if line.agreement), ""),
+            "plan": next((line.agreement for line in lines if line.agreement and not line.sending), ""),
             "epsilon": spent,
             "delta": delta,
             "unit": ", ".join(sorted(units_of(lines))),
@@ -315,10 +316,16 @@ def leave(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -
 
 
 def _released(study: Study, site: str, account: dict[str, Any]) -> dict[str, Any]:
-    """What left in one run, and which other sites took part in it; of a run that is no longer here nobody knows."""
-    folders = (RunFolder(file.parent) for file in study.runs.glob("*/config.toml"))
+    """What left in one run, and which other sites took part in it; of a run that is no longer here nobody knows.
+
+    A letter that was released by itself has gone to the sites of all plans whose runs carried it.
+    """
+    folders = [RunFolder(file.parent) for file in sorted(study.runs.glob("*/config.toml"))]
     run = next((one for one in folders if one.id == run_id(account["run"])), None)
-    names = load_pipeline(run.path / "config.toml").sites or [] if run else []
+    carried = (one for one in folders if one.agreement and site in (one.site(site).released() or ()))
+    runs = [run] if run else carried if account["run"] == RUN else ()
+    of_each = (load_pipeline(one.path / "config.toml").sites or [] for one in runs)
+    names = list(dict.fromkeys(name for sites in of_each for name in sites))
     said = {"method": run.manifest["method"] if run else None, "to": [name for name in names if name != site]}
     return account | said | {"releases": [one for one in account["releases"] if one["final"]]}
 
@@ -330,8 +337,10 @@ def _stays(site: str, run: dict[str, Any]) -> str:
         return f"{name}: nothing has left"
     kinds, rounds = ", ".join(sorted({one["what"] for one in gone})), [one["round"] for one in gone]
     spent = "no ε holds" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
+    others = ", ".join(run["to"]) or "the other sites"
+    others += ", and whoever was given the file," if name == RUN else ""
     return (
-        f"{name}: {', '.join(run['to']) or 'the other sites'} may hold {len(gone)} releases of {site} ({kinds}; rounds "
+        f"{name}: {others} may hold {len(gone)} releases of {site} ({kinds}; rounds "
         f"{min(rounds)} to {max(rounds)}; {spent}), and models that learned from them; nothing calls them back"
     )
 

@@ -36,6 +36,7 @@ from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.making import fingerprint_line
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, applied, detection_of
+from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.report.words import count, detected, size
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import (
@@ -50,6 +51,8 @@ from wsi_fl.stages.site.account import (
     worth_to_patient,
 )
 from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.sums import RUN
+from wsi_fl.stages.training.carrying import own_letter
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.work.console import Line, Lines, Table
 from wsi_fl.study.folder import Study
@@ -88,6 +91,8 @@ class Cost:
         most_epsilon: of all attempts at a sum that one approval allows; None where no sum is made.
         framed: the ε of everything that was spent in a frame and of all that this plan may spend; None without one.
         framed_runs: how many runs the frame has had.
+        letter: the ε of the letter that was released before and is sent, so that the plan spends nothing; None where
+            the plan makes what it sends.
     """
 
     n_units: int
@@ -103,6 +108,7 @@ class Cost:
     most_epsilon: float | None = None
     framed: float | None = None
     framed_runs: int = 0
+    letter: float | None = None
 
     @property
     def above(self) -> Group | None:
@@ -218,6 +224,9 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
     from wsi_fl.stages.training.workshop import learned_from  # and with it PyTorch
 
     pipeline, rounds = party.pipeline, party.pipeline.train.rounds
+    sends = party.by_files and not site.receives
+    if sends:
+        own_letter(party, site.name)
     train, _ = learned_from(party, site.name)
     planted = np.zeros(pipeline.audit.canaries, bool)
     index = party.names.index(site.name)
@@ -235,6 +244,19 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
             "ask for one with more noise or fewer rows in a batch"
         )
     alone = ledger.mechanisms()
+    if sends:
+        return Cost(
+            n_units,
+            terms.unit,
+            0.0,
+            epsilon(past, terms.delta),
+            terms.max_epsilon,
+            terms.delta,
+            rounds,
+            letter=epsilon(alone, terms.delta),
+            framed=epsilon(applied(framed), terms.delta) if frame else None,
+            framed_runs=runs,
+        )
     of_plan = planned(account, rounds)[len(alone) :]
     run, ever = [*alone, *of_plan], [*past, *of_plan]
     most = of_plan * (MOST_ATTEMPTS if terms.guarantee == "shared" else 1)
@@ -276,6 +298,11 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
             "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
             "with `federation plan --kit FOUNDED`"
         )
+    if plan.method == RUN and not plan.pipeline().train.releases and _wrote_before(study, me):
+        found.append(
+            f"{me} has released a letter before; this plan makes a further one, which costs ε again. Letters that lie "
+            "there are sent for nothing by a plan of `federation plan --method oneshot --set train.releases=true`"
+        )
     for site in sites:
         if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():
             continue
@@ -286,6 +313,12 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
                 "says"
             )
     return found
+
+
+def _wrote_before(study: Study, site: str) -> bool:
+    """Return whether a letter of a site has left it, by a file or in a run of `oneshot`, as its ledger knows."""
+    lines = [one for one in LedgerFile(study.ledger(site)).entries if one.site == site and one.sending]
+    return any(RUN in one.run.split()[0].split("-")[:2] for one in lines)
 
 
 def look_lines(looked: Looked) -> Lines:
@@ -348,6 +381,11 @@ def cost_words(cost: Cost) -> str:
         why = "there is no differential privacy" if cost.n_units else "nothing of its records leaves it"
         return f"{of}: no ε is spent, for {why}"
     limit = "no limit" if cost.max_epsilon is None else f"{cost.max_epsilon:g}"
+    if cost.letter is not None:
+        return (
+            f"{of}: sends the letter that it released (ε = {cost.letter:.2f} at δ = {cost.delta:g}); nothing more is "
+            f"spent, and everything spent before is {cost.lifetime_epsilon:.2f} of {limit}"
+        )
     said = (
         f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
         f"{cost.lifetime_epsilon:.2f} of {limit}"

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from jinja2 import Environment, StrictUndefined
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.methods import HUB, Share
+from wsi_fl.federation.methods import FILES, HUB, Share
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.report.words import size
 from wsi_fl.stages.site.account import guarantee_of, spends
@@ -109,20 +109,22 @@ def staying(party: RunContext) -> list[str]:
 def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | None) -> Leaving:
     """One share of the method, in words and bytes."""
     pipeline, kind = party.pipeline, _kind_of(party, share)
+    letter = kind == "letter"  # protected as it was made
     rounds, masked, generator = pipeline.train.rounds, kind == "masked sums", kind == "generator"
-    often = "mixed" if share.times == "rounds" and share == party.method.mixed else share.times
-    bare = "generator" if generator else "leave"
+    mixed = share.times == "rounds" and share == party.method.mixed
+    often = kind if letter else "tried" if masked else "mixed" if mixed else share.times
+    covered = kind if letter or generator else "leave" if share.is_bare(spends(pipeline)) else "dp"
     model, part = _architecture(party, share.of), pipeline.model.train
     model += "" if part == "all" else f", model.train = {part}"
     return {
         "what": WORDS["what"][kind].format(model=model, n=value_of(pipeline, "replay.buffer")),
         "to": "all sites" if masked else WORDS["to"][HUB] if generator else _receivers(party, share),
-        "often": WORDS["often"]["tried" if masked else often].format(rounds=rounds, attempts=MOST_ATTEMPTS),
+        "often": WORDS["often"][often].format(rounds=rounds, attempts=MOST_ATTEMPTS),
         "times": MOST_ATTEMPTS if masked else rounds if share.times == "rounds" else 1,
         "bytes": _bytes(party, share, shape, n_classes, _SUM_BYTES if masked else _FLOAT_BYTES),
         "large": True,
         "of_records": True,
-        "protected_by": WORDS["protected"][bare if share.is_bare(spends(pipeline)) else "dp"].format(
+        "protected_by": WORDS["protected"][covered].format(
             unit=pipeline.privacy.unit, worth=guarantee_of(party.method, pipeline), content=share.content
         ),
     }
@@ -131,6 +133,8 @@ def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | 
 def _kind_of(party: RunContext, share: Share) -> str:
     """What plans call a share."""
     if share.what == "sums":
+        if share.by == FILES:
+            return "letter"
         return "masked sums" if party.pipeline.privacy.noise == "shared" else "sums"
     if share.what != "model":
         return share.what

@@ -82,7 +82,7 @@ class _Protection(TypedDict):
 
     Attributes:
         epsilon: the largest ε that training, or each attempt at a sum, may cost a site; None where each site's
-            max_epsilon alone bounds it.
+            max_epsilon alone bounds it, and where letters are sent that were paid for before.
         delta: of simulated sites that name none.
         says: all this in words.
     """
@@ -158,10 +158,6 @@ def make_plan(
             others = names_of(lambda row: bool(row.shares))
             raise UsageError(
                 f"{party.name} shares nothing between hospitals and needs no plan; plans are for {others}"
-            )
-        if party.by_files:
-            raise UsageError(
-                "with train.releases sites exchange files alone and need no plan; leave that key out"
             )
         check(party, "mpi", stores=False)
         said = described(party, name, learned_by(party), keys or {})
@@ -279,17 +275,19 @@ def _protection(party: RunContext) -> _Protection:
     """Return what differential privacy promises in a plan, in numbers and in words."""
     privacy, train = party.pipeline.privacy, party.pipeline.train
     on, own = spends(party.pipeline), privacy.target_epsilon is not None
+    anew = on and not party.by_files
     sampled, guarantee = on and not party.method.once, guarantee_of(party.method, party.pipeline)
     known = {"privacy": privacy, "own": own, "guarantee": guarantee, "attempts": MOST_ATTEMPTS}
+    known["by_files"] = party.by_files
     says = filled(WORDS["texts"]["promise"], beta=weights_of(party.pipeline).beta, **known)
     return {
         "differential_privacy": on,
         "guarantee": guarantee,
         "unit": privacy.unit,
-        "epsilon": privacy.target_epsilon if on else None,
+        "epsilon": privacy.target_epsilon if anew else None,
         "delta": privacy.delta,
-        "sigma": privacy.sigma if on and not own else None,
-        "clip": privacy.clip if on else None,
+        "sigma": privacy.sigma if anew and not own else None,
+        "clip": privacy.clip if anew else None,
         "batch_size": train.batch_size if sampled and not own else None,
         "sampling": _SAMPLED if sampled else None,
         "says": " ".join(says),

@@ -61,6 +61,8 @@ def rehearse(
     cost, roles = looked.cost, {one["name"]: one["role"] for one in looked.document["sites"]}
     if roles[site] == "receiver":
         raise UsageError(f"{site} receives, and sends nothing that could be rehearsed")
+    if cost is not None and cost.letter is not None:
+        raise UsageError(f"{site} sends the letter that it released, so there is nothing to rehearse")
     if cost is None:
         raise UsageError(f"the store of {site} is not on this machine; rehearse where it is")
     from wsi_fl.stages.training.train import train  # and with it PyTorch

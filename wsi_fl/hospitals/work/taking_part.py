@@ -30,6 +30,7 @@ from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.certificates import withdrawn as listed
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.training.carrying import own_letter
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.training.going_on import (
     Asked,
@@ -106,6 +107,9 @@ def take_part(
             return finished
         party = began
     check(party, "mpi", stores=False)
+    if party.by_files and not party.site(identity.name).receives:
+        with _told_to_all():
+            own_letter(party, identity.name)
     if run is not None:
         note_who_goes_on(party, asked)
         running = party.running

@@ -30,9 +30,9 @@ from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
 from wsi_fl.privacy.plan import planned as best_plan
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.party import RunContext, method_for
 from wsi_fl.stages.site.sums import RUN
-from wsi_fl.study.folder import Study
+from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.tensors import load_document
@@ -310,14 +310,23 @@ def head_of_user(site: str) -> Path:
 
 
 def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
-    """(folder, run's id, last round that cost ε) of every run of this study that the site took part in."""
+    """(folder, run's id, last round that cost ε) of every run of this study that the site took part in.
+
+    Heads of letters that were released before cost nothing.
+    """
     found = []
     for metrics in sorted(study.runs.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
         run = RunFolder(metrics.parents[2])
         paid = [line["round"] for line in run.site(site).metrics() if line["takes_part"] and line["epsilon"]]
-        if paid:
+        if paid and not (run.site(site).released() and _of_letters(run)):
             found.append((study.relative(run.path), run.identity, max(paid)))
     return found
+
+
+def _of_letters(run: RunFolder) -> bool:
+    """Return whether a run that used letters made its heads of them, and did not only start from one."""
+    pipeline = load_pipeline(run.path / "config.toml")
+    return pipeline.train.releases and method_for(str(run.manifest["method"]), pipeline).once
 
 
 def claimed(file: Path) -> str:

@@ -58,6 +58,7 @@ class RunContext:
         name: of the method.
         run: its folder, which a plan that is not run never writes.
         sites: in order, the files of all.
+        letters: whose released sums all sites have in common; None for all that lie here.
     """
 
     study: Study
@@ -65,6 +66,7 @@ class RunContext:
     name: str
     run: RunFolder
     sites: tuple[SiteFile, ...]
+    letters: frozenset[str] | None = None
     _opened: dict[str, Data] = field(default_factory=dict)
     _stores: ExitStack = field(default_factory=ExitStack)
 
@@ -110,14 +112,15 @@ class RunContext:
 
     @property
     def by_files(self) -> bool:
-        """Whether sites take part by what they have released, over no network."""
+        """Whether sites take part by what they have released before, whoever carries it."""
         return self.method.once and self.pipeline.train.releases
 
     @cached_property
     def releases(self) -> dict[str, ReleasedSums]:
         """The released sums of the sites that have a file here; empty where none are used."""
         starting = self.method.starts and self.pipeline.train.start == RUN
-        return releases_of(self.study, self.pipeline) if starting or self.by_files else {}
+        found = releases_of(self.study, self.sites) if starting or self.by_files else {}
+        return {name: one for name, one in found.items() if self.letters is None or name in self.letters}
 
     @property
     def here(self) -> list[str]:

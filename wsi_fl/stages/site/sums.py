@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from wsi_fl.privacy.ledger_file import Guarantee, digest
 from wsi_fl.stages.site.data import Data
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, Target
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError, encoder_differences
 
@@ -89,6 +91,13 @@ def write_sums(path: Path, sums: ReleasedSums) -> None:
     save_tensors(path, {"sums": torch.from_numpy(sums.vector)}, sums.facts.model_dump())
 
 
+def as_file(sums: ReleasedSums) -> bytes:
+    """Return what `write_sums` writes: the numbers and their header, and nothing else that a file might hold."""
+    with TemporaryDirectory() as folder:
+        write_sums(file := Path(folder) / "letter.safetensors", sums)
+        return file.read_bytes()
+
+
 def read_sums(path: Path, label: str) -> ReleasedSums:
     """Return what `write_sums` wrote; WsiFlError where numbers and header do not belong together."""
     from wsi_fl.models.shared_head import n_sums  # and with it PyTorch
@@ -116,19 +125,22 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
     return ReleasedSums(facts, vector)
 
 
-def releases_of(study: Study, pipeline: Pipeline) -> dict[str, ReleasedSums]:
-    """Return the released sums of those sites of a pipeline that write a letter and have a file here."""
+def releases_of(study: Study, sites: Iterable[SiteFile]) -> dict[str, ReleasedSums]:
+    """Return the released sums of those of some sites that write a letter and have a file here."""
     found = {}
-    for site in study.sites(pipeline):
+    for site in sites:
         path = study.release(site.name)
         if path.exists() and not site.receives:
             found[site.name] = read_sums(path, study.relative(path))
-            if (theirs := found[site.name].facts.site) != site.name:
-                raise WsiFlError(
-                    f"{study.relative(path)}: these are the sums of site {theirs}; call the file "
-                    f"{theirs}.safetensors"
-                )
+            refuse_another_site(found[site.name].facts, site.name, study.relative(path))
     return found
+
+
+def refuse_another_site(facts: Facts, site: str, label: str) -> None:
+    """Refuse sums that are another site's than they are taken for; WsiFlError says whose."""
+    if facts.site != site:
+        theirs = _short(facts.site)
+        raise WsiFlError(f"{label}: these are the sums of site {theirs}; call the file {theirs}.safetensors")
 
 
 def missing_release(study: Study, site: str) -> str:
@@ -204,4 +216,5 @@ def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
 
 def _short(value: object) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = "".join(c if c.isprintable() else "?" for c in text[:61])
     return text if len(text) <= 60 else f"{text[:59]}…"

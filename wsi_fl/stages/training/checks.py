@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = False) -> None:
-    """Refuse what can be known to be wrong before anything is started, of `stores` if all are here.
+    """Refuse what can be known to be wrong before anything is started, of `stores` and letters if all are here.
 
     What is doubtful, and not wrong, is said unless it was `told` already.
     """
@@ -52,8 +52,9 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
     if refusal := clash(pipeline, traits_of(row)):
         raise UsageError(refusal)
     least = pipeline.train.at_least
-    if least is not None and not pipeline.train.releases and not 2 <= least <= len(sites):
-        raise UsageError(f"train.at_least = {least}: sites learn together from 2 on; there are {len(sites)}")
+    n, alone = len(party.members if party.by_files else sites), stores and pipeline.train.releases
+    if least is not None and not alone and not 2 <= least <= n:
+        raise UsageError(f"train.at_least = {least}: sites learn together from 2 on; there are {n}")
     # a graph of more hops than a round has room for is refused
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_leave(party)
@@ -63,7 +64,7 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
     if stores and spends(pipeline) and not party.by_files:  # a rank of a hospital looks at its own file alone
         for site in party.members:
             require_budget(site)
-    _check_releases(party)
+    _check_releases(party, carried=not stores)
     for site in sites if stores else ():
         if site.name in party.here and (site.allows("patches") or not party.has_store(site.name)):
             with open_data(party.study, site.name, pipeline) as data:
@@ -155,8 +156,10 @@ def _check_stores_stay_apart(party: RunContext, backend: str) -> None:
         )
 
 
-def _check_releases(party: RunContext) -> None:
-    """Refuse a run that rests on released sums where they are missing, or nothing can be made of them."""
+def _check_releases(party: RunContext, *, carried: bool) -> None:
+    """Refuse a run that rests on released sums where nothing can be made of them, or, unless sites bring each other
+    their own, where they are missing.
+    """
     pipeline, row = party.pipeline, party.method
     if party.receivers and pipeline.privacy.noise == "shared":
         raise UsageError(
@@ -165,8 +168,10 @@ def _check_releases(party: RunContext) -> None:
         )
     if not party.members:
         raise UsageError(f"{party.name} needs a site with labels, and all of them are receivers")
-    if party.by_files:
-        _check_letters(party)
+    if party.by_files and carried and pipeline.privacy.noise == "shared":
+        raise UsageError("letters that lie there have noise of their own; set privacy.noise = 'own'")
+    if party.by_files and not carried:
+        check_letters(party)
         if not party.here:
             raise WsiFlError(f"no site of this run has its store here; {party.names[0]}'s would do")
     if pipeline.train.start == RUN and row.starts:
@@ -179,7 +184,7 @@ def _check_releases(party: RunContext) -> None:
             raise WsiFlError(missing_release(party.study, missing[0]))
 
 
-def _check_letters(party: RunContext) -> None:
+def check_letters(party: RunContext) -> None:
     """Refuse to make heads before as many letters are there as was agreed on; say whose are missing."""
     train, there = party.pipeline.train, len(party.releases)
     missing = [site.name for site in party.members if site.name not in party.releases]

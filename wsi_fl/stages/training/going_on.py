@@ -118,7 +118,8 @@ def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | N
     finished = run.summary()
     if finished is not None:
         done = {row["site"] for row in finished["sites"]} | set(finished.get("receivers", ()))
-        return party, finished if set(party.here) - set(without) <= done else None
+        awaited = set(names if run.agreement else party.here)  # a hospital has its own store alone
+        return party, finished if awaited - set(without) <= done else None
     return party, None
 
 

@@ -24,6 +24,7 @@ from wsi_fl.runs.site import hold_alone, note
 from wsi_fl.stages.site.account import group_of
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.carrying import carry
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.going_on import Asked, which_run
 from wsi_fl.stages.training.launch import naming_resume
@@ -44,7 +45,8 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     names = RunContext.of_run(study.as_of(run.path), run).names
     for index in comm.sites:
         run.site(names[index]).remember_site(dump_toml(study.site(names[index])))
-    with RunContext.of_run(study.as_of(run.path), run) as party:
+    with RunContext.of_run(study.as_of(run.path), run) as asked:
+        party = carry(asked, comm)
         rows = _train(party, comm, watcher)
     summary = summary_of(party, rows, time.perf_counter() - began)
     if comm.running[0] in comm.sites or not (run.path / "summary.json").exists():
@@ -54,15 +56,15 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
 
 def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     """Preflight and the loop; returns the rows of all sites."""
-    for index in comm.sites if party.releases else ():
-        digests = {name: one.digest for name, one in party.releases.items()}
-        party.run.site(party.names[index]).remember_released(digests)
     sites = [build_site(party, index) for index in comm.sites]
     for site in sites:
         data = party.data(site.name)
         site.folder.remember_store(data.digest(), data.facts())
     documents = comm.gather([brought(site, party) for site in sites], preflight.Brought)
-    preflight.compare(documents)
+    preflight.compare(documents)  # by now all have the letters that were carried
+    digests = {name: one.digest for name, one in party.releases.items()}
+    for site in sites if digests else ():
+        site.folder.remember_released(digests)
     limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
     warning = check_budgets(documents, limits, party.pipeline.train.rounds)
     if warning and comm.running[0] in comm.sites:
