@@ -42,6 +42,7 @@ MODULES = (
     "federation.cross_site_evaluation",
     "hospitals.trust.letters",
     "hospitals.work.taking_part",
+    "stages.training.carrying",
     "stages.training.ranks",
     "stages.training.going_on",
 )
@@ -78,6 +79,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
     },
     "Standing": {"kept": [2, 3], "returning": False},
     "Head": {"sender": "C1", "to": "C2", "place": "x3.0"},
+    "Lies": {"own": SCHEMA, "held": {"C1": SCHEMA}, "began": ["C1"]},
+    "Carried": {"letter": "c2Vl"},
     "Runs": {"runs": [{"identity": "ab" * 16, "rounds": 3}]},
 }
 """Where an example with all keys, some of them None, says too little."""
