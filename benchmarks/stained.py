@@ -1,4 +1,4 @@
-"""Images in patients whose patches are alike: each patient has a stain of its own.
+"""Images in patients, each of whom has a stain of its own.
 
     python benchmarks/stained.py IMAGES.npz STAINED.npz --patches 5
 
