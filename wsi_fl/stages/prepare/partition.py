@@ -81,14 +81,8 @@ def partition(
             row["store"] = study.relative(study.store(site.name))
             rows.append(row | {"classes": dict(zip(data_set.classes, training, strict=True))})
         for site in sites:  # last, so that a site file stands for a whole store
-            write_text(
-                _site_file(study, site.name), dump_toml(site.model_copy(update={"allow": None}), first)
-            )
+            write_text(study.site_path(site.name), dump_toml(site.model_copy(update={"allow": None}), first))
     return {"data": str(data), "skew": skew, "seed": seed, "classes": list(data_set.classes), "sites": rows}
-
-
-def _site_file(study: Study, site: str) -> Path:
-    return study.root / "sites" / f"{site}.toml"
 
 
 def _unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
@@ -101,11 +95,11 @@ def _unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
     if mark.exists():
         n = read_sealed(mark, ["sites"], f"delete {mark.parent} if nobody needs it")["sites"]
         left = [f"{names[0][:-1]}{k + 1}" for k in range(int(n))]
-    ended = all(_site_file(study, name).exists() for name in left)
+    ended = all(study.site_path(name).exists() for name in left)
     if ended or any(study.ledger(name).exists() for name in left):
         left = []
     for name in dict.fromkeys([*names, *left]):
-        file, store = _site_file(study, name), study.store(name)
+        file, store = study.site_path(name), study.store(name)
         ours = name in left and (not file.exists() or file.read_text(errors="replace").startswith(_MADE))
         for path in (file, store):
             if path.exists() and not ours:
@@ -122,8 +116,8 @@ def _begun(study: Study, sites: list[SiteFile]) -> Iterator[None]:
     with locked(first, sites[0].name):
         mark = first / _BEGUN
         for name in _unfinished(study, sites):
-            _site_file(study, name).unlink(missing_ok=True)
-            remove_abandoned(_site_file(study, name))
+            study.site_path(name).unlink(missing_ok=True)
+            remove_abandoned(study.site_path(name))
             for path in study.store(name).parent.glob("*"):
                 if path.is_dir():
                     rmtree(path)

@@ -33,7 +33,7 @@ def privacy(
     if (sigma is None) == (target_epsilon is None):
         raise UsageError(
             "give one of --sigma and --target-epsilon, not both"
-            if sigma
+            if sigma is not None
             else "give --sigma or --target-epsilon"
         )
     if sigma is not None and not (sigma == 0 or sigma >= LEAST_SIGMA):
