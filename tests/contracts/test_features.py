@@ -94,6 +94,7 @@ def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
     refused(lambda: encoder_of(made, no_weights, section, 1), wanted, error=WsiFlError)
 
 
+@pytest.mark.story
 def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):
     public = tmp_path / "public"
     public.mkdir()

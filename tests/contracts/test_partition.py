@@ -369,6 +369,7 @@ def striped(n, seed):
     return (x + np.where(y[:, None, None] == 1, stripes, stripes.T[None])).astype(np.uint8), y
 
 
+@pytest.mark.story
 def test_from_data_set_to_evaluation_on_the_command_line(tmp_path, wsi_fl):
     study = empty_study(tmp_path / "study")
     (x, y), (x_test, y_test) = striped(64, 0), striped(12, 1)
