@@ -159,6 +159,8 @@ def test_what_is_missing_on_the_command_line_is_named(founded, tmp_path, monkeyp
     assert "over a folder hospitals alone start" in said("start", founded / "two" / "coordinator")
     asked(tmp_path, "C1")
     request_file = tmp_path / "C1" / "request-C1.json"
+    gone = tmp_path / "request-nobody.json"
+    assert f"{gone}: no such file" in said("approve", gone, "--kit", founded / "one")
     line = said("approve", request_file, "--kit", founded / "one" / "coordinator")
     assert "give --kit the folder that `provision` made" in line
     assert "give --plan FILE" in said("submit", "--kit", founded / "one" / "coordinator")

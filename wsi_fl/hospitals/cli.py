@@ -174,6 +174,8 @@ def approve(
     """Read a plan, see what it costs your hospital, and sign it; or approve a hospital's certificate request."""
     from wsi_fl.hospitals.plans.signed import is_request
 
+    if not file.exists():
+        raise UsageError(f"{file}: no such file; give a plan, or a hospital's certificate request")
     if is_request(file):
         from wsi_fl.hospitals.trust.making import approve_request, approved_lines
 
