@@ -134,8 +134,7 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
             (own_x, own), mine = parts[index], lone[index]
             alone, joined = by(mine, test), said(head(torch.from_numpy(test)).detach().numpy())
             theirs = said(head(torch.from_numpy(own_x)).detach().numpy())
-            own_rows, all_rows = head.worth()
-            stack = stack_by_rows(alone, joined, own, own_rows, all_rows, task)
+            stack = stack_by_rows(alone, joined, own, head.worth(), task)
             seen = mine.held_out
             if seen is not None and stack.weight and harms(stack, seen, theirs, own, task):
                 stack = own_alone(k)

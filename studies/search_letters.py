@@ -789,7 +789,7 @@ def mixed(draw: Draw, i: int, said: Said) -> float:
     if len(np.unique(y)) < 2:
         stack = shared_alone(2)
     else:
-        stack = stack_by_rows(lone.own, shared, y, *said.worth)
+        stack = stack_by_rows(lone.own, shared, y, said.worth)
         if lone.held_out and harms(stack, lone.own, shared, y):
             stack = own_alone(2)
     answer = stack(lone.test, probabilities(said.test))

@@ -73,6 +73,17 @@ def test_it_is_the_model_that_training_alone_gives(studies, kind):
     same(kept(joined, "alone"), kept(alone, "private"))
 
 
+def test_models_that_stay_have_a_rate_of_their_own(studies):
+    study, slow = studies["networks"], "train.private_lr=0.0005"
+    joined, proxies = (run(study, "proxyfl", "train.lr=0.03", *more) for more in ([slow], []))
+    alone = run(study, "regular", "train.lr=0.0005", "privacy.enabled=false")
+    same(kept(joined, "alone"), kept(alone, "private"))
+    same(kept(run(study, "regular", slow, "privacy.enabled=false"), "private"), kept(alone, "private"))
+    same(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
+    with_noise = [kept(run(study, "regular", *more), "private") for more in ([slow], [])]
+    same(*with_noise)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind, monkeypatch):
     study, settings = studies[kind], [*KINDS[kind], "train.rounds=3"]

@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 
 from wsi_fl.learning.metrics import _recentred_at_half, operating_point
-from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone, stacked
+from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone, stack_by_rows, stacked
 from wsi_fl.learning.tuning import (
     HyperParameters,
     _balanced_loss,
@@ -238,6 +238,16 @@ def test_the_threshold_moves_where_a_class_has_one_patient_with_many_rows():
     others = rng.normal(size=(400, 200)) + 0.35 * ROWS[:, None]
     moved = (others @ alone.weight.T + alone.bias).argmax(1)
     assert 0.3 < moved.mean() < 0.7
+
+
+@pytest.mark.parametrize(
+    ("rare", "patients", "most"), [(5, 1, 1 / 3), (5, 5, 2 / 3), (1, 1, 2 / 3)], ids=["one", "five", "row"]
+)
+def test_one_patient_of_a_class_speaks_for_a_third_of_a_letter_at_most(rare, patients, most):
+    labels = np.repeat([0, 1], (40, rare))
+    whose = np.array([f"a{i}" for i in range(40)] + [f"b{i % patients}" for i in range(rare)])
+    said = softmax(np.random.default_rng(0).normal(size=(len(labels), 2)) + 2.0 * np.eye(2)[labels])
+    assert stack_by_rows(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(most)
 
 
 def test_rows_of_one_patient_are_no_more_than_one():

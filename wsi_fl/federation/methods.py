@@ -212,8 +212,8 @@ class Method:
 _OF_PROXIES = ("train.alpha", "train.beta", "model.proxy")
 _OF_ANSWERS = ("train.val_fraction", "predict.with")
 _OF_ROUNDS = (
-    *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.weight_decay"),
-    *("train.tune", "train.balance", "model.", "privacy.clip", "topology."),
+    *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
+    *("train.weight_decay", "train.tune", "train.balance", "model.", "privacy.clip", "topology."),
 )
 PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common=True)}
 PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}

@@ -98,7 +98,7 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
         if isinstance(head, SharedHead):
             said = {} if seen else _predictions(site, (lone, joined), site.train, alive)
             rows, own, theirs = seen or (site.train, said[lone], said[joined])
-            stack = stack_by_rows(own, theirs, rows.label, *head.worth(), task)
+            stack = stack_by_rows(own, theirs, rows.label, head.worth(), task, rows.patient)
             if seen and stack.weight and harms(stack, own, theirs, rows.label, task):
                 stack = own_alone(site.n_classes)
         elif seen is None:

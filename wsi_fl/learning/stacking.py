@@ -76,23 +76,28 @@ def stack_by_rows(
     own: Predicted,
     shared: Predicted,
     labels: Truth,
-    own_rows: float,
-    shared_rows: float,
+    worth: tuple[float, float],
     task: Task = CLASSES,
+    patient: NDArray[np.str_] | None = None,
 ) -> Stack:
     """Return the stack that follows from how many rows both models rest on; nothing is fitted.
 
     A head along few directions is never worth more than `_ENOUGH` rows of each class to a model that sees all features.
     The own one counts as much as twice the squared ratio of both numbers, at least half as much as the shared one, and
-    answers alone where it would count four times as much. Both models' logits are brought to the spread of the own
-    one's; what they say of other tasks is in one unit.
+    answers alone where it would count four times as much. Where the rows of a class are all of one patient, it counts
+    at least twice as much, since they do not show what is left of the letter (studies/WORTH.md). Both models' logits
+    are brought to the spread of the own one's; what they say of other tasks is in one unit.
 
     Args:
         own, shared: float64[n, k], of the same rows.
-        own_rows, shared_rows: of each class, that the models have learned from.
+        worth: rows of each class that the own and the shared model have learned from (`SharedHead.worth`).
+        patient: str[n], as in `gated_stack`; by default each row is one of its own.
     """
+    own_rows, shared_rows = worth
     ratio = own_rows * (1 / max(shared_rows, _LEAST) + 1 / _ENOUGH)
     part = max(_LEAST_OWN, 2 * ratio**2)
+    if task.kind == "classes" and patient is not None and _one_patient(labels, patient):
+        part = max(part, _LEAST_OF_ONE_PATIENT)
     if part > _ALONE:
         return own_alone(own.shape[1])
     if task.kind != "classes":
@@ -102,8 +107,9 @@ def stack_by_rows(
 
 
 _ENOUGH = 60.0
-_LEAST_OWN, _ALONE = 0.5, 4.0
-"""Part of the own model beside 1 of the shared one: at least, and from where on it answers alone."""
+_LEAST_OWN, _LEAST_OF_ONE_PATIENT, _ALONE = 0.5, 2.0, 4.0
+"""Part of the own model beside 1 of the shared one: at least, likewise where one patient has all rows of a class, and
+from where on it answers alone."""
 
 
 def harms(stack: Stack, own: Predicted, shared: Predicted, labels: Truth, task: Task = CLASSES) -> bool:
@@ -210,7 +216,7 @@ def stacked(
         return own_alone(n_classes)
     if worth is None:
         return gated_stack(own, joined, labels, patient)
-    stack = stack_by_rows(own, joined, labels, *worth)
+    stack = stack_by_rows(own, joined, labels, worth, patient=patient)
     return own_alone(n_classes) if harms(stack, own, joined, labels) else stack
 
 
@@ -228,6 +234,13 @@ def _fewest(labels: Labels, patient: NDArray[np.str_]) -> int:
     """Return how many patients the class that fewest have has."""
     whose = one_each(patient)
     return min(len(np.unique(whose[labels == one])) for one in np.unique(labels))
+
+
+def _one_patient(labels: Labels, patient: NDArray[np.str_]) -> bool:
+    """Return whether several rows of a class are all of one patient."""
+    whose = one_each(patient)
+    of_class = (whose[labels == one] for one in np.unique(labels))
+    return any(len(names) > 1 == len(np.unique(names)) for names in of_class)
 
 
 _FEW = 2.0

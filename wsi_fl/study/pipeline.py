@@ -165,6 +165,9 @@ class Train(Section):
     """Number of rows in a training step, on average; of patients where `privacy.unit` is "patient"."""
     lr: float = Field(1e-3, gt=0, le=1)
     """Learning rate of Adam. A step moves each weight by about so much, and no weight of a model is far above 1."""
+    private_lr: float | None = Field(None, gt=0, le=1)
+    """Learning rate of models that stay at their site and have no noise: a private one, and the one that the site would
+    have alone. By default `train.lr`. Noise needs larger rates than they do."""
     weight_decay: float = Field(0.0, ge=0, le=10_000)
     """Weight decay of Adam."""
     balance: bool = False

@@ -25,8 +25,8 @@ from wsi_fl.types import UsageError, WsiFlError
 _FITTED = ("linear_head", "mean_head")
 """Models that are fitted at once where they may choose their settings."""
 _OF_ROUNDS = (
-    *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.weight_decay"),
-    *("train.balance", "model.proxy"),
+    *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
+    *("train.weight_decay", "train.balance", "model.proxy"),
 )
 """Settings that are nothing to them."""
 

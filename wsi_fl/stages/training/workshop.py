@@ -48,7 +48,7 @@ from wsi_fl.stages.site.sums import directions_of, of_patients, refuse_others, w
 from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import Section, value_of
 from wsi_fl.system.files import sha256_of
@@ -343,10 +343,16 @@ def _learners_of(
             if somebodys and isinstance(seen, Images):
                 shape = (seen.channels, seen.size_px, seen.size_px)
                 settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
-        usual = HyperParameters(keys.lr, keys.weight_decay, keys.balance)
-        return _learner(model, usual, train, n_classes, device, pipeline, dp=settings)
+        stays = settings is None and role != party.method.travels
+        way = _usual(keys) if stays else HyperParameters(keys.lr, keys.weight_decay, keys.balance)
+        return _learner(model, way, train, n_classes, device, pipeline, dp=settings)
 
     return make
+
+
+def _usual(keys: Train) -> HyperParameters:
+    """Return how models learn that stay at their site and have no noise, unless they choose for themselves."""
+    return HyperParameters(keys.private_lr or keys.lr, keys.weight_decay, keys.balance)
 
 
 def _learner(
@@ -459,8 +465,7 @@ def _tuned(
             supervised_step(learner, batch, stream)
         return undecided_where_broken(probabilities(learner.logits, others, site.device), others)
 
-    usual = HyperParameters(keys.lr, keys.weight_decay, keys.balance)
-    way, held_out = tuned(train.label, train.patient, usual, trained, folds=folds, task=train.task)
+    way, held_out = tuned(train.label, train.patient, _usual(keys), trained, folds=folds, task=train.task)
     model.load_state_dict(start)
     return way, held_out
 
