@@ -12,6 +12,7 @@ from test_oneshot import HEADS, rows_of
 from wsi_fl.federation import loop
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stores.patches import PatchStore
 
 TALKING = ["proxyfl", "fedavg", *nightly("fml", "avgpush", "cwt")]
 SEEDED = ("privacy.insecure_seed=1", "train.rounds=2")
@@ -82,6 +83,18 @@ def test_models_that_stay_have_a_rate_of_their_own(studies):
     same(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
     with_noise = [kept(run(study, "regular", *more), "private") for more in ([slow], [])]
     same(*with_noise)
+
+
+def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
+    study = studies["networks"]
+    path = run(study, "proxyfl", "train.tune=true")
+    same(kept(path, "alone"), kept(run(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"))
+    for row in evaluate(study, str(path))["sites"]:
+        folder = path / "sites" / row["site"]
+        choice = json.loads((folder / "choice.json").read_text())
+        with PatchStore(study.store(row["site"])) as store:
+            assert choice["n"] == (store.table.split == "train").sum()
+        assert choice["stack"]["own"] == "alone" and choice["stack"]["shared"] == "proxy"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -154,6 +154,12 @@ def test_other_models_choose_their_settings_one_by_one():
     assert best == HyperParameters(0.3, 1e-2, True)
     assert held_out.shape == (40, 2) and _balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
     assert len(asked) == len(set(asked)) * 5  # nothing is trained twice
+    asked.clear()
+    best, held_out = tuned(labels, patient, HyperParameters(1.0, 0.0, False), trained, folds=1)
+    assert (
+        best == HyperParameters(0.3, 1e-2, True) and len(asked) == len(set(asked)) + 4
+    )  # of the best, all folds
+    assert held_out.shape == (40, 2) and _balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
 
 
 # ---- stacks

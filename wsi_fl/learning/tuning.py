@@ -285,21 +285,21 @@ def tuned(
         labels: the truth of n rows.
         usual: the settings to begin with.
         trained: settings, rows bool[n] to learn from → what a model that learned from these says of the others.
-        folds: how many times rows are held out, where there are patients enough.
+        folds: how many times rows are held out for a choice, where there are patients enough.
 
     Returns:
         The best settings by `criterion`, and what was said with them of rows that were held out, float64[n, k]; the
         usual ones and None where nothing can be held out.
     """
-    parts = list(_held_out_folds(strata(labels, task), patient))[:folds]
+    parts = list(_held_out_folds(strata(labels, task), patient))
     if not parts:
         return usual, None
-    asked = np.concatenate([np.flatnonzero(fold) for fold in parts])
+    asked = np.concatenate([np.flatnonzero(fold) for fold in parts[:folds]])
     tried: dict[HyperParameters, tuple[float, list[Probabilities]]] = {}
 
     def loss(way: HyperParameters) -> float:
         if way not in tried:
-            said = [trained(way, ~fold) for fold in parts]
+            said = [trained(way, ~fold) for fold in parts[:folds]]
             tried[way] = criterion(np.concatenate(said), labels[asked], task), said
         return tried[way][0]
 
@@ -307,11 +307,12 @@ def tuned(
     best = min((replace(usual, balance=one) for one in balances), key=loss)
     best = min((replace(best, weight_decay=one) for one in (usual.weight_decay, *_DECAYS)), key=loss)
     best = min((replace(best, lr=one * usual.lr) for one in (1.0, *_RATES)), key=loss)
-    if len(parts) < _FOLDS:
+    if not np.any(parts, axis=0).all():  # some rows were never held out
         return best, None
-    held_out = np.empty((len(labels), tried[best][1][0].shape[1]))
-    for fold, said in zip(parts, tried[best][1], strict=True):
-        held_out[fold] = said
+    said = tried[best][1] + [trained(best, ~fold) for fold in parts[folds:]]
+    held_out = np.empty((len(labels), said[0].shape[1]))
+    for fold, one in zip(parts, said, strict=True):
+        held_out[fold] = one
     return best, held_out
 
 

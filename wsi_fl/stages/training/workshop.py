@@ -410,8 +410,8 @@ def _tune(party: RunContext, site: Site) -> None:
             learner.fitted = True
         site.held_out, site.tuned = head.held_out, head.facts
         return
-    folds = 1 if isinstance(party.data(site.name).shape, Images) else 5
-    way, site.held_out = _tuned(pipeline, model, site, folds)
+    of_images = isinstance(party.data(site.name).shape, Images)
+    way, site.held_out = _tuned(pipeline, model, site, of_images=of_images)
     anew = {
         role: _learner(one.model, way, train, site.n_classes, site.device, pipeline)
         for role, one in own.items()
@@ -448,9 +448,12 @@ def _fitted(model: nn.Module, train: Examples, n_classes: int, device: torch.dev
 
 
 def _tuned(
-    pipeline: Pipeline, model: nn.Module, site: Site, folds: int
+    pipeline: Pipeline, model: nn.Module, site: Site, *, of_images: bool
 ) -> tuple[HyperParameters, Probabilities | None]:
-    """Return the settings that serve held-out patients best, and what models trained with them say of these."""
+    """Return the settings that serve held-out patients best, and what models trained with them say of all patients.
+
+    Models of images, which take longest, choose by one fold.
+    """
     start = {key: value.clone() for key, value in model.state_dict().items()}
     keys, train = pipeline.train, site.train
 
@@ -460,11 +463,13 @@ def _tuned(
         learner = _learner(model, way, some, site.n_classes, site.device, pipeline)
         stream = CipherStream.seeded(keys.seed, "tuning")
         drawn = stream if keys.max_patches else None  # which patches are seen
+        augment = augmentation(keys.augment, stream) if of_images else None
         rows = epoch_rows(len(some), keys.batch_size, keys.rounds * keys.epochs_per_round, sampler=stream)
-        for batch in batches(some, rows, augment=None, device=site.device, draws=drawn):
+        for batch in batches(some, rows, augment=augment, device=site.device, draws=drawn):
             supervised_step(learner, batch, stream)
         return undecided_where_broken(probabilities(learner.logits, others, site.device), others)
 
+    folds = 1 if of_images else 5
     way, held_out = tuned(train.label, train.patient, _usual(keys), trained, folds=folds, task=train.task)
     model.load_state_dict(start)
     return way, held_out
