@@ -23,14 +23,20 @@ federation-demo: .venv/.flare  ## a server and four hospitals as processes: kits
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[flare]'
 	@touch $@
 
-test: env        ## the whole default test suite: offline, two cores, real MPI ranks included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=30
+# Without compiled files every process of a test would compile the package anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+
+test: env        ## the test suite of the core: offline, two cores, real MPI ranks included
+	$(PYTEST) --no-loadscope-reorder --durations=30 -m 'not slow and not wing'
+
+test-wings: env  ## the test suite of the wings: the lines between hospitals, generators, the viewer
+	$(PYTEST) --no-loadscope-reorder --durations=30 -m 'wing and not slow' tests
 
 test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m slow --durations=20 --deselect 'tests/contracts/test_drain.py::test_turns_of_a_liar_cost_no_more_than_was_approved[20]' tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/stories/test_folder_line.py tests/stories/test_federation_demo.py tests/contracts/test_drain.py
+	$(PYTEST) -m slow --durations=20 --deselect 'tests/wings/test_drain.py::test_turns_of_a_liar_cost_no_more_than_was_approved[20]' tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/wings/test_folder_line.py tests/wings/test_federation_demo.py tests/wings/test_drain.py
 
 test-nightly: .venv/.flare  ## all slow tests: between hospitals, torture, fuzz, kills, walks over budgets, every case of what `test` asks of one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m slow --durations=30
+	$(PYTEST) --no-loadscope-reorder -m slow --durations=30
 
 check: env       ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
@@ -62,7 +68,7 @@ wheelhouse:      ## all wheels for a hospital without internet, and an installat
 clean:           ## remove the environment, the demos and the wheels
 	rm -rf .venv demo federation-demo docs/_build wheelhouse
 
-.PHONY: help env demo federation-demo test test-hospitals test-nightly check docs bench wheelhouse clean
+.PHONY: help env demo federation-demo test test-wings test-hospitals test-nightly check docs bench wheelhouse clean
 
 release: .venv/.ready  ## wheel, sdist, list of all software, its known vulnerabilities and checksums, in dist
 	rm -rf dist

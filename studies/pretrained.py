@@ -196,7 +196,8 @@ def of_networks(study: Study, method: str, seed: int) -> Found:
     document = run_of(study, name, _ANY | said | {"train.seed": str(seed)})
     sites = [row["accuracy"] for row in document["sites"]]
     found = [(method, document["merged"]["accuracy"]["mean"], document["merged"]["auroc"]["mean"], sites)]
-    for role in ("proxy", "private", "alone") if len(document["models"]) > 1 else ():
+    both = document["sites"][0]["models"] if len(document["models"]) > 1 else ()
+    for role in (one for one in ("proxy", "private", "alone") if one in both):
         each = [row["models"][role] for row in document["sites"]]
         means = [float(np.mean([one[score] for one in each])) for score in ("accuracy", "auroc")]
         found.append((f"{method}: {role}", means[0], means[1], [one["accuracy"] for one in each]))

@@ -59,8 +59,8 @@ def _processor_seconds() -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What lies in `stories/` is a story, and what lies in `nightly/` is slow; the longest begin first."""
-    markers = {"nightly": "slow", "stories": "story"}
+    """What lies in `stories/` is a story, in `wings/` a wing, and in `nightly/` slow; the longest begin first."""
+    markers = {"nightly": "slow", "stories": "story", "wings": "wing"}
     for item in items:
         if marker := markers.get(item.path.parent.name):
             item.add_marker(marker)

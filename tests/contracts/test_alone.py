@@ -88,7 +88,10 @@ def test_models_that_stay_have_a_rate_of_their_own(studies):
 def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
     study = studies["networks"]
     path = run(study, "proxyfl", "train.tune=true")
-    same(kept(path, "alone"), kept(run(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"))
+    same(
+        kept(path, "alone"),
+        kept(run(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"),
+    )
     for row in evaluate(study, str(path))["sites"]:
         folder = path / "sites" / row["site"]
         choice = json.loads((folder / "choice.json").read_text())

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Any, Literal
 
@@ -344,7 +345,9 @@ def _general(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
+@lru_cache(maxsize=32)
 def _private(pem: str) -> RSAPrivateKey:
+    """Return a private key; it is checked when it is read, which takes a quarter of a second."""
     with suppress(ValueError):
         if isinstance(key := load_pem_private_key(pem.encode(), None), RSAPrivateKey):
             return key

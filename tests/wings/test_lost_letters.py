@@ -15,6 +15,8 @@ from wires import Wire
 
 from wsi_fl.hospitals.lines.relayed import RelayedComm
 
+pytestmark = pytest.mark.story
+
 TIMEOUT_S = 3.0
 
 

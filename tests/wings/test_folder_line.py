@@ -39,6 +39,8 @@ from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import alone
 from wsi_fl.types import UNLABELLED, WsiFlError
 
+pytestmark = pytest.mark.story
+
 TOPIC = "ab" * 32
 FILE = re.compile(r"S\d~(hello|end|g\d+|x\d+\.\d)~[0-9a-f]{32}\.letter")
 PAUSES = {"pauses_s": (0.01, 0.1), "settled_s": 0.2}

@@ -15,7 +15,10 @@ from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.trust.root import revoke, take_list
 from wsi_fl.privacy.ledger_file import LedgerFile
 
-pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
+pytestmark = [
+    pytest.mark.story,
+    pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'"),
+]
 
 
 def test_two_hospitals_learn_together_over_flare(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from test_folder_line import BASE, SITES, Group, charged, models, require_the_same, start
 from test_oneshot import HEADS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.story]
 PATIENT = [*BASE[:3], "comm.timeout_s=8", "train.at_least=2"]
 
 

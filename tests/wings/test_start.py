@@ -18,6 +18,8 @@ from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work.start import _end, start
 from wsi_fl.types import WsiFlError
 
+pytestmark = pytest.mark.story
+
 needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 
 PARENT = """

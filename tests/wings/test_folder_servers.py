@@ -11,6 +11,8 @@ import pytest
 from wsi_fl.hospitals.lines.folder_line import FolderLine
 from wsi_fl.hospitals.lines.share import Share
 
+pytestmark = pytest.mark.story
+
 TOPIC = "cd" * 32
 PAUSES = {"pauses_s": (0.02, 0.2), "settled_s": 0.5}
 USER, PASSWORD = "lymph", "not-a-secret"

@@ -15,6 +15,8 @@ from opened import Opened
 from wsi_fl.hospitals.demo import Place, children, federation_demo
 from wsi_fl.types import WsiFlError
 
+pytestmark = pytest.mark.story
+
 needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 WAITS = """
 import os, pathlib, sys, time

@@ -39,6 +39,8 @@ from wsi_fl.synthesis.stages import mpcpa
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
+pytestmark = pytest.mark.story
+
 study = larger
 PAGE = Path(__file__).parents[2] / "docs" / "PRIVACY.md"
 SITES = ["S0", "S1", "S2", "S3"]
