@@ -49,8 +49,9 @@ def _texts(tree: ast.AST):
 def advised() -> list[tuple[str, str]]:
     """(place, command) of every command that a text of the package names."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for line, text in _texts(ast.parse(path.read_text("utf-8"))):
+    sources = ((path, path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
+    for path, source in ((path, source) for path, source in sources if "wsi-fl" in source):
+        for line, text in _texts(ast.parse(source)):
             for match in _COMMAND.finditer(" ".join(text.split())):
                 command = next(filter(None, match.groups()))
                 found[f"{path.relative_to(PACKAGE)} {command}"] = (f"{path.name}:{line}", command)
