@@ -83,7 +83,7 @@ def test_unknown_names_say_what_there_is(study):
     refused(lambda: study.pipeline("nothing.toml"), "nothing.toml: no such file")
     refused(lambda: study.sites(Pipeline(sites=["C1", "C9"])), "unknown site 'C9'")
     refused(lambda: study.pipeline("p", ['sites=["C1", "C2", "C1"]']), "listed twice: C1")
-    refused(lambda: study.run("7"), "no run '7'", "none yet")
+    refused(lambda: study.run("7"), "no run '7'", "train one first: wsi-fl train")
 
 
 @pytest.mark.parametrize(

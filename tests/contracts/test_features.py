@@ -298,3 +298,17 @@ def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
         {row["patient"] for row in told} == {row["slide"] for row in told} == {f"p{k}" for k in range(12, n)}
     )
     refused(lambda: dry_run(study, method=method, overrides=["train.example=patient"]), "is for features")
+
+
+def test_patients_who_all_count_as_one_class_are_told(tmp_path, capsys):
+    study = make_study(tmp_path / "study", n_sites=2)
+    patients = np.repeat([f"p{k}" for k in range(12)], 2)
+    slides = [f"{name}-{k % 2}" for k, name in enumerate(patients)]  # one with, one without
+    for site in study.site_names():
+        x = np.random.default_rng(0).normal(size=(24, 6))
+        write_features(study, site, x, np.arange(24) % 2, patients, ["train"] * 24, slides)
+    for example, head in (("patient", "linear_head"), ("slide", "mean_head")):
+        heads = [f"model.private={head}", f"model.proxy={head}", "privacy.sigma=1", "train.data=features"]
+        dry_run(study, method="fedavg", overrides=[*heads, f"train.example={example}"])
+        told = "each of 12 patients has some tumor, so that all count as tumor"
+        assert (told in capsys.readouterr().err) is (example == "patient")

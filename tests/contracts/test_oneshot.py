@@ -136,6 +136,19 @@ def test_a_letter_is_the_sum_and_number_of_each_classs_rows():
     torch.testing.assert_close(counts, torch.tensor([35.0, 15.0], dtype=torch.float64))
 
 
+def test_a_class_that_nobody_has_is_no_answer():
+    head, (x, _) = SharedHead(3, D), rows_of(50, 0)
+    labels = np.arange(50) % 2
+    exact = sums_of(head, x, labels)
+    noisy = exact.clone()
+    noisy.view(head.shape)[2] = torch.linspace(1, -1, head.shape[1])  # noise alone, and a count below 0
+    for one in (head, other := SharedHead(3, D)):
+        one.hold(exact, noisy, 1.0)
+    SharedHead.combine([head, other])
+    answers = head(torch.from_numpy(rows_of(200, 1)[0])).softmax(1)
+    assert float(answers[:, 2].max()) < 1e-6 < float(answers[:, :2].min())
+
+
 def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_has():
     head, (x, labels) = SharedHead(2, D), rows_of(60, 1)
     head.length.fill_(_PATIENT)
@@ -437,7 +450,7 @@ def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
     found = dry_run(study, method="oneshot", overrides=[*HEADS, "sites=['S0']", "privacy.target_epsilon=1"])
     assert found["sites"][0]["epsilon"] == pytest.approx(1, abs=1e-3)
     assert found["sites"][0]["expected"].startswith(
-        "0.2 or more above alone, by one letter"
+        "0.2 or more above alone where others have the class that it lacks, by one letter"
     )  # it has one class
     only = ["sites=['S0']", "privacy.target_epsilon=1"]
     first = oneshot(study, *only)["sites"][0]

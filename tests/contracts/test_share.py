@@ -7,7 +7,9 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Method, Share, supervised
+from wsi_fl.federation.topology import TOPOLOGIES
 from wsi_fl.hospitals.dossier.page import _said_beside
+from wsi_fl.hospitals.plans.contents import WORDS
 from wsi_fl.hospitals.plans.making import document_of, make_plan
 from wsi_fl.report import sections, words
 from wsi_fl.runs.run import RunFolder
@@ -25,6 +27,10 @@ TWO = ("sites=['S0', 'S1']", "train.rounds=2", "model.private=mlp")
 @pytest.fixture
 def gossip(monkeypatch):
     monkeypatch.setitem(METHODS.own, "gossip", GOSSIP)
+
+
+def test_a_plan_has_words_for_every_graph():
+    assert WORDS["to"].keys() >= TOPOLOGIES.keys()
 
 
 def test_a_new_method_is_a_row_and_nothing_else(gossip, tmp_path):

@@ -2,7 +2,8 @@
 
 The hospital S0 has max_epsilon = 3 at δ = 1e-5 and one ledger for two studies; S1 is a simulated peer. What was spent
 is counted without the ledger: the steps that trainers really took, of every release that really reached a peer, are
-composed by another accountant (dp-accounting). `python tests/test_walk.py --steps 5000 --seed 7` walks longer.
+composed by another accountant (dp-accounting).
+`python tests/contracts/test_walk.py --steps 5000 --seed 7` walks longer.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.accounting import _ORDERS, Mechanism, epsilon
 from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, Terms
 from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.types import WsiFlError
@@ -204,6 +204,20 @@ def test_summary_counts_steps(open_ledger):
     assert summary["epsilon"] == pytest.approx(spent(2))
     assert (summary["guarantee"], summary["max_epsilon"], summary["insecure"]) == ("nominal", 9.0, False)
     json.dumps(summary, allow_nan=False)
+
+
+@pytest.mark.parametrize("steps", [1, 20, 300])
+def test_what_was_written_costs_what_another_accountant_says(open_ledger, steps):
+    accountants = pytest.importorskip("dp_accounting")
+    done = replace(ROUND, sample_rate=0.02, steps=steps)
+    for round_ in (1, 2):
+        release(open_ledger(), round_, done)
+    ledger = open_ledger()
+    assert ledger.mechanisms() == [done, done]
+    other = accountants.rdp.RdpAccountant(list(_ORDERS))
+    step = accountants.PoissonSampledDpEvent(done.sample_rate, accountants.GaussianDpEvent(done.sigma))
+    other.compose(step, 2 * steps)
+    assert ledger.epsilon() == pytest.approx(float(other.get_epsilon(DELTA)), rel=1e-4)
 
 
 SUMS = Mechanism(sigma=6.0, clip=1.0, sample_rate=1.0, steps=1)

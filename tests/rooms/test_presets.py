@@ -120,6 +120,17 @@ def test_names_of_transformers_5_become_timms_too(name):
     assert found == {key: one.shape for key, one in model.state_dict().items()}
 
 
+def test_the_page_of_encoders_says_what_the_table_says():
+    page = (Path(__file__).parents[2] / "docs" / "encoders.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
+    lines = {row[0].strip("`"): row[1:] for row in rows if row[0].startswith("`")}
+    for name, preset in PRESETS.items():
+        mpp = preset.said_mpp.removesuffix(" µm/px")
+        facts = [str(preset.n_features), str(preset.transform.px), mpp, f"{preset.n_parameters / 1e6:.1f} M"]
+        assert lines[name][:6] == [*facts, preset.pooling, preset.licence]
+        assert preset.hub_id in lines[name][6]
+
+
 @pytest.mark.parametrize("name", ["lunit-vits16", *nightly("h0-mini")])
 def test_weights_of_a_preset_give_the_features_of_the_plain_model(name, tmp_path):
     preset = PRESETS[name]

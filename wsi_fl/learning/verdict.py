@@ -36,6 +36,7 @@ class Estimate:
     Attributes:
         low, high: None where fewer than two patients were asked.
         patients, seeds, noise: the standard error by each source.
+        n_patients: how many test patients were asked.
     """
 
     mean: float
@@ -44,6 +45,7 @@ class Estimate:
     patients: float | None = None
     seeds: float | None = None
     noise: float | None = None
+    n_patients: int | None = None
 
     def between(self, least: float, most: float) -> Estimate:
         """Return it with an interval of possible values alone."""
@@ -52,7 +54,7 @@ class Estimate:
         return replace(self, low=max(self.low, least), high=min(self.high, most))
 
     def document(self) -> dict[str, Any]:
-        """Return it as ``--json`` has it: mean, low, high, and the sources apart."""
+        """Return it as ``--json`` has it: mean, low, high, the number of test patients, and the sources apart."""
         found = asdict(self)
         sources = {name: found.pop(name) for name in ("patients", "seeds", "noise")}
         return found | {"sources": sources}
@@ -120,8 +122,10 @@ def ratio(
     elif of_seeds is not None:
         sources.append((of_seeds, n_runs - 1))
     half = _half(sources)
-    roots = (None if one is None else sqrt(one) for one in (of_patients, of_seeds, of_noise))
-    return Estimate(mean, mean - half, mean + half, *roots)
+    patients, seeds, noises = (
+        None if one is None else sqrt(one) for one in (of_patients, of_seeds, of_noise)
+    )
+    return Estimate(mean, mean - half, mean + half, patients, seeds, noises, len(names))
 
 
 def of_repetitions(mean: float, sd: float | None, n: int) -> Estimate:

@@ -37,6 +37,7 @@ _PATIENT = 0.4
 """What the mean of a patient's patches is clipped to, in lengths of one row: patches differ more than their means."""
 _ROUND_OFF = 1e-6
 _RIDGE = 0.5  # added to the covariance, in parts of its mean variance
+_NEVER = -30.0  # logit of a class of which nothing is known
 _LEAST_WEIGHT = 0.02  # of a class in a letter, beside 1 of the most frequent one
 
 
@@ -335,7 +336,9 @@ class SharedHead(nn.Module):
         weights = inverse @ means.mT
         # noise makes a mean longer by so much as is known; the threshold would move away from that class
         longer = torch.where(rows > 0, inverse.trace() * v / rows, 0.0)
-        return weights, -((means.mT * weights).sum(0) - longer) / 2
+        bias = -((means.mT * weights).sum(0) - longer) / 2
+        # a class of which nothing is known is no answer
+        return torch.where(rows > 0, weights, 0.0), torch.where(rows > 0, bias, bias.new_tensor(_NEVER))
 
     @torch.no_grad()
     def worth(self) -> tuple[float, float]:

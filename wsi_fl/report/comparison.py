@@ -199,7 +199,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
     values = [v for row in document["rows"] for v in row["sites"].values() if known(v)]
     context = {
         "document": document,
-        "title": f"{len(document['rows'])} methods on the same {document['examples']}",
+        "title": f"{len(document['rows'])} method{'s'[: len(document['rows']) > 1]} on the same {document['examples']}",
         "where": WHERE[document["on"]],
         "over": repeated(document["rows"]),
         "measure": gains["measure"] if gains else first.lower(),

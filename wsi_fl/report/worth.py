@@ -141,13 +141,19 @@ def finding(row: Json, reached: str, alone: str) -> Finding:
 def sources_words(row: Json) -> str:
     """Where chance came in: the standard error of the gain by each source that is known.
 
-    >>> sources_words({"gain": {"sources": {"patients": 0.011, "seeds": None, "noise": 0.004}}})
-    'standard error 0.011 by test patients, 0.004 by noise'
+    >>> sources = {"patients": 0.011, "seeds": None, "noise": 0.004}
+    >>> sources_words({"gain": {"n_patients": 60, "sources": sources}})
+    'standard error 0.011 by 60 test patients, 0.004 by noise'
     """
-    named = {"patients": "test patients", "seeds": "seeds", "noise": "noise"}
+    named = {"patients": _asked(row.get("gain") or {}), "seeds": "seeds", "noise": "noise"}
     found = ((row.get("gain") or {}).get("sources") or {}).items()
     told = [f"{value:.3f} by {named[name]}" for name, value in found if known(value)]
     return f"standard error {', '.join(told)}" if told else ""
+
+
+def _asked(gain: Json) -> str:
+    n = gain.get("n_patients")
+    return f"{n} test patients" if n else "test patients"
 
 
 def verdict_words(row: Json, name: str) -> str:
@@ -157,14 +163,14 @@ def verdict_words(row: Json, name: str) -> str:
     >>> room = {"mean": 0.62, "low": 0.5, "high": 0.71}
     >>> verdict_words({"gain": gain, "verdict": "join", "headroom": room}, "C1")
     'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
-    >>> verdict_words({"verdict": "not shown", "gain": {"mean": 0.0, "low": 0.0, "high": 0.0}}, "C1")
-    'it gives the same answers alone'
+    >>> verdict_words({"gain": {"mean": 0.0, "low": 0.0, "high": 0.0, "n_patients": 2}}, "C1")
+    'it gives the same answers alone, to 2 test patients'
     """
     gain = row.get("gain")
     if not gain:
         return ""
     if gain["low"] == gain["high"] == 0:
-        return "it gives the same answers alone"
+        return f"it gives the same answers alone, to {_asked(gain)}"
     said = (_MEANS_OF_ALL if name == ALL else _MEANS).get(row.get("verdict", ""), "")
     room = row.get("headroom")
     if not room or room["mean"] <= 0:

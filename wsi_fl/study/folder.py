@@ -117,7 +117,8 @@ class Study:
             where = self.relative(killed[0])
             raise UsageError(f"{where}: was ended before its run began; delete it and train again")
         known = sorted(path.parent.name for path in self.runs.glob("*-*/config.toml"))[-5:]
-        raise UsageError(f"no run {name!r}; {'the last are ' + ', '.join(known) if known else 'none yet'}")
+        there = f"the last are {', '.join(known)}" if known else "train one first: wsi-fl train"
+        raise UsageError(f"no run {name!r}; {there}")
 
     def site_names(self) -> list[str]:
         return sorted((p.stem for p in (self.root / "sites").glob("*.toml")), key=natural)

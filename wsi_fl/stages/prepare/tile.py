@@ -77,13 +77,14 @@ def tile(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]
     rows = [_tile_site(one, job, told) for one in listed]
     site, name = which["site"], which.get("pipeline_name")
     named = "" if name is None else f" --pipeline {name}"
-    steps = _next_steps(listed[0].pipeline, "--all" if site is None else f"--site {site}", named)
-    if listed[0].site.real and len(study.site_names()) == 1:  # a hospital among others
+    which_sites, alone = "--all" if site is None else f"--site {site}", len(study.site_names()) == 1
+    steps = _next_steps(listed[0].pipeline, which_sites, named, alone=alone)
+    if listed[0].site.real and alone:  # a hospital among others
         steps[-1] = "wsi-fl federation approve PLAN --kit KIT"
     return {"sites": rows, "next": steps} if job.first else {}
 
 
-def _next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
+def _next_steps(pipeline: Pipeline, which: str, named: str, *, alone: bool = False) -> list[str]:
     """The commands between stores and a trained model.
 
     Example:
@@ -91,7 +92,8 @@ def _next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
         ['wsi-fl features --site C1 --pipeline deep', 'wsi-fl train --method proxyfl --pipeline deep']
     """
     steps = [f"wsi-fl features {which}"] if pipeline.train.data == "features" else []
-    return [step + named for step in (*steps, "wsi-fl train --method proxyfl")]
+    train = "wsi-fl train --method regular" if alone else "wsi-fl train --method proxyfl"
+    return [step + named for step in (*steps, train)]
 
 
 def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
@@ -160,6 +162,9 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
         **{label: sum(one.get(label, 0) for one in table.values()) for label in CLASSES},
         **{split: sum(table[split].values()) for split in ("train", "test")},
         **_quality_of(seen.values()),
+        "patients": {
+            split: len({one.patient for one in records if one.split == split}) for split in ("train", "test")
+        },
         "store": listed.study.relative(store),
         "seconds": time.perf_counter() - began,
         "table": table,
@@ -199,7 +204,10 @@ def tile_lines(document: dict[str, Any]) -> Lines:
         if any(sum(count.values()) for count in counts):
             names = dict.fromkeys(name for count in counts for name in count)
             lines += [[f"{split} {name}", *(count.get(name, 0) for count in counts)] for name in names]
-            lines += [[f"{split} sum", *(sum(count.values()) for count in counts)], None]
+            lines += [[f"{split} sum", *(sum(count.values()) for count in counts)]]
+            if all(split in row["patients"] for row in rows):
+                lines += [[f"{split} patients", *(row["patients"][split] for row in rows)]]
+            lines += [None]
     yield sources.summed("patches", rows, lines)
     yield from sources.aside_lines(rows, "patch")
     for row in rows:

@@ -177,8 +177,8 @@ class Data:
         return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))
 
     @property
-    def without_answer(self) -> str:
-        """What to say of slides that are left out since nothing is known of what is asked; empty for none."""
+    def remark(self) -> str:
+        """What to say of examples that are left out, or are all alike; empty for nothing."""
         return ""
 
     @property
@@ -341,8 +341,14 @@ class _Bagged(Data):
         return (types.Bags if self.example == "slide" else types.Vectors)(self.store.n_features)
 
     @property
-    def without_answer(self) -> str:
-        if self.answers is None or not (aside := self.answers.aside):
+    def remark(self) -> str:
+        if self.answers is None:
+            label, patches = self.whole.label, self.store.patches.label
+            if self.receives or len(set(label.tolist())) != 1 or len(set(patches.tolist())) == 1:
+                return ""
+            one = self.classes[label[0]]
+            return f"site {self.site}: each of {len(label)} {self.example}s has some {one}, so that all count as {one}"
+        if not (aside := self.answers.aside):
             return ""
         shown = ", ".join(aside[:3]) + (", …" if len(aside) > 3 else "")
         where = f"site {self.site}: {len(aside)} of {len(self.store)} slides have no answer"

@@ -68,7 +68,7 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
     for site in sites if stores else ():
         if site.name in party.here and (site.allows("patches") or not party.has_store(site.name)):
             with open_data(party.study, site.name, pipeline) as data:
-                doubts = filter(None, (data.without_answer, _doubtful(party, site, data.table)))
+                doubts = filter(None, (data.remark, _doubtful(party, site, data.table)))
                 for said in () if told else doubts:
                     say(f"  {said}", "yellow")
 

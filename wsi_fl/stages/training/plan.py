@@ -143,7 +143,7 @@ def expected(n: int, target_epsilon: float, rarest: float) -> str:
     """
     few = n < _MANY
     if rarest == 0:
-        gain = "0.2 or more above alone"
+        gain = "0.2 or more above alone where others have the class that it lacks"
     elif rarest < _RARE:
         gain = f"{'0.01 to 0.07' if few else '0 to 0.03'} more than alone"
     else:

@@ -90,8 +90,8 @@ def build_site(party: RunContext, index: int) -> Site:
     data, folder, device = party.data(name), party.run.site(name), device_of_rank()
     if folder.store_digest() is None:  # a run that began with them goes on with them
         data.require_current()
-    if data.without_answer:
-        folder.log(data.without_answer)
+    if data.remark:
+        folder.log(data.remark)
     train, validation = learned_from(party, name)
     if not len(train) and not data.receives:
         raise WsiFlError(f"site {name}: its store has no training {party.examples}")
