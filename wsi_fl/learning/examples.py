@@ -75,11 +75,13 @@ class Examples:
         """Return n examples that lie in memory.
 
         Args:
-            x: images uint8[n, h, w, channels], features float32[n, d], or n bags of features float32[m, d].
+            x: images uint8[n, h, w, channels], features [n, d] that become float32, or n bags of features float32[m, d].
             label: int64[n] of classes; all are 0 where this is left out, as of examples to predict.
             patient: of each; none of them is known where this is left out.
         """
         unknown = np.full(len(x), "")
+        if isinstance(x, np.ndarray) and x.dtype != np.uint8:
+            x = x.astype(np.float32, copy=False)  # NumPy's own float64 fits no model
 
         def read(rows: _Rows) -> Inputs:
             return x[rows] if isinstance(x, np.ndarray) else packed([x[k] for k in rows])
