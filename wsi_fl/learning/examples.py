@@ -75,7 +75,7 @@ class Examples:
         """Return n examples that lie in memory.
 
         Args:
-            x: images uint8[n, h, w, channels], features [n, d] that become float32, or n bags of features float32[m, d].
+            x: images uint8[n, h, w, channels], features [n, d], which become float32, or n bags of them, float32[m, d].
             label: int64[n] of classes; all are 0 where this is left out, as of examples to predict.
             patient: of each; none of them is known where this is left out.
         """
