@@ -88,7 +88,8 @@ def tile_document(n_sites: int, n_failed: int = 0) -> dict:
     table = {"train": counts, "val": dict.fromkeys(counts, 0), "test": counts}
     failed = [{"slide": f"x{k}.tif", "reason": "no such slide file"} for k in range(n_failed)]
     row = {"failed": failed, "healthy": 6, "tumor": 8, "train": 7, "table": table, "store": "s"}
-    rows = [{"site": f"S{k + 1}", **row, "set_aside": {}, "tissue": {}} for k in range(n_sites)]
+    row |= {"set_aside": {}, "tissue": {}, "patients": {"train": 20, "test": 1}}
+    rows = [{"site": f"S{k + 1}", **row} for k in range(n_sites)]
     return {"sites": rows, "next": ["wsi-fl train"]}
 
 
@@ -106,6 +107,7 @@ def test_a_table_of_many_sites_can_be_read(capsys, monkeypatch, n):
 def test_slides_set_aside_are_named_and_the_rest_counted(capsys):
     render(tile_lines(tile_document(1, n_failed=100_000)))
     said = capsys.readouterr().err
+    assert "few patients are for the test (S1 1); `wsi-fl train --folds 5` tests each once" in said
     assert said.count("no such slide file") == 20 and "and 99980 more set aside" in said
 
 

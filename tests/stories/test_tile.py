@@ -187,7 +187,7 @@ def test_without_annotations_patches_take_the_slides_label_and_tile_says_so(arch
     study = generic_study(tmp_path, rows, slides)
     done = wsi_fl("tile", "--all", *(p for s in SETTINGS for p in ("--set", s)), "--json", cwd=study.root)
     assert done.returncode == 0 and "take the slide's label" in done.stderr
-    assert json.loads(done.stdout)["next"] == ["wsi-fl train --method proxyfl"]
+    assert json.loads(done.stdout)["next"] == ["wsi-fl train --method regular"]
     file = study.root / "sites" / "A.toml"
     file.write_text(file.read_text().replace("real = false", "real = true"))
     again = tile(study, site=None, overrides=SETTINGS)

@@ -195,6 +195,10 @@ def _chosen(plans: Plans, planned: Sequence[Done], pipeline: Pipeline) -> list[t
     return list(zip(numbers, keep, strict=True))
 
 
+_FEW = 5
+"""Test patients below which a score says little."""
+
+
 def tile_lines(document: dict[str, Any]) -> Lines:
     """Yield the table of the paper (Table 1), labels × train and test × sites, and what was set aside."""
     rows = document["sites"]
@@ -204,10 +208,7 @@ def tile_lines(document: dict[str, Any]) -> Lines:
         if any(sum(count.values()) for count in counts):
             names = dict.fromkeys(name for count in counts for name in count)
             lines += [[f"{split} {name}", *(count.get(name, 0) for count in counts)] for name in names]
-            lines += [[f"{split} sum", *(sum(count.values()) for count in counts)]]
-            if all(split in row["patients"] for row in rows):
-                lines += [[f"{split} patients", *(row["patients"][split] for row in rows)]]
-            lines += [None]
+            lines += [[f"{split} sum", *(sum(count.values()) for count in counts)], None]
     yield sources.summed("patches", rows, lines)
     yield from sources.aside_lines(rows, "patch")
     for row in rows:
@@ -225,6 +226,12 @@ def tile_lines(document: dict[str, Any]) -> Lines:
                 "table, or raise slides.test_fraction",
                 "bold yellow",
             )
+    if few := [
+        f"{row['site']} {row['patients']['test']}" for row in rows if 0 < row["patients"]["test"] < _FEW
+    ]:
+        yield Line(
+            f"few patients are for the test ({', '.join(few)}); `wsi-fl train --folds 5` tests each once"
+        )
     if idle := [row["site"] for row in rows if not row["train"]]:
         yield Line(f"not ready ({', '.join(idle)}); see what was set aside, then run `wsi-fl tile` again")
         return
