@@ -281,12 +281,14 @@ def slow_intervals(scored_rows, cluster, *, repeats, seed=0):
         for _ in range(repeats)
     ]
     known = {name: [one[name] for one in drawn if one[name] is not None] for name in drawn[0]}
-    return {
-        name: np.quantile(values, [(1 - 0.95) / 2, (1 + 0.95) / 2]).tolist()
-        if len(values) > repeats / 2
-        else None
-        for name, values in known.items()
-    }
+
+    def ends(values):
+        if (alike := np.quantile(values, [(1 - 0.95) / 2, (1 + 0.95) / 2]).tolist()) in ([0, 0], [1, 1]):
+            least = ((1 - 0.95) / 2) ** (1 / len(names))  # as many rights, or wrongs, as there are patients
+            return [least, 1] if alike[0] else [0, 1 - least]
+        return alike
+
+    return {name: ends(values) if len(values) > repeats / 2 else None for name, values in known.items()}
 
 
 def same(a, b) -> bool:

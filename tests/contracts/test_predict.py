@@ -28,6 +28,7 @@ from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.training.train import train
+from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -111,7 +112,7 @@ def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, pred
 
 def test_document_names_files_that_agree_with_each_other(trained, predicted):
     study, run, slides = trained
-    assert set(predicted) == {"run", "site", "with", "slides", "failed", "seconds"}
+    assert set(predicted) == {"run", "site", "with", "slides", "failed", "table", "seconds"}
     assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
     assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
     for row in predicted["slides"]:
@@ -126,6 +127,30 @@ def test_document_names_files_that_agree_with_each_other(trained, predicted):
         tiles = json.loads((study.root / row["geojson"]).read_text())["features"]
         assert sum(f["properties"]["objectType"] == "tile" for f in tiles) == len(p)
         assert Image.open(study.root / row["heatmap"]).format == "PNG"
+
+
+def test_one_table_has_a_row_for_every_slide_of_a_folder_also_of_calls_before(trained, tmp_path):
+    study, run, slides = trained
+    for path in slides[:2]:
+        document = predict(study, run, site="C1", slides=[path], out=tmp_path)
+    rows = rows_of(tmp_path / "slides.csv")
+    assert Path(document["table"]) == tmp_path / "slides.csv"
+    assert [row["slide"] for row in rows] == sorted(path.stem for path in slides[:2])
+    told = {row["slide"]: row for row in rows}[document["slides"][0]["slide"]]
+    assert float(told["score_top_k_mean"]) == document["slides"][0]["score"]["top_k_mean"]
+    assert told["class"] == "tumor"
+
+
+def test_progress_never_goes_back(trained, tmp_path):
+    study, run, slides = trained
+    shares: list[float] = []
+
+    class Seen(Silent):
+        def update(self, part, done, total, note=""):
+            shares.append(done / total)
+
+    predict(study, run, site="C1", slides=slides[:3], out=tmp_path, watcher=Seen())
+    assert shares == sorted(shares) and shares[-1] == 1
 
 
 def test_a_slide_without_a_resolution_is_predicted_with_the_one_that_is_said(trained, predicted, tmp_path):

@@ -147,3 +147,13 @@ def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tent
     three = np.full((40, 3), 1 / 3)
     assert slide_level(three, y, slide) is None
     assert slide_level(np.full((2, 2), 0.5), y[:2], np.array(["a", "b"])) is None
+
+
+@pytest.mark.parametrize(
+    "right, ends", [(True, (0.025 ** (1 / 6), 1.0)), (False, (0.0, 1 - 0.025 ** (1 / 6)))]
+)
+def test_six_patients_who_are_all_right_or_wrong_have_the_exact_interval_of_a_share(right, ends):
+    labels = np.arange(6) % 2
+    p = np.eye(2)[labels if right else 1 - labels]
+    found = intervals(p, labels, np.array([f"p{k}" for k in range(6)]), repeats=50)
+    assert found["accuracy"] == pytest.approx(list(ends))

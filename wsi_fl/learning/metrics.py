@@ -124,6 +124,8 @@ def resampled(
     """Return 95 % percentile intervals of scores when whole clusters (patients) are drawn with replacement.
 
     None where there are fewer than two clusters, or where most resamples have no score, as when a class is missing.
+    Where every resample has a score of 1, or of 0, the other end is that of the exact interval for as many right, or
+    wrong, answers as there are clusters (Clopper and Pearson, 1934): six of six right are no proof of a perfect model.
 
     Args:
         measure: of the n examples.
@@ -143,9 +145,17 @@ def resampled(
             drawn[name][some] = values
     known = {name: values[~np.isnan(values)] for name, values in drawn.items()}
     return {
-        name: [float(q) for q in np.quantile(values, _TAILS)] if len(values) > repeats / 2 else None
+        name: _interval(values, len(names)) if len(values) > repeats / 2 else None
         for name, values in known.items()
     }
+
+
+def _interval(drawn: NDArray[np.float64], n_clusters: int) -> list[float]:
+    low, high = (float(q) for q in np.quantile(drawn, _TAILS))
+    least = _TAILS[0] ** (1 / n_clusters)
+    if low == high == 1:
+        return [least, 1.0]
+    return [0.0, 1 - least] if low == high == 0 else [low, high]
 
 
 def slide_level(

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from zlib import crc32
 
 import h5py
 import numpy as np
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from zlib import crc32
 
 import h5py
 import numpy as np
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from wsi_fl.stores.fields import (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Color, Heat
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
-from wsi_fl.stages.work.console import Lines, Table, Watcher, reason_of
+from wsi_fl.stages.work.console import Line, Lines, OneOf, Table, Watcher, reason_of
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import write_bytes, write_csv, write_json
+from wsi_fl.system.files import read_object, write_bytes, write_csv, write_json
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
 _OTHERWISE, _ATTENTION = (150, 150, 150), (200, 0, 0)
@@ -34,6 +34,7 @@ _MORE_COLORS: tuple[Color, ...] = (
 )
 """Okabe and Ito's, for more than two classes."""
 _HEATMAP, _TABLE, _SCORE, _OUTLINES = "heatmap.png", "patches.csv", "score.json", "tumor.geojson"
+_ALL = "slides.csv"
 _WHOSE = {"mean": "mean of both models", "alone": "lone model", "stack": "mixture"}
 
 
@@ -71,15 +72,22 @@ def predict(
         SlideRecord(path, name, "", site, "negative", False, mpp_override=scale)
         for path, name in zip(slides, names, strict=True)
     ]
-    outcomes = job.share(records, lambda mine: (_outcome(predictor, record, folder, told) for record in mine))
+
+    def each(mine: list[SlideRecord]) -> Iterator[dict[str, Any]]:
+        for k, record in enumerate(mine):
+            yield _outcome(predictor, record, folder, OneOf(told, k, len(mine)))
+
+    outcomes = job.share(records, each)
     if not job.first:
         return {}
+    table = write_slides(folder)
     return {
         "run": study.relative(predictor.run.path),
         "site": site,
         "with": predictor.models.answer,
         "slides": [one["row"] for one in outcomes if "row" in one],
         "failed": [one["failed"] for one in outcomes if "failed" in one],
+        "table": study.relative(table) if table else None,
         "seconds": time.perf_counter() - began,
     }
 
@@ -100,7 +108,7 @@ def _predict_slide(
     predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher
 ) -> dict[str, Any]:
     """Write all files of one slide; return its row of the document. There is no heatmap without slide or places."""
-    watcher.update(record.slide, 0, 1)
+    watcher.update(record.site, 0, 1, record.slide)
     study, seen = predictor.study, predictor.seen(record, watcher)
     origin = {
         "run": study.relative(predictor.run.path),
@@ -115,7 +123,7 @@ def _predict_slide(
     else:
         row, more = _of_slide(predictor, record, folder, seen)
     write_json(folder / _SCORE, origin | row | more | {"size_px": spec.size_px, "mpp": spec.mpp})
-    watcher.update(record.slide, 1, 1)
+    watcher.update(record.site, 1, 1, record.slide)
     made = {key: study.relative(folder / file) for key, file in files.items()}
     return row | made | ({} if seen.base else {"heatmap": None})
 
@@ -209,6 +217,30 @@ def write_patches(
     write_csv(path, chain([["x_l0", "y_l0", "size_l0", *columns]], rows))
 
 
+def write_slides(folder: Path) -> Path | None:
+    """Write slides.csv: a row for every slide that was ever predicted into a folder, as its score.json says.
+
+    Returns:
+        The table, or None where there is no such slide.
+    """
+    found = sorted(folder.glob(f"*/{_SCORE}"))
+    scores = [read_object(path, "predict the slide again") for path in found]
+    if not scores:
+        return None
+    rows = [dict(_cells_of({key: one[key] for key in one if key != "classes"})) for one in scores]
+    headings = list(dict.fromkeys(chain(("slide",), *rows)))
+    write_csv(folder / _ALL, [headings, *([row.get(name) for name in headings] for row in rows)])
+    return folder / _ALL
+
+
+def _cells_of(score: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in score.items():
+        if isinstance(value, dict):
+            yield from _cells_of(value, f"{before}{key}_")
+        else:
+            yield before + key, value
+
+
 def predictions_lines(document: dict[str, Any]) -> Lines:
     """Yield a row per slide, then the pictures' paths on stdout."""
     if document["slides"]:
@@ -217,6 +249,7 @@ def predictions_lines(document: dict[str, Any]) -> Lines:
         whose = _WHOSE.get(document["with"], f"{document['with']} model")
         rows = [[row["slide"], row["patches"], *_cells(row)] for row in document["slides"]]
         yield Table(f"{whose} of {document['site']}", ["slide", "patches", *headings], rows)
+        yield Line(f"all slides, a row each: {document['table']}")
     for row in document["slides"]:
         yield row["heatmap"] or row["csv"]
 

@@ -229,7 +229,7 @@ class Predictor:
             return Base(path, thumbnail, downsample, slide.mpp, slide.size_l0, slide.quickhash)
 
     def _all_patches(self, record: SlideRecord, watcher: Watcher) -> Seen:
-        watcher.update(record.slide, 0, 1, "finding tissue")
+        watcher.update(record.site, 0, 1, f"{record.slide}, finding tissue")
         reader, least = self.pipeline.slides.reader, self.meta.recipe.get("min_tissue")
         params = params_of(self.study, self.pipeline)
         if least is not None:
@@ -245,7 +245,8 @@ class Predictor:
                     parts.append(self.models.probabilities(Examples.of(shown), len(images)))
                 else:
                     features.append(shown)
-                watcher.update(record.slide, sum(map(len, parts or features)), len(plan.xy_l0))
+                done = sum(map(len, parts or features)) / len(plan.xy_l0)
+                watcher.update(record.site, done, 1, record.slide)
         if not parts and not features:
             raise WsiFlError(next(iter(aside.values())))
         xy_l0 = np.delete(plan.xy_l0, list(aside), axis=0)
