@@ -1,6 +1,7 @@
 """Small studies that tests share."""
 
 import atexit
+import gc
 import io
 import json
 import os
@@ -66,6 +67,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(marker)
     rooms = [*markers, "contracts"]
     items.sort(key=lambda item: (*rooms, item.path.parent.name).index(item.path.parent.name))
+
+
+def pytest_collection_finish():
+    """Modules and tests are no garbage: looking through them again and again takes a seventh of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.hookimpl(wrapper=True)
