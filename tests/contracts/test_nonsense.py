@@ -39,7 +39,6 @@ def told(action, *words: str, error=WsiFlError) -> None:
         assert word in message, message
 
 
-# ---- configuration -------------------------------------------------------------------------------------------------
 
 
 def _numbers(schema, definitions, key=""):
@@ -133,7 +132,6 @@ def test_numbers_of_the_command_line_have_bounds(study, wsi_fl, arguments, words
     assert all(word in last for word in words), last
 
 
-# ---- annotations ---------------------------------------------------------------------------------------------------
 
 SQUARE = [[0, 0], [400, 0], [400, 400], [0, 400]]
 XML = (
@@ -194,7 +192,6 @@ def test_a_malformed_annotation_is_refused_in_our_words(tmp_path):
         told(lambda content=content: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
 
 
-# ---- data sets -----------------------------------------------------------------------------------------------------
 
 
 def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):

@@ -86,9 +86,6 @@ def holding(x, labels, noise=0.0, **how):
     return head
 
 
-# ---- what one record changes
-
-
 @pytest.mark.parametrize("n_classes", [2, 5])
 def test_a_row_changes_the_sums_by_at_most_one(n_classes):
     head, rng = SharedHead(n_classes, D), np.random.default_rng(0)
@@ -151,9 +148,6 @@ def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_stat
     assert torch.equal(steps, steps.round())
 
 
-# ---- the account
-
-
 @pytest.mark.parametrize("sigma", [0.5, 3.731, 20.0])
 def test_epsilon_of_releases_is_exact_and_with_sampled_steps_it_is_more_than_either(sigma):
     accounting = pytest.importorskip("dp_accounting")
@@ -162,9 +156,6 @@ def test_epsilon_of_releases_is_exact_and_with_sampled_steps_it_is_more_than_eit
     # three of them are one with less noise
     assert epsilon([once] * 3, 1e-5) == pytest.approx(_gaussian_epsilon(sqrt(3) / sigma, 1e-5))
     assert epsilon([once, steps], 1e-5) > max(epsilon([once], 1e-5), epsilon([steps], 1e-5))
-
-
-# ---- what is solved
 
 
 def test_without_noise_all_know_the_means_of_all_rows_together():
@@ -267,15 +258,6 @@ def test_rows_of_one_patient_tell_as_little_as_they_differ():
     assert float(known(x, labels).alike) == 300  # a patient of each class says nothing of others
 
 
-def test_rare_classes_count_as_much():
-    labels = np.repeat(np.arange(4), (300, 100, 40, 20))
-    x = np.random.default_rng(0).normal(size=(460, D)) + 4 * np.eye(D)[labels]
-    head = SharedHead(4, D)
-    head.know(head.embedded(torch.from_numpy(x).float()), torch.from_numpy(labels))
-    said = head(torch.from_numpy(x).float()).argmax(1).numpy()
-    assert all((said[labels == c] == c).mean() > 0.9 for c in range(4))
-
-
 def test_what_follows_from_releases_alone_holds_nothing_of_the_site():
     (xa, ya), (xb, yb) = rows_of(80, 0, 0.5), rows_of(80, 1, 0.5)
     heads = [holding(xa, ya, 0.5), holding(xb, yb, 0.5)]
@@ -292,9 +274,6 @@ def test_bags_count_by_their_mean_and_padding_by_nothing():
     found = SharedHead(2, D, bags=True).embedded(torch.from_numpy(packed(bags)))
     means = np.stack([bag.mean(0) for bag in bags])
     torch.testing.assert_close(found, SharedHead(2, D).embedded(torch.from_numpy(means)))
-
-
-# ---- the run
 
 
 def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(study):
@@ -453,8 +432,6 @@ def test_a_forged_letter_is_refused_where_it_arrives(study, monkeypatch, forged)
     assert "rejected the model from site 1" in (run / "sites/S0/log.txt").read_text()
     assert float(model(run, "S0", "proxy")["sums"].abs().max()) < 60
 
-
-# ---- noise that is added once in all
 
 SHARED = ["privacy.noise=shared", "privacy.sigma=3.0"]
 

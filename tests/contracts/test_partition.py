@@ -32,7 +32,6 @@ def refused(path, *words, error=UsageError, **options):
     conftest.refused(lambda: read_data_set(path, **options), *words, error=error)
 
 
-# reading arrays
 
 
 def test_every_form_of_npz_gives_the_same_pixels(tmp_path):
@@ -100,7 +99,6 @@ def test_resizing_averages_areas(tmp_path):
     refused(tmp_path / "data.npz", "--size-px", size_px=0)
 
 
-# reading folders
 
 
 def save(path, array):
@@ -157,7 +155,6 @@ def test_sixteen_bit_images_keep_their_greys_and_one_bit_images_are_black_and_wh
     refused(tmp_path, "8 or 16 bits", error=WsiFlError)
 
 
-# dividing
 
 
 def divided(text, y, n_sites, per_site, seed=0):
@@ -216,7 +213,6 @@ def test_what_cannot_be_divided_so_is_refused_in_one_line():
         conftest.refused(partial(divided, text, classes, n_sites, per_site), message)
 
 
-# storing
 
 
 @pytest.fixture

@@ -164,7 +164,6 @@ def test_coins_change_neither_rate_nor_number_of_steps(seed):
         assert len(drawn) == -(-planted.n // 4)
 
 
-# the whole way
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +254,6 @@ def test_units_do_not_add_up(tmp_path):
     refused(lambda: account("patient", **real), "per row, this run per patient", error=WsiFlError)
 
 
-# group privacy
 
 
 def test_a_group_of_one_costs_what_a_row_costs():

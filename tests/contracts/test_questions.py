@@ -50,7 +50,6 @@ OPEN = "privacy.enabled=false"
 LONG = [*SURVIVAL, OPEN, "train.rounds=12"]
 
 
-# tasks, by hand
 
 
 def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient_reached():
@@ -166,7 +165,6 @@ def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
     assert intervals(said, constant, patient, task, repeats=20)["r2"] is None
 
 
-# what is asked
 
 
 @pytest.mark.parametrize(
@@ -184,7 +182,6 @@ def test_what_is_no_question_is_refused(target, said):
     refused(lambda: task_of(Target(**target)), said)
 
 
-# a study whose slides show how much tumour there is, which decides everything else
 
 
 def write_site(study, site, seed):
@@ -353,7 +350,6 @@ def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_co
     assert spent[0] == spent[1] is not None
 
 
-# what hospitals' tables are like
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,6 @@ def sites_of(document):
     return [row["site"] for row in document["sites"]]
 
 
-# ---- who receives
 
 
 def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
@@ -272,7 +271,6 @@ def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
     assert same(*(model(study.root / run["run"], "S3", "proxy") for run in (by_ranks, by_one)))
 
 
-# ---- letters come when they come
 
 
 def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(study):

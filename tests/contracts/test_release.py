@@ -95,7 +95,6 @@ def rewritten(path, tensors=None, **document):
     save_tensors(path, known | (tensors or {}), said | document)
 
 
-# ---- one release
 
 
 def test_sums_are_released_once_and_cost_what_their_ledger_says(study):
@@ -174,7 +173,6 @@ def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(stud
     assert not study.release("S1").exists()
 
 
-# ---- crashes
 
 
 @pytest.mark.parametrize(
@@ -244,7 +242,6 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
     assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
 
-# ---- files that are lost, damaged, edited or another's
 
 
 def test_a_lost_file_comes_back(study):
@@ -328,7 +325,6 @@ def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
     refused(lambda: released(study), "S0 has released", "n_features = 24, but here it is 12", "--again")
 
 
-# ---- directions of public tissue
 
 
 def write_public(study, name, seed, encoder="tiny sha256:0"):
@@ -379,7 +375,6 @@ def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key
     refused(lambda: compare(brought), "S2 brings", words)
 
 
-# ---- real hospitals
 
 
 def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
@@ -443,7 +438,6 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     not_joined(study, "whose store no other site's process may open", error=UsageError)
 
 
-# ---- heads of files
 
 
 def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
@@ -537,7 +531,6 @@ def test_a_run_of_files_says_what_it_lacks(study):
     not_joined(study, "no site of this run has its store here")
 
 
-# ---- where a travelling model starts
 
 
 def start_of(study):
@@ -592,7 +585,6 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
     refused(lambda: resume(study, "1", backend="local"), "release of S1", "releases/")
 
 
-# ---- the command
 
 
 @pytest.mark.slow

@@ -82,7 +82,6 @@ def binary(positive):
     return np.stack([1 - positive, positive], axis=1)
 
 
-# counts
 
 
 def test_counts_of_parts_add_up_to_the_scores_of_the_whole():
@@ -165,7 +164,6 @@ def test_what_cannot_be_counts_is_refused():
             unpacked(bad, 1, 2)
 
 
-# between hospitals
 
 
 @pytest.mark.parametrize(
@@ -326,7 +324,6 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     assert summary["communication"]["messages"] == 2 + 4
 
 
-# the ledger
 
 
 def test_counts_of_test_patients_are_no_part_of_epsilon_and_everything_else_bare_is(tmp_path):
@@ -351,7 +348,6 @@ def test_counts_leave_only_where_the_site_allows_them_by_name(tmp_path):
     assert not ledger.entries
 
 
-# after a restart
 
 
 @pytest.mark.parametrize("moment", ["_release", "_pass_counts", "_document"])
@@ -407,7 +403,6 @@ def test_counts_that_are_not_what_was_announced_are_left_out(three, monkeypatch)
     assert results(told(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
 
 
-# pages
 
 
 def of_scores(counts, classes):

@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,11 +21,10 @@ from wsi_fl.slides.patching.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import bytes_of, tile
+from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.prepare.tile_plans import made_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.work.job import share_of_cores
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import content_of
 from wsi_fl.study.folder import Study
@@ -306,12 +304,6 @@ def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_says_so(aligned, t
     assert shards_of(study)[0].stat().st_mtime_ns == written
 
 
-def test_the_room_for_a_slide_whose_tiles_are_no_patches_is_that_of_raw_pixels():
-    plans = SimpleNamespace(in_tiles=[True, False].__getitem__)
-    needed = bytes_of({0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
-    assert needed == pytest.approx(256**2 * 3 * (40 / 4 + 60), rel=0.01)
-
-
 def spoil(path, *corners, half=False):
     """Damages the native tiles at level-0 corners of a slide of 256-px tiles, or what would follow of them is lost."""
     with tifffile.TiffFile(path) as tif:
@@ -396,17 +388,6 @@ def test_a_second_job_is_refused_while_ranks_work_and_the_failure_is_told_once(s
     assert [end.code for end in silent] == [1, 1]
 
 
-def test_ranks_of_a_machine_share_its_cores():
-    for ranks, share in (
-        ([("a", [0, 1, 2, 3])], 4),
-        ([("a", [0, 1, 2, 3]), ("b", [0, 1, 2, 3])], 4),
-        ([("a", [0, 1, 2, 3]), ("a", [0, 1, 2, 3])], 2),
-        ([("a", [0, 1]), ("a", [2, 3])], 2),
-        ([("a", [0])] * 5, 1),
-    ):
-        assert share_of_cores(ranks[0], ranks) == share
-
-
 MEMORY = """
 from pathlib import Path
 import numpy as np
@@ -417,22 +398,14 @@ from wsi_fl.stores.patches import SlideSource
 from wsi_fl.stores.shards import ShardMeta, link_shards, write_positions
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, SlideRecord
 
-n, rows, folder, spec = {n}, 2000, Path({folder!r}), GridSpec(512, 0.5, 512)
-names = [f"slide number {{k:04}}" for k in range(n)]
-records = [SlideRecord(Path(name), name, "a patient", "A", "weak", False) for name in names]
-plans = Plans(folder / ".plans", records, spec)
-
-def plan(record):
-    rng = np.random.default_rng(0)
-    return SlidePlan(record, spec, 0.5, (100_000, 100_000), "hash", rng.integers(0, 9, (rows, 2)),
-        rng.integers(0, 2, rows), np.zeros(rows, np.float32), bytes(200_000), np.zeros(1 << 17, np.uint8),
-        (1024, 1024), 97.0, [np.zeros((50, 2))])
-
+folder, spec, rng = Path({folder!r}), GridSpec(512, 0.5, 512), np.random.default_rng(0)
+records = [SlideRecord(Path(f"{{k}}"), f"slide {{k:04}}", "p", "A", "weak", False) for k in range({n})]
+plans, shards = Plans(folder / ".plans", records, spec), []
 for k, record in enumerate(records):
-    plans.save(k, plan(record), None)
-chosen = choose(plans, range(n), balance=True, max_per_slide=None)
-shards = []
-for k, keep in enumerate(chosen):
+    rows = rng.integers(0, 9, (2000, 2)), rng.integers(0, 2, 2000), np.zeros(2000, np.float32)
+    seen = bytes(200_000), np.zeros(1 << 17, np.uint8), (1024, 1024), 97.0, [np.zeros((50, 2))]
+    plans.save(k, SlidePlan(record, spec, 0.5, (100_000, 100_000), "hash", *rows, *seen), None)
+for k, keep in enumerate(choose(plans, range({n}), balance=True, max_per_slide=None)):
     one = plans.load(k)
     text = np.full(int(keep.sum()), one.record.slide)
     table = PatchTable(one.xy_l0[keep], one.label[keep], one.tumor_fraction[keep], text, text, text)
@@ -440,8 +413,7 @@ for k, keep in enumerate(chosen):
     meta = ShardMeta(one.record.slide, one.record.patient, "train", spec, "", wanted="none")
     write_positions(shards[-1], meta, table, SlideSource(one.record.slide, "x", "", None, "auto"))
 link_shards(folder / "patches.h5", StoreMeta("A", CLASSES, spec), shards)
-status = Path("/proc/self/status").read_text()  # ru_maxrss would count the parent before exec
-print(status.split("VmHWM:")[1].split()[0])
+print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])  # ru_maxrss counts the parent
 """
 
 

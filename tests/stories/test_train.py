@@ -72,7 +72,7 @@ def assert_contract(summary, path):
     for row in summary["sites"]:
         assert row["epsilon"] == pytest.approx(WHOLE) and row["delta"] == 1e-5
         assert row["guarantee"] == "none"  # its noise was seeded
-        assert (row["unit"], row["rounds"]) == ("row", 5)
+        assert (row["unit"], row["rounds"], row["rejected"]) == ("row", 5, 0)
     assert set(summary["communication"]) == {"messages", "bytes", "seconds"}
     assert summary["communication"]["messages"] == 5 * len(SITES)
     for site in SITES:
