@@ -27,20 +27,14 @@ def stores(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["proxyfl", "joint"])
-def test_a_rank_opens_each_store_that_it_may_read_once_and_closes_it(study, stores, method):
-    summary = train(study, method=method, overrides=ROUND, backend="local")
-    run = RunFolder(study.root / summary["run"])
-    stores.clear()
-    work_as_rank(study, run, LocalComm(3), Silent())
-    assert Counter(store.meta.site for store in stores) == Counter(["S0", "S1", "S2"])
-    assert not any(store._file for store in stores)
-
-
-def test_evaluate_opens_each_store_once_and_closes_it(study, stores):
-    summary = train(study, method="regular", overrides=ROUND, backend="local")
-    stores.clear()
-    evaluate(study, summary["run"])
-    assert len(stores) == 3 and not any(store._file for store in stores)
+def test_a_rank_and_evaluate_open_each_store_that_they_may_read_once_and_close_it(pair, stores, method):
+    summary = train(pair, method=method, overrides=["train.rounds=1"], backend="local")
+    run = RunFolder(pair.root / summary["run"])
+    for work in (lambda: work_as_rank(pair, run, LocalComm(2), Silent()), lambda: evaluate(pair, run.name)):
+        stores.clear()
+        work()
+        assert Counter(store.meta.site for store in stores) == Counter(["S0", "S1"])
+        assert not any(store._file for store in stores)
 
 
 def test_a_process_opens_nobody_elses_store_where_all_keep_theirs(tmp_path, stores):

@@ -95,8 +95,6 @@ def rewritten(path, tensors=None, **document):
     save_tensors(path, known | (tensors or {}), said | document)
 
 
-
-
 def test_sums_are_released_once_and_cost_what_their_ledger_says(study):
     row = released(study)
     assert row["spent"] and row["n"] == 60 and row["unit"] == "row" and row["guarantee"] == "guaranteed"
@@ -142,16 +140,11 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
     assert 0.7 < noise.std() / SIGMA < 1.4 and variances.max() == SIGMA**2
 
 
-def test_a_target_is_met_exactly_and_anew_by_every_release(study):
-    target = "privacy.target_epsilon=2"
-    first, other = (released(study, "S0", target, again=again) for again in (False, True))
+def test_a_target_is_met_exactly_and_anew_by_every_release_and_the_noise_never_has_a_fixed_seed(study):
+    asked = ["privacy.target_epsilon=2", "privacy.insecure_seed=1"]
+    first, other = (released(study, "S0", *asked, again=again) for again in (False, True))
     assert first["epsilon"] == pytest.approx(2, abs=1e-3) and other["sigma"] == first["sigma"]
-
-
-def test_the_noise_never_has_a_fixed_seed(study):
-    seeded = "privacy.insecure_seed=1"
-    one, other = (released(study, "S0", seeded, again=True) for _ in range(2))
-    assert one["digest"] != other["digest"] and other["guarantee"] == "guaranteed"
+    assert first["digest"] != other["digest"] and other["guarantee"] == "guaranteed"
 
 
 def test_patients_are_units_where_that_is_asked(study):
@@ -171,8 +164,6 @@ def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(stud
     make_real(study)
     not_released(study, "S1", 'allow = ["model"]', overrides=bare)
     assert not study.release("S1").exists()
-
-
 
 
 @pytest.mark.parametrize(
@@ -242,9 +233,7 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
     assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
 
-
-
-def test_a_lost_file_comes_back(study):
+def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refused(study):
     digest, content = released(study)["digest"], study.release("S0").read_bytes()
     for lost in (study.release("S0"), study.release_at_home("S0")):
         lost.unlink()
@@ -253,10 +242,6 @@ def test_a_lost_file_comes_back(study):
     study.release("S0").unlink()
     study.release_at_home("S0").unlink()
     assert released(study)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
-
-
-def test_numbers_that_are_not_on_the_ledger_are_refused(study):
-    released(study)
     study.ledger("S0").unlink()
     not_released(study, "S0", "ledgers/S0.jsonl does not know its numbers")
     not_joined(study, "ledgers/S0.jsonl does not know its numbers")
@@ -273,49 +258,42 @@ EDITS = [
     {"n_features": 8},
     {"guarantee": "sure"},
 ]
+OF_OTHERS = [
+    {"encoder": "large sha256:1"},
+    {"projection": "0" * 64},
+    {"unit": "patient"},
+    {"data": "mosaics"},
+    {"classes": ["benign", "tumor"]},
+    {"asks": '{"column":"grade"}'},
+]
+DAMAGE = (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64)
 
 
-def test_an_edited_file_is_refused_in_one_line_and_home_knows_better(study):
+def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_knows_better(study):
     for name in ("S0", "S1"):
         released(study, name)
-    whole = study.release("S1").read_bytes()
+    file, letter = study.release("S1"), sums_at(study.release("S1"))
+    whole = file.read_bytes()
+    for content in DAMAGE:
+        file.write_bytes(content)
+        not_joined(study, "releases/S1.safetensors", "damaged release")
+        not_released(study, "S1", "releases/S1.safetensors", "damaged release")
+    for change in OF_OTHERS:
+        stage.write_sums(file, stage.ReleasedSums(letter.facts.model_copy(update=change), letter.vector))
+        not_joined(study, "releases/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
+    shutil.copy(study.release("S0"), file)
+    not_joined(study, "these are the sums of site S0")
     for change in EDITS:
-        rewritten(study.release("S1"), **change)
+        file.write_bytes(whole)
+        rewritten(file, **change)
         not_joined(study, "releases/S1.safetensors", "edited")
         if "digest" in change:
-            study.release("S1").unlink()
+            file.unlink()
         released(study, "S1")
-        assert study.release("S1").read_bytes() == whole
+        assert file.read_bytes() == whole
     assert joined(study)["sites"]
-
-
-def test_a_damaged_file_is_refused_in_one_line(study):
-    released(study)
-    for content in (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64):
-        study.release("S0").write_bytes(content)
-        not_joined(study, "releases/S0.safetensors", "damaged release")
-        not_released(study, "S0", "releases/S0.safetensors", "damaged release")
-
-
-def test_sums_of_another_plan_projection_or_encoder_are_refused_in_one_line(study):
-    for name in ("S0", "S1"):
-        released(study, name)
-    other = sums_at(study.release("S1"))
-    for key, value in (
-        ("encoder", "large sha256:1"),
-        ("projection", "0" * 64),
-        ("unit", "patient"),
-        ("data", "mosaics"),
-        ("classes", ["benign", "tumor"]),
-        ("asks", '{"column":"grade"}'),
-    ):
-        facts = other.facts.model_copy(update={key: value})
-        stage.write_sums(study.release("S1"), stage.ReleasedSums(facts, other.vector))
-        not_joined(study, "releases/S1.safetensors", f"{key} = ", error=UsageError)
     released(study, "S1", "model.directions=12", again=True)
     not_joined(study, "releases/S1.safetensors", "directions = 12", error=UsageError)
-    shutil.copy(study.release("S0"), study.release("S1"))
-    not_joined(study, "these are the sums of site S0")
 
 
 def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
@@ -323,8 +301,6 @@ def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
     x, labels = rows_of(60, 0)
     write_features(study, "S0", x[:, :12], labels, [f"p{i}" for i in range(60)], ["train"] * 60)
     refused(lambda: released(study), "S0 has released", "n_features = 24, but here it is 12", "--again")
-
-
 
 
 def write_public(study, name, seed, encoder="tiny sha256:0"):
@@ -373,8 +349,6 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
 def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key, agreed, other, words):
     brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
     refused(lambda: compare(brought), "S2 brings", words)
-
-
 
 
 def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
@@ -436,8 +410,6 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     assert report(alone, summary["run"]).exists()
     assert resume(alone, summary["run"], backend="local") == summary
     not_joined(study, "whose store no other site's process may open", error=UsageError)
-
-
 
 
 def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
@@ -531,8 +503,6 @@ def test_a_run_of_files_says_what_it_lacks(study):
     not_joined(study, "no site of this run has its store here")
 
 
-
-
 def start_of(study):
     """The linear layer that the files make, by the definition of the head."""
     head = SharedHead(2, D)
@@ -583,8 +553,6 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
         started(study)
     released(study, "S1", again=True)
     refused(lambda: resume(study, "1", backend="local"), "release of S1", "releases/")
-
-
 
 
 @pytest.mark.slow

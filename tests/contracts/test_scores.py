@@ -82,9 +82,7 @@ def binary(positive):
     return np.stack([1 - positive, positive], axis=1)
 
 
-
-
-def test_counts_of_parts_add_up_to_the_scores_of_the_whole():
+def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_those_of_earlier_versions_are_read():
     rng = np.random.default_rng(0)
     label = rng.integers(0, 2, 500)
     p = binary(np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1))
@@ -94,6 +92,10 @@ def test_counts_of_parts_add_up_to_the_scores_of_the_whole():
     assert found["macro_accuracy"] == pytest.approx(exact["macro_accuracy"], abs=1e-12)
     assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_within"] < 0.02
     assert _scores_of([count(p, label)])["auroc"] == pytest.approx(exact["auroc"], abs=1e-12)
+    halves = [[0] * 50 + [1] * 50, [1] * 50 + [0] * 50]
+    old = {"n": 100, "confusion": [[40, 10], [10, 40]], "positives": halves[0], "negatives": halves[1]}
+    found = _scores_of([old, old])
+    assert (found["n"], found["auroc"], found["auroc_within"]) == (200, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
@@ -129,13 +131,6 @@ def test_nothing_small_is_told():
     assert (found["auroc"], found["auroc_within"]) == (0.5, 0.0)
 
 
-def test_counts_of_earlier_versions_are_read():
-    table = [[40, 10], [10, 40]]
-    old = {"n": 100, "confusion": table, "positives": [0] * 50 + [1] * 50, "negatives": [1] * 50 + [0] * 50}
-    found = _scores_of([old, old])
-    assert (found["n"], found["auroc"], found["auroc_within"]) == (200, 1.0, 0.0)
-
-
 @pytest.mark.parametrize("n_classes", [2, 5])
 def test_counts_travel_as_bytes_of_a_known_length(n_classes):
     rng = np.random.default_rng(1)
@@ -162,8 +157,6 @@ def test_what_cannot_be_counts_is_refused():
         bad = packed([good | change])
         with pytest.raises(ValueError, match=r"impossibly large|different examples|bins overlap|pairs"):
             unpacked(bad, 1, 2)
-
-
 
 
 @pytest.mark.parametrize(
@@ -324,30 +317,28 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     assert summary["communication"]["messages"] == 2 + 4
 
 
+def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_that_is_allowed_by_name(
+    tmp_path,
+):
+    """Whatever else leaves without noise is part of it."""
 
+    def opened(run, **terms):
+        known = {"site": "C1", "run": run, "terms": Terms(delta=1e-5, **terms)}
+        return PrivacyLedger(tmp_path / f"{run}.jsonl", **known)
 
-def test_counts_of_test_patients_are_no_part_of_epsilon_and_everything_else_bare_is(tmp_path):
-    terms = Terms(delta=1e-5, allow=("scores", "model"), guarantee="guaranteed")
-    ledger = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="a", terms=terms)
-
-    def known(round_, vector, mechanism, content):
+    def release(ledger, round_, vector, mechanism, content):
         ledger.release(round_, vector, schema="0" * 64, mechanism=mechanism, content=content)
         return ledger.epsilon(), ledger.guarantee(), ledger.n_rounds(), ledger.mechanisms()
 
-    before = known(1, np.ones(2, np.float32), planned(36, 8), "model")
-    assert known(2, np.ones(8, np.uint8), None, "scores") == before
+    counts, ledger = np.ones(8, np.uint8), opened("a", allow=("scores", "model"), guarantee="guaranteed")
+    before = release(ledger, 1, np.ones(2, np.float32), planned(36, 8), "model")
+    assert release(ledger, 2, counts, None, "scores") == before
     assert before[1] == "guaranteed" == ledger.guarantee(lifetime=True)
     assert ledger.epsilon(lifetime=True) == before[0] is not None
-    assert known(3, np.ones(2, np.float32), None, "model")[:2] == (None, "none")
-
-
-def test_counts_leave_only_where_the_site_allows_them_by_name(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="a", terms=Terms(delta=1e-5))
-    given = {"schema": "0" * 64, "mechanism": None, "content": "scores"}
-    refused(lambda: ledger.release(1, np.ones(8, np.uint8), **given), 'allow = ["scores"]', error=WsiFlError)
-    assert not ledger.entries
-
-
+    assert release(ledger, 3, np.ones(2, np.float32), None, "model")[:2] == (None, "none")
+    shut = opened("b")
+    refused(lambda: release(shut, 1, counts, None, "scores"), 'allow = ["scores"]', error=WsiFlError)
+    assert not shut.entries
 
 
 @pytest.mark.parametrize("moment", ["_release", "_pass_counts", "_document"])
@@ -401,8 +392,6 @@ def test_counts_that_are_not_what_was_announced_are_left_out(three, monkeypatch)
     assert [told(folder, site)["hospitals"] for site in SITES] == [SITES, ["S1", "S2"], SITES]
     assert "the counts of site S0 are left out" in folder.site("S1").log_path.read_text()
     assert results(told(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
-
-
 
 
 def of_scores(counts, classes):
