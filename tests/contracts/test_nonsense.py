@@ -39,8 +39,6 @@ def told(action, *words: str, error=WsiFlError) -> None:
         assert word in message, message
 
 
-
-
 def _numbers(schema, definitions, key=""):
     """(key, field) of every number in a schema."""
     for name, field in schema.get("properties", {}).items():
@@ -132,7 +130,6 @@ def test_numbers_of_the_command_line_have_bounds(study, wsi_fl, arguments, words
     assert all(word in last for word in words), last
 
 
-
 SQUARE = [[0, 0], [400, 0], [400, 400], [0, 400]]
 XML = (
     '<?xml version="1.0" encoding="{}"?>\n<ASAP_Annotations><Annotations><Annotation PartOfGroup="tumor"><Coordinates>'
@@ -190,8 +187,6 @@ MALFORMED = [
 def test_a_malformed_annotation_is_refused_in_our_words(tmp_path):
     for content, words in MALFORMED:
         told(lambda content=content: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
-
-
 
 
 def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):

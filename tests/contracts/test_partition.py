@@ -32,8 +32,6 @@ def refused(path, *words, error=UsageError, **options):
     conftest.refused(lambda: read_data_set(path, **options), *words, error=error)
 
 
-
-
 def test_every_form_of_npz_gives_the_same_pixels(tmp_path):
     y = np.array([0, 2, 1, 0, 2], np.uint8)
     for channels in (1, 3):
@@ -99,8 +97,6 @@ def test_resizing_averages_areas(tmp_path):
     refused(tmp_path / "data.npz", "--size-px", size_px=0)
 
 
-
-
 def save(path, array):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(array).save(path)
@@ -153,8 +149,6 @@ def test_sixteen_bit_images_keep_their_greys_and_one_bit_images_are_black_and_wh
     assert np.array_equal(found[1, ..., 0], np.where(grey > 127, 255, 0))
     save(tmp_path / "a/2.tif", grey.astype(np.float32))
     refused(tmp_path, "8 or 16 bits", error=WsiFlError)
-
-
 
 
 def divided(text, y, n_sites, per_site, seed=0):
@@ -211,8 +205,6 @@ def test_what_cannot_be_divided_so_is_refused_in_one_line():
     ):
         classes = np.repeat(np.arange(3), 4)
         conftest.refused(partial(divided, text, classes, n_sites, per_site), message)
-
-
 
 
 @pytest.fixture

@@ -50,8 +50,6 @@ OPEN = "privacy.enabled=false"
 LONG = [*SURVIVAL, OPEN, "train.rounds=12"]
 
 
-
-
 def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient_reached():
     task, x = Survival(ENDS), torch.tensor([[0.3, -1.0, 0.5]], dtype=torch.float64)
     h = x.sigmoid()[0]
@@ -165,8 +163,6 @@ def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
     assert intervals(said, constant, patient, task, repeats=20)["r2"] is None
 
 
-
-
 @pytest.mark.parametrize(
     ("target", "said"),
     [
@@ -180,8 +176,6 @@ def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
 )
 def test_what_is_no_question_is_refused(target, said):
     refused(lambda: task_of(Target(**target)), said)
-
-
 
 
 def write_site(study, site, seed):
@@ -348,8 +342,6 @@ def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_co
         spent.append(line["epsilon"])
         assert np.isfinite(line["loss"]["proxy"])
     assert spent[0] == spent[1] is not None
-
-
 
 
 @pytest.mark.parametrize(

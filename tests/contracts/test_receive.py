@@ -90,8 +90,6 @@ def sites_of(document):
     return [row["site"] for row in document["sites"]]
 
 
-
-
 def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
     assert sites_of(release(study, site=None, overrides=QUIET)) == LABELLED
     assert not study.release("S3").exists()
@@ -269,8 +267,6 @@ def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
     by_ranks, by_one = json.loads(done.stdout), joined(study)
     assert by_ranks["receivers"] == ["S3"] and by_ranks["letters"] == by_one["letters"]
     assert same(*(model(study.root / run["run"], "S3", "proxy") for run in (by_ranks, by_one)))
-
-
 
 
 def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(study):

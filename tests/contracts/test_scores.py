@@ -57,7 +57,7 @@ def hospitals(root, allow=ALLOWED, **kinds):
 
 @pytest.fixture
 def three(tmp_path):
-    return hospitals(tmp_path / "study")
+    return hospitals(tmp_path / "three")
 
 
 def run(study, method="proxyfl", *overrides):
@@ -176,10 +176,11 @@ def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(three, 
 
 
 def test_nothing_happens_where_nothing_travels_or_nobody_allows_it_or_test_parts_are_merged(
-    three, tmp_path, study
+    three, tmp_path, study, monkeypatch
 ):
     shut = hospitals(tmp_path / "shut", allow=REAL)
     for one, method in ((three, "regular"), (shut, "proxyfl"), (study, "fedavg")):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"user of {method}"))
         folder = run(one, method)
         assert told(folder) is None and not left(one, "S0")
         assert not any(line.get("again") for line in lines(one, "S0"))
@@ -436,11 +437,11 @@ def answered(**tables):
 def test_models_that_always_say_the_same_are_no_winners():
     always = [[0, 11], [0, 13]]
     said = "There no model does better than always saying tumour, which has an accuracy of 0.542."
-    for document in (answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])):
-        assert section(results(document))["verdict"] == said
+    documents = answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])
+    assert all(section(results(document))["verdict"] == said for document in documents)
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
     summary["communication"] = {"messages": 0, "bytes": 0, "seconds": 0}
-    page = render_coordinator(summary, document)
+    page = render_coordinator(summary, documents[0])
     assert "always saying tumour" in page and "does best" not in page and "Darker is higher" not in page
 
 

@@ -73,7 +73,7 @@ def add(archive: Path, name: str, *, flat: bool = False) -> Path:
 @pytest.fixture
 def archive(tmp_path) -> Path:
     """One diagnostic and one frozen slide per patient; its files are no images."""
-    archive = tmp_path / "T [1]"
+    archive = tmp_path / "t"
     archive.mkdir()
     for number, patient in enumerate(CASES):
         add(archive, slide_name(patient, number=number))
@@ -119,7 +119,8 @@ def test_spellings_of_an_institution_are_one_site():
         assert {site_of(name) for name in names} == {site}
 
 
-def test_an_archive_is_recognised_and_grouped(archive):
+def test_an_archive_is_recognised_and_grouped(archive, tmp_path):
+    archive = archive.rename(tmp_path / "T [1]")
     add(archive, slide_name("TCGA-BH-A002", "DX2", number=50), flat=True)
     assert detect(archive) == "tcga"
     found = describe(archive, "tcga")

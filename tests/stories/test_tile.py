@@ -349,7 +349,7 @@ def test_slides_that_are_cut_off_or_of_corrupt_patches_alone_are_set_aside(align
     cut_off.write_bytes(cut_off.read_bytes()[:5000])
     shutil.rmtree(study.root / "stores")
     failed = retiled(study, "native")["failed"]
-    assert [aside["slide"] for aside in failed] == [first, second]
+    assert sorted(aside["slide"] for aside in failed) == [first, second]
     assert not any("\n" in aside["reason"] for aside in failed)
     assert [shard.stem for shard in shards_of(study)] == [third]
     np.testing.assert_array_equal(read(study)[0], pixels[table.slide == third])
