@@ -109,6 +109,7 @@ def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
     ("arguments", "words"),
     [
         (("privacy", "--n", "10", "--batch-size", "100", "--sigma", "1"), ("--batch-size 100", "10 rows")),
+        (("train", "--method", "fedsgd"), ("unknown method 'fedsgd'", "proxyfl")),
         (("train", "--seeds", "1000000000000000"), ("--seeds", "1000")),
         (("train", "--folds", "1000000000"), ("train.folds", "1000")),
         (("partition", ".", "--sites", "1000000000"), ("--sites", "10000")),
@@ -116,6 +117,7 @@ def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
         (("partition", ".", "--prefix", "T", "--sites", "2", "--size-px", "100000"), ("--size-px", "4096")),
         (("synthesize", "sample", "--site", "S0", "--n-per-class", "1", "--seed", str(2**64)), ("--seed",)),
         (("synthesize", "sample", "--site", "S0", "--n-per-class", str(10**12)), ("--n-per-class",)),
+        (("privacy", "--n", "100", "--sigma", "1e-300"), ("--sigma",)),
         (("privacy", "--n", str(10**30), "--sigma", "1"), ("--n",)),
         (("privacy", "--n", "100", "--sigma", "1", "--epochs", "1e300"), ("--epochs",)),
         (("privacy", "--n", "100", "--sigma", "nan"), ("--sigma",)),
@@ -123,7 +125,7 @@ def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
         (("privacy", "--n", "100", "--target-epsilon", "0"), ("--target-epsilon",)),
     ],
 )
-def test_numbers_of_the_command_line_have_bounds(study, wsi_fl, arguments, words):
+def test_numbers_of_the_command_line_have_bounds_and_methods_are_known(study, wsi_fl, arguments, words):
     done = wsi_fl(*arguments, cwd=study.root)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and last.startswith("wsi-fl: error: ") and not PYTHON.search(last[15:]), last
@@ -180,6 +182,7 @@ MALFORMED = [
     (XML.format("klingon"), ("encoding",)),
     (XML.format("UTF-8").replace('X="400"', 'X="wide"'), ("X = 'wide', which is no number",)),
     (XML.format("UTF-8").replace('X="400"', ""), ("a Coordinate has no X",)),
+    (XML.format("UTF-8").replace('X="400"', 'X="1e999"'), ("not a finite number",)),
     ("<html/>", ("its root element is html",)),
 ]
 
