@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from wsi_fl.slides.patching.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.tile import bytes_of, tile
 from wsi_fl.stages.prepare.tile_plans import made_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
@@ -253,7 +254,7 @@ def test_bad_input_ends_in_one_line(study, wsi_fl, change, arguments, words):
 def aligned(tmp_path_factory):
     """Slides whose patches of 256 px at 0.5 µm are their own tiles, of three patients."""
     folder = tmp_path_factory.mktemp("aligned")
-    image = phantom.paint_slide(phantom.plan_slides(1, 1, 1024, 0)[1])
+    image = phantom.paint_slide(phantom.plan_slides(1, 1, 2048, 0)[1])
     for k in range(3):
         block = np.roll(image, 256 * k, axis=1)
         phantom.write_pyramid(folder / f"slide_{k}.tif", block, 0.5, tile_px=256, quality=80)
@@ -309,6 +310,15 @@ def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_says_so(aligned, t
     written = shards_of(study)[0].stat().st_mtime_ns
     tile(study, site="A", overrides=[*ALIGNED, "tile.mpp=0.75"])  # native is the default
     assert shards_of(study)[0].stat().st_mtime_ns == written
+
+
+def test_the_room_for_a_slide_is_that_of_raw_pixels_where_its_tiles_are_no_patches(aligned):
+    with Slide(aligned[0]) as slide:
+        grids = [(256, 0.5, 256), (256, 0.5, 512), (256, 0.5, 128), (128, 0.5, 128), (256, 0.75, 256)]
+        assert [slide.has_tiles_of(GridSpec(*grid)) for grid in grids] == [True, True, False, False, False]
+    plans = SimpleNamespace(in_tiles=[True, False].__getitem__)
+    needed = bytes_of({0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
+    assert needed == pytest.approx(256**2 * 3 * (40 / 4 + 60), rel=0.01)
 
 
 def spoil(path, *corners, half=False):
