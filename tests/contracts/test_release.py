@@ -274,15 +274,15 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
         released(study, name)
     file, letter = study.release("S1"), sums_at(study.release("S1"))
     whole = file.read_bytes()
-    for content in DAMAGE:
-        file.write_bytes(content)
-        not_joined(study, "releases/S1.safetensors", "damaged release")
-        not_released(study, "S1", "releases/S1.safetensors", "damaged release")
     for change in OF_OTHERS:
         stage.write_sums(file, stage.ReleasedSums(letter.facts.model_copy(update=change), letter.vector))
         not_joined(study, "releases/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release("S0"), file)
     not_joined(study, "these are the sums of site S0")
+    for content in DAMAGE:
+        file.write_bytes(content)
+        not_joined(study, "releases/S1.safetensors", "damaged release")
+        not_released(study, "S1", "releases/S1.safetensors", "damaged release")
     for change in EDITS:
         file.write_bytes(whole)
         rewritten(file, **change)
