@@ -1,4 +1,4 @@
-"""The shipped studies of ProxyFL's section 4: their settings, their first lines, and models that differ by site."""
+"""The shipped studies of ProxyFL's section 4: their settings and their first lines."""
 
 import shlex
 
