@@ -12,7 +12,7 @@ import torch
 from changing import edit, make_real, site_file
 from conftest import interrupted_after, model, nightly, refused, same, write_features
 from safetensors import safe_open
-from test_oneshot import cut, cut_off, head_of, make_hospitals, rows_of
+from test_oneshot import HEADS, D, cut, cut_off, head_of, make_hospitals, rows_of
 
 from wsi_fl.federation.preflight import compare
 from wsi_fl.models import build
@@ -37,9 +37,8 @@ from wsi_fl.system.files import read_lines
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import UsageError, Vectors, WsiFlError
 
-D, SIGMA = 24, 2.0
+SIGMA = 2.0
 ONCE = Mechanism(SIGMA, 1.0, 1.0, 1)
-HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
 NOISE = [*HEADS, f"privacy.sigma={SIGMA}"]
 FILES = [*NOISE, "train.releases=true", "train.at_least=1"]
 START = [*HEADS, "train.start=oneshot", "train.rounds=1"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import make_study, write_patches_as_bags
+from test_oneshot import HEADS
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
@@ -50,7 +51,6 @@ SETTINGS = {
     "train.rounds": ["1", "2", "4"],
     "audit.canaries": ["0", "12"],
 }
-HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
 SITE = {
     "delta = 1e-5": ["delta = 1e-3", "delta = 1e-7", ""],
     "max_epsilon = 3.0": ["max_epsilon = 1.5", ""],

@@ -271,20 +271,15 @@ def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
     assert launch.find_mpiexec() == str(beside)
 
 
-@pytest.mark.parametrize(
-    ("variables", "ranks"),
-    [
-        ({}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, 1),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, 4),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, None),  # an interactive shell under srun
-        ({"PMI_SIZE": "3"}, 3),
-    ],
-)
-def test_ranks_that_somebody_else_started_are_noticed(monkeypatch, variables, ranks):
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert launched_ranks() == ranks
+def test_ranks_that_somebody_else_started_are_noticed(monkeypatch):
+    """One task of Slurm is an interactive shell under srun."""
+    variables = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+    for name, value, ranks in (
+        *((None, "", None), ("OMPI_COMM_WORLD_SIZE", "4", 4), ("OMPI_COMM_WORLD_SIZE", "1", 1)),
+        *(("SLURM_STEP_NUM_TASKS", "4", 4), ("SLURM_STEP_NUM_TASKS", "1", None), ("PMI_SIZE", "3", 3)),
+    ):
+        for one in variables:
+            monkeypatch.delenv(one, raising=False)
+        if name:
+            monkeypatch.setenv(name, value)
+        assert launched_ranks() == ranks, name
