@@ -2,14 +2,13 @@
 
 import json
 import re
-import time
 import zipfile
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from conftest import make_study, write_features
+from conftest import pair, write_features
 
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.stages.site.account import planned_round
@@ -19,11 +18,11 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.fields import seal
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import WsiFlError
 
+study = pair
 PYTHON = re.compile(
     r"unexpected|Error\b|Traceback|object has no|codec|subscriptable|indices must be|could not convert|NoneType|allocat"
 )
@@ -38,14 +37,6 @@ def told(action, *words: str, error=WsiFlError) -> None:
     assert "\n" not in message and len(message) < 600 and not PYTHON.search(message), message
     for word in words:
         assert word in message, message
-
-
-@pytest.fixture
-def study(tmp_path) -> Study:
-    return make_study(tmp_path / "study", 2)
-
-
-# ---- configuration -------------------------------------------------------------------------------------------------
 
 
 def _numbers(schema, definitions, key=""):
@@ -80,11 +71,7 @@ def test_every_number_has_bounds(model):
     [
         ("train.seed=18446744073709551616", ("train.seed", "9223372036854775807")),
         (f"train.seed={'9' * 5000}", ("train.seed", "digits")),
-        ("train.input_px=1000000", ("train.input_px", "4096")),
         ("privacy.sigma=1e-300", ("privacy.sigma", "at least 0.001")),
-        ("privacy.clip=1e-6", ("privacy.clip", "0.001")),
-        ("train.lr=2", ("train.lr", "1")),
-        ("tile.mpp=1e300", ("tile.mpp", "1000")),
         ("tile.size_px=32\nfoo=3", ("tile.size_px", "U+000A")),
         ('sites=["../x"]', ("sites", "letters")),
         ('sites=["S0", "S0"]', ("listed twice: S0",)),
@@ -100,12 +87,11 @@ def test_an_override_out_of_bounds_is_refused_by_its_key(study, override, words)
 
 def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one_in_n():
     def plan(delta=1e-5, **train):
-        site = SiteFile(name="A", max_epsilon=9.0, delta=delta)
-        return lambda: planned_round(site, Pipeline(train=train), 50)
+        return planned_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), Pipeline(train=train), 50)
 
-    told(plan(batch_size=100), "train.batch_size = 100", "50 training rows")
-    told(plan(delta=0.5), "set delta below")
-    assert plan()() is not None
+    told(lambda: plan(batch_size=100), "train.batch_size = 100", "50 training rows")
+    told(lambda: plan(delta=0.5), "set delta below")
+    assert plan() is not None
 
 
 @pytest.mark.parametrize(
@@ -123,10 +109,10 @@ def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
     ("arguments", "words"),
     [
         (("privacy", "--n", "10", "--batch-size", "100", "--sigma", "1"), ("--batch-size 100", "10 rows")),
+        (("train", "--method", "fedsgd"), ("unknown method 'fedsgd'", "proxyfl")),
         (("train", "--seeds", "1000000000000000"), ("--seeds", "1000")),
         (("train", "--folds", "1000000000"), ("train.folds", "1000")),
         (("partition", ".", "--sites", "1000000000"), ("--sites", "10000")),
-        (("partition", ".", "--sites", "2", "--seed", "-1"), ("--seed",)),
         (("partition", ".", "--sites", "2", "--seed", str(2**64)), ("--seed",)),
         (("partition", ".", "--prefix", "T", "--sites", "2", "--size-px", "100000"), ("--size-px", "4096")),
         (("synthesize", "sample", "--site", "S0", "--n-per-class", "1", "--seed", str(2**64)), ("--seed",)),
@@ -139,16 +125,12 @@ def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
         (("privacy", "--n", "100", "--target-epsilon", "0"), ("--target-epsilon",)),
     ],
 )
-def test_numbers_of_the_command_line_have_bounds(study, wsi_fl, arguments, words):
-    began = time.monotonic()
+def test_numbers_of_the_command_line_have_bounds_and_methods_are_known(study, wsi_fl, arguments, words):
     done = wsi_fl(*arguments, cwd=study.root)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and last.startswith("wsi-fl: error: ") and not PYTHON.search(last[15:]), last
     assert all(word in last for word in words), last
-    assert time.monotonic() - began < 20
 
-
-# ---- annotations ---------------------------------------------------------------------------------------------------
 
 SQUARE = [[0, 0], [400, 0], [400, 400], [0, 400]]
 XML = (
@@ -186,24 +168,13 @@ def test_annotations_are_read_in_every_encoding_that_tools_write(tmp_path):
 
 MALFORMED = [
     (geojson([[["400", "0"], [1, 2], [3, 4]]]), ("a coordinate is a text, not a number",)),
-    (geojson([[[True, 0], [1, 2], [3, 4]]]), ("a coordinate is true or false",)),
-    (geojson([[[None, 0], [1, 2], [3, 4]]]), ("a coordinate is null",)),
     (geojson([[[10**400, 0], [1, 2], [3, 4]]]), ("not a finite number",)),
     (geojson([[[1], [1, 2], [3, 4]]]), ("a point is a list, not a list of two numbers",)),
-    (geojson([[5, 6]]), ("a point is a number",)),
     (geojson([5]), ("a ring is a number",)),
-    (geojson(5), ("coordinates is a number",)),
-    (geojson({"a": 1}), ("coordinates is an object",)),
-    (geojson([SQUARE], 5), ("unknown geometry 5",)),
     (geojson([SQUARE], ["Polygon"]), ("unknown geometry",)),
-    (5, ("it is a number, not an object",)),
     ("null", ("it is null",)),
-    ([5], ("a feature is a number",)),
-    ({"features": 5}, ("features is a number",)),
     ({"type": "Feature"}, ("a feature has no 'geometry'",)),
-    ({"type": "Feature", "geometry": 7}, ("a geometry is a number",)),
     ({"type": "Feature", "geometry": {}, "properties": [1]}, ("properties is a list",)),
-    ({}, ("a feature has no 'type'",)),
     ('{"a": ' * 100_000, ("nested too deeply",)),
     (f'{{"type": {"9" * 5000}}}', ("thousands of digits",)),
     (b"\xff\xff{}", ("UTF-8",)),
@@ -221,26 +192,18 @@ def test_a_malformed_annotation_is_refused_in_our_words(tmp_path):
         told(lambda content=content: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
 
 
-# ---- data sets -----------------------------------------------------------------------------------------------------
-
-
-def _npz_that_claims(path: Path, shape) -> Path:
-    np.savez(path, y=np.zeros(4, np.int64))
-    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-    with zipfile.ZipFile(path, "a") as archive, archive.open("x.npy", "w") as member:
+def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
+    npz, h5 = tmp_path / "x.npz", tmp_path / "x.h5"
+    np.savez(npz, y=np.zeros(4, np.int64))
+    header = {"descr": "|u1", "fortran_order": False, "shape": (10**12, 1000, 1000, 3)}
+    with zipfile.ZipFile(npz, "a") as archive, archive.open("x.npy", "w") as member:
         np.lib.format.write_array_header_1_0(member, header)
         member.write(b"\0" * 64)
-    return path
-
-
-def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
-    path = _npz_that_claims(tmp_path / "x.npz", (10**12, 1000, 1000, 3))
-    told(lambda: read_data_set(path), "x.npz", "GB", "memory")
-    path = tmp_path / "x.h5"
-    with h5py.File(path, "w") as file:
+    with h5py.File(h5, "w") as file:
         file.create_dataset("x", (10**7, 100, 100, 100), "u1", chunks=(1, 100, 100, 100))
         file["y"] = np.zeros(4, np.int64)
-    told(lambda: read_data_set(path), "x.h5", "GB", "memory")
+    for path in (npz, h5):
+        told(lambda path=path: read_data_set(path), path.name, "GB", "memory")
 
 
 @pytest.mark.parametrize("kind", ["patches", "features"])
@@ -255,14 +218,11 @@ def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
 )
 def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column, change, words):
     """Whole, and sealed by whoever wrote it: another tool, for example."""
+    path, opened = study.store("S0"), PatchStore
     if kind == "features":
         write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train", "train", "test", "test"])
-    path, opened = {
-        "patches": (study.store("S0"), PatchStore),
-        "features": (study.features("S0"), BagStore),
-    }[kind]
+        path, opened, column = study.features("S0"), BagStore, f"patch_{column}"
     with h5py.File(path, "r+") as file:
-        column = column if kind == "patches" else f"patch_{column}"
         file[column][...] = change(file[column][:])
         seal(file, opened.rows)
     told(lambda: opened(path), words)

@@ -2,16 +2,13 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
-from conftest import make_study, refused
+from conftest import make_study
 
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.federation.methods import METHODS
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site import data
-from wsi_fl.stages.site.data import kind_of, open_data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.ranks import work_as_rank
 from wsi_fl.stages.training.train import train
@@ -30,20 +27,14 @@ def stores(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["proxyfl", "joint"])
-def test_a_rank_opens_each_store_that_it_may_read_once_and_closes_it(study, stores, method):
-    summary = train(study, method=method, overrides=ROUND, backend="local")
-    run = RunFolder(study.root / summary["run"])
-    stores.clear()
-    work_as_rank(study, run, LocalComm(3), Silent())
-    assert Counter(store.meta.site for store in stores) == Counter(["S0", "S1", "S2"])
-    assert not any(store._file for store in stores)
-
-
-def test_evaluate_opens_each_store_once_and_closes_it(study, stores):
-    summary = train(study, method="regular", overrides=ROUND, backend="local")
-    stores.clear()
-    evaluate(study, summary["run"])
-    assert len(stores) == 3 and not any(store._file for store in stores)
+def test_a_rank_and_evaluate_open_each_store_that_they_may_read_once_and_close_it(pair, stores, method):
+    summary = train(pair, method=method, overrides=["train.rounds=1"], backend="local")
+    run = RunFolder(pair.root / summary["run"])
+    for work in (lambda: work_as_rank(pair, run, LocalComm(2), Silent()), lambda: evaluate(pair, run.name)):
+        stores.clear()
+        work()
+        assert Counter(store.meta.site for store in stores) == Counter(["S0", "S1"])
+        assert not any(store._file for store in stores)
 
 
 def test_a_process_opens_nobody_elses_store_where_all_keep_theirs(tmp_path, stores):
@@ -64,20 +55,3 @@ def test_site_files_are_read_once_and_stay_as_they_were(study, monkeypatch):
     assert party.names == ["S0", "S1", "S2"] == read
     assert party.site("S1").name == "S1" and party.may_merge
     assert len(read) == 3
-
-
-def test_patches_are_read_after_their_shards_were_closed(study):
-    pipeline = study.pipeline("small")
-    with open_data(study, "S0", pipeline) as found:
-        train = found.examples("train")
-        rows = np.flatnonzero(found.store.table.split == "train")
-        assert not found.store._shards
-        assert np.array_equal(found.store.read(rows[:3]), train.read(np.arange(3)))
-
-
-def test_every_method_and_kind_is_known_by_name(study):
-    refused(lambda: RunContext.of(study, study.pipeline("small"), "fedsgd").method, "fedsgd", "proxyfl")
-    assert all(method.name and method.does for method in METHODS.values())
-    assert [name for name, method in METHODS.items() if not method.shares] == ["regular", "joint"]
-    words = {"patches": "patches", "features": "patches", "mosaics": "slides"}
-    assert words == {data: kind_of(study.pipeline("small", [f"train.data={data}"])).word for data in words}

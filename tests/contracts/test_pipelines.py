@@ -1,4 +1,4 @@
-"""The shipped studies of ProxyFL's section 4: their settings, their first lines, and models that differ by site."""
+"""The shipped studies of ProxyFL's section 4: their settings and their first lines."""
 
 import shlex
 
@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 from conftest import nightly
 from PIL import Image
-from safetensors.torch import load_file
 
 from wsi_fl.cli.main import app
-from wsi_fl.models import BAG_BUILDERS, BUILDERS, VECTOR_BUILDERS, build
-from wsi_fl.stages.prepare.partition import partition
-from wsi_fl.stages.training.train import train
+from wsi_fl.models import BAG_BUILDERS, BUILDERS, VECTOR_BUILDERS
 from wsi_fl.study.folder import Study, shipped
-from wsi_fl.types import Images
 
 
 @pytest.fixture
@@ -48,6 +44,10 @@ def write_images(path, n, side, channels, n_classes):
     return path
 
 
+def flat(options):
+    return [word for pair in options.items() for word in pair]
+
+
 @pytest.mark.parametrize(
     ("name", "images", "smaller"),
     [
@@ -68,40 +68,6 @@ def test_the_first_line_does_the_study_at_a_smaller_scale(study, monkeypatch, na
     (run,) = (folder for folder in study.runs.glob("*") if folder.is_dir())
     assert run.name.endswith(f"proxyfl-{name}")
     assert len(list(run.glob("sites/*/private.safetensors"))) == 2
-
-
-def flat(options):
-    return [word for pair in options.items() for word in pair]
-
-
-ARCHITECTURES = ("mlp", "lenet5", "cnn1", "cnn2")
-
-
-def test_sites_with_private_models_of_four_architectures_learn_together(study, tmp_path):
-    """ProxyFL, section 4.2: private models differ, the proxies that travel are MLPs."""
-    data = write_images(tmp_path / "mnist.npz", 160, 28, 1, 10)
-    partition(study, data, n_sites=4, per_site=30)
-    for k, name in enumerate(ARCHITECTURES[1:], 2):
-        with (study.root / "sites" / f"S{k}.toml").open("a") as file:
-            file.write(f'private_model = "{name}"\n')
-    small = ["train.rounds=3", "train.batch_size=10", "train.lr=0.005", "privacy.sigma=0.2"]
-    summary = train(
-        study, method="proxyfl", pipeline_name="mnist_heterogeneous", overrides=small, backend="local"
-    )
-    assert [row["site"] for row in summary["sites"]] == ["S1", "S2", "S3", "S4"]
-    assert summary["communication"]["messages"] == 12
-    for site, name in zip(("S1", "S2", "S3", "S4"), ARCHITECTURES, strict=True):
-        folder = study.root / summary["run"] / "sites" / site
-        assert shapes(load_file(folder / "private.safetensors")) == shapes_of(name)
-        assert shapes(load_file(folder / "proxy.safetensors")) == shapes_of("mlp")
-
-
-def shapes(tensors):
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def shapes_of(name):
-    return shapes(build(name, n_classes=10, shape=Images(1, 28), seed=0).state_dict())
 
 
 @pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)

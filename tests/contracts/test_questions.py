@@ -2,12 +2,14 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import refused, slow_intervals
+from changing import make_real
+from conftest import metrics, refused, slow_intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import r2_score
@@ -48,9 +50,6 @@ OPEN = "privacy.enabled=false"
 LONG = [*SURVIVAL, OPEN, "train.rounds=12"]
 
 
-# tasks, by hand
-
-
 def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient_reached():
     task, x = Survival(ENDS), torch.tensor([[0.3, -1.0, 0.5]], dtype=torch.float64)
     h = x.sigmoid()[0]
@@ -70,22 +69,10 @@ def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient
     np.testing.assert_allclose(task.said(x)[0], np.cumprod(1 - h.numpy()))
 
 
-def test_what_is_fitted_by_the_likelihood_is_the_kaplan_meier_estimate():
-    """One hazard for everybody and no covariates: its maximum is known, events over patients at risk."""
-    truth = torch.tensor([[1.0, 1], [1.0, 1], [2.0, 1], [2.0, 1], [4.0, 1], [9.0, 0], [9.0, 0], [9.0, 0]])
-    x = torch.zeros(1, 3, requires_grad=True)
-    optimizer = torch.optim.LBFGS([x], max_iter=100)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = Survival(ENDS).losses(x.expand(8, 3), truth).mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    np.testing.assert_allclose(Survival(ENDS).said(x.detach())[0], [6 / 8, 4 / 8, 3 / 8], atol=1e-3)
-    times, share = kaplan_meier(truth.numpy())  # of whole months, as tables have them
-    curve = dict(zip(times.tolist(), share.tolist(), strict=True))
+def test_curves_are_kaplan_meier_estimates():
+    """Of whole months, as tables have them: each event takes its share of those at risk."""
+    truth = np.array([[1.0, 1], [1.0, 1], [2.0, 1], [2.0, 1], [4.0, 1], [9.0, 0], [9.0, 0], [9.0, 0]])
+    curve = dict(zip(*(values.tolist() for values in kaplan_meier(truth)), strict=True))
     assert [curve[end] for end in ENDS] == pytest.approx([6 / 8, 4 / 8, 3 / 8])
 
 
@@ -170,13 +157,10 @@ def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
 
     task = Number(0, 10)
     assert near(task.scored(said, truth), slowly(np.arange(60)))
-    found = intervals(said, truth, patient, task, repeats=40)
-    assert near(found, slow_intervals(slowly, patient, repeats=40))
+    found = intervals(said, truth, patient, task, repeats=20)
+    assert near(found, slow_intervals(slowly, patient, repeats=20))
     constant = np.full(60, 0.1, np.float32)
-    assert intervals(said, constant, patient, task, repeats=40)["r2"] is None
-
-
-# what is asked
+    assert intervals(said, constant, patient, task, repeats=20)["r2"] is None
 
 
 @pytest.mark.parametrize(
@@ -194,25 +178,19 @@ def test_what_is_no_question_is_refused(target, said):
     refused(lambda: task_of(Target(**target)), said)
 
 
-# a study whose slides show how much tumour there is, which decides everything else
-
-
 def write_site(study, site, seed):
     """Two slides of every patient; the mean of feature 0 over a slide's patches is the tumour's share of it."""
     rng = np.random.default_rng(seed)
     burden = rng.uniform(0, 1, N)
-    bags, slide, patient, split = [], [], [], []
+    bags, who = [], []
     for k in range(N):
         for s in range(2):
             m = int(rng.integers(20, 40))
             features = rng.normal(0, 0.3, (m, D)).astype(np.float32)
             features[: round(burden[k] * m), 0] += 4
             bags.append(Bag(features, np.zeros((m, 2), np.int64)))
-            slide.append(f"{site}_{k}_{s}")
-            patient.append(f"P{k}")
-            split.append("test" if k % 3 == 0 else "train")
-    who = [np.array(names) for names in (slide, patient, split)]
-    table = BagTable(np.zeros(2 * N, np.int64), np.full(2 * N, ""), *who)
+            who.append((f"{site}_{k}_{s}", f"P{k}", "test" if k % 3 == 0 else "train"))
+    table = BagTable(np.zeros(2 * N, np.int64), np.full(2 * N, ""), *np.array(who).T)
     path = study.mosaic(site)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bags(path, BagMeta(site, ("healthy", "tumor"), "e", GridSpec(64, 1.0, 64)), table, bags)
@@ -248,21 +226,29 @@ def make(root, n_sites=2):
     return study
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("made") / "study")
+
+
 @pytest.fixture
-def study(tmp_path):
-    return make(tmp_path / "study")
+def study(made, tmp_path):
+    return Study(shutil.copytree(made.root, tmp_path / "study"))
+
+
+def trained(study, *overrides, method="regular"):
+    return train(study, method=method, overrides=overrides, backend="local")["run"]
 
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory):
     study = make(tmp_path_factory.mktemp("questions") / "study")
-    run = train(study, method="proxyfl", overrides=LONG, backend="local")["run"]
+    run = trained(study, *LONG, method="proxyfl")
     return study, run, evaluate(study, run)
 
 
 def opened(study, *overrides):
-    pipeline = study.pipeline("q", list(overrides))
-    return open_data(study, "S0", pipeline)
+    return open_data(study, "S0", study.pipeline("q", list(overrides)))
 
 
 def edit(study, **changes):
@@ -281,8 +267,7 @@ def test_a_patient_is_one_bag_of_all_slides_and_a_slide_is_one_otherwise(study):
         rows = np.flatnonzero(slides.store.table.patient == one.patient[0])
         bags = np.concatenate([slides.store.bag(int(row)).features for row in rows])
         np.testing.assert_array_equal(whole[:, :-1], bags)
-        assert whole[:, -1].all()
-        assert one.task == Number(0, 1) and one.label.dtype == np.float32
+        assert whole[:, -1].all() and one.task == Number(0, 1) and one.label.dtype == np.float32
     with opened(study, *SURVIVAL) as survival:
         assert len(survival.table) == N and survival.table.label.shape == (N, 2)
 
@@ -308,17 +293,15 @@ def test_survival_is_learned_measured_and_drawn(survived):
 @pytest.mark.slow
 def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
     study, run, _ = survived
-    alone = train(study, method="regular", overrides=LONG, backend="local")["run"]
-    document = compare(study, [run, alone])
-    assert document["scores"] == ["concordance", "integrated_brier"]
-    joined, rows = document["worth"]["all"], {row["label"]: row for row in document["rows"]}
-    assert document["worth"]["measure"] == "concordance"
-    assert joined["joined"]["mean"] == pytest.approx(rows[document["worth"]["joined"]]["concordance"]["mean"])
-    assert joined["gain"]["low"] <= joined["gain"]["mean"] <= joined["gain"]["high"]
+    document = compare(study, [run, trained(study, *LONG)])
+    worth, rows = document["worth"], {row["label"]: row for row in document["rows"]}
+    assert document["scores"] == ["concordance", "integrated_brier"] and worth["measure"] == "concordance"
+    joined, gain = worth["all"]["joined"], worth["all"]["gain"]
+    assert joined["mean"] == pytest.approx(rows[worth["joined"]]["concordance"]["mean"])
+    assert gain["low"] <= gain["mean"] <= gain["high"]
     assert all(row["concordance"]["mean"] > 0.6 for row in document["rows"])
-    text = (study.root / document["table"]).read_text()
-    assert "own_concordance_mean" in text.splitlines()[0]
-    other = train(study, method="regular", overrides=[*NUMBER, OPEN], backend="local")["run"]
+    assert "own_concordance_mean" in (study.root / document["table"]).read_text().splitlines()[0]
+    other = trained(study, *NUMBER, OPEN)
     refused(lambda: compare(study, [run, other]), "learned from other slides", error=WsiFlError)
 
 
@@ -334,17 +317,15 @@ def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survive
 
 
 def test_a_number_is_learned(study):
-    run = train(study, method="regular", overrides=[*NUMBER, OPEN, "train.rounds=8"], backend="local")["run"]
-    document = evaluate(study, run)
-    assert document["merged"]["r2"]["mean"] > 0.5
-    assert document["merged"]["mae"]["mean"] < 0.2
+    run = trained(study, *NUMBER, OPEN, "train.rounds=8")
+    merged = evaluate(study, run)["merged"]
+    assert merged["r2"]["mean"] > 0.5 and merged["mae"]["mean"] < 0.2
     assert "Each dot is a test" in report(study, run).read_text()
 
 
 def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_is_among_it(study):
-    short = [*NUMBER, OPEN, "train.rounds=2"]
     for more, n in ((["train.val_fraction=0.3"], 1), ([], 0)):
-        run = train(study, method="proxyfl", overrides=[*short, *more], backend="local")["run"]
+        run = trained(study, *NUMBER, OPEN, "train.rounds=2", *more, method="proxyfl")
         for row in evaluate(study, run)["sites"]:
             choice = json.loads((study.root / run / f"sites/{row['site']}/choice.json").read_text())
             reached = choice.get("r2", {"alone": 0.0})
@@ -354,17 +335,13 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
 
 
 def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
-    dp = ["privacy.unit=patient", "privacy.insecure_seed=1", "train.rounds=1"]
-    spent = {}
-    for name, target in (("survival", SURVIVAL), ("grade", (*GRADE, 'target.per="patient"'))):
-        summary = train(study, method="proxyfl", overrides=[*target, *dp], backend="local")
-        lines = (study.root / summary["run"] / "sites/S0/metrics.jsonl").read_text().splitlines()
-        spent[name] = json.loads(lines[-1])["epsilon"]
-        assert np.isfinite(json.loads(lines[-1])["loss"]["proxy"])
-    assert spent["survival"] == spent["grade"] is not None
-
-
-# what hospitals' tables are like
+    spent = []
+    for target in (SURVIVAL, (*GRADE, 'target.per="patient"')):
+        dp = ["privacy.unit=patient", "privacy.insecure_seed=1", "train.rounds=1"]
+        line = metrics(study.root / trained(study, *target, *dp, method="proxyfl"), "S0")[-1]
+        spent.append(line["epsilon"])
+        assert np.isfinite(line["loss"]["proxy"])
+    assert spent[0] == spent[1] is not None
 
 
 @pytest.mark.parametrize(
@@ -391,38 +368,31 @@ def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, chan
 def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
     edit(study, burden="")
     with opened(study, *NUMBER) as data:
-        assert len(data.table) == 2 * N - 2
-        assert data.answers.aside == ("S0_0_0", "S0_0_1")
+        assert len(data.table) == 2 * N - 2 and data.answers.aside == ("S0_0_0", "S0_0_1")
     with opened(study, *GRADE, 'target.ignore=["none"]') as data:
         assert len(data.table) == 2 * N
-    train(study, method="regular", overrides=[*NUMBER, OPEN, "train.rounds=1"], backend="local")
+    trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = " ".join(capsys.readouterr().err.split())
     assert "site S0: 2 of 48 slides have no answer in S0.csv and are left out: S0_0_0, S0_0_1" in said
 
 
-def test_a_real_hospitals_page_shows_no_single_patient(survived):
-    study, run, _ = survived
-    file = study.root / "sites" / "S0.toml"
-    before = file.read_text()
-    try:
-        file.write_text(before.replace("real = false", "real = true"))
-        for pictures, shown in ((False, 1), (True, 2)):
-            page = report(study, run, pictures=pictures).read_text()
-            assert page.count("Log-rank p") + page.count("Too few patients") >= shown
-            assert ("The test patients of S0" in page) is not pictures
-    finally:
-        file.write_text(before)
+def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
+    study, run = Study(shutil.copytree(survived[0].root, tmp_path / "study")), survived[1]
+    make_real(study, "S0", says="real = true")
+    for pictures, shown in ((False, 1), (True, 2)):
+        page = report(study, run, pictures=pictures).read_text()
+        assert page.count("Log-rank p") + page.count("Too few patients") >= shown
+        assert ("The test patients of S0" in page) is not pictures
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("override", "said"),
     [
-        (["train.data=features"], "set train.data = 'mosaics'"),
-        (["train.balance=true"], "excludes train.balance: it works with classes alone"),
-        (["audit.canaries=4"], "excludes audit.canaries: it works with classes alone"),
-        (["predict.with=stack"], "excludes predict.with = stack: it works with classes alone"),
+        ("train.data=features", "set train.data = 'mosaics'"),
+        ("train.balance=true", "excludes train.balance: it works with classes alone"),
+        ("audit.canaries=4", "excludes audit.canaries: it works with classes alone"),
+        ("predict.with=stack", "excludes predict.with = stack: it works with classes alone"),
     ],
 )
-def test_what_works_with_classes_alone_is_refused_for_other_questions(study, overrides, said):
-    sets = [*SURVIVAL, OPEN, *overrides]
-    refused(lambda: train(study, method="proxyfl", overrides=sets, backend="local"), said)
+def test_what_works_with_classes_alone_is_refused_for_other_questions(study, override, said):
+    refused(lambda: trained(study, *SURVIVAL, OPEN, override, method="proxyfl"), said)

@@ -106,9 +106,6 @@ def test_of_two_copies_of_a_study_at_work_at_once_one_spends(place):
     assert charged(newest) >= set(left)
 
 
-# what an attacker tried
-
-
 def copy_of(study):
     return shutil.copytree(study, study.parent / "copy")
 

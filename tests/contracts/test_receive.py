@@ -8,18 +8,17 @@ from datetime import date, timedelta
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, model, refused, same, write_features
+from changing import edit, make_real, site_file
+from conftest import model, refused, same, write_features
 from test_import import labels, of_trident
-from test_oneshot import make_hospitals, rows_of
+from test_oneshot import head_of, make_hospitals, rows_of
 from test_release import HEADS, NOISE, released, sums_at
 
 from wsi_fl.demo import phantom
-from wsi_fl.federation.preflight import compare as compare_plans
 from wsi_fl.hospitals.dossier.page import dossier_of
 from wsi_fl.hospitals.plans.approving import look, look_lines
 from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.rehearsing import rehearse
-from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
@@ -37,9 +36,9 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UNLABELLED, WsiFlError
 
-D = 24
 QUIET = [*HEADS, "privacy.sigma=0.5"]
 FILES = [*NOISE, "train.releases=true"]
+LABELLED = ["S0", "S1", "S2"]
 
 
 @pytest.fixture(scope="module")
@@ -82,71 +81,57 @@ def said(lines):
     return "\n".join(line.text for line in lines if hasattr(line, "text"))
 
 
-def made_real(study):
-    for k in range(4):
-        file = study.root / f"sites/S{k}.toml"
-        file.write_text(file.read_text().replace("real = false", REAL if k < 3 else "real = true"))
+def all_real(study):
+    make_real(study, *LABELLED)
+    make_real(study, "S3", says="real = true")
 
 
-# ---- who receives
+def sites_of(document):
+    return [row["site"] for row in document["sites"]]
 
 
 def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
-    document = release(study, site=None, overrides=QUIET)
-    assert [row["site"] for row in document["sites"]] == ["S0", "S1", "S2"]
+    assert sites_of(release(study, site=None, overrides=QUIET)) == LABELLED
     assert not study.release("S3").exists()
     planned = dry_run(study, method="oneshot", overrides=FILES, backend="local")
-    assert planned["receivers"] == ["S3"] and [row["site"] for row in planned["sites"]] == ["S0", "S1", "S2"]
     assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
     assert "S3" not in said(plan_lines(planned))
     summary = joined(study)
     assert "releases nothing and pays nothing: S3" in capfd.readouterr().err
-    assert summary["receivers"] == ["S3"] and [row["site"] for row in summary["sites"]] == ["S0", "S1", "S2"]
+    for document in (planned, summary):
+        assert document["receivers"] == ["S3"] and sites_of(document) == LABELLED
     assert "S3: receives" in said(summary_lines(summary))
     assert not study.ledger("S3").exists()
     run = study.root / summary["run"]
-    head = SharedHead(2, D)
-    head.load_state_dict(model(run, "S3", "proxy"))
-    letters = [torch.from_numpy(sums_at(study.release(f"S{k}")).vector).double() for k in range(3)]
+    head = head_of(run, "S3")
+    letters = [torch.from_numpy(sums_at(study.release(name)).vector).double() for name in LABELLED]
     torch.testing.assert_close(head.others(), sum(letters), rtol=1e-6, atol=1e-5)
     assert not (head.own.any() or head.released.any() or head.scatter.any())
-    exported = SharedHead(2, D)
-    exported.load_state_dict(model(run, "S0", "proxy"))
     x = torch.from_numpy(rows_of(20, 9)[0])
-    assert torch.equal(head(x), exported.as_released()(x))
+    assert torch.equal(head(x), head_of(run, "S0").as_released()(x))
     assert not (run / "sites/S3/private.safetensors").exists()
     assert resume(study, summary["run"], backend="local") == summary
-
-
-def test_sites_must_agree_on_who_receives():
-    here = {"site": "S0", "receivers": ["S3"]}
-    odd = {"site": "S2", "receivers": []}
-    refused(
-        lambda: compare_plans([here, here | {"site": "S1"}, odd]), "S2 brings [] as the list of receivers"
-    )
 
 
 def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     study, run, document = evaluated
     told = document["receivers"]
     assert told["sites"] == [{"site": "S3", "n": 80, "with": "proxy"}]
-    assert [row["site"] for row in document["sites"]] == told["told_by"] == ["S0", "S1", "S2"]
+    assert sites_of(document) == told["told_by"] == LABELLED
     with (study.root / run / "sites/S3/predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 80 and all(row["truth"] == "" and row["model"] == "proxy" for row in rows)
-    right = (
-        np.array([float(row["p_tumor"]) > 0.5 for row in rows]) == rows_of(80, 7)[1]
-    )  # which the test knows
+    truth = rows_of(80, 7)[1]  # which the test knows
+    right = np.mean([(float(row["p_tumor"]) > 0.5) == label for row, label in zip(rows, truth, strict=True)])
     expected = told["expected"]["accuracy"]
     assert expected["low"] <= expected["mean"] <= expected["high"]
-    assert 0.8 < right.mean() == pytest.approx(expected["mean"], abs=0.1)
+    assert 0.8 < right == pytest.approx(expected["mean"], abs=0.1)
     words = f"accuracy {expected['mean']:.3f} ({expected['low']:.3f} to {expected['high']:.3f})"
     assert words in said(evaluation_lines(document)) and words in report(study, run).read_text()
     assert "the test parts of S0, S1, S2" in said(evaluation_lines(document))
     with RunContext.of_run(study, RunFolder(study.run(run))) as party:
-        leaving = asked_for(party, "shared", "S3")
-        card = card_of(leaving, Made([], 0.0, "", ""), study.root)
-    assert card["sites"] == ["S0", "S1", "S2"]  # whose patients are in it
+        card = card_of(asked_for(party, "shared", "S3"), Made([], 0.0, "", ""), study.root)
+    assert card["sites"] == LABELLED  # whose patients are in it
 
 
 def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_next_run_on(
@@ -160,14 +145,13 @@ def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_
     evaluate(study, second)
     one, other = ((study.root / run / "sites/S3/predictions.csv").read_text() for run in (first, second))
     assert one == other
-    file = study.root / "sites/S3.toml"
-    file.write_text(file.read_text().replace("receiver", "member"))
+    edit(site_file(study, "S3"), "receiver", "member")
     assert evaluate(study, second)["receivers"]["sites"][0]["site"] == "S3"
 
 
-def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study, tmp_path, monkeypatch):
-    made_real(study)
-    for name in ("S0", "S1", "S2"):
+def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
+    all_real(study)
+    for name in LABELLED:
         release(study, site=name, overrides=QUIET)
         shutil.rmtree(study.store(name).parent)
         shutil.rmtree(study.ledger(name).parent, ignore_errors=True)
@@ -183,40 +167,37 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study, tmp_
 
 def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_it(study):
     """The hub of the star is a site with labels, also where a receiver's name comes first."""
-    known = [*NOISE, "privacy.insecure_seed=1"]
 
     def once():
-        return train(study, method="oneshot", overrides=known, backend="local")
+        known = [*NOISE, "privacy.insecure_seed=1"]
+        summary = train(study, method="oneshot", overrides=known, backend="local")
+        return summary, study.root / summary["run"]
 
-    summary = once()
-    assert summary["receivers"] == ["S3"] and [row["site"] for row in summary["sites"]] == ["S0", "S1", "S2"]
-    run, head = study.root / summary["run"], SharedHead(2, D)
+    summary, run = once()
+    assert summary["receivers"] == ["S3"] and sites_of(summary) == LABELLED
     assert summary["communication"]["messages"] == 2 + 3  # two letters to the hub, three heads from it
-    head.load_state_dict(model(run, "S3", "proxy"))
+    head = head_of(run, "S3")
     assert int(head.n_sites) == 3 and not (head.own.any() or head.released.any())
     assert not (study.ledger("S3").exists() or (run / "sites/S3/private.safetensors").exists())
-    member = SharedHead(2, D)
-    member.load_state_dict(model(run, "S1", "proxy"))
-    assert torch.equal(head.sums, member.sums)
+    assert torch.equal(head.sums, head_of(run, "S1").sums)
     told = evaluate(study, summary["run"])["receivers"]
-    assert told["sites"][0]["n"] == 80 and told["told_by"] == ["S0", "S1", "S2"]
+    assert told["sites"][0]["n"] == 80 and told["told_by"] == LABELLED
     assert resume(study, summary["run"], backend="local") == summary
-    (study.root / "sites/S3.toml").unlink()
-    without = study.root / once()["run"]
+    site_file(study, "S3").unlink()
+    without = once()[1]
     heads = [model(one, "S1", "proxy")["sums"] for one in (run, without)]
     torch.testing.assert_close(*heads, rtol=1e-6, atol=1e-6)  # the hub gives away fourths, and thirds
     unlabelled(study, "R3")  # it comes first
     unlabelled(study, "S3")
-    first = study.root / once()["run"]
+    first = once()[1]
     assert same(*(model(first, one, "proxy") for one in ("R3", "S3")))
     assert torch.equal(*(model(first, one, "proxy")["sums"] for one in ("R3", "S1")))
 
 
 def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study, tmp_path):
-    made_real(study)
-    plan = make_plan(
-        study, method="oneshot", overrides=[*HEADS, "privacy.target_epsilon=1"], out=tmp_path / "plan"
-    )
+    all_real(study)
+    sets = [*HEADS, "privacy.target_epsilon=1"]
+    plan = make_plan(study, method="oneshot", overrides=sets, out=tmp_path / "plan")
     assert [site["role"] for site in plan.document["sites"]] == ["member"] * 3 + ["receiver"]
     shutil.rmtree(study.features("S0").parent)
     looked = look(study, plan, "S3")
@@ -230,8 +211,7 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
     tried = rehearse(study, plan, "S1")  # as four: a hub, two that write to it, and one that listens
     assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger("S1").exists()
     refused(lambda: rehearse(study, plan, "S3"), "S3 receives")
-    file = study.root / "sites/S3.toml"
-    file.write_text(file.read_text().replace("receiver", "member"))
+    edit(site_file(study, "S3"), "receiver", "member")
     refused(lambda: look(study, plan, "S3"), 'role = "receiver"', 'says "member"')
 
 
@@ -240,26 +220,22 @@ def test_a_receiver_takes_no_part_elsewhere(study):
     refused(lambda: train(study, method="oneshot", overrides=shared, backend="local"), "S3.toml", "'own'")
     refused(lambda: released(study, "S3"), "S3.toml", "writes no letter")
     summary = train(study, method="regular", overrides=[*HEADS, "train.rounds=1"], backend="local")
-    assert [row["site"] for row in summary["sites"]] == ["S0", "S1", "S2"] and not summary["receivers"]
+    assert sites_of(summary) == LABELLED and not summary["receivers"]
     release(study, site=None, overrides=QUIET)
     for run in (summary["run"], joined(study)["run"]):
         evaluate(study, run)
-    document = compare(study, [str(k) for k in (1, 2)])
-    assert {row["n_sites"] for row in document["rows"]} == {3}
-    file = study.root / "sites/S3.toml"
-    file.write_text(file.read_text().replace("receiver", "member"))
+    assert {row["n_sites"] for row in compare(study, ["1", "2"])["rows"]} == {3}
+    edit(site_file(study, "S3"), "receiver", "member")
     refused(lambda: released(study, "S3"), "S3", "without labels", "receiver")
 
 
 def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
     folder = study.root / "new"
     folder.mkdir()
-    (slide,) = phantom.plan_slides(1, 1, 512, seed=9)[:1]
+    slide = phantom.plan_slides(1, 1, 512, seed=9)[0]
     phantom.write_pyramid(folder / "a.tif", phantom.paint_slide(slide), 0.5)
-    table = folder / "slides.csv"
-    table.write_text("slide,patient,site\na,p,S3\n")
-    file = study.root / "sites/S3.toml"
-    file.write_text(f'{file.read_text()}slides = "new/*.tif"\nlabels = "new/slides.csv"\n')
+    (folder / "slides.csv").write_text("slide,patient,site\na,p,S3\n")
+    edit(site_file(study, "S3"), more='slides = "new/*.tif"\nlabels = "new/slides.csv"\n')
     small = ["tile.size_px=64", "tile.mpp=1.0"]
     made = tile(study, site="S3", overrides=small)
     with PatchStore(study.store("S3")) as store:
@@ -272,16 +248,12 @@ def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
     import_features(study, **brought)
     with BagStore(study.mosaic("S3")) as store:
         assert store.meta.classes == UNLABELLED and not store.table.label.any() and len(store) == 4
-    asked = [
-        "target.column=grade",
-        'target.classes=["low", "high"]',
-        "target.per=patient",
-    ]  # of no table here
-    pipeline = study.pipeline(study.pipeline_name(None), ["train.data=mosaics", *asked])
+    of_no_table = ["target.column=grade", 'target.classes=["low", "high"]', "target.per=patient"]
+    pipeline = study.pipeline(study.pipeline_name(None), ["train.data=mosaics", *of_no_table])
     with open_data(study, "S3", pipeline) as data:
         assert data.classes == ("low", "high") and len(data.held_out) == 4
         assert not len(data.examples("train")) and not data.held_out.label.any()
-    file.write_text(file.read_text().replace("receiver", "member"))
+    edit(site_file(study, "S3"), "receiver", "member")
     refused(lambda: tile(study, site="S3", overrides=small), "column 'label' is missing")
     refused(lambda: import_features(study, **brought), "no column label")
 
@@ -297,31 +269,29 @@ def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
     assert same(*(model(study.root / run["run"], "S3", "proxy") for run in (by_ranks, by_one)))
 
 
-# ---- letters come when they come
-
-
 def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(study):
+    def waits(words, *overrides):
+        refused(lambda: joined(study, *overrides), *words, error=WsiFlError)
+
     released(study, "S0")
     tomorrow, yesterday = (f"{date.today() + timedelta(days)}" for days in (1, -1))
-    refused(
-        lambda: joined(study), "1 of 3 letters", "missing: S1, S2", "train.at_least = 1", error=WsiFlError
-    )
-    until = f"train.until={tomorrow}"
-    refused(lambda: joined(study, until), f"awaited until {tomorrow}", error=WsiFlError)
-    refused(lambda: joined(study, "train.at_least=2", until), "and 2 are needed", error=WsiFlError)
+    waits(("1 of 3 letters", "missing: S1, S2", "train.at_least = 1"))
+    until, two_at_least = f"train.until={tomorrow}", "train.at_least=2"
+    waits((f"awaited until {tomorrow}",), until)
+    waits(("and 2 are needed",), two_at_least, until)
     refused(lambda: joined(study, "train.at_least=4"), "only 3 sites write one")
     assert list(joined(study, f"train.until={yesterday}")["letters"]) == ["S0"]
     released(study, "S1")
     before = {name: study.ledger(name).read_text() for name in ("S0", "S1")}
-    two, again = (joined(study, "train.at_least=2", until) for _ in range(2))
+    two, again = (joined(study, two_at_least, until) for _ in range(2))
     released(study, "S2")
-    three = joined(study, "train.at_least=2", until)
-    known = {name: sums_at(study.release(name)).digest[:8] for name in ("S0", "S1", "S2")}
+    three = joined(study, two_at_least, until)
+    known = {name: sums_at(study.release(name)).digest[:8] for name in LABELLED}
     assert three["letters"] == known and two["letters"] == {name: known[name] for name in ("S0", "S1")}
     made = f"made of 3 letters: S0 {known['S0']}"
     assert made in said(summary_lines(three)) and made in report(study, three["run"]).read_text()
     heads = [model(study.root / run["run"], "S3", "proxy") for run in (two, again, three)]
-    assert all(torch.equal(heads[0][key], heads[1][key]) for key in heads[0])
+    assert same(heads[0], heads[1])
     assert not torch.equal(heads[1]["sums"], heads[2]["sums"]) and int(heads[2]["n_sites"]) == 3
     assert {name: study.ledger(name).read_text() for name in before} == before
 

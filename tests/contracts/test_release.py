@@ -10,9 +10,10 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, interrupted_after, model, nightly, refused, same, write_features
+from changing import edit, make_real, site_file
+from conftest import interrupted_after, model, nightly, refused, same, write_features
 from safetensors import safe_open
-from test_oneshot import make_hospitals, rows_of
+from test_oneshot import HEADS, D, cut, cut_off, head_of, make_hospitals, rows_of
 
 from wsi_fl.federation.preflight import compare
 from wsi_fl.models import build
@@ -37,9 +38,8 @@ from wsi_fl.system.files import read_lines
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import UsageError, Vectors, WsiFlError
 
-D, SIGMA = 24, 2.0
+SIGMA = 2.0
 ONCE = Mechanism(SIGMA, 1.0, 1.0, 1)
-HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
 NOISE = [*HEADS, f"privacy.sigma={SIGMA}"]
 FILES = [*NOISE, "train.releases=true", "train.at_least=1"]
 START = [*HEADS, "train.start=oneshot", "train.rounds=1"]
@@ -54,32 +54,45 @@ def released(study, site="S0", *more, **options):
     return release(study, site=site, overrides=[*NOISE, *more], **options)["sites"][0]
 
 
+def not_released(study, site, *words, error=WsiFlError, overrides=(), **options):
+    refused(lambda: released(study, site, *overrides, **options), *words, error=error)
+
+
 def joined(study, *overrides, **more):
     options = {"method": "oneshot", "backend": "local"} | more
     return train(study, overrides=[*FILES, *overrides], **options)
 
 
-def lines_of(study, site="S0"):
-    return read_lines(study.ledger(site))
+def not_joined(study, *words, error=WsiFlError, overrides=()):
+    refused(lambda: joined(study, *overrides), *words, error=error)
+
+
+def started(study, *overrides, method="proxyfl"):
+    return train(study, method=method, overrides=[*START, *overrides], backend="local")
+
+
+def all_released(study, *overrides):
+    return release(study, site=None, overrides=overrides or NOISE)["sites"]
 
 
 def sums_at(path):
     return read_sums(path, path.name)
 
 
-def make_real(study):
-    for k in range(3):
-        file = study.root / "sites" / f"S{k}.toml"
-        file.write_text(file.read_text().replace("real = false", REAL))
+def written(path, letter, vector):
+    """Puts another vector, of which the file knows, into the place of a letter's."""
+    facts = letter.facts.model_copy(update={"digest": digest(vector)})
+    stage.write_sums(path, stage.ReleasedSums(facts, vector))
+
+
+def lines_of(study, site="S0"):
+    return read_lines(study.ledger(site))
 
 
 def rewritten(path, tensors=None, **document):
     """Puts other tensors, or another document, into a file."""
     known, said = load_tensors(path, "release")
     save_tensors(path, known | (tensors or {}), said | document)
-
-
-# ---- one release
 
 
 def test_sums_are_released_once_and_cost_what_their_ledger_says(study):
@@ -115,15 +128,9 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
     with safe_open(study.release("S0"), "np") as file:
         assert list(file.keys()) == ["sums"]
         document = json.loads(file.metadata()["document"])
-    facts = {
-        "site": "S0",
-        "encoder": "tiny sha256:0",
-        "n_features": D,
-        "directions": D,
-        "data": "features",
-        "example": "patch",
-    }
-    assert facts.items() <= document.items() and document["classes"] == ["healthy", "tumor"]
+    facts = {"site": "S0", "encoder": "tiny sha256:0", "data": "features", "example": "patch"}
+    facts |= {"n_features": D, "directions": D, "classes": ["healthy", "tumor"]}
+    assert facts.items() <= document.items()
     assert document.keys() - {"tensors_sha256"} == row.keys() - {"spent", "file"}
     home, file = sums_at(study.release_at_home("S0")), sums_at(study.release("S0"))
     assert np.array_equal(home.vector, file.vector) and len(file.vector) == 2 * (D + 2)
@@ -133,17 +140,11 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
     assert 0.7 < noise.std() / SIGMA < 1.4 and variances.max() == SIGMA**2
 
 
-def test_a_target_is_met_exactly_and_anew_by_every_release(study):
-    target = "privacy.target_epsilon=2"
-    assert released(study, "S0", target)["epsilon"] == pytest.approx(2, abs=1e-3)
-    first = read_lines(study.ledger("S0"))[0]["mechanism"]["sigma"]
-    assert released(study, "S0", target, again=True)["sigma"] == first
-
-
-def test_the_noise_never_has_a_fixed_seed(study):
-    seeded = "privacy.insecure_seed=1"
-    one, other = (released(study, "S0", seeded, again=True) for _ in range(2))
-    assert one["digest"] != other["digest"] and other["guarantee"] == "guaranteed"
+def test_a_target_is_met_exactly_and_anew_by_every_release_and_the_noise_never_has_a_fixed_seed(study):
+    asked = ["privacy.target_epsilon=2", "privacy.insecure_seed=1"]
+    first, other = (released(study, "S0", *asked, again=again) for again in (False, True))
+    assert first["epsilon"] == pytest.approx(2, abs=1e-3) and other["sigma"] == first["sigma"]
+    assert first["digest"] != other["digest"] and other["guarantee"] == "guaranteed"
 
 
 def test_patients_are_units_where_that_is_asked(study):
@@ -151,24 +152,18 @@ def test_patients_are_units_where_that_is_asked(study):
     assert (row["n"], row["unit"]) == (20, "patient")
     summary = joined(study, "privacy.unit=patient")
     assert summary["sites"][0]["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))
-    for action in (lambda: released(study), lambda: joined(study)):
-        refused(action, "per patient", "per row", error=WsiFlError)
+    not_released(study, "S0", "per patient", "per row")
+    not_joined(study, "per patient", "per row")
 
 
 def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(study):
-    assert released(study, "S0", "privacy.enabled=false")["epsilon"] is None
+    bare = ["privacy.enabled=false"]
+    assert released(study, "S0", *bare)["epsilon"] is None
     vector = sums_at(study.release("S0")).vector
     np.testing.assert_allclose(vector[:-2], letter_of_s0(), rtol=1e-5, atol=1e-5)
     make_real(study)
-    refused(lambda: released(study, "S1", "privacy.enabled=false"), 'allow = ["model"]', error=WsiFlError)
+    not_released(study, "S1", 'allow = ["model"]', overrides=bare)
     assert not study.release("S1").exists()
-
-
-# ---- crashes
-
-
-def crash(*_, **__):
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -178,21 +173,18 @@ def crash(*_, **__):
         *nightly(("ledger", True), ("copy", False), ("sending", True), ("file", False)),
     ],
 )
-def test_no_crash_makes_a_site_release_two_noisy_versions(study, monkeypatch, place, again):
+def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
     before = released(study)["digest"] if again else None
     real, writes = stage.write_sums, []
 
     def write(path, sums):
         writes.append(path)
         if len(writes) == {"copy": 1, "file": 2}[place]:
-            crash()
+            cut()
         real(path, sums)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        if place in ("copy", "file"):
-            patch.setattr(stage, "write_sums", write)
-        else:
-            patch.setattr(PrivacyLedger, {"ledger": "record", "sending": "sending"}[place], crash)
+    called = {"ledger": (PrivacyLedger, "record", cut), "sending": (PrivacyLedger, "sending", cut)}
+    with cut_off(*called.get(place, (stage, "write_sums", write))):
         released(study, again=again)
     left = sums_at(study.release("S0")).digest if study.release("S0").exists() else None
     assert left == before  # whatever was on its way has not left
@@ -202,43 +194,38 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, monkeypatch, pl
     assert row["epsilon"] == pytest.approx(epsilon([ONCE] * (1 + again), 1e-5))
     digests = [line["released"] for line in lines_of(study) if line.get("released")]
     assert digests[-1] == f"model {row['digest']}" == f"model {sums_at(study.release('S0')).digest}"
-    assert lines_of(study)[-1]["sending"]
     n = len(lines_of(study))
+    assert lines_of(study)[-1]["sending"]
     assert released(study)["digest"] == row["digest"] and len(lines_of(study)) == n
 
 
-def test_what_an_interrupted_second_release_costs_is_said(study, monkeypatch):
+def test_what_an_interrupted_second_release_costs_is_said(study):
     first = released(study)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stage, "write_sums", crash)
+    with cut_off(stage, "write_sums"):
         released(study, again=True)
     row = released(study)
     assert row["digest"] == first["digest"] and not row["spent"]
     assert row["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))  # as the ledger counts it
 
 
-def test_a_target_leaves_out_the_release_that_was_lost(study, monkeypatch):
+def test_a_target_leaves_out_the_release_that_was_lost(study):
     make_real(study)
-    file = study.root / "sites" / "S0.toml"
-    file.write_text(file.read_text().replace("50.0", "1.0"))
+    edit(site_file(study, "S0"), "50.0", "1.0")
     target = "privacy.target_epsilon=5"  # the budget is less
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stage, "write_sums", crash)
+    with cut_off(stage, "write_sums"):
         released(study, "S0", target)
     assert released(study, "S0", target)["epsilon"] == pytest.approx(1, abs=1e-3)
     refused(lambda: released(study, "S0", target, again=True), "no noise level reaches")  # nothing is left
 
 
-def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, tmp_path, monkeypatch):
-    file = study.root / "sites" / "S0.toml"
-    file.write_text(f'{file.read_text()}ledger = "{tmp_path / "one.jsonl"}"\n')
+def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, tmp_path):
+    edit(site_file(study, "S0"), more=f'ledger = "{tmp_path / "one.jsonl"}"\n')
     other = Study(shutil.copytree(study.root, tmp_path / "other"))
     for name in ("sending", "reissue"):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(PrivacyLedger, name, crash)
+        with cut_off(PrivacyLedger, name):
             released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
-    refused(lambda: released(study), "or knows newer ones", error=WsiFlError)
+    not_released(study, "S0", "or knows newer ones")
     assert not study.release("S0").exists()
     study.release("S0").parent.mkdir()
     shutil.copy(other.release("S0"), study.release("S0"))  # the other study's release is this site's too
@@ -246,10 +233,7 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
     assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
 
-# ---- files that are lost, damaged, edited or another's
-
-
-def test_a_lost_file_comes_back(study):
+def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refused(study):
     digest, content = released(study)["digest"], study.release("S0").read_bytes()
     for lost in (study.release("S0"), study.release_at_home("S0")):
         lost.unlink()
@@ -258,13 +242,9 @@ def test_a_lost_file_comes_back(study):
     study.release("S0").unlink()
     study.release_at_home("S0").unlink()
     assert released(study)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
-
-
-def test_numbers_that_are_not_on_the_ledger_are_refused(study):
-    released(study)
     study.ledger("S0").unlink()
-    refused(lambda: released(study), "ledgers/S0.jsonl does not know its numbers", error=WsiFlError)
-    refused(lambda: joined(study), "ledgers/S0.jsonl does not know its numbers", error=WsiFlError)
+    not_released(study, "S0", "ledgers/S0.jsonl does not know its numbers")
+    not_joined(study, "ledgers/S0.jsonl does not know its numbers")
 
 
 EDITS = [
@@ -278,49 +258,42 @@ EDITS = [
     {"n_features": 8},
     {"guarantee": "sure"},
 ]
+OF_OTHERS = [
+    {"encoder": "large sha256:1"},
+    {"projection": "0" * 64},
+    {"unit": "patient"},
+    {"data": "mosaics"},
+    {"classes": ["benign", "tumor"]},
+    {"asks": '{"column":"grade"}'},
+]
+DAMAGE = (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64)
 
 
-def test_an_edited_file_is_refused_in_one_line_and_home_knows_better(study):
+def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_knows_better(study):
     for name in ("S0", "S1"):
         released(study, name)
-    whole = study.release("S1").read_bytes()
+    file, letter = study.release("S1"), sums_at(study.release("S1"))
+    whole = file.read_bytes()
+    for change in OF_OTHERS:
+        stage.write_sums(file, stage.ReleasedSums(letter.facts.model_copy(update=change), letter.vector))
+        not_joined(study, "releases/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
+    shutil.copy(study.release("S0"), file)
+    not_joined(study, "these are the sums of site S0")
+    for content in DAMAGE:
+        file.write_bytes(content)
+        not_joined(study, "releases/S1.safetensors", "damaged release")
+        not_released(study, "S1", "releases/S1.safetensors", "damaged release")
     for change in EDITS:
-        rewritten(study.release("S1"), **change)
-        refused(lambda: joined(study), "releases/S1.safetensors", "edited", error=WsiFlError)
+        file.write_bytes(whole)
+        rewritten(file, **change)
+        not_joined(study, "releases/S1.safetensors", "edited")
         if "digest" in change:
-            study.release("S1").unlink()
+            file.unlink()
         released(study, "S1")
-        assert study.release("S1").read_bytes() == whole
+        assert file.read_bytes() == whole
     assert joined(study)["sites"]
-
-
-def test_a_damaged_file_is_refused_in_one_line(study):
-    released(study)
-    for content in (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64):
-        study.release("S0").write_bytes(content)
-        for action in (lambda: joined(study), lambda: released(study)):
-            refused(action, "releases/S0.safetensors", "damaged release", error=WsiFlError)
-
-
-def test_sums_of_another_plan_projection_or_encoder_are_refused_in_one_line(study):
-    for name in ("S0", "S1"):
-        released(study, name)
-    other = sums_at(study.release("S1"))
-    for key, value in (
-        ("encoder", "large sha256:1"),
-        ("projection", "0" * 64),
-        ("unit", "patient"),
-        ("data", "mosaics"),
-        ("classes", ["benign", "tumor"]),
-        ("asks", '{"column":"grade"}'),
-    ):
-        facts = other.facts.model_copy(update={key: value})
-        stage.write_sums(study.release("S1"), stage.ReleasedSums(facts, other.vector))
-        refused(lambda: joined(study), "releases/S1.safetensors", f"{key} = ", error=UsageError)
     released(study, "S1", "model.directions=12", again=True)
-    refused(lambda: joined(study), "releases/S1.safetensors", "directions = 12", error=UsageError)
-    shutil.copy(study.release("S0"), study.release("S1"))
-    refused(lambda: joined(study), "these are the sums of site S0", error=WsiFlError)
+    not_joined(study, "releases/S1.safetensors", "directions = 12", error=UsageError)
 
 
 def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
@@ -328,9 +301,6 @@ def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
     x, labels = rows_of(60, 0)
     write_features(study, "S0", x[:, :12], labels, [f"p{i}" for i in range(60)], ["train"] * 60)
     refused(lambda: released(study), "S0 has released", "n_features = 24, but here it is 12", "--again")
-
-
-# ---- directions of public tissue
 
 
 def write_public(study, name, seed, encoder="tiny sha256:0"):
@@ -341,27 +311,29 @@ def write_public(study, name, seed, encoder="tiny sha256:0"):
     return found
 
 
+ALONG = ["model.directions=d.safetensors"]
+
+
 def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(study):
     found = write_public(study, "d.safetensors", 0)
-    along = "model.directions=d.safetensors"
-    for name in ("S0", "S1", "S2"):
-        row = released(study, name, along)
+    for row in all_released(study, *NOISE, *ALONG):
         assert (row["directions"], row["projection"]) == (8, found.digest)
-        assert len(sums_at(study.release(name)).vector) == 2 * 10
-    head = model(study.root / joined(study, along)["run"], "S0", "proxy")
+        assert len(sums_at(study.release(row["site"])).vector) == 2 * 10
+    head = model(study.root / joined(study, *ALONG)["run"], "S0", "proxy")
     assert np.array_equal(head["components"], found.components) and int(head["n_sites"]) == 3
     write_public(study, "d.safetensors", 1)  # another file under the same name
-    refused(lambda: joined(study, along), "releases/S0.safetensors", f"projection = {found.digest}"[:40])
-    refused(lambda: released(study, "S0", along), "S0 has released", "projection", "--again")
+    words = ("releases/S0.safetensors", f"projection = {found.digest}"[:40])
+    not_joined(study, *words, overrides=ALONG, error=UsageError)
+    not_released(study, "S0", "projection", "--again", overrides=ALONG, error=UsageError)
 
 
 def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_in_one_line(study):
-    along = "model.directions=d.safetensors"
-    refused(lambda: released(study, "S0", along), "no such file", "wsi-fl directions", error=WsiFlError)
+    not_released(study, "S0", "no such file", "wsi-fl directions", overrides=ALONG)
     (study.root / "d.safetensors").write_bytes(b"nothing")
-    refused(lambda: released(study, "S0", along), "d.safetensors", "damaged", error=WsiFlError)
+    not_released(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
     write_public(study, "d.safetensors", 0, encoder="large sha256:1")
-    refused(lambda: released(study, "S0", along), "directions of large sha256:1", "are of tiny sha256:0")
+    words = ("directions of large sha256:1", "are of tiny sha256:0")
+    not_released(study, "S0", *words, overrides=ALONG, error=UsageError)
     assert not study.ledger("S0").exists()
 
 
@@ -371,25 +343,22 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
         ("directions", "a", "b", "S2 brings b as the directions of its sums (model.directions)"),
         ("releases", {"S0": "a"}, {"S0": "b"}, "as the released sums in use"),
         ("buffer", ["replay", 9, 16, 3, 2], ["replay", 8, 16, 3, 2], "as the buffer"),
+        ("receivers", ["S3"], [], "S2 brings [] as the list of receivers"),
     ],
 )
-def test_sites_that_bring_other_sums_files_or_buffers_do_not_begin(key, agreed, other, words):
+def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key, agreed, other, words):
     brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
     refused(lambda: compare(brought), "S2 brings", words)
 
 
-# ---- real hospitals
-
-
 def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
-    file = study.root / "sites" / "S0.toml"
-    file.write_text(file.read_text().replace("real = false", "real = true"))
-    refused(lambda: released(study), "write max_epsilon and delta there")
-    make_real(study)
-    file.write_text(file.read_text().replace("real = true", "real = true\nmax_epsilon = 2.5\ndelta = 1e-5"))
+    make_real(study, "S0", says="real = true")
+    not_released(study, "S0", "write max_epsilon and delta there", error=UsageError)
+    make_real(study, "S1", "S2")
+    edit(site_file(study, "S0"), more="max_epsilon = 2.5\ndelta = 1e-5\n")
     row = released(study)
     assert row["epsilon"] == pytest.approx(_gaussian_epsilon(1 / SIGMA, 1e-5)) and row["epsilon"] < 2.5
-    refused(lambda: released(study, again=True), "above its 2.5", error=WsiFlError)
+    not_released(study, "S0", "above its 2.5", again=True)
     assert not released(study)["spent"]
 
 
@@ -398,10 +367,10 @@ def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
     released(study)
     kept = study.ledger("S0").read_text()
     study.ledger("S0").unlink()
-    refused(lambda: released(study), "ledgers/S0.jsonl is missing")
+    not_released(study, "S0", "ledgers/S0.jsonl is missing", error=UsageError)
     study.ledger("S0").write_text(kept)
     rewritten(study.release("S0"), digest="0" * 64)
-    refused(lambda: released(study), "lacks the release of releases/S0.safetensors")
+    not_released(study, "S0", "lacks the release of releases/S0.safetensors", error=UsageError)
 
 
 @pytest.mark.parametrize(
@@ -424,87 +393,72 @@ def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose
 
 def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study, tmp_path, monkeypatch):
     make_real(study)
-    for name in ("S0", "S1", "S2"):
-        released(study, name)
+    all_released(study)
     alone = Study(shutil.copytree(study.root, tmp_path / "alone"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("S1", "S2"):
         shutil.rmtree(alone.store(name).parent)
         alone.ledger(name).unlink()
     for head in alone.root.rglob("ledger.head.json"):
-        head.write_text(head.read_text().replace(str(study.root), str(alone.root)))
+        edit(head, str(study.root), str(alone.root))
     summary = joined(alone)
     (row,) = summary["sites"]
-    assert row["site"] == "S0" and row["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))
-    assert row["lifetime_epsilon"] == row["epsilon"] and row["rounds"] == 1
+    assert row["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5)) and row["rounds"] == 1
+    assert row["site"] == "S0" and row["lifetime_epsilon"] == row["epsilon"]
     assert int(model(alone.root / summary["run"], "S0", "proxy")["n_sites"]) == 3
     assert [one["site"] for one in evaluate(alone, summary["run"])["sites"]] == ["S0"]
     assert report(alone, summary["run"]).exists()
     assert resume(alone, summary["run"], backend="local") == summary
-    refused(lambda: joined(study), "whose store no other site's process may open")
-
-
-# ---- heads of files
+    not_joined(study, "whose store no other site's process may open", error=UsageError)
 
 
 def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
     real = sums.discrete_gaussian
     monkeypatch.setattr(sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.seeded(5)))
     over_network = train(study, method="oneshot", overrides=NOISE, backend="local")
-    ledgers = {name: study.ledger(name).read_text() for name in ("S0", "S1", "S2")}
-    release(study, site=None, overrides=NOISE)
+    all_released(study)
     by_files = joined(study)
-    for name in ledgers:
-        one, other = (model(study.root / run["run"], name, "proxy") for run in (over_network, by_files))
-        assert torch.equal(one["released"], other["released"])
-        assert torch.equal(one["own"], other["own"]) and int(other["n_sites"]) == 3
-        torch.testing.assert_close(one["sums"], other["sums"], rtol=1e-6, atol=1e-5)
-        private = [model(study.root / run["run"], name) for run in (over_network, by_files)]
-        assert same(*private)
-        heads = []
-        for tensors in (one, other):
-            head = SharedHead(2, D)
-            head.load_state_dict(tensors)
-            heads.append(head(torch.from_numpy(rows_of(20, 9)[0])))
-        torch.testing.assert_close(*heads, rtol=1e-3, atol=1e-3)
+    runs = [study.root / run["run"] for run in (over_network, by_files)]
+    x = torch.from_numpy(rows_of(20, 9)[0])
+    for name in ("S0", "S1", "S2"):
+        one, other = (head_of(run, name) for run in runs)
+        assert torch.equal(one.released, other.released) and torch.equal(one.own, other.own)
+        torch.testing.assert_close(one.sums, other.sums, rtol=1e-6, atol=1e-5)
+        assert int(other.n_sites) == 3 and same(*(model(run, name) for run in runs))
+        torch.testing.assert_close(one(x), other(x), rtol=1e-3, atol=1e-3)
     for row in by_files["sites"]:
         assert row["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5)) and row["guarantee"] == "guaranteed"
         assert row["sigma"] is None
     assert by_files["communication"]["messages"] == 0
-    told = [evaluate(study, run["run"])["merged"]["accuracy"]["mean"] for run in (over_network, by_files)]
+    told = [evaluate(study, run.name)["merged"]["accuracy"]["mean"] for run in runs]
     assert told[0] == pytest.approx(told[1], abs=0.02)
 
 
 def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
     monkeypatch.setattr("wsi_fl.privacy.audit._DRAWS", 60)
-    release(study, site=None, overrides=NOISE)
+    all_released(study)
     shutil.rmtree(study.store("S1").parent)
     document = audit(study, joined(study)["run"])
     assert [site["site"] for site in document["sites"]] == ["S0", "S2"]
-    assert all(
-        site["tail"]["sigma"] == ONCE.sigma and not site["tail"]["beyond"] for site in document["sites"]
-    )
+    tails = [site["tail"] for site in document["sites"]]
+    assert all(tail["sigma"] == ONCE.sigma and not tail["beyond"] for tail in tails)
     assert [(row["site"], row["n"]) for row in document["influence"]] == [("S0", 60), ("S1", 60), ("S2", 60)]
     letter = sums_at(study.release("S1"))
     vector = letter.vector.copy()
     vector[:-2] *= -1000
-    facts = letter.facts.model_copy(update={"digest": digest(vector)})
-    stage.write_sums(study.release("S1"), stage.ReleasedSums(facts, vector))
-    refused(lambda: joined(study), "releases/S1.safetensors", "60 rows", "ask its site", error=WsiFlError)
+    written(study.release("S1"), letter, vector)
+    not_joined(study, "releases/S1.safetensors", "60 rows", "ask its site")
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
     """S2 knows both classes, and notices on rows that its own model has not seen that the classes were swapped."""
-    release(study, site=None, overrides=[*HEADS, "privacy.sigma=0.5"])
+    all_released(study, *HEADS, "privacy.sigma=0.5")
     for name in ("S0", "S1"):
-        letter = sums_at(study.release(name))
-        vector = letter.vector.copy()
         if spoilt:
-            vector[:-2] = letter.vector[:-2].reshape(2, -1)[::-1].ravel()
-            vector[-2:] = letter.vector[-2:][::-1]
-        facts = letter.facts.model_copy(update={"digest": digest(vector)})
-        stage.write_sums(study.release(name), stage.ReleasedSums(facts, vector))
+            letter = sums_at(study.release(name))
+            swapped = [letter.vector[:-2].reshape(2, -1)[::-1].ravel(), letter.vector[-2:][::-1]]
+            written(study.release(name), letter, np.concatenate(swapped))
         shutil.rmtree(study.store(name).parent)  # it takes part by its letter alone
     run = joined(study)
     chosen = json.loads((study.root / run["run"] / "sites/S2/choice.json").read_text())
@@ -527,14 +481,13 @@ def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeyp
 
 
 def test_heads_of_files_spend_nothing_and_leave_no_line(study):
-    release(study, site=None, overrides=NOISE)
+    all_released(study)
     before = {name: study.ledger(name).read_text() for name in ("S0", "S1", "S2")}
     costs = dry_run(study, method="oneshot", overrides=FILES, backend="local")["sites"]
     assert [row["epsilon"] for row in costs] == pytest.approx([epsilon([ONCE], 1e-5)] * 3)
     with interrupted_after(2):
         joined(study)
-    run = next(study.runs.glob("*-oneshot-*"))
-    summary = resume(study, run.name, backend="local")
+    summary = resume(study, "1", backend="local")
     assert [row["rounds"] for row in summary["sites"]] == [1, 1, 1]
     assert {name: study.ledger(name).read_text() for name in before} == before
     assert (study.root / summary["run"] / "sites/S0/releases.json").exists()
@@ -557,15 +510,12 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
 
 
 def test_a_run_of_files_says_what_it_lacks(study):
-    refused(lambda: joined(study), "no sums of site S0 yet", "wsi-fl release --site S0", error=WsiFlError)
+    not_joined(study, "no sums of site S0 yet", "wsi-fl release --site S0")
     released(study)
-    refused(lambda: joined(study, "audit.canaries=4"), "audit.canaries")
+    not_joined(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
     for name in ("S0", "S1", "S2"):
         shutil.rmtree(study.store(name).parent)
-    refused(lambda: joined(study), "no site of this run has its store here", error=WsiFlError)
-
-
-# ---- where a travelling model starts
+    not_joined(study, "no site of this run has its store here")
 
 
 def start_of(study):
@@ -580,9 +530,8 @@ def start_of(study):
 
 @pytest.mark.parametrize(("method", "role"), [("proxyfl", "proxy"), ("fedavg", "private")])
 def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, method, role):
-    release(study, site=None, overrides=NOISE)
+    all_released(study)
     for k in range(3):
-        shutil.copy(study.release_at_home(f"S{k}"), study.root / f"kept{k}")
         study.release_at_home(f"S{k}").unlink()  # exact sums are not needed
     real, starts = workshop._bring_released, []
 
@@ -591,7 +540,7 @@ def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, m
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
     monkeypatch.setattr(workshop, "_bring_released", brought)
-    summary = train(study, method=method, overrides=START, backend="local")
+    summary = started(study, method=method)
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
     linear = build("linear_head", n_classes=2, shape=Vectors(D), seed=0)
     linear.load_state_dict(starts[0])
@@ -604,30 +553,21 @@ def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, m
 
 
 def test_both_releases_are_on_the_account_and_within_the_target(study):
-    release(study, site=None, overrides=NOISE)
-    summary = train(study, method="proxyfl", overrides=START, backend="local")
-    without = train(study, method="proxyfl", overrides=[*HEADS, "train.rounds=1"], backend="local")
-    for both, alone in zip(summary["sites"], without["sites"], strict=True):
-        assert both["epsilon"] > max(alone["epsilon"], epsilon([ONCE], 1e-5))
-    target = [*START, "privacy.target_epsilon=4.0"]
-    reached = train(study, method="proxyfl", overrides=target, backend="local")
+    all_released(study)
+    alone = dry_run(study, method="proxyfl", overrides=[*HEADS, "train.rounds=1"])
+    for both, without in zip(started(study)["sites"], alone["sites"], strict=True):
+        assert both["epsilon"] > max(without["epsilon"], epsilon([ONCE], 1e-5))
+    reached = started(study, "privacy.target_epsilon=4.0")
     assert all(3.5 < row["epsilon"] <= 4 for row in reached["sites"])
-    low = [*START, "privacy.target_epsilon=1.0"]
-    refused(
-        lambda: train(study, method="proxyfl", overrides=low, backend="local"), "on top of", "target_epsilon"
-    )
+    refused(lambda: started(study, "privacy.target_epsilon=1.0"), "on top of", "target_epsilon")
 
 
 def test_a_start_is_resumed_and_not_changed_half_way(study):
-    release(study, site=None, overrides=NOISE)
+    all_released(study)
     with interrupted_after(2):
-        train(study, method="proxyfl", overrides=START, backend="local")
-    run = next(study.runs.glob("*-proxyfl-*")).name
+        started(study)
     released(study, "S1", again=True)
-    refused(lambda: resume(study, run, backend="local"), "release of S1", "releases/")
-
-
-# ---- the command
+    refused(lambda: resume(study, "1", backend="local"), "release of S1", "releases/")
 
 
 @pytest.mark.slow

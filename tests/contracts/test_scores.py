@@ -6,6 +6,7 @@ from itertools import pairwise, permutations
 import numpy as np
 import pytest
 import torch
+from changing import edit, site_file
 from conftest import REAL, make_study, nightly, planned, refused, write_features
 from sklearn.metrics import roc_auc_score
 
@@ -50,15 +51,18 @@ def hospitals(root, allow=ALLOWED, **kinds):
     """A study of three hospitals; `kinds` names site files that differ."""
     study = make_study(root, n_sites=3, site_extra=allow)
     for site, text in kinds.items():
-        path = study.root / "sites" / f"{site}.toml"
-        path.write_text(path.read_text().replace(allow, text))
+        edit(site_file(study, site), allow, text)
     return study
 
 
-def run(study, method, *overrides):
-    return RunFolder(
-        study.root / train(study, method=method, overrides=overrides or QUIET, backend="local")["run"]
-    )
+@pytest.fixture
+def three(tmp_path):
+    return hospitals(tmp_path / "three")
+
+
+def run(study, method="proxyfl", *overrides):
+    overrides = overrides or QUIET
+    return RunFolder(study.root / train(study, method=method, overrides=overrides, backend="local")["run"])
 
 
 def told(folder, site="S0"):
@@ -70,41 +74,45 @@ def lines(study, site):
 
 
 def left(study, site):
-    return [line["released"] for line in lines(study, site) if str(line.get("released")).startswith("scores")]
+    return [line for line in lines(study, site) if str(line.get("released")).startswith("scores")]
 
 
-# counts
+def binary(positive):
+    """Probabilities of two classes."""
+    return np.stack([1 - positive, positive], axis=1)
 
 
-def test_counts_of_parts_add_up_to_the_scores_of_the_whole():
+def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_those_of_earlier_versions_are_read():
     rng = np.random.default_rng(0)
     label = rng.integers(0, 2, 500)
-    positive = np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1)
-    p = np.stack([1 - positive, positive], axis=1)
+    p = binary(np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1))
     parts = [count(p[rows], label[rows]) for rows in np.array_split(np.arange(500), 3)]
     found, exact = _scores_of(parts), scored(p, label)
     assert (found["n"], found["accuracy"]) == (exact["n"], exact["accuracy"])
     assert found["macro_accuracy"] == pytest.approx(exact["macro_accuracy"], abs=1e-12)
     assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_within"] < 0.02
     assert _scores_of([count(p, label)])["auroc"] == pytest.approx(exact["auroc"], abs=1e-12)
+    halves = [[0] * 50 + [1] * 50, [1] * 50 + [0] * 50]
+    old = {"n": 100, "confusion": [[40, 10], [10, 40]], "positives": halves[0], "negatives": halves[1]}
+    found = _scores_of([old, old])
+    assert (found["n"], found["auroc"], found["auroc_within"]) == (200, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
-@pytest.mark.parametrize("apart", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("apart", [0.3, 2.0])
 def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
     """Whether probabilities lie all near one half, or all near 0 and 1."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         label = np.arange(100) % 2
         positive = 1 / (1 + np.exp(-scale * (rng.normal(size=100) + apart * (label - 0.5))))
-        p = np.stack([1 - positive, positive], axis=1)
-        (told,) = unpacked(packed([count(p, label)]), 1, 2)
-        exact, found = roc_auc_score(label, positive), _scores_of([told])
+        p = binary(positive)
+        (one,) = unpacked(packed([count(p, label)]), 1, 2)
+        exact, found = roc_auc_score(label, positive), _scores_of([one])
         assert (found["auroc"], found["auroc_within"]) == (pytest.approx(exact, abs=1e-12), 0.0)
-        bins = np.add(told["positives"], told["negatives"])
+        bins = np.add(one["positives"], one["negatives"])
         assert bins[bins > 0].min() >= FEWEST and bins.sum() == 100
-        halves = [count(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)]
-        found = _scores_of(halves)
+        found = _scores_of([count(p[rows], label[rows]) for rows in np.split(np.arange(100), 2)])
         assert abs(found["auroc"] - exact) <= min(0.02, found["auroc_within"] + 1e-12)
         assert found["auroc_within"] < 0.08
 
@@ -112,27 +120,15 @@ def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
 def test_nothing_small_is_told():
     rng = np.random.default_rng(0)
     label = np.repeat([0, 1], [50, FEWEST - 1])
-    p = rng.dirichlet(np.ones(2), len(label))
-    few = count(p, label)
+    few = count(rng.dirichlet(np.ones(2), len(label)), label)
     assert few["n"] == 50 and few["confusion"][1] == [0, 0] and _scores_of([few])["auroc"] is None
-    label = np.arange(200) % 2
     who = np.array([f"p{k % 10}" for k in range(200)])
     score = np.where(who == "p0", 0.99, 0.0) + 0.01 * rng.random(200)  # one patient apart from all others
-    told = count(np.stack([1 - score, score], axis=1), label, who)
-    edges = [0.0, *told["high"]]
-    for low, high in pairwise(edges):
+    for low, high in pairwise([0.0, *count(binary(score), np.arange(200) % 2, who)["high"]]):
         inside = who[(low <= score) & (score < high)]
         assert len(inside) == 0 or len(set(inside)) >= FEWEST
-    equal = count(np.full((60, 2), 0.5), np.arange(60) % 2)
-    found = _scores_of([equal])
+    found = _scores_of([count(np.full((60, 2), 0.5), np.arange(60) % 2)])
     assert (found["auroc"], found["auroc_within"]) == (0.5, 0.0)
-
-
-def test_counts_of_earlier_versions_are_read():
-    table = [[40, 10], [10, 40]]
-    old = {"n": 100, "confusion": table, "positives": [0] * 50 + [1] * 50, "negatives": [1] * 50 + [0] * 50}
-    found = _scores_of([old, old])
-    assert (found["n"], found["auroc"], found["auroc_within"]) == (200, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("n_classes", [2, 5])
@@ -163,56 +159,49 @@ def test_what_cannot_be_counts_is_refused():
             unpacked(bad, 1, 2)
 
 
-# between hospitals
-
-
 @pytest.mark.parametrize(
     ("method", "models"),
     [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)],
 )
-def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(tmp_path, method, models):
-    study = hospitals(tmp_path / "study")
-    folder = run(study, method)
-    documents = [told(folder, site) for site in SITES]
-    assert documents[0] == documents[1] == documents[2]
-    assert list(documents[0]["models"]) == models and documents[0]["hospitals"] == SITES
+def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(three, method, models):
+    folder = run(three, method)
+    document = told(folder)
+    assert list(document["models"]) == models and document["hospitals"] == SITES
     for site in SITES:
-        (line,) = [line for line in lines(study, site) if str(line.get("released")).startswith("scores")]
-        assert line["mechanism"] is None and line["round"] == documents[0]["round"] == 3
+        (line,) = left(three, site)
+        assert line["mechanism"] is None and line["round"] == document["round"] == 3
+        assert told(folder, site) == document
     for model in models:
-        assert [documents[0]["counts"][model][site]["n"] for site in SITES] == [12, 12, 12]
+        assert [document["counts"][model][site]["n"] for site in SITES] == [12, 12, 12]
 
 
-def test_nothing_happens_where_nothing_travels(tmp_path):
-    study = hospitals(tmp_path / "study")
-    folder = run(study, "regular")
-    assert told(folder) is None and not left(study, "S0")
-    assert evaluate(study, folder.name)["between"] is None
-
-
-def test_nothing_happens_where_nobody_allows_it_or_where_test_parts_are_merged(tmp_path, study):
+def test_nothing_happens_where_nothing_travels_or_nobody_allows_it_or_test_parts_are_merged(
+    three, tmp_path, study, monkeypatch
+):
     shut = hospitals(tmp_path / "shut", allow=REAL)
-    folder = run(shut, "proxyfl")
-    assert told(folder) is None and not any(line.get("again") for line in lines(shut, "S0"))
-    folder = run(study, "fedavg")
-    assert told(folder) is None and not left(study, "S0")
+    for one, method in ((three, "regular"), (shut, "proxyfl"), (study, "fedavg")):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"user of {method}"))
+        folder = run(one, method)
+        assert told(folder) is None and not left(one, "S0")
+        assert not any(line.get("again") for line in lines(one, "S0"))
+        assert evaluate(one, folder.name)["between"] is None
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
 def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, method):
-    rows = []
+    found = []
     for name, allow in (("open", ALLOWED), ("shut", REAL)):
-        state = str(tmp_path / f"{name}-user")  # other patients of the same names
-        monkeypatch.setenv("XDG_STATE_HOME", state)
+        monkeypatch.setenv(
+            "XDG_STATE_HOME", str(tmp_path / f"{name}-user")
+        )  # other patients of the same names
         study = hospitals(tmp_path / name, allow=allow)
-        summary = train(study, method=method, overrides=QUIET, backend="local")
-        sent = ("messages", "bytes")
-        rows.append([{k: v for k, v in row.items() if k not in sent} for row in summary["sites"]])
-        again = train(study, method=method, overrides=QUIET, backend="local")
-        rows[-1] += [row["lifetime_epsilon"] for row in again["sites"]]
-    assert rows[0] == rows[1]
-    assert rows[0][0]["guarantee"] == rows[0][0]["lifetime_guarantee"] == "guaranteed"
-    assert rows[0][0]["epsilon"] is not None and rows[0][3] > rows[0][0]["epsilon"]
+        once, again = (run(study, method).summary()["sites"] for _ in range(2))
+        rows = [{k: v for k, v in row.items() if k not in ("messages", "bytes")} for row in once]
+        found.append((rows, [row["lifetime_epsilon"] for row in again]))
+    assert found[0] == found[1]
+    (first, *_), lifetime = found[0]
+    assert first["guarantee"] == first["lifetime_guarantee"] == "guaranteed"
+    assert first["epsilon"] is not None and lifetime[0] > first["epsilon"]
 
 
 def test_a_hospital_that_does_not_allow_it_tells_nothing_and_is_told_all(tmp_path):
@@ -226,22 +215,20 @@ def test_a_hospital_that_does_not_allow_it_tells_nothing_and_is_told_all(tmp_pat
     assert folder.site("S1").kept("counts") is None
 
 
-def test_private_models_are_sent_to_nobody(tmp_path, monkeypatch):
-    comms, real = [], between.CrossSiteScoring.run
+def test_private_models_are_sent_to_nobody(three, monkeypatch):
+    heard, real = [], between.CrossSiteScoring.run
 
     def listened(scoring):
         scoring.comm.sent = []
-        comms.append((scoring.comm, {site.index: site for site in scoring.sites}))
+        heard.append((scoring.comm, {site.index: site for site in scoring.sites}))
         real(scoring)
 
     monkeypatch.setattr(between.CrossSiteScoring, "run", listened)
-    study = hospitals(tmp_path / "study")
-    run(study, "proxyfl")
-    ((comm, sites),) = comms
-    assert isinstance(comm, LocalComm)
-    assert len(comm.sent) == 12
+    run(three)
+    ((comm, sites),) = heard
+    assert isinstance(comm, LocalComm) and len(comm.sent) == 12
     assert {(m.sender, m.receiver) for m in comm.sent} == set(permutations(range(3), 2))
-    every = [line for site in SITES for line in lines(study, site)]
+    every = [line for site in SITES for line in lines(three, site)]
     known = {line["released"].split()[1] for line in every if line.get("released")}
     for message in comm.sent:
         assert between.digest(message.vector) in known
@@ -252,22 +239,19 @@ def test_private_models_are_sent_to_nobody(tmp_path, monkeypatch):
 def test_scores_are_those_of_evaluate_where_the_same_sites_are_simulated(tmp_path, method):
     study = hospitals(tmp_path / "real", allow='real = true\nallow = ["model", "scores"]')
     simulated = hospitals(tmp_path / "simulated", allow="real = false")
-    folder, other = run(study, method, *SEEDED), run(simulated, method, *SEEDED)
-    found, reference = evaluate(study, folder.name)["between"], evaluate(simulated, other.name)
+    found, reference = (evaluate(one, run(one, method, *SEEDED).name) for one in (study, simulated))
     assert reference["between"] is None and reference["merged"] is not None
     # a ring: a proxy that is held is another's last release
-    role = "proxy" if method == "proxyfl" else "private"
-    held = [row["models"][role] for row in reference["sites"]]
-    for model in found["models"].values():
+    held = [row["models"]["proxy" if method == "proxyfl" else "private"] for row in reference["sites"]]
+    for model in found["between"]["models"].values():
         whole = model["merged"]
         same = [one for one in held if all(one[key] == whole[key] for key in ("n", "accuracy"))]
-        assert whole["n"] == 36 and any(
-            abs(one["auroc"] - whole["auroc"]) <= whole["auroc_within"] + 1e-9 for one in same
-        )
-    if method == "fedavg":
-        for site in SITES:
-            part, exact = found["models"]["central"]["hospitals"][site], reference["sites"][0]["parts"][site]
-            assert (part["n"], part["accuracy"]) == (exact["n"], exact["accuracy"])
+        near = [abs(one["auroc"] - whole["auroc"]) <= whole["auroc_within"] + 1e-9 for one in same]
+        assert whole["n"] == 36 and any(near)
+    for site in SITES if method == "fedavg" else ():
+        part = found["between"]["models"]["central"]["hospitals"][site]
+        exact = reference["sites"][0]["parts"][site]
+        assert (part["n"], part["accuracy"]) == (exact["n"], exact["accuracy"])
 
 
 def rows_of(k):
@@ -280,10 +264,9 @@ def rows_of(k):
 def features_of(root, allow):
     """Three hospitals of 60 training and 40 test rows of features."""
     study = hospitals(root, allow=allow)
+    patients, splits = [f"p{i}" for i in range(100)], ["train"] * 60 + ["test"] * 40
     for k, site in enumerate(SITES):
-        x, labels = rows_of(k)
-        splits = ["train"] * 60 + ["test"] * 40
-        write_features(study, site, x, labels, [f"p{i}" for i in range(100)], splits)
+        write_features(study, site, *rows_of(k), patients, splits)
     return study
 
 
@@ -312,18 +295,13 @@ def test_noise_that_is_added_once_in_all_stays_what_it_is_worth(tmp_path):
 
 
 def test_a_site_whose_budget_ended_scores_what_the_others_released(tmp_path):
-    cost = epsilon([plan_of_store(1)], 1e-5)
-    study = hospitals(tmp_path / "study", S2=ALLOWED.replace("50.0", f"{cost + 1e-6}"))
-    folder = run(study, "proxyfl", "train.rounds=2", "privacy.sigma=4")
+    cost = epsilon([accounting.plan(36, 18, 1, 4.0, 0.7)], 1e-5)
+    folder = run(hospitals(tmp_path / "study", S2=ALLOWED.replace("50.0", f"{cost + 1e-6}")))
     document = told(folder)
     assert list(document["models"]) == ["S0", "S1"] and document["hospitals"] == SITES
     assert document["counts"]["S0"]["S2"]["n"] == 12
     row = folder.summary()["sites"][2]
     assert row["rounds"] == 1 and row["epsilon"] == pytest.approx(cost)
-
-
-def plan_of_store(rounds):
-    return accounting.plan(36, 18, rounds, 4.0, 0.7)
 
 
 @pytest.mark.slow
@@ -335,87 +313,74 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     assert document == told(folder, "S1") and list(document["models"]) == ["S0", "S1"]
     assert all(one["n"] == 12 for counts in document["counts"].values() for one in counts.values())
     assert {row["guarantee"] for row in summary["sites"]} == {"guaranteed"}
-    transfers = folder.site("S0").transfers()
-    sent = [(line["what"], line["to"]) for line in transfers]
+    sent = [(line["what"], line["to"]) for line in folder.site("S0").transfers()]
     assert sent == [("model to be scored", "S1"), ("scores", "S1")]
     assert summary["communication"]["messages"] == 2 + 4
 
 
-# the ledger
+def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_that_is_allowed_by_name(
+    tmp_path,
+):
+    """Whatever else leaves without noise is part of it."""
 
+    def opened(run, **terms):
+        known = {"site": "C1", "run": run, "terms": Terms(delta=1e-5, **terms)}
+        return PrivacyLedger(tmp_path / f"{run}.jsonl", **known)
 
-def test_counts_of_test_patients_are_no_part_of_epsilon_and_everything_else_bare_is(tmp_path):
-    terms = Terms(delta=1e-5, allow=("scores", "model"), guarantee="guaranteed")
-    ledger = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="a", terms=terms)
-    ledger.release(1, np.ones(2, np.float32), schema="0" * 64, mechanism=planned(36, 8), content="model")
-    before = ledger.epsilon(), ledger.guarantee(), ledger.n_rounds(), ledger.mechanisms()
-    ledger.release(2, np.ones(8, np.uint8), schema="0" * 64, mechanism=None, content="scores")
-    assert (ledger.epsilon(), ledger.guarantee(), ledger.n_rounds(), ledger.mechanisms()) == before
+    def release(ledger, round_, vector, mechanism, content):
+        ledger.release(round_, vector, schema="0" * 64, mechanism=mechanism, content=content)
+        return ledger.epsilon(), ledger.guarantee(), ledger.n_rounds(), ledger.mechanisms()
+
+    counts, ledger = np.ones(8, np.uint8), opened("a", allow=("scores", "model"), guarantee="guaranteed")
+    before = release(ledger, 1, np.ones(2, np.float32), planned(36, 8), "model")
+    assert release(ledger, 2, counts, None, "scores") == before
     assert before[1] == "guaranteed" == ledger.guarantee(lifetime=True)
     assert ledger.epsilon(lifetime=True) == before[0] is not None
-    ledger.release(3, np.ones(2, np.float32), schema="0" * 64, mechanism=None, content="model")
-    assert (ledger.epsilon(), ledger.guarantee()) == (None, "none")
-
-
-def test_counts_leave_only_where_the_site_allows_them_by_name(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="a", terms=Terms(delta=1e-5))
-    given = {"schema": "0" * 64, "mechanism": None, "content": "scores"}
-    refused(lambda: ledger.release(1, np.ones(8, np.uint8), **given), 'allow = ["scores"]', error=WsiFlError)
-    assert not ledger.entries
-
-
-# after a restart
-
-
-class PowerCut(BaseException):
-    pass
+    assert release(ledger, 3, np.ones(2, np.float32), None, "model")[:2] == (None, "none")
+    shut = opened("b")
+    refused(lambda: release(shut, 1, counts, None, "scores"), 'allow = ["scores"]', error=WsiFlError)
+    assert not shut.entries
 
 
 @pytest.mark.parametrize("moment", ["_release", "_pass_counts", "_document"])
-def test_after_a_restart_the_same_counts_leave(tmp_path, monkeypatch, moment):
-    study = hospitals(tmp_path / "study")
+def test_after_a_restart_the_same_counts_leave(three, monkeypatch, moment):
     real, calls = getattr(between.CrossSiteScoring, moment), []
 
     def cut(*given):
         calls.append(given)
         if moment != "_release" or len(calls) == 2:
-            raise PowerCut
+            raise KeyboardInterrupt
         return real(*given)
 
-    with monkeypatch.context() as patch, pytest.raises(PowerCut):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(between.CrossSiteScoring, moment, cut)
-        run(study, "proxyfl")
-    folder = RunFolder(study.run("1"))
-    before = {site: left(study, site) for site in SITES}
+        run(three)
+    folder = RunFolder(three.run("1"))
+    before = {site: left(three, site) for site in SITES}
     kept = folder.site("S0").kept("counts")
     assert before["S0"] and kept and told(folder) is None
     monkeypatch.setattr(between, "count", lambda *_, **__: nothing(2))  # nothing is counted anew
-    resume(study, folder.name, backend="local")
+    resume(three, folder.name, backend="local")
     assert told(folder)["hospitals"] == SITES and folder.site("S0").kept("counts") == kept
-    for site in SITES:
-        assert left(study, site)[: len(before[site])] == before[site] and len(left(study, site)) == 1
-        assert [line["round"] for line in lines(study, site) if line.get("again")].count(3) == len(
-            before[site]
-        )
-    row = json.loads((folder.path / "summary.json").read_text())["sites"][0]
-    assert row["guarantee"] == "guaranteed"
+    for site, known in before.items():
+        assert left(three, site)[: len(known)] == known and len(left(three, site)) == 1
+        assert [line["round"] for line in lines(three, site) if line.get("again")].count(3) == len(known)
+    assert folder.summary()["sites"][0]["guarantee"] == "guaranteed"
 
 
-def test_other_models_than_those_of_before_a_restart_are_not_scored(tmp_path):
-    study = hospitals(tmp_path / "study")
-    folder = run(study, "proxyfl")
+def test_other_models_than_those_of_before_a_restart_are_not_scored(three):
+    folder = run(three)
     (folder.path / "summary.json").unlink()
     kept = folder.site("S1").kept("counts")
     folder.site("S1").keep("counts", kept | {"schema": "0" * 64})
     before = told(folder)
-    resume(study, folder.name, backend="local")
-    assert told(folder) == before and all(len(left(study, site)) == 1 for site in SITES)
+    resume(three, folder.name, backend="local")
+    assert told(folder) == before and all(len(left(three, site)) == 1 for site in SITES)
     assert "none is scored again" in folder.site("S0").log_path.read_text()
 
 
-def test_counts_that_are_not_what_was_announced_are_left_out(tmp_path, monkeypatch):
-    study, real = hospitals(tmp_path / "study"), between.unpacked
-    calls = []
+def test_counts_that_are_not_what_was_announced_are_left_out(three, monkeypatch):
+    real, calls = between.unpacked, []
 
     def strange(values, *shape):
         calls.append(values)
@@ -424,85 +389,69 @@ def test_counts_that_are_not_what_was_announced_are_left_out(tmp_path, monkeypat
         return real(values, *shape)
 
     monkeypatch.setattr(between, "unpacked", strange)
-    folder = run(study, "fedavg")
+    folder = run(three, "fedavg")
     assert [told(folder, site)["hospitals"] for site in SITES] == [SITES, ["S1", "S2"], SITES]
     assert "the counts of site S0 are left out" in folder.site("S1").log_path.read_text()
     assert results(told(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
 
 
-# pages
+def of_scores(counts, classes):
+    """What sites are told of their models' counts."""
+    hospitals = list(next(iter(counts.values())))
+    models = {site: f"{k}" * 64 for k, site in enumerate(counts)}
+    return {"classes": classes, "round": 4, "models": models, "hospitals": hospitals, "counts": counts}
 
 
 def uneven():
     """Counts of three models at two hospitals, and a class whose name is markup."""
     rng = np.random.default_rng(0)
-    label = np.arange(60) % 2
-    counts = {}
+    label, counts = np.arange(60) % 2, {}
     for shift, site in zip((0.1, 0.2, 0.3), SITES, strict=True):
-        counts[site] = {}
-        for hospital in ("S0", "S2"):
-            score = np.clip(rng.normal(0.4 + shift * label, 0.2), 0, 1)
-            counts[site][hospital] = count(np.stack([1 - score, score], axis=1), label)
-    return {
-        "classes": ["healthy", "<tumor>"],
-        "round": 4,
-        "models": {site: f"{k}" * 64 for k, site in enumerate(SITES)},
-        "hospitals": ["S0", "S2"],
-        "counts": counts,
-    }
+        drawn = [np.clip(rng.normal(0.4 + shift * label, 0.2), 0, 1) for _ in range(2)]
+        counts[site] = {one: count(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)}
+    return of_scores(counts, ["healthy", "<tumor>"])
 
 
 def test_the_matrix_has_every_model_at_every_hospital_and_all_together():
     document = results(uneven())
     found = section(document)
     assert (found["hospitals"], found["n"], found["one"]) == (["S0", "S2"], 120, None)
-    table = found["tables"][0]
-    assert [(row["model"], row["own"]) for row in table["rows"]] == [("S0", 0), ("S1", None), ("S2", 1)]
-    shown = [[one["value"] for one in (*row["cells"], row["merged"])] for row in table["rows"]]
+    rows = found["tables"][0]["rows"]
+    assert [(row["model"], row["own"]) for row in rows] == [("S0", 0), ("S1", None), ("S2", 1)]
+    shown = [[one["value"] for one in (*row["cells"], row["merged"])] for row in rows]
     model = document["models"]["S1"]
     where = [model["hospitals"]["S0"], model["hospitals"]["S2"], model["merged"]]
     assert shown[1] == [scores["accuracy"] for scores in where]
-    best, score = max(((site, shown[k][-1]) for k, site in enumerate(SITES)), key=lambda pair: pair[1])
+    score, best = max((row[-1], site) for row, site in zip(shown, SITES, strict=True))
     assert found["verdict"] == f"There the model of {best} does best, with an accuracy of {score:.3f}."
     assert section(None) is None
 
 
-def answered(tables):
+def answered(**tables):
     """Counts of several models at one hospital, by their confusion matrices."""
-    return {
-        "classes": ["normal", "tumour"],
-        "round": 1,
-        "models": {site: site for site in tables},
-        "hospitals": ["S0"],
-        "counts": {
-            site: {"S0": {"n": 24, "confusion": table, "positives": [13], "negatives": [11], "high": [1.0]}}
-            for site, table in tables.items()
-        },
-    }
+    known = {"n": 24, "positives": [13], "negatives": [11], "high": [1.0]}
+    counts = {site: {"S0": known | {"confusion": table}} for site, table in tables.items()}
+    return of_scores(counts, ["normal", "tumour"])
 
 
 def test_models_that_always_say_the_same_are_no_winners():
     always = [[0, 11], [0, 13]]
-    document = answered(dict.fromkeys(SITES, always))
-    said = section(results(document))["verdict"]
-    assert said == "There no model does better than always saying tumour, which has an accuracy of 0.542."
-    assert section(results(answered({"S0": always, "S1": [[11, 0], [13, 0]]})))["verdict"] == said
+    said = "There no model does better than always saying tumour, which has an accuracy of 0.542."
+    documents = answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])
+    assert all(section(results(document))["verdict"] == said for document in documents)
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
-    page = render_coordinator(
-        summary | {"communication": {"messages": 0, "bytes": 0, "seconds": 0}}, document
-    )
+    summary["communication"] = {"messages": 0, "bytes": 0, "seconds": 0}
+    page = render_coordinator(summary, documents[0])
     assert "always saying tumour" in page and "does best" not in page and "Darker is higher" not in page
 
 
-def test_the_page_of_a_coordinator_is_made_of_two_documents_and_nothing_else(tmp_path):
-    study = hospitals(tmp_path / "study")
-    folder = run(study, "proxyfl")
-    summary = folder.summary()
+def test_the_page_of_a_coordinator_is_made_of_two_documents_and_nothing_else(three):
+    summary = run(three).summary()
     text = render_coordinator(summary, uneven())
     assert "&lt;tumor&gt;" in text and "<tumor>" not in text
     assert text.startswith("<!doctype html>") and "src=" not in text and "<script" not in text
-    merged_accuracy = results(uneven())["models"]["S2"]["merged"]["accuracy"]
-    assert f"{merged_accuracy:.3f}" in text and "guaranteed" in text
-    assert str(study.root) not in text and "_patient_" not in text and "_slide_" not in text
+    accuracy = results(uneven())["models"]["S2"]["merged"]["accuracy"]
+    assert f"{accuracy:.3f}" in text and "guaranteed" in text
+    assert str(three.root) not in text and "_patient_" not in text and "_slide_" not in text
     bare = render_coordinator(summary, None)
     assert "No hospital let counts" in bare and "of models at hospitals" not in bare

@@ -4,49 +4,40 @@ import json
 import re
 
 import pytest
-from conftest import interrupted_after, make_study
+from conftest import interrupted_after
 
 from wsi_fl.stages.training import train as training
 from wsi_fl.stages.training.train import resume_series, train_series
 from wsi_fl.study.folder import load_pipeline
 
 
-@pytest.fixture
-def study(tmp_path):
-    return make_study(tmp_path / "study", n_sites=2)
+def series(study, seeds, *overrides):
+    return train_series(study, seeds=seeds, method="regular", overrides=overrides, backend="local")
 
 
 def seeds_of(study):
     return [load_pipeline(path).train.seed for path in sorted(study.runs.glob("0*/config.toml"))]
 
 
-def test_a_series_is_one_run_per_seed(study):
-    given = ["train.seed=4", "train.rounds=1"]
-    document = train_series(study, seeds=3, method="regular", overrides=given, backend="local")
-    assert document["method"] == "regular"
-    assert document["seeds"] == [4, 5, 6] == seeds_of(study)
+def test_a_series_is_one_run_per_seed_and_what_is_unusual_of_the_stores_is_said_once(pair, capsys):
+    document = series(pair, 3, "train.seed=4", "train.rounds=1", "tile.size_px=99")
+    assert document["method"] == "regular" and document["seeds"] == [4, 5, 6] == seeds_of(pair)
     assert [run["run"] for run in document["runs"]] == [f"runs/0000{k}-regular-small" for k in (1, 2, 3)]
-
-
-def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(study):
-    with interrupted_after(5):  # in the second run
-        train_series(study, seeds=3, method="regular", overrides=["train.rounds=2"], backend="local")
-    assert seeds_of(study) == [0, 1]
-    document = resume_series(study, "1", backend="local")
-    assert document["seeds"] == [0, 1, 2] == seeds_of(study)
-    assert [row["rounds"] for run in document["runs"] for row in run["sites"]] == [2] * 6
-    assert resume_series(study, "3", backend="local") == document
-
-
-def test_what_is_unusual_of_the_stores_is_said_once_for_a_series(study, capsys):
-    train_series(
-        study, seeds=3, method="regular", overrides=["train.rounds=1", "tile.size_px=99"], backend="local"
-    )
     assert capsys.readouterr().err.count("this pipeline would cut 99 px") == 1
 
 
+def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(pair):
+    with interrupted_after(5):  # in the second run
+        series(pair, 3, "train.rounds=2")
+    assert seeds_of(pair) == [0, 1]
+    document = resume_series(pair, "1", backend="local")
+    assert document["seeds"] == [0, 1, 2] == seeds_of(pair)
+    assert [row["rounds"] for run in document["runs"] for row in run["sites"]] == [2] * 6
+    assert resume_series(pair, "3", backend="local") == document
+
+
 @pytest.mark.slow
-def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(study, monkeypatch):
+def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(pair, monkeypatch):
     real = training.begin
 
     def begin(study, pipeline, *args, **kwargs):
@@ -54,26 +45,26 @@ def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(study, monkeypatch
             raise KeyboardInterrupt
         return real(study, pipeline, *args, **kwargs)
 
-    monkeypatch.setattr(training, "begin", begin)
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        train_series(study, seeds=2, method="regular", backend="local")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        patch.setattr(training, "begin", begin)
+        series(pair, 2)
     (run,) = re.findall(r"`wsi-fl train --resume (\S+)`", str(stopped.value))
-    resume_series(study, run, backend="local")
-    assert seeds_of(study) == [0, 1]
+    resume_series(pair, run, backend="local")
+    assert seeds_of(pair) == [0, 1]
 
 
-def test_the_command_line(study, wsi_fl):
-    done = wsi_fl(
-        "train", "--method", "regular", "--seeds", 2, "--backend", "local", "--json", cwd=study.root
-    )
+def test_the_command_line(pair, wsi_fl):
+    def ran(*arguments):
+        return wsi_fl("train", *arguments, cwd=pair.root)
+
+    done = ran("--method", "regular", "--seeds", 2, "--backend", "local", "--json")
     assert len(json.loads(done.stdout)["runs"]) == 2
-    done = wsi_fl("train", "--resume", 1, "--backend", "local", "--json", cwd=study.root)
+    done = ran("--resume", 1, "--backend", "local", "--json")
     assert [run["run"][-13:] for run in json.loads(done.stdout)["runs"]] == ["regular-small"] * 2
     for arguments, words in (
         (("--seeds", 0), "--seeds must be at least 1"),
         (("--without", "S1"), "--without belongs to --resume"),
         (("--resume", 1, "--seeds", 2), "leave out --set, --pipeline, --seeds"),
     ):
-        done = wsi_fl("train", *arguments, cwd=study.root)
+        done = ran(*arguments)
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from changing import edit, site_file
 from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Method, Share, supervised
@@ -12,15 +13,18 @@ from wsi_fl.hospitals.dossier.page import _said_beside
 from wsi_fl.hospitals.plans.contents import WORDS
 from wsi_fl.hospitals.plans.making import document_of, make_plan
 from wsi_fl.report import sections, words
-from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import train
 
 PACKAGE = Path(__file__).parents[2] / "wsi_fl"
-GOSSIP = Method(
-    "Gossip", "models are whispered on", COMMON_WITH_DP, supervised, shares=(Share("model", "random"),)
-)
+
+
+def method_of(name, does, *shares):
+    return Method(name, does, COMMON_WITH_DP, supervised, shares=shares)
+
+
+GOSSIP = method_of("Gossip", "models are whispered on", Share("model", "random"))
 TWO = ("sites=['S0', 'S1']", "train.rounds=2", "model.private=mlp")
 
 
@@ -29,61 +33,53 @@ def gossip(monkeypatch):
     monkeypatch.setitem(METHODS.own, "gossip", GOSSIP)
 
 
-def test_a_plan_has_words_for_every_graph():
-    assert WORDS["to"].keys() >= TOPOLOGIES.keys()
+@pytest.fixture
+def real(tmp_path):
+    """A study of two real hospitals."""
+    return make_study(tmp_path / "study", n_sites=2, site_extra=REAL)
 
 
-def test_a_new_method_is_a_row_and_nothing_else(gossip, tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    cost = dry_run(study, method="gossip", overrides=TWO, backend="local")
-    summary = train(study, method="gossip", overrides=TWO, backend="local")
+def test_a_new_method_is_a_row_and_nothing_else(gossip, pair):
+    cost = dry_run(pair, method="gossip", overrides=TWO, backend="local")
+    summary = train(pair, method="gossip", overrides=TWO, backend="local")
     assert [row["epsilon"] for row in cost["sites"]] == [row["epsilon"] for row in summary["sites"]]
     assert summary["communication"]["messages"] == 2 * 2  # each site sends one model in each round
-    run = RunFolder(study.root / summary["run"])
-    released = [line for site in ("S0", "S1") for line in study.ledger(site).read_text().splitlines()]
-    assert sum('"released": "model ' in line for line in released) == 4
-    assert "trained together with Gossip" in sections.setting("gossip", 2)
+    released = "".join(pair.ledger(site).read_text() for site in ("S0", "S1"))
+    assert released.count('"released": "model ') == 4
     assert words.method_does("gossip") == GOSSIP.does
-    assert "trained together with Gossip" in report(study, run.name).read_text()
+    for page in (sections.setting("gossip", 2), report(pair, summary["run"]).read_text()):
+        assert "trained together with Gossip" in page
 
 
-def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2, site_extra=REAL)
-    said = document_of(make_plan(study, method="gossip", overrides=TWO, out=tmp_path / "plan.json"))
+def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, real, tmp_path):
+    assert WORDS["to"].keys() >= TOPOLOGIES.keys()  # a plan has words for every graph
+    said = document_of(make_plan(real, method="gossip", overrides=TWO, out=tmp_path / "plan.json"))
     model, *documents = said["leaves"]
     assert said["does"] == "Gossip: models are whispered on."
     assert (model["what"], model["times"]) == ("central model (mlp)", 2)
     assert model["to"] == "the next site in an order drawn anew in each round"
     assert model["protected_by"].startswith("differential privacy per row, guaranteed")
     assert not any(row["large"] for row in documents)
-    facts = _said_beside(said, study.site("S0"), None, None, audited=False)["assessment"][0]["facts"]
+    facts = _said_beside(said, real.site("S0"), None, None, audited=False)["assessment"][0]["facts"]
     assert any(model["what"] in fact and model["protected_by"] in fact for fact in facts)
-    bare = ("privacy.enabled=false",)
+    bare = (*TWO, "privacy.enabled=false")
     refused(
-        lambda: make_plan(study, method="gossip", overrides=(*TWO, *bare), out=tmp_path / "bare.json"),
+        lambda: make_plan(real, method="gossip", overrides=bare, out=tmp_path / "bare.json"),
         'sites/S0.toml: a model without differential privacy may not leave this site; add allow = ["model"]',
     )
 
 
-def test_a_share_without_privacy_needs_its_name_in_every_site_file(monkeypatch, tmp_path):
-    bare = Method(
-        "Bare",
-        "models go round",
-        COMMON_WITH_DP,
-        supervised,
-        shares=(Share("model", "ring", protected="leave"),),
-    )
+def test_a_share_without_privacy_needs_its_name_in_every_site_file(monkeypatch, real, tmp_path):
+    bare = method_of("Bare", "models go round", Share("model", "ring", protected="leave"))
     monkeypatch.setitem(METHODS.own, "bare", bare)
-    study = make_study(tmp_path / "study", n_sites=2, site_extra=REAL)
 
     def plan(*overrides):
-        return make_plan(study, method="bare", overrides=(*TWO, *overrides), out=tmp_path / "plan.json")
+        return make_plan(real, method="bare", overrides=(*TWO, *overrides), out=tmp_path / "plan.json")
 
     refused(plan, "bare lets models leave without differential privacy", "privacy.enabled=false")
     refused(lambda: plan("privacy.enabled=false"), "sites/S0.toml", 'add allow = ["model"] there')
     for name in ("S0", "S1"):
-        file = study.root / "sites" / f"{name}.toml"
-        file.write_text(file.read_text() + 'allow = ["model"]\n')
+        edit(site_file(real, name), more='allow = ["model"]\n')
     row = document_of(plan("privacy.enabled=false"))["leaves"][0]
     assert row["protected_by"] == 'no differential privacy; the site allows it by name (allow = ["model"])'
 
@@ -92,9 +88,7 @@ def table():
     """What a site lets go by each method, as docs/PRIVACY.md has it."""
     things = {"sums": "sums of features", "buffer": "synthetic samples", "generator": "its generator"}
     when = {"rounds": "every round", "once": "once"}
-    when |= {
-        time: f"once, {time} the {round_} round" for time, round_ in (("before", "first"), ("after", "last"))
-    }
+    when |= {"before": "once, before the first round", "after": "once, after the last round"}
     for name, row in METHODS.items():
         if row.learns_from == "everybody":
             yield f'| `{name}` | all training data | | once | `allow = ["patches"]` alone |'
@@ -116,15 +110,12 @@ def test_the_page_on_privacy_has_the_table_of_shares():
 def test_no_other_file_asks_for_a_method_by_name(name):
     """Demos and benchmarks choose one; whoever wants to know something of a method asks its row."""
     known = re.compile(rf"""["']{name}["']""")
-    here = [
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if known.search(path.read_text("utf-8"))
-    ]
-    assert set(here) <= {
-        "demo/run.py",
-        "stages/bench.py",
-        "federation/methods.py",
-        "hospitals/demo.py",
-        "synthesis/stages/baselines.py",
-    }
+    files = [path for path in PACKAGE.rglob("*.py") if known.search(path.read_text("utf-8"))]
+    places = (
+        "demo/run",
+        "stages/bench",
+        "federation/methods",
+        "hospitals/demo",
+        "synthesis/stages/baselines",
+    )
+    assert {path.relative_to(PACKAGE).as_posix() for path in files} <= {f"{place}.py" for place in places}

@@ -40,9 +40,8 @@ def started(root, n_sites=2, seed=0, site_extra="real = false"):
     return study
 
 
-def n_trained(part):
-    model = build(f"timm:{NAME}", n_classes=2, shape=Images(3, SIZE), seed=0, start=Start(part))
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+def n_trained(study, part):
+    return sum(p.numel() for p in begun(study, part).parameters() if p.requires_grad)
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +56,19 @@ def done(study):
     whole = train(study, method="proxyfl", overrides=sets, backend="local")["run"]
     with interrupted_after(3):
         train(study, method="proxyfl", overrides=sets, backend="local")
-    broken = sorted(study.runs.glob("0*"))[-1]
-    again = resume(study, broken.name, backend="local")["run"]
+    again = resume(study, "2", backend="local")["run"]
     return study.root / whole, study.root / again
+
+
+def begun(study, part="norm", seed=0):
+    """A network as a run of it starts."""
+    start = Start(part, study.root / f"weights/{NAME}.safetensors")
+    return build(f"timm:{NAME}", n_classes=2, shape=Images(3, SIZE), seed=seed, start=start)
 
 
 def test_a_run_that_went_on_ends_alike_and_only_the_trained_part_has_moved(done, study):
     whole, again = done
-    start = Start("norm", study.root / f"weights/{NAME}.safetensors")
-    fresh = build(f"timm:{NAME}", n_classes=2, shape=Images(3, SIZE), seed=0, start=start)
+    fresh = begun(study)
     moving = {name for name, p in fresh.named_parameters() if p.requires_grad}
     for role in ("private", "proxy", "alone"):
         assert same(model(whole, "S0", role), model(again, "S0", role))
@@ -79,7 +82,7 @@ def test_as_many_bytes_travel_as_the_plan_says(done, study, tmp_path):
     plan = make_plan(study, method="proxyfl", overrides=settings(), out=tmp_path / "plan.json")
     proxy = document_of(plan)["leaves"][0]
     assert proxy["what"] == f"proxy model (timm:{NAME}, model.train = norm)"
-    assert proxy["bytes"] == 4 * n_trained("norm") < 4 * 3000
+    assert proxy["bytes"] == 4 * n_trained(study, "norm") < 4 * 3000
     for line in metrics(done[0], "S0"):
         assert proxy["bytes"] <= line["bytes"] <= proxy["bytes"] + 256
 
@@ -95,8 +98,7 @@ def test_a_saved_model_answers_without_the_file_of_weights(done, study):
     finally:
         hidden.rename(weights)
     exported = torch.jit.load(str(study.root / document["out"] / "torchscript_model.pt"), map_location="cpu")
-    start = Start("norm", weights / f"{NAME}.safetensors")
-    ours = build(f"timm:{NAME}", n_classes=2, shape=Images(3, SIZE), seed=7, start=start)
+    ours = begun(study, seed=7)
     ours.load_state_dict(RunFolder(whole).site("S0").load_model("proxy"))
     with PatchStore(study.store("S0")) as store:
         x = torch.from_numpy(store.read(np.arange(8))).permute(0, 3, 1, 2) / 127.5 - 1
@@ -106,10 +108,10 @@ def test_a_saved_model_answers_without_the_file_of_weights(done, study):
 
 def test_the_dry_run_says_how_much_is_trained(study, capsys):
     document = dry_run(study, method="fedavg", overrides=settings("head"), backend="local")
-    row = document["sites"][0]
-    assert row["trained_parameters"] == n_trained("head") < row["parameters"]
+    row, trained = document["sites"][0], n_trained(study, "head")
+    assert row["trained_parameters"] == trained < row["parameters"]
     render(plan_lines(document))
-    assert f"0.37 M parameters ({n_trained('head')} trained)" in capsys.readouterr().err
+    assert f"0.37 M parameters ({trained} trained)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["fedavg", "regular"])
@@ -123,16 +125,15 @@ def test_sites_that_start_from_other_weights_do_not_begin(study, tmp_path):
     other = started(tmp_path / "other", seed=1)
 
     def of(study, index):
-        pipeline = study.pipeline("small", settings())
-        with RunContext.of(study, pipeline, "proxyfl") as party:
+        with RunContext.of(study, study.pipeline("small", settings()), "proxyfl") as party:
             site = build_site(party, index)
-            return brought(site, party), schema(site.learners["proxy"].model)
+            return brought(site, party) | {"run": ""}, schema(site.learners["proxy"].model)
 
     (first, agreed), (second, same_agreed), (odd, other_agreed) = of(study, 0), of(study, 1), of(other, 1)
-    preflight.compare([first | {"run": ""}, second | {"run": ""}])
+    preflight.compare([first, second])
     assert agreed == same_agreed != other_agreed  # and so no message of the one is taken by the other
     with pytest.raises(WsiFlError, match=r"S1 brings \w{16} as the weights .*\(model.weights\)"):
-        preflight.compare([first | {"run": ""}, odd | {"run": ""}])
+        preflight.compare([first, odd])
 
 
 def test_a_hospital_signs_the_weights(tmp_path, capsys):
@@ -158,14 +159,6 @@ def test_what_cannot_start_is_refused_before_anything_does(study):
     heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
     tried(("needs train.data = patches",), *settings()[2:], *heads)
     assert len(list(study.runs.glob("0*"))) == before
-
-
-def test_who_lacks_published_weights_is_told_the_key_that_takes_them(study):
     named = "timm:mobilenetv4_conv_small_035"  # timm publishes none of it
-    sets = settings(weights="hub", proxy=named, private=named)
-    refused(
-        lambda: train(study, method="proxyfl", overrides=sets, backend="local"),
-        "timm publishes no weights of it",
-        "model.weights = 'FILE.safetensors'",
-        error=WsiFlError,
-    )
+    words = ("timm publishes no weights of it", "model.weights = 'FILE.safetensors'")
+    tried(words, *settings(weights="hub", proxy=named, private=named), error=WsiFlError)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import conftest
 import numpy as np
+import pytest
+from changing import edit
 from test_layouts import generic
 
 from wsi_fl.demo.phantom import write_pyramid
@@ -44,35 +46,36 @@ def slide_name(patient: str, kind: str = "DX1", sample: str = "01Z-00", number: 
     return f"{patient}-{sample}-{kind}.{UUID.format(number)}.svs"
 
 
-def write_clinical(path: Path, cases=None, header=HEADER, extra=()) -> Path:
-    rows = [(patient, *case) for patient, case in (cases or CASES).items()]
-    path.write_text("\n".join("\t".join(row) for row in [header, *rows, *extra]) + "\n")
+def write_clinical(path: Path, cases=CASES, header=HEADER, extra=()) -> Path:
+    rows = [header, *((patient, *case) for patient, case in cases.items()), *extra]
+    path.write_text("\n".join("\t".join(row) for row in rows) + "\n")
     return path
 
 
-def write_manifest(archive: Path, *more: tuple[str, str, str, str]) -> Path:
-    """Of all slides that are there, and more rows."""
-    rows = [
-        (path.parent.name, path.name, "0" * 32, str(path.stat().st_size))
-        for path in sorted(archive.rglob("*.svs"))
-    ]
-    lines = ["id\tfilename\tmd5\tsize\tstate", *("\t".join((*row, "released")) for row in [*rows, *more])]
+def write_manifest(archive: Path, *more: str) -> Path:
+    """Of all slides that are there, and of others of five bytes."""
+    slides = sorted(archive.rglob("*.svs"))
+    rows = [(path.parent.name, path.name, str(path.stat().st_size)) for path in slides]
+    rows += [("x", name, "5") for name in more]
+    lines = [f"{key}\t{name}\t{'0' * 32}\t{size}\treleased\n" for key, name, size in rows]
     path = archive / "gdc_manifest.2024-01-01.txt"
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("id\tfilename\tmd5\tsize\tstate\n" + "".join(lines))
     return path
 
 
-def add(archive: Path, name: str, *, flat: bool = False, content: bytes | None = None) -> Path:
+def add(archive: Path, name: str, *, flat: bool = False) -> Path:
     folder = archive if flat else archive / f"id-{len(list(archive.iterdir())):04d}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(name.encode() if content is None else content)
+    (folder / name).write_bytes(name.encode())
     return folder / name
 
 
-def tcga(archive: Path, patients=tuple(CASES)) -> Path:
-    """An archive of one diagnostic and one frozen slide per patient; its files are no images."""
-    archive.mkdir(parents=True)
-    for number, patient in enumerate(patients):
+@pytest.fixture
+def archive(tmp_path) -> Path:
+    """One diagnostic and one frozen slide per patient; its files are no images."""
+    archive = tmp_path / "t"
+    archive.mkdir()
+    for number, patient in enumerate(CASES):
         add(archive, slide_name(patient, number=number))
         add(archive, slide_name(patient, "TS1", "01A-01", number))
     (archive / "id-0000" / "logs").mkdir()
@@ -85,6 +88,14 @@ def sources(archive: Path, site: str = "tcga-pittsburgh", **more) -> Sources:
     found = next(one for one in describe(archive, "tcga") if one.name == site)
     labels = Path(found.labels or "")
     return Sources(site, f"sites/{site}.toml", found.slides, None, labels, manifests=found.manifests, **more)
+
+
+def read(archive: Path, *site: str, **more):
+    return read_site("tcga", sources(archive, *site, **more))
+
+
+def unread(archive: Path, *words: str, **more) -> None:
+    refused(lambda: read(archive, **more), *words)
 
 
 def test_barcodes_are_read_as_strings():
@@ -108,30 +119,27 @@ def test_spellings_of_an_institution_are_one_site():
         assert {site_of(name) for name in names} == {site}
 
 
-def test_an_archive_is_recognised_and_grouped(tmp_path):
-    archive = tcga(tmp_path / "T [1]")
+def test_an_archive_is_recognised_and_grouped(archive, tmp_path):
+    archive = archive.rename(tmp_path / "T [1]")
     add(archive, slide_name("TCGA-BH-A002", "DX2", number=50), flat=True)
     assert detect(archive) == "tcga"
     found = describe(archive, "tcga")
-    assert [(site.name, site.n_slides) for site in found] == [
-        ("tcga-indivumed", 2),
-        ("tcga-mskcc", 2),
-        ("tcga-na", 1),
-        ("tcga-pittsburgh", 4),
+    assert [(site.name.removeprefix("tcga-"), site.n_slides, site.unknown_codes) for site in found] == [
+        ("indivumed", 2, ()),
+        ("mskcc", 2, ()),
+        ("na", 1, ("NA",)),
+        ("pittsburgh", 4, ()),
     ]
     assert [Path(pattern).name for pattern in found[3].slides] == ["TCGA-34-*.svs", "TCGA-BH-*.svs"]
-    assert [site.unknown_codes for site in found] == [(), (), ("NA",), ()]
     for site in found:
-        records, aside = read_site("tcga", sources(archive, site.name))
+        records, aside = read(archive, site.name)
         assert len(records) == site.n_slides and aside == []
     by_code = describe(archive, "tcga", group_by="tss")
-    assert [site.name for site in by_code] == [
-        f"tcga-{code}" for code in ("05", "13", "34", "a8", "ao", "bh", "na")
-    ]
+    codes = ("05", "13", "34", "a8", "ao", "bh", "na")
+    assert [site.name for site in by_code] == [f"tcga-{code}" for code in codes]
 
 
-def test_a_table_of_source_sites_names_the_others(tmp_path):
-    archive = tcga(tmp_path / "t")
+def test_a_table_of_source_sites_names_the_others(archive, tmp_path):
     codes = tmp_path / "codes.csv"
     codes.write_text('"TSS Code","Source Site","Study Name"\n"NA","Duke University","x"\n"B6","Duke","y"\n')
     assert "tcga-duke" in [site.name for site in describe(archive, "tcga", codes=codes)]
@@ -139,8 +147,8 @@ def test_a_table_of_source_sites_names_the_others(tmp_path):
     assert "tcga-duke" in [site.name for site in describe(archive, "tcga")]
 
 
-def test_slides_are_labelled_with_their_patients_diagnosis(tmp_path):
-    records, aside = read_site("tcga", sources(tcga(tmp_path / "t"), mpp_override=0.25))
+def test_slides_are_labelled_with_their_patients_diagnosis(archive):
+    records, aside = read(archive, mpp_override=0.25)
     assert aside == []
     assert [(r.patient, r.diagnosis, r.tumor_type) for r in records] == [
         ("TCGA-34-2600", "Squamous cell carcinoma, NOS", "Lung"),
@@ -152,22 +160,19 @@ def test_slides_are_labelled_with_their_patients_diagnosis(tmp_path):
         assert record.slide == record.path.stem and "-DX1." in record.slide
 
 
-def test_other_kinds_of_slides_are_taken_when_asked(tmp_path):
-    archive = tcga(tmp_path / "t")
+def test_other_kinds_of_slides_are_taken_when_asked(archive):
     add(archive, slide_name("TCGA-BH-A001", "BS1", "11A-01", 60))
-    records, aside = read_site("tcga", sources(archive, slide_types=("TS", "BS")))
+    records, aside = read(archive, slide_types=("TS", "BS"))
     assert len(records) == 3 and all("-TS1." in record.slide for record in records)
     assert [one.reason for one in aside] == ["not a slide of a tumour (sample type 11)"]
-    refused(lambda: read_site("tcga", sources(archive, slide_types=("MS",))), "none of its 7 slides", "MS")
+    unread(archive, "none of its 7 slides", "MS", slide_types=("MS",))
 
 
-def test_slides_without_a_diagnosis_are_set_aside(tmp_path):
-    archive = tcga(tmp_path / "t")
+def test_slides_without_a_diagnosis_are_set_aside(archive):
     cases = {k: v for k, v in CASES.items() if k != "TCGA-BH-A001"}
-    cases["TCGA-34-2600"] = ("TCGA-LUSC", "Lung", "'--")
-    write_clinical(archive / "clinical.tsv", cases)
+    write_clinical(archive / "clinical.tsv", cases | {"TCGA-34-2600": ("TCGA-LUSC", "Lung", "'--")})
     add(archive, "TCGA-BH-strange.svs")
-    records, aside = read_site("tcga", sources(archive))
+    records, aside = read(archive)
     assert [record.patient for record in records] == ["TCGA-BH-A002"]
     assert [one.reason for one in aside] == [
         "patient TCGA-34-2600 has no diagnosis in clinical.tsv",
@@ -175,116 +180,96 @@ def test_slides_without_a_diagnosis_are_set_aside(tmp_path):
         "not named by a TCGA barcode",
     ]
     write_clinical(archive / "clinical.tsv", {"TCGA-XX-0000": ("p", "t", "d")})
-    refused(lambda: read_site("tcga", sources(archive)), "none of its slides", "is not in clinical.tsv")
+    unread(archive, "none of its slides", "is not in clinical.tsv")
 
 
-def test_columns_may_be_called_otherwise_and_rows_repeated(tmp_path):
-    archive = tcga(tmp_path / "t")
+def test_columns_may_be_called_otherwise_and_rows_repeated(archive):
     write_clinical(archive / "clinical.tsv", header=("who", "project", "organ", "what"))
-    refused(lambda: read_site("tcga", sources(archive)), "'bcr_patient_barcode'", "--column patient=")
-    columns = {"patient": "who", "diagnosis": "what", "tumor_type": "organ"}
-    records, _ = read_site("tcga", sources(archive, columns=columns))
+    unread(archive, "'bcr_patient_barcode'", "--column patient=")
+    unread(archive, "column 'nothing' is missing", columns={"diagnosis": "nothing"})
+    columns = {"patient": "who", "diagnosis": "what"}
+    records, _ = read(archive, columns=columns | {"tumor_type": "organ"})
     assert [record.tumor_type for record in records] == ["Lung", "Breast", "Breast"]
-    columns.pop("tumor_type")  # then the project has to do
-    records, _ = read_site("tcga", sources(archive, columns=columns))
+    records, _ = read(archive, columns=columns)  # then the project has to do
     assert [record.tumor_type for record in records] == ["TCGA-LUSC", "TCGA-BRCA", "TCGA-BRCA"]
-    wrong = {"columns": {"diagnosis": "nothing"}}
-    refused(lambda: read_site("tcga", sources(archive, **wrong)), "column 'nothing' is missing")
     header = ("case_submitter_id", "project_id", "age", "primary_diagnosis")  # the GDC's own
     again = [("TCGA-BH-A001", "TCGA-BRCA", "70", "'--")]
     write_clinical(archive / "clinical.tsv", header=header, extra=again)
-    records, aside = read_site("tcga", sources(archive))
+    records, aside = read(archive)
     assert aside == [] and records[1].diagnosis == DUCTAL and records[1].tumor_type == "TCGA-BRCA"
 
 
-def test_rows_that_contradict_each_other_are_refused(tmp_path):
-    archive = tcga(tmp_path / "t")
+def test_rows_that_contradict_each_other_are_refused(archive, tmp_path):
     for row, words in (
         (("TCGA-BRCA", "Breast", LOBULAR), (DUCTAL, LOBULAR)),
         (("TCGA-BRCA", "Ovary", DUCTAL), ("'Breast' and 'Ovary'",)),
     ):
         write_clinical(archive / "clinical.tsv", extra=[("TCGA-BH-A001", *row)])
-        refused(lambda: read_site("tcga", sources(archive)), "TCGA-BH-A001", "contradict", *words)
-        assert len(read_site("tcga", sources(archive, "tcga-indivumed"))[0]) == 2
+        unread(archive, "TCGA-BH-A001", "contradict", *words)
+        assert len(read(archive, "tcga-indivumed")[0]) == 2
     refused(lambda: init(tmp_path / "s", archive=archive), "TCGA-BH-A001")
     assert not (tmp_path / "s").exists()
 
 
-def test_slides_that_are_not_what_the_manifest_says_are_set_aside(tmp_path):
-    archive = tcga(tmp_path / "t")
-    more = {
-        key: add(archive, slide_name("TCGA-BH-A001", f"DX{n}", number=n)) for n, key in enumerate("ab", 2)
-    }
+def test_slides_that_are_not_what_the_manifest_says_are_set_aside(archive):
+    short, unsaid = (add(archive, slide_name("TCGA-BH-A001", f"DX{n}", number=n)) for n in (2, 3))
     absent = slide_name("TCGA-BH-A009", number=9)
-    frozen, foreign = slide_name("TCGA-BH-A010", "TS1", "01A-01"), slide_name("TCGA-A8-A011")
-    write_manifest(archive, *(("x", name, "0" * 32, "5") for name in (absent, frozen, foreign)))
-    more["a"].write_bytes(b"short")
-    manifest = archive / "gdc_manifest.2024-01-01.txt"
-    line = f"{more['b'].name}\t{'0' * 32}\t"
-    manifest.write_text(manifest.read_text().replace(f"{line}{more['b'].stat().st_size}", line))
-    records, aside = read_site("tcga", sources(archive))
-    assert len(records) == 3
+    others = slide_name("TCGA-BH-A010", "TS1", "01A-01"), slide_name("TCGA-A8-A011")  # frozen, and foreign
+    manifest = write_manifest(archive, absent, *others)
+    line = f"{unsaid.name}\t{'0' * 32}\t"
+    edit(manifest, f"{line}{unsaid.stat().st_size}", line)
+    short.write_bytes(b"short")
+    records, aside = read(archive)
     found = {one.slide: one.reason for one in aside}
-    assert list(found) == sorted(found)
+    assert len(records) == 3 and list(found) == sorted(found)
     assert found.pop(Path(absent).stem) == "in the manifest but not in the archive"
-    assert found[more["a"].stem].startswith("has 5 bytes, but the manifest says")
-    assert "the manifest says nothing" in found[more["b"].stem]
+    assert found[short.stem].startswith("has 5 bytes, but the manifest says")
+    assert "the manifest says nothing" in found[unsaid.stem]
     assert len(found) == 2 and all("\n" not in reason for reason in found.values())
 
 
-def test_manifest_of_a_site_file_must_be_there_and_be_one(tmp_path):
-    archive = tcga(tmp_path / "t")
+def test_manifest_of_a_site_file_must_be_there_and_be_one(archive):
     good = vars(sources(archive))
 
-    def read(**change):
-        return lambda: read_site("tcga", Sources(**{**good, **change}))
+    def unread(*words, read=read_site, layout="tcga", **change):
+        refused(lambda: read(layout, Sources(**{**good, **change})), *words)
 
-    refused(read(manifests=(f"{archive}/none*.txt",)), "sites/tcga-pittsburgh.toml: manifest: no such file")
+    words = "sites/tcga-pittsburgh.toml: manifest: no such file"
+    unread(words, manifests=(f"{archive}/none*.txt",))
     (archive / "manifest.txt").write_text("file\n")
-    refused(read(manifests=(f"{archive}/manifest.txt",)), "manifest.txt", "column 'id' is missing")
-    refused(read(labels=None), "labels is missing")
-    refused(
-        lambda: list_site("generic", Sources(**{**good, "manifests": ("x",)})), "manifest is for layout tcga"
-    )
+    unread("manifest.txt", "column 'id' is missing", manifests=(f"{archive}/manifest.txt",))
+    unread("labels is missing", labels=None)
+    unread("manifest is for layout tcga", read=list_site, layout="generic", manifests=("x",))
 
 
-def test_study_of_an_archive_agrees_on_its_subtypes(tmp_path):
-    archive = tcga(tmp_path / "t")
-    write_manifest(archive)
+def test_study_of_an_archive_agrees_on_its_subtypes(archive, tmp_path):
+    manifest = write_manifest(archive)
     add(archive, slide_name("TCGA-E9-A0XX"))  # no clinical row
     document = init(tmp_path / "study", archive=archive)
     assert document["layout"] == "tcga" and document["pipelines"] == ["tcga_subtypes"]
-    assert [row["site"] for row in document["sites"]] == [
-        f"tcga-{name}" for name in ("indivumed", "mskcc", "na", "pittsburgh")
-    ]
-    assert any(
-        "tcga-asterand is left out" in note and "not in clinical.tsv" in note for note in document["notes"]
-    )
-    assert any("source sites: NA;" in note for note in document["notes"])
+    names = ("indivumed", "mskcc", "na", "pittsburgh")
+    assert [row["site"] for row in document["sites"]] == [f"tcga-{name}" for name in names]
+    notes = "\n".join(document["notes"])
+    assert "tcga-asterand is left out" in notes and "not in clinical.tsv" in notes
+    assert "source sites: NA;" in notes
     study = Study(tmp_path / "study")
-    pipeline = study.pipeline(study.pipeline_name(None))
-    assert (
-        pipeline.subtypes
-        == document["subtypes"]
-        == {
-            "Breast": [DUCTAL, LOBULAR],
-            "Lung": ["Adenocarcinoma, 'NOS'", "Squamous cell carcinoma, NOS"],
-            "Ovary / Fallopian tube": ["Serous cystadenocarcinoma, NOS"],
-            "Uterus": ["Carcinosarcoma, NOS"],
-        }
-    )
+    agreed = {
+        "Breast": [DUCTAL, LOBULAR],
+        "Lung": ["Adenocarcinoma, 'NOS'", "Squamous cell carcinoma, NOS"],
+        "Ovary / Fallopian tube": ["Serous cystadenocarcinoma, NOS"],
+        "Uterus": ["Carcinosarcoma, NOS"],
+    }
+    assert study.pipeline(study.pipeline_name(None)).subtypes == document["subtypes"] == agreed
     text = (study.root / "pipelines" / "tcga_subtypes.toml").read_text()
     assert text.startswith((shipped("pipelines") / "tcga_subtypes.toml").read_text())
-    assert '\n"Ovary / Fallopian tube" = [' in text and "\nBreast = [" in text
     site = study.site("tcga-pittsburgh")
     assert (site.real, site.layout, site.slide_types) == (False, "tcga", ["DX"])
-    assert site.manifest == str(archive / "gdc_manifest.2024-01-01.txt")
+    assert site.manifest == str(manifest)
     records, aside = read_site("tcga", sources_of(study, site))
     assert len(records) == 3 and aside == []
 
 
-def test_options_of_an_archive_and_their_mistakes(tmp_path):
-    archive = tcga(tmp_path / "t")
+def test_options_of_an_archive_and_their_mistakes(archive, tmp_path):
     clinical = write_clinical(tmp_path / "cases.tsv", header=("who", "project", "tumor_type", "what"))
     columns = ("patient=who", "diagnosis = what")
     study = Study(tmp_path / "study")
@@ -292,24 +277,23 @@ def test_options_of_an_archive_and_their_mistakes(tmp_path):
     site = study.site("tcga-bh")
     assert site.labels == str(clinical) and site.columns == {"patient": "who", "diagnosis": "what"}
     assert len(read_site("tcga", sources_of(study, site))[0]) == 2
-    assert "\n[columns]\n" in (study.root / "sites" / "tcga-bh.toml").read_text()
 
-    def start(**tables):
-        return lambda: init(tmp_path / "other", archive=archive, tables=Tables(**tables))
+    def fails(*words, archive=archive, **tables):
+        refused(lambda: init(tmp_path / "other", archive=archive, tables=Tables(**tables)), *words)
 
-    refused(start(group_by="country"), "unknown grouping 'country'", "institution, tss")
-    refused(start(clinical=tmp_path / "none"), "--clinical: no such file")
-    refused(start(codes=tmp_path / "none"), "--codes: no such file")
-    refused(start(columns=("diagnosis",)), "--column 'diagnosis'", "KEY=NAME")
+    fails("unknown grouping 'country'", "institution, tss", group_by="country")
+    fails("--clinical: no such file", clinical=tmp_path / "none")
+    fails("--codes: no such file", codes=tmp_path / "none")
+    fails("--column 'diagnosis'", "KEY=NAME", columns=("diagnosis",))
     keys = "'patient', 'diagnosis', 'tumor_type' or 'project'"
-    refused(start(columns=("diagnose=x",)), "--column", "diagnose", keys)
-    plain = {"archive": generic(tmp_path / "g", "slide,patient,site,label\na,p1,north,tumor\n")}
-    refused(lambda: init(tmp_path / "other", **plain, tables=Tables("tss")), "--group-by", "layout tcga")
+    fails("--column", "diagnose", keys, columns=("diagnose=x",))
+    plain = generic(tmp_path / "g", "slide,patient,site,label\na,p1,north,tumor\n")
+    fails("--group-by", "layout tcga", archive=plain, group_by="tss")
     write_clinical(archive / "clinical.2.tsv")
-    refused(start(), "has clinical.2.tsv and clinical.tsv", "--clinical")
+    fails("has clinical.2.tsv and clinical.tsv", "--clinical")
     for name in ("clinical.2.tsv", "clinical.tsv"):
         (archive / name).unlink()
-    refused(start(), "no clinical*.tsv", "--clinical FILE")
+    fails("no clinical*.tsv", "--clinical FILE")
     assert not (tmp_path / "other").exists()
 
 
@@ -333,8 +317,8 @@ def test_generic_archives_may_have_diagnoses(tmp_path):
 def paint(path: Path, seed: int) -> None:
     """A slide with a patch of tissue on white glass, named as TCGA does."""
     rng = np.random.default_rng(seed)
-    pixels = np.full((512, 512, 3), 244, np.uint8)
-    pixels[64:448, 64:448] = np.array([180, 110, 160]) + rng.integers(-25, 25, (384, 384, 3))
+    pixels = np.full((256, 256, 3), 244, np.uint8)
+    pixels[32:224, 32:224] = np.array([180, 110, 160]) + rng.integers(-25, 25, (192, 192, 3))
     path.parent.mkdir(parents=True)
     write_pyramid(path, pixels, 1.0)
 
@@ -343,23 +327,20 @@ def test_command_makes_a_study_whose_slides_can_be_read(tmp_path, wsi_fl):
     archive = tmp_path / "TCGA"
     for number, patient in enumerate(("TCGA-BH-A001", "TCGA-34-2600", "TCGA-A8-A003")):
         paint(archive / f"id-{number}" / slide_name(patient, number=number), number)
-    write_manifest(archive, ("id-9", slide_name("TCGA-BH-A009"), "0" * 32, "5"))
+    write_manifest(archive, slide_name("TCGA-BH-A009"))
     clinical = write_clinical(tmp_path / "cases.tsv", header=(*HEADER[:3], "what"))
     start = ["--from", archive, "--layout", "tcga", "--group-by", "institution", "--clinical", clinical]
     named = ["--column", "diagnosis=what"]
     done = wsi_fl("init", "study", *start, *named, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert [(row["site"], row["slides"]) for row in document["sites"]] == [
-        ("tcga-indivumed", 1),
-        ("tcga-pittsburgh", 2),
-    ]
+    slides = {row["site"]: row["slides"] for row in document["sites"]}
+    assert slides == {"tcga-indivumed": 1, "tcga-pittsburgh": 2}
     assert document["subtypes"]["Breast"] == [DUCTAL]
     overrides = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
     (row,) = tile(Study(tmp_path / "study"), site="tcga-pittsburgh", overrides=overrides)["sites"]
-    assert row["patches"] > 0 and row["failed"][0]["reason"].startswith(
-        "in the manifest but not in the archive"
-    )
+    assert row["patches"] > 0
+    assert row["failed"][0]["reason"].startswith("in the manifest but not in the archive")
     people = wsi_fl("init", "again", *start, *named, cwd=tmp_path)
     assert people.returncode == 0 and "wsi-fl mosaic --all" in people.stderr
     wrong = wsi_fl("init", "wrong", *start, "--column", "diagnosis=no", cwd=tmp_path)

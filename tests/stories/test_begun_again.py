@@ -1,7 +1,9 @@
 """A command that was killed in the middle is begun again by the same words, and leaves nothing half-written."""
 
-import subprocess
-import sys
+import os
+import signal
+from functools import partial
+from multiprocessing import get_context
 
 import h5py
 import numpy as np
@@ -9,31 +11,10 @@ import pytest
 from conftest import make_study, refused
 
 from wsi_fl.cli.prepare import pack
-from wsi_fl.stages.prepare.partition import partition
+from wsi_fl.stages.prepare import partition as stage
 from wsi_fl.study.folder import Study
 
 DATA = {"x": np.arange(60 * 64, dtype=np.uint8).reshape(60, 8, 8), "y": np.arange(60) % 2}
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from wsi_fl.stages.prepare import partition as stage
-from wsi_fl.study.folder import Study
-moment, name = int(sys.argv[3]), sys.argv[4]
-real, calls = getattr(stage, name), 0
-def killed(*args, **more):
-    global calls
-    calls += 1
-    if calls < moment:
-        return real(*args, **more)
-    if name != "write_shard":
-        os.kill(os.getpid(), signal.SIGKILL)
-    def half():
-        yield next(args[3])
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args[:3], half(), **more)
-setattr(stage, name, killed)
-stage.partition(Study(Path(sys.argv[1])), Path(sys.argv[2]), n_sites=3, prefix="Z")
-"""
 
 
 def contents(root):
@@ -43,55 +24,76 @@ def contents(root):
 
 
 @pytest.fixture
-def data(tmp_path):
+def partition(tmp_path):
     np.savez(tmp_path / "x.npz", **DATA)
-    return tmp_path / "x.npz"
+    return lambda study, n_sites=3: stage.partition(study, tmp_path / "x.npz", n_sites=n_sites, prefix="Z")
 
 
-def killed(study, data, moment, name):
-    (study.root / "sites").mkdir(parents=True, exist_ok=True)
-    code = [sys.executable, "-c", KILLED, str(study.root), str(data), str(moment), name]
-    assert subprocess.run(code, check=False, timeout=60).returncode == -9
+@pytest.fixture
+def killed(tmp_path, partition):
+    """A study whose partition was killed as it called a function for the n-th time, or half-way through a shard."""
+    study = Study(tmp_path / "a")
+    (study.root / "sites").mkdir(parents=True)
+
+    def work(moment, name):
+        real, calls = getattr(stage, name), []
+
+        def half(written):
+            yield next(written)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def cut(*args, **more):
+            calls.append(1)
+            if len(calls) < moment:
+                return real(*args, **more)
+            if name != "write_shard":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args[:3], half(args[3]), **more)
+
+        setattr(stage, name, cut)
+        partition(study)
+
+    def kill(moment, name):
+        job = get_context("fork").Process(target=work, args=(moment, name))
+        job.start()
+        job.join(60)
+        assert job.exitcode == -signal.SIGKILL
+        return study
+
+    return kill
 
 
 @pytest.mark.parametrize(
-    ("moment", "name"),
-    [(1, "write_shard"), (2, "link_shards"), (2, "write_text")],
+    ("moment", "name", "n_sites"),
+    [(1, "write_shard", 3), (2, "link_shards", 3), (2, "write_text", 3), (6, "write_shard", 1)],
 )
-def test_partition_that_was_killed_is_made_again_as_if_it_had_not_been(tmp_path, data, moment, name):
-    study, other = Study(tmp_path / "a"), Study(tmp_path / "b")
-    killed(study, data, moment, name)
-    partition(study, data, n_sites=3, prefix="Z")
-    partition(other, data, n_sites=3, prefix="Z")
+def test_partition_that_was_killed_is_made_again_as_if_it_had_not_been(
+    tmp_path, killed, partition, moment, name, n_sites
+):
+    """Also into fewer sites, of which nothing more is left."""
+    study, other = killed(moment, name), Study(tmp_path / "b")
+    partition(study, n_sites)
+    partition(other, n_sites)
     assert contents(study.root) == contents(other.root)
-    refused(lambda: partition(study, data, n_sites=3, prefix="Z"), "exists already")
+    refused(lambda: partition(study, n_sites), "exists already")
 
 
-def test_fewer_sites_leave_nothing_of_a_killed_partition_into_more(tmp_path, data):
-    study, other = Study(tmp_path / "a"), Study(tmp_path / "b")
-    killed(study, data, 6, "write_shard")
-    partition(study, data, n_sites=1, prefix="Z")
-    partition(other, data, n_sites=1, prefix="Z")
-    assert contents(study.root) == contents(other.root)
-
-
-def test_what_others_put_into_the_place_of_a_killed_partition_stays(tmp_path, data):
-    study = Study(tmp_path / "a")
-    killed(study, data, 6, "write_shard")
+def test_what_others_put_into_the_place_of_a_killed_partition_stays(killed, partition):
+    study = killed(6, "write_shard")
     (study.root / "sites" / "Z2.toml").write_text('name = "Z2"\nreal = false\n')
     before = contents(study.root)
-    refused(lambda: partition(study, data, n_sites=3, prefix="Z"), "sites/Z2.toml", "exists already")
+    refused(partial(partition, study), "sites/Z2.toml", "exists already")
     assert contents(study.root) == before
 
 
 def test_pack_that_was_killed_leaves_nothing_beside_the_file_once_it_is_called_again(tmp_path):
     study = make_study(tmp_path / "study", 1)
-    store = next(study.root.glob("stores/*/patches.h5"))
-    out, left = tmp_path / "one.h5", tmp_path / ".one.12345.partial.h5"
-    left.write_bytes(b"half")
-    others = tmp_path / ".other.12345.partial.h5"
-    others.write_bytes(b"half")
-    with h5py.File(tmp_path / ".one.54321.partial.h5", "w"):  # of another pack, which is at work
-        pack(store, out)
-        assert (tmp_path / ".one.54321.partial.h5").exists()
-    assert out.exists() and not left.exists() and others.exists()
+    left, others, busy = (
+        tmp_path / f".{name}.partial.h5" for name in ("one.12345", "other.12345", "one.54321")
+    )
+    for path in (left, others):
+        path.write_bytes(b"half")
+    with h5py.File(busy, "w"):  # of another pack, which is at work
+        pack(study.store("S0"), tmp_path / "one.h5")
+        assert busy.exists()
+    assert (tmp_path / "one.h5").exists() and not left.exists() and others.exists()

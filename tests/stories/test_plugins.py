@@ -85,10 +85,7 @@ def test_a_plan_names_its_version(beside):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (
-            {"text": "import nothing_of_that_name"},
-            ("No module named", "cannot be imported", "update or uninstall"),
-        ),
+        ({"text": "import nothing_of_that_name"}, ("No module named", "cannot be imported", "update or")),
         ({"text": "method = 3"}, ("is no Method",)),
         ({"groups": {"wsi_fl.methods": {"fedavg": "neighbourly:method"}}}, ("which wsi-fl has itself",)),
     ],
@@ -101,6 +98,5 @@ def test_a_package_that_is_broken_is_named(beside, given, words):
 def test_two_of_one_name_are_refused(beside):
     beside()
     beside(name="another")
-    refused(
-        lambda: METHODS["neighbourly"], "another 1.2", "neighbourly 1.2", "uninstall one", error=WsiFlError
-    )
+    words = ("another 1.2", "neighbourly 1.2", "uninstall one")
+    refused(lambda: METHODS["neighbourly"], *words, error=WsiFlError)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from conftest import larger, metrics, model, nightly
+from changing import edit, site_file
+from conftest import larger, metrics, model, nightly, refused, same
 from conftest import larger_study as make_study
 from safetensors.torch import load_file
 
@@ -29,7 +29,7 @@ from wsi_fl.stages.training import launch
 from wsi_fl.stages.training import train as stage
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import WsiFlError
 
 study = larger
 
@@ -45,8 +45,11 @@ def spent(rounds):
 
 
 def limit(study, site, rounds):
-    file = study.root / "sites" / f"{site}.toml"
-    file.write_text(file.read_text() + f"max_epsilon = {spent(rounds) + 1e-6 if rounds else 1e-3}\n")
+    edit(site_file(study, site), more=f"max_epsilon = {spent(rounds) + 1e-6 if rounds else 1e-3}\n")
+
+
+def rounds_of(summary):
+    return [row["rounds"] for row in summary["sites"]]
 
 
 def push_of(path, site, round_):
@@ -84,9 +87,6 @@ def interrupted(study, *cuts, method="proxyfl", overrides=()):
     return resume(study, "1", backend="local")
 
 
-# --- leaving with the budget spent ---------------------------------------------------------------------------
-
-
 ACCOUNTED = {
     name
     for name, row in METHODS.items()
@@ -98,13 +98,8 @@ ACCOUNTED = {
 def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
     limit(study, "S1", 2)
     summary = local(study, method, "train.rounds=4")
-    rows = {row["site"]: row for row in summary["sites"]}
-    assert rows["S1"]["epsilon"] == pytest.approx(spent(2))
-    assert rows["S1"]["rounds"] == 2
-    for site in ("S0", "S2", "S3"):
-        assert rows[site]["epsilon"] == pytest.approx(spent(4))
-        assert rows[site]["rounds"] == 4
-    assert summary["lost"] == []
+    assert rounds_of(summary) == [4, 2, 4, 4] and summary["lost"] == []
+    assert [row["epsilon"] for row in summary["sites"]] == pytest.approx([spent(n) for n in (4, 2, 4, 4)])
     lines = metrics(study.root / summary["run"], "S1")
     assert [line["takes_part"] for line in lines] == [True, True, False, False]
     assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] > 0
@@ -126,27 +121,20 @@ def test_a_plan_that_nobody_can_afford_is_refused_and_leaves_nothing(study):
     for site in study.site_names():
         limit(study, site, 0)
     for attempt in (lambda: local(study), lambda: dry_run(study, method="proxyfl")):
-        with pytest.raises(
-            UsageError, match=r"sites/S0\.toml: max_epsilon = 0\.001 is enough for 0 of 3 rounds"
-        ):
-            attempt()
+        refused(attempt, "sites/S0.toml: max_epsilon = 0.001 is enough for 0 of 3 rounds")
     assert not list(study.runs.glob("0*"))
 
 
-def test_a_site_that_cannot_afford_one_round_never_joins(study):
-    limit(study, "S2", 0)
-    summary = local(study)
-    row = summary["sites"][2]
-    assert (row["epsilon"], row["rounds"]) == (None, 0)
-    assert summary["communication"]["messages"] == 9
-
-
-def test_a_dry_run_says_how_far_a_budget_goes(study, capsys):
-    limit(study, "S1", 2)
-    rows = dry_run(study, method="proxyfl")["sites"]
-    assert [row["affordable_rounds"] for row in rows] == [3, 2, 3, 3]
+def test_a_dry_run_says_how_far_a_budget_goes_and_who_cannot_afford_one_round_never_joins(study, capsys):
+    for site, rounds in (("S1", 2), ("S2", 0)):
+        limit(study, site, rounds)
+    planned = dry_run(study, method="proxyfl")["sites"]
+    assert [row["affordable_rounds"] for row in planned] == [3, 2, 0, 3]
     said = " ".join(capsys.readouterr().err.split())
-    assert re.search(r"sites/S1\.toml: max_epsilon = .* is enough for 2 of 3 rounds; then it leaves", said)
+    assert re.search(r"sites/S1\.toml: max_epsilon = .* is enough for 2 of 3 rounds; .*then it leaves", said)
+    summary = local(study)
+    assert rounds_of(summary) == [3, 2, 0, 3] and summary["sites"][2]["epsilon"] is None
+    assert summary["communication"]["messages"] == 3 + 3 + 2 + 1  # S1 hands its mass over
 
 
 def test_leaving_survives_a_restart(study):
@@ -154,14 +142,10 @@ def test_leaving_survives_a_restart(study):
     whole = local(study, "proxyfl", SEEDED)["run"]
     with cut_at("S2", 2):
         local(study, "proxyfl", SEEDED)
-    again = resume(study, "2", backend="local")
+    again = resume(study, "2", backend="local")["run"]
     for site in study.site_names():
         for role in ("private", "proxy"):
-            a, b = (model(study.root / run, site, role) for run in (whole, again["run"]))
-            assert all(torch.equal(a[key], b[key]) for key in a), (site, role)
-
-
-# --- nonsense from a peer ------------------------------------------------------------------------------------
+            assert same(*(model(study.root / run, site, role) for run in (whole, again))), (site, role)
 
 
 LIES = (
@@ -200,15 +184,6 @@ def test_a_broken_model_is_rejected_and_training_goes_on(study, monkeypatch, met
     assert "rejected the model from site 2" in (path / "sites" / receiver / "log.txt").read_text()
 
 
-def test_honest_models_are_never_rejected(pair):
-    for method in ("proxyfl", "fedavg"):
-        summary = local(pair, method, "train.rounds=2", "train.lr=0.05")
-        assert [row["rejected"] for row in summary["sites"]] == [0, 0]
-
-
-# --- ranks that die or hang ----------------------------------------------------------------------------------
-
-
 def started(study, *overrides, timeout_s=60):
     sets = [part for o in (*overrides, f"comm.timeout_s={timeout_s}") for part in ("--set", o)]
     command = [sys.executable, "-m", "wsi_fl", "train", "--json", *sets]
@@ -243,7 +218,7 @@ def wait_for_round(study, number, site, run="00001-proxyfl-small"):
     raise AssertionError(f"{site} never finished round {number}")
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, *nightly(signal.SIGSTOP)])
 def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign):
     study = make_study(tmp_path / "study", n_sites=3)
     job = started(study, "train.rounds=6", timeout_s=3)
@@ -252,23 +227,18 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
     out, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
     summary = json.loads(out)
-    assert summary["lost"] == ["S2"]
     (loss,) = summary["losses"]
-    assert loss["site"] == "S2"
-    assert 2 <= loss["round"] <= 6
+    told = f"S2 was lost in round {loss['round']}"
+    assert summary["lost"] == ["S2"] == [loss["site"]] and 2 <= loss["round"] <= 6
     assert ("SIGKILL" if sign == signal.SIGKILL else "no sign of life") in loss["reason"]
-    assert f"S2 was lost in round {loss['round']}" in err
-    assert [row["site"] for row in summary["sites"]] == ["S0", "S1"]
-    for row in summary["sites"]:
-        assert row["rounds"] == 6
-        assert row["epsilon"] == pytest.approx(spent(6))
+    assert told in err and f"{told}: " in report(study, summary["run"]).read_text()
+    for row, site in zip(summary["sites"], ("S0", "S1"), strict=True):
+        assert (row["site"], row["rounds"]) == (site, 6) and row["epsilon"] == pytest.approx(spent(6))
     document = evaluate(study, summary["run"])
     assert [row["site"] for row in document["sites"]] == ["S0", "S1"]
     assert document["sites"][0]["n"] == 36  # the merged test set stays whole
-    assert f"S2 was lost in round {loss['round']}: " in report(study, summary["run"]).read_text()
     back = resume(study, summary["run"], backend="local")
-    assert back["lost"] == []
-    assert [row["site"] for row in back["sites"]] == study.site_names()
+    assert back["lost"] == [] and [row["site"] for row in back["sites"]] == study.site_names()
     lost = back["sites"][2]
     assert lost["rounds"] == len(metrics(study.root / back["run"], "S2")) >= 2
     assert lost["epsilon"] >= spent(lost["rounds"]) - 1e-6  # a round on its account may never have been sent
@@ -276,17 +246,16 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
 
 
 def test_a_run_goes_on_without_a_site_that_is_left_out(study):
+    def without(*sites):
+        return resume(study, "1", without=sites, backend="local")
+
     with cut_at("S3", 2):
         local(study)
-    summary = resume(study, "1", without=["S1"], backend="local")
-    assert summary["lost"] == ["S1"]
-    assert [row["rounds"] for row in summary["sites"]] == [3, 3, 3]
-    with pytest.raises(UsageError, match="unknown site 'S9'; the run has S0"):
-        resume(study, "1", without=["S9"], backend="local")
-    with pytest.raises(UsageError, match="leaves no site"):
-        resume(study, "1", without=study.site_names(), backend="local")
-    again = resume(study, "1", without=["S1"], backend="local")
-    assert again == summary  # finished; S1 stays away
+    summary = without("S1")
+    assert summary["lost"] == ["S1"] and rounds_of(summary) == [3, 3, 3]
+    refused(lambda: without("S9"), "unknown site 'S9'; the run has S0")
+    refused(lambda: without(*study.site_names()), "leaves no site")
+    assert without("S1") == summary  # finished; S1 stays away
 
 
 def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study):
@@ -294,12 +263,11 @@ def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study):
     path = study.root / summary["run"]
     took_part = {line["round"]: line["takes_part"] for line in metrics(path, "S1")}
     assert took_part == {1: True, 5: False, 6: False, 7: True, 8: True}  # others had trained round 6 already
-    assert [row["rounds"] for row in summary["sites"]] == [8, 3, 8, 8]
+    assert rounds_of(summary) == [8, 3, 8, 8]
     weights = [RunFolder(path).site(f"S{k}").load_checkpoint(8)[1]["weight"] for k in range(4)]
-    assert sum(weights) == pytest.approx(3)  # the mass of S1 was lost with it
-    assert sorted(weights) == [0.5, 0.5, 1, 1]
-    assert summary["sites"][0]["epsilon"] == pytest.approx(spent(8))
-    assert summary["sites"][1]["epsilon"] == pytest.approx(spent(4))  # round 2 was trained, then lost
+    assert sorted(weights) == [0.5, 0.5, 1, 1]  # the mass of S1 was lost with it
+    costs = [row["epsilon"] for row in summary["sites"][:2]]
+    assert costs == pytest.approx([spent(8), spent(4)])  # round 2 was trained, then lost
 
 
 def test_all_sites_lost_is_an_error(study, monkeypatch):
@@ -307,15 +275,8 @@ def test_all_sites_lost_is_an_error(study, monkeypatch):
         raise launch.SitesLost(dict.fromkeys(running, "gone"))
 
     monkeypatch.setattr(launch, "run_ranks", lose_everyone)
-    with pytest.raises(WsiFlError, match="all sites were lost; continue with `wsi-fl train --resume"):
-        train(study, method="proxyfl")
-
-
-def test_one_site_alone_finishes(tmp_path):
-    study = make_study(tmp_path / "two", n_sites=2)
-    limit(study, "S1", 1)
-    summary = local(study, "fedavg")
-    assert [row["rounds"] for row in summary["sites"]] == [3, 1]
+    words = "all sites were lost; continue with `wsi-fl train --resume"
+    refused(lambda: train(study, method="proxyfl"), words, error=WsiFlError)
 
 
 @pytest.mark.parametrize(
@@ -333,24 +294,27 @@ def test_what_launchers_say_of_a_killed_rank(text):
     assert ranks.killed(text.replace(b"4711", b"4712")) == {}
 
 
-# --- what an interruption at a bad moment must not do ----------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path):
-    study = make_study(tmp_path / "two", n_sites=2)
+def test_one_site_alone_finishes_and_honest_models_are_never_rejected(pair):
+    limit(pair, "S1", 1)
+    for method in ("fedavg", "proxyfl"):
+        summary = local(pair, method, "train.lr=0.05")
+        assert rounds_of(summary) == [3, 1]
+        assert [row["rejected"] for row in summary["sites"]] == [0, 0]
+
+
+def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(larger_pair):
     cuts = [("S1", 3), ("S0", 5, "S1"), ("S1", 9), ("S1", 11, "S0")]
-    assert interrupted(study, *cuts, overrides=["train.rounds=12"])["lost"] == []
-    for site in study.site_names():
-        lines = [json.loads(line) for line in study.ledger(site).read_text().splitlines()]
+    assert interrupted(larger_pair, *cuts, overrides=["train.rounds=12"])["lost"] == []
+    for site in larger_pair.site_names():
+        lines = [json.loads(line) for line in larger_pair.ledger(site).read_text().splitlines()]
         sent = [line["round"] for line in lines if line.get("sending") and not line.get("again")]
         assert sent == sorted(set(sent))
 
 
 @pytest.mark.slow
 def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study):
-    rows = interrupted(study, ("S0", 1), ("S2", 1, "S1"))["sites"]
-    assert [row["rounds"] for row in rows] == [3, 3, 3, 3]
+    assert rounds_of(interrupted(study, ("S0", 1), ("S2", 1, "S1"))) == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -366,8 +330,7 @@ def test_who_was_away_until_the_end_catches_up_and_may_be_interrupted(study, met
             resume(study, "1", backend="local")
     back = resume(study, "1", backend="local")
     assert [row["site"] for row in back["sites"]] == study.site_names() and back["lost"] == []
-    if method != "proxyfl":
-        assert [row["rounds"] for row in back["sites"]] == [rounds] * 4
+    assert method == "proxyfl" or rounds_of(back) == [rounds] * 4
 
 
 @pytest.mark.slow
@@ -375,10 +338,9 @@ def test_a_raised_budget_counts_from_the_next_round_on(study):
     limit(study, "S1", 1)
     with cut_at("S3", 2):
         local(study)
-    file = study.root / "sites" / "S1.toml"
+    file = site_file(study, "S1")
     file.write_text(re.sub("max_epsilon.*", "max_epsilon = 100.0", file.read_text()))
-    rows = resume(study, "1", backend="local")["sites"]
-    assert [row["rounds"] for row in rows] == [3, 1, 3, 3]
+    assert rounds_of(resume(study, "1", backend="local")) == [3, 1, 3, 3]
 
 
 @pytest.mark.slow

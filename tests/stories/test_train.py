@@ -12,26 +12,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from conftest import REAL, edited, larger, larger_pair, write_store
+from changing import edit, make_real, site_file
+from conftest import edited, larger, larger_pair, metrics, model, refused, same, write_store
 from conftest import larger_study as make_study
-from safetensors.torch import load_file
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.account import guarantee_of
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.system.machine import launched_ranks
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import WsiFlError
 
 study = larger
 pair = larger_pair
 
 SEEDED = ["train.rounds=5", "privacy.insecure_seed=3"]
+WSI_FL = [sys.executable, "-m", "wsi_fl", "train", *(part for one in SEEDED for part in ("--set", one))]
 SITES = ["S0", "S1"]
 WHOLE = epsilon([plan(36, 8, 5, 1.4, 0.7)], 1e-5)
 
@@ -40,47 +39,45 @@ def local(study, method="proxyfl", *overrides):
     return train(study, method=method, overrides=overrides, backend="local")
 
 
-def models(path):
-    return {f.parent.name + f.name: load_file(f) for f in sorted(path.glob("sites/*/p*.safetensors"))}
+def alone(study):
+    return local(study, "regular", "train.rounds=1")["run"]
 
 
-def assert_same(a, b):
-    assert a.keys() == b.keys() != set()
-    for name, tensors in a.items():
-        for key, value in tensors.items():
-            assert torch.equal(value, b[name][key]), (name, key)
+def assert_same(study, run, other):
+    """The models of two runs are equal, bit for bit."""
+    for site in SITES:
+        for role in ("private", "proxy"):
+            assert same(*(model(study.root / one, site, role) for one in (run, other))), (site, role)
 
 
-def sets(overrides):
-    return [part for override in overrides for part in ("--set", override)]
-
-
-def under_mpiexec(study, n, *arguments):
-    command = [launch.find_mpiexec(), "-n", str(n), "--oversubscribe", "--bind-to", "none"]
-    command += [sys.executable, "-m", "wsi_fl", *arguments]
-    environment = launch.rank_environment(n)
-    return subprocess.run(
-        command, cwd=study.root, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+@pytest.mark.slow
+def test_ranks_of_mpiexec_join_and_learn_what_one_process_does(whole):
+    study, summary = whole
+    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none", *WSI_FL, "--json"]
+    how = {"cwd": study.root, "env": launch.rank_environment(2), "capture_output": True, "timeout": 120}
+    done = subprocess.run(command, check=True, **how)
+    joined = json.loads(done.stdout)  # one document: the other rank has nothing to say
+    for one in (joined, summary):
+        assert_contract(one, study.root / one["run"])
+    assert_same(study, joined["run"], summary["run"])
+    assert joined["communication"]["bytes"] == summary["communication"]["bytes"]
+    for site in SITES:
+        stores = [study.root / one["run"] / "sites" / site / "store.json" for one in (joined, summary)]
+        assert stores[0].read_text() == stores[1].read_text()
 
 
 def assert_contract(summary, path):
-    assert summary["method"] == "proxyfl"
-    assert summary["lost"] == []
-    assert summary["seconds"] > 0
+    assert summary["method"] == "proxyfl" and summary["lost"] == [] and summary["seconds"] > 0
     assert [row["site"] for row in summary["sites"]] == SITES
     for row in summary["sites"]:
-        assert row["epsilon"] == pytest.approx(WHOLE)
-        assert row["delta"] == 1e-5
+        assert row["epsilon"] == pytest.approx(WHOLE) and row["delta"] == 1e-5
         assert row["guarantee"] == "none"  # its noise was seeded
-        assert (row["unit"], row["rounds"]) == ("row", 5)
+        assert (row["unit"], row["rounds"], row["rejected"]) == ("row", 5, 0)
     assert set(summary["communication"]) == {"messages", "bytes", "seconds"}
     assert summary["communication"]["messages"] == 5 * len(SITES)
     for site in SITES:
-        folder = path / "sites" / site
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [line["round"] for line in lines] == [1, 2, 3, 4, 5]
-        assert json.loads((folder / "ledger.json").read_text())["steps"] == 25
+        assert [line["round"] for line in metrics(path, site)] == [1, 2, 3, 4, 5]
+        assert json.loads((path / "sites" / site / "ledger.json").read_text())["steps"] == 25
 
 
 @pytest.fixture(scope="module")
@@ -91,38 +88,17 @@ def whole(tmp_path_factory):
     return study, summary
 
 
-@pytest.mark.slow
-def test_ranks_of_mpiexec_join_and_learn_what_one_process_does(whole):
-    study, summary = whole
-    done = under_mpiexec(study, 2, "train", "--json", *sets(SEEDED))
-    assert done.returncode == 0, done.stderr[-2000:]
-    joined = json.loads(done.stdout)  # one document: the other rank has nothing to say
-    path = study.root / joined["run"]
-    assert_contract(joined, path)
-    assert_contract(summary, study.root / summary["run"])
-    assert_same(models(path), models(study.root / summary["run"]))
-    assert joined["communication"]["bytes"] == summary["communication"]["bytes"]
-    inputs = [
-        {site: json.loads((p / "sites" / site / "store.json").read_text()) for site in SITES}
-        for p in (path, study.root / summary["run"])
-    ]
-    assert inputs[0] == inputs[1]
-    assert set(inputs[0]) == set(SITES)
-
-
 def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(whole, wsi_fl):
     study, summary = whole
     known = set(study.runs.glob("*-proxyfl-*"))
-    command = [sys.executable, "-m", "wsi_fl", "train", "--set", "train.rounds=5", "--set", SEEDED[1]]
-    with subprocess.Popen(
-        command, cwd=study.root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as job:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(WSI_FL, cwd=study.root, start_new_session=True, **quiet) as job:
         path = _killed_within(study, known, job)
     assert not (path / "summary.json").exists()
-    done = wsi_fl("train", "--resume", path.name, "--json", cwd=study.root)
+    done = wsi_fl("train", "--resume", path.name, "--backend", "local", "--json", cwd=study.root)
     assert done.returncode == 0, done.stderr
     assert_contract(json.loads(done.stdout), path)
-    assert_same(models(path), models(study.root / summary["run"]))
+    assert_same(study, path, summary["run"])
     files = [f for f in path.rglob("*") if f.is_file()]
     assert {f.suffix for f in files} <= {".toml", ".json", ".jsonl", ".safetensors", ".txt", ".log", ""}
     assert not [f for f in files if f.read_bytes()[:1] == b"\x80"], "a pickle begins so"
@@ -175,92 +151,66 @@ def test_evaluate_says_what_the_contract_says(whole, wsi_fl):
         values = [row[name] for row in rows]
         assert document["merged"][name]["mean"] == pytest.approx(np.mean(values))
         assert document["merged"][name]["sd"] == pytest.approx(np.std(values))
-    last = [
-        json.loads((study.root / summary["run"] / "sites" / s / "metrics.jsonl").read_text().splitlines()[-1])
-        for s in SITES
-    ]
-    for row, line in zip(rows, last, strict=True):
-        assert (row["n"], row["own"]["n"]) == (24, 12)
+    run = study.root / summary["run"]
+    for row in rows:
+        line = metrics(run, row["site"])[-1]
+        assert (row["n"], row["own"]["n"], row["slides"]["n"]) == (24, 12, 2)
         assert row["accuracy"] == pytest.approx(line["merged"]["accuracy"])
         assert row["own"]["auroc"] == pytest.approx(line["own"]["auroc"])
-        assert np.sum(row["confusion"]) == 24
+        assert np.sum(row["confusion"]) == 24 and set(row["parts"]) == set(SITES)
         low, high = row["intervals"]["accuracy"]
         assert low <= row["accuracy"] <= high
-        assert set(row["parts"]) == set(SITES)
-        assert row["slides"]["n"] == 2
-        predictions = study.root / summary["run"] / "sites" / row["site"] / "predictions.csv"
+        predictions = run / "sites" / row["site"] / "predictions.csv"
         assert len(predictions.read_text().splitlines()) == 1 + 5 * 24
 
 
-def test_same_names_at_two_sites_are_two_patients(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
+def test_same_names_at_two_sites_are_two_patients(pair):
     for k in range(2):
-        with edited(study.store(f"S{k}")) as file:
-            file["patient"][:] = [name.decode()[1:].encode()[1:] for name in file["patient"][:]]
-    run = local(study, "regular", "train.rounds=1")["run"]
-    row = evaluate(study, run)["sites"][0]
+        with edited(pair.store(f"S{k}")) as file:
+            file["patient"][:] = [name[2:] for name in file["patient"][:]]
+    row = evaluate(pair, alone(pair))["sites"][0]
     assert row["intervals"]["accuracy"] is not None  # one test patient each, clustered by patient
     assert row["own"]["intervals"]["accuracy"] is None
 
 
-def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    run = local(study, "regular", "train.rounds=1")["run"]
-    for file in (study.root / "sites").glob("*.toml"):
-        file.write_text(file.read_text().replace("real = false", REAL))
-    document = evaluate(study, run)
+def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(pair):
+    run = alone(pair)
+    make_real(pair)
+    document = evaluate(pair, run)
     assert document["merged"] is None
     for row in document["sites"]:
-        assert row["n"] == row["own"]["n"] == 12
-        assert set(row["parts"]) == {row["site"]}
-    for name in ("S0", "S1"):
-        assert evaluate(study, run)["merged"] is None
-        file = study.root / "sites" / f"{name}.toml"
-        file.write_text(file.read_text() + 'allow = ["patches"]\n')
-    assert evaluate(study, run)["merged"]["accuracy"]["mean"] is not None
-    shutil.rmtree(study.root / "stores" / "S1")
-    file.write_text(file.read_text().replace("patches", "model"))
-    assert [row["site"] for row in evaluate(study, run)["sites"]] == ["S0"]  # at hospital S0 there is no S1
+        assert row["n"] == row["own"]["n"] == 12 and set(row["parts"]) == {row["site"]}
+    for name in SITES:
+        assert evaluate(pair, run)["merged"] is None
+        edit(site_file(pair, name), more='allow = ["patches"]\n')
+    assert evaluate(pair, run)["merged"]["accuracy"]["mean"] is not None
+    shutil.rmtree(pair.root / "stores" / "S1")
+    edit(site_file(pair, "S1"), "patches", "model")
+    assert [row["site"] for row in evaluate(pair, run)["sites"]] == ["S0"]  # at hospital S0 there is no S1
 
 
-def test_the_report_of_real_sites_shows_no_hospital_to_another(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=3)
-    run = local(study, "regular", "train.rounds=1")["run"]
-    for file in (study.root / "sites").glob("*.toml"):
-        file.write_text(file.read_text().replace("real = false", REAL))
-    evaluate(study, run)
-    assert "data:image" not in report(study, run).read_text()
-    for name in ("S1", "S2"):
-        shutil.rmtree(study.root / "stores" / name)
-    assert "data:image" not in report(study, run).read_text()
-    assert "data:image" in report(study, run, pictures=True).read_text()  # at hospital S0, its own patches
-
-
-def test_a_store_made_anew_is_noticed(study):
-    run = local(study, "regular", "train.rounds=1")["run"]
-    shutil.rmtree(study.store("S1").parent)
-    write_store(study, "S1", n_per_slide=14)
-    with pytest.raises(UsageError, match="site S1: its store was made anew since this run began"):
-        evaluate(study, run)
+def test_a_store_made_anew_is_noticed(pair):
+    run = alone(pair)
+    shutil.rmtree(pair.store("S1").parent)
+    write_store(pair, "S1", n_per_slide=14)
+    refused(lambda: evaluate(pair, run), "site S1: its store was made anew since this run began")
 
 
 def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
-    study = pair
-    before = sorted(study.root.rglob("*"))
-    document = dry_run(study, method="proxyfl")
-    assert sorted(study.root.rglob("*")) == before
-    assert document["rounds"] == 3
-    assert document["seconds"] > 0
-    assert document["memory_bytes"] > 10**7
+    def planned(*overrides):
+        return dry_run(pair, method="proxyfl", overrides=overrides)
+
+    before = sorted(pair.root.rglob("*"))
+    document = planned()
+    assert sorted(pair.root.rglob("*")) == before
+    assert document["rounds"] == 3 and document["seconds"] > 0 and document["memory_bytes"] > 10**7
     for row in document["sites"]:
         assert row["epsilon"] == pytest.approx(epsilon([plan(36, 8, 3, 1.4, 0.7)], 1e-5))
-        assert (
-            row["guarantee"] == "guaranteed" and row["expected"] is None
-        )  # the study is of heads on features
-    paper = dry_run(study, method="proxyfl", overrides=["privacy.mode=paper"])
-    assert {row["guarantee"] for row in paper["sites"]} == {"nominal"}
+        assert row["guarantee"] == "guaranteed"
+        assert row["expected"] is None  # the study is of heads on features
+    assert {row["guarantee"] for row in planned("privacy.mode=paper")["sites"]} == {"nominal"}
     for override in ("privacy.enabled=false", "privacy.sigma=0"):
-        rows = dry_run(study, method="proxyfl", overrides=[override])["sites"]
+        rows = planned(override)["sites"]
         assert {(row["epsilon"], row["guarantee"]) for row in rows} == {(None, "none")}
 
 
@@ -278,65 +228,58 @@ def test_what_epsilon_is_worth(study, mode, method, beta, guarantee):
     assert guarantee_of(METHODS[method], pipeline) == guarantee
 
 
-def test_a_failing_rank_ends_the_job_with_one_line(tmp_path, wsi_fl):
-    study = make_study(tmp_path / "study", n_sites=3)
-    shutil.rmtree(study.store("S2").parent)
-    write_store(study, "S2", mpp=0.5)
-    done = wsi_fl("train", "--json", cwd=study.root)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert not list(study.runs.glob("0*"))
+def test_a_failing_rank_ends_the_job_with_one_line(pair, wsi_fl):
+    shutil.rmtree(pair.store("S1").parent)
+    write_store(pair, "S1", mpp=0.5)
+    done = wsi_fl("train", "--json", cwd=pair.root)
+    assert done.returncode == 2 and done.stdout == ""
+    assert not list(pair.runs.glob("0*"))
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("wsi-fl: error:")]
-    assert line == "wsi-fl: error: sites disagree: S2 brings 0.5 as the resolution (µm/px), the others 1.0"
+    assert line == "wsi-fl: error: sites disagree: S1 brings 0.5 as the resolution (µm/px), S0 1.0"
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(study, monkeypatch, resumed):
-    run = local(study, "regular", "train.rounds=1")["run"] if resumed else None
+def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(pair, monkeypatch, resumed):
+    run = alone(pair) if resumed else None
     if run:
-        (study.root / run / "summary.json").unlink()
-    before = sorted(study.root.rglob("*"))
+        (pair.root / run / "summary.json").unlink()
+    before = sorted(pair.root.rglob("*"))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
-    with pytest.raises(UsageError, match="4 sites need 4 ranks, but 3 were started"):
-        resume(study, run) if run else train(study, method="proxyfl")
-    assert sorted(study.root.rglob("*")) == before
+    begun = (lambda: resume(pair, run)) if run else (lambda: train(pair, method="proxyfl"))
+    refused(begun, "2 sites need 2 ranks, but 3 were started")
+    assert sorted(pair.root.rglob("*")) == before
 
 
-def test_two_jobs_on_one_run_are_refused(study):
-    path = study.root / local(study, "proxyfl", "train.rounds=1")["run"]
+def test_two_jobs_on_one_run_are_refused(pair):
+    path = pair.root / alone(pair)
     (path / "summary.json").unlink()
+    words = "another job still works on this run; wait for it, or end it"
     with (path / "sites" / "S1" / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(WsiFlError, match="another job still works on this run; wait for it, or end it"):
-            resume(study, path.name, backend="local")
+        refused(lambda: resume(pair, path.name, backend="local"), words, error=WsiFlError)
 
 
 def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(WsiFlError, match=r"mpiexec was not found; install .*wsi-fl\[mpi\].*--backend local"):
-        train(study, method="proxyfl")
+    words = ("mpiexec was not found; install ", "wsi-fl[mpi]", "--backend local")
+    refused(lambda: train(study, method="proxyfl"), *words, error=WsiFlError)
     assert not study.runs.exists()
     beside = tmp_path / "mpiexec"
     beside.touch()
     assert launch.find_mpiexec() == str(beside)
 
 
-@pytest.mark.parametrize(
-    ("variables", "ranks"),
-    [
-        ({}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, 1),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, 4),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, None),  # an interactive shell under srun
-        ({"PMI_SIZE": "3"}, 3),
-    ],
-)
-def test_ranks_that_somebody_else_started_are_noticed(monkeypatch, variables, ranks):
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert launched_ranks() == ranks
+def test_ranks_that_somebody_else_started_are_noticed(monkeypatch):
+    """One task of Slurm is an interactive shell under srun."""
+    variables = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+    for name, value, ranks in (
+        *((None, "", None), ("OMPI_COMM_WORLD_SIZE", "4", 4), ("OMPI_COMM_WORLD_SIZE", "1", 1)),
+        *(("SLURM_STEP_NUM_TASKS", "4", 4), ("SLURM_STEP_NUM_TASKS", "1", None), ("PMI_SIZE", "3", 3)),
+    ):
+        for one in variables:
+            monkeypatch.delenv(one, raising=False)
+        if name:
+            monkeypatch.setenv(name, value)
+        assert launched_ranks() == ranks, name
