@@ -8,10 +8,11 @@ import torch
 from conftest import LARGER, make_study, nightly, write_features
 from safetensors.torch import load_file
 from test_oneshot import HEADS, rows_of
+from trained import trained
 
 from wsi_fl.federation import loop
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume
 from wsi_fl.stores.patches import PatchStore
 
 TALKING = ["proxyfl", "fedavg", *nightly("fml", "avgpush", "cwt")]
@@ -20,7 +21,7 @@ KINDS = {"heads": HEADS, "networks": ["train.val_fraction=0.34", "train.seed=2"]
 
 
 def run(study, method, *overrides):
-    return study.root / train(study, method=method, overrides=[*SEEDED, *overrides], backend="local")["run"]
+    return study.root / trained(study, method, *SEEDED, *overrides)["run"]
 
 
 def kept(path, role):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
+from trained import trained
 
 from wsi_fl.learning.examples import batches, joined
 from wsi_fl.learning.local import losses_of, probabilities
@@ -37,7 +38,6 @@ from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, audit_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.stages.work.console import render
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
@@ -221,7 +221,7 @@ def models(document, name):
 def noisy(tmp_path_factory):
     """Two sites in strict mode with noise, 400 canaries each."""
     study = make_study(tmp_path_factory.mktemp("audit") / "study", n_sites=2)
-    summary = train(study, method="proxyfl", overrides=[*PLAN, "privacy.sigma=8.0"], backend="local")
+    summary = trained(study, "proxyfl", *PLAN, "privacy.sigma=8.0")
     return study, summary, audit(study, summary["run"])
 
 
@@ -274,7 +274,7 @@ def test_private_models_without_noise_give_their_canaries_away(noisy):
 @pytest.mark.slow
 def test_without_noise_the_bound_exceeds_what_the_plan_with_noise_promises(noisy):
     study, summary, _ = noisy
-    bare = train(study, method="proxyfl", overrides=[*PLAN, "privacy.sigma=0.0"], backend="local")
+    bare = trained(study, "proxyfl", *PLAN, "privacy.sigma=0.0")
     for model, row in zip(models(audit(study, bare["run"]), "proxy"), summary["sites"], strict=True):
         assert model["canaries"]["epsilon_lower"] > row["epsilon"]
         assert model["canaries"]["epsilon_upper"] is None
@@ -353,7 +353,7 @@ def unexplained(tmp_path_factory):
 def test_a_planted_leak_is_caught(unexplained):
     """σ = 0 and labels that can only be learned by heart."""
     overrides = [*SHORT, "privacy.enabled=false", "train.rounds=30", "audit.canaries=60"]
-    run = train(unexplained, method="regular", overrides=overrides, backend="local")["run"]
+    run = trained(unexplained, "regular", *overrides)["run"]
     (model,) = models(audit(unexplained, run), "private")
     own = model["membership"]["own"]
     assert (own["members"], own["non_members"]) == (80, 40)
@@ -365,7 +365,7 @@ def test_a_planted_leak_is_caught(unexplained):
 
 def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):
     overrides = [*SHORT, "privacy.sigma=100.0", "train.rounds=1", "privacy.insecure_seed=1", "train.lr=1e-6"]
-    run = train(unexplained, method="regular", overrides=overrides, backend="local")["run"]
+    run = trained(unexplained, "regular", *overrides)["run"]
     document = audit(unexplained, run)
     (model,) = models(document, "private")
     assert model["membership"]["own"]["alarm"] is False
@@ -378,11 +378,10 @@ def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):
     ("method", "names"),
     [("fedavg", ["central", "released"]), *nightly(("joint", ["central"]), ("regular", ["private"]))],
 )
-def test_every_kind_of_model_is_attacked(tmp_path, method, names):
-    study = make_study(tmp_path / "study", n_sites=2)
+def test_every_kind_of_model_is_attacked(pair, method, names):
     overrides = ["train.rounds=1", "privacy.unit=patient", "train.batch_size=2", "audit.canaries=9"]
-    summary = train(study, method=method, overrides=overrides, backend="local")
-    document = audit(study, summary["run"])
+    summary = trained(pair, method, *overrides)
+    document = audit(pair, summary["run"])
     for site, row in zip(document["sites"], summary["sites"], strict=True):
         assert [model["model"] for model in site["models"]] == names
         assert document["tests"] == 2 * len(names)
@@ -395,12 +394,12 @@ def test_every_kind_of_model_is_attacked(tmp_path, method, names):
 
 def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
+    run = trained(study, "regular", "train.rounds=1")["run"]
     document = audit(study, run)
     assert document["sites"][0]["models"][0]["canaries"] is None
     assert report(study, run).read_text().count('id="audit"') == 1
     sets = ["train.rounds=1", "audit.canaries=4"]
-    planted = train(study, method="regular", overrides=sets, backend="local")
+    planted = trained(study, "regular", *sets)
     (study.root / planted["run"] / "sites" / "S0" / "canaries.json").unlink()
     refused(lambda: audit(study, planted["run"]), "the only record of what was planted", error=WsiFlError)
     write_store(study, "S0", n_per_slide=8)
@@ -409,15 +408,14 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     refused(lambda: audit(study, run), "has not finished", error=WsiFlError)
 
 
-def test_a_hospital_audits_its_own_part(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
+def test_a_hospital_audits_its_own_part(pair):
     overrides = ["train.rounds=1", "audit.canaries=4"]
-    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+    run = trained(pair, "regular", *overrides)["run"]
     for name in ("S0", "S1"):
-        file = study.root / "sites" / f"{name}.toml"
+        file = pair.root / "sites" / f"{name}.toml"
         file.write_text(file.read_text().replace("real = false", REAL))
-    study.store("S1").unlink()
-    document = audit(study, run)
+    pair.store("S1").unlink()
+    document = audit(pair, run)
     assert [site["site"] for site in document["sites"]] == ["S0"]
     assert document["tests"] == 2, "what is audited elsewhere counts too"
     assert set(document["sites"][0]["models"][0]["membership"]) == {"own"}

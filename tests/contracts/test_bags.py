@@ -12,6 +12,7 @@ import torch
 from conftest import REAL, nightly, refused
 from PIL import Image
 from torch.nn import functional
+from trained import trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
@@ -26,7 +27,6 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import Bags, BagTable, GridSpec, WsiFlError
@@ -103,7 +103,7 @@ def bags(tmp_path):
 def done(tmp_path_factory):
     """A study and a run that was evaluated."""
     study = make_bag_study(tmp_path_factory.mktemp("bags") / "study")
-    run = train(study, method="proxyfl", overrides=["train.rounds=12", OPEN], backend="local")["run"]
+    run = trained(study, "proxyfl", "train.rounds=12", OPEN)["run"]
     return study, run, evaluate(study, run)
 
 
@@ -111,7 +111,7 @@ OPEN = "privacy.enabled=false"
 
 
 def run(study, method, *overrides):
-    return train(study, method=method, overrides=overrides, backend="local")
+    return trained(study, method, *overrides)
 
 
 def model_of(name, n_features=D, seed=0):

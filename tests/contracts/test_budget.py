@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import interrupted_after, larger, nightly, planned, refused
 from conftest import larger_study as make_study
+from trained import trained
 
 from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
@@ -19,7 +20,7 @@ from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.privacy.plan import PrivacyPlan, require_planned
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training import workshop
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
@@ -37,9 +38,7 @@ def hospital(tmp_path):
 
 
 def run(study, *overrides, method="proxyfl"):
-    return train(
-        study, method=method, overrides=["train.rounds=2", "privacy.sigma=4", *overrides], backend="local"
-    )
+    return trained(study, method, "train.rounds=2", "privacy.sigma=4", *overrides)
 
 
 def row(summary):

@@ -8,10 +8,11 @@ import pytest
 from conftest import make_study, refused, write_features
 from sklearn.metrics import recall_score, roc_auc_score
 from test_fair import ALONE
+from trained import trained
 
 from wsi_fl.stages.answers.clinical import clinical
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.train import train, train_series
+from wsi_fl.stages.training.train import train_series
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def described(tmp_path_factory):
         table.write_text("patient,scanner,shelf\n" + "\n".join(f"{row}," for row in rows))
         site = study.root / "sites" / f"S{k}.toml"
         site.write_text(f'{site.read_text()}clinical = "{table}"\n')
-    run = train(study, method="regular", overrides=ALONE, backend="local")["run"]
+    run = trained(study, "regular", *ALONE)["run"]
     evaluate(study, run)
     return study, run
 

@@ -13,6 +13,7 @@ import timm
 import torch
 from conftest import make_study, nightly, refused, write_store
 from safetensors.torch import save_file
+from trained import trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
@@ -21,7 +22,7 @@ from wsi_fl.stages.prepare.bags import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_bags, open_data, open_store
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.stores.fields import HEAD
 from wsi_fl.study.folder import Study
@@ -280,9 +281,8 @@ def test_a_bit_anywhere_in_a_checkpoint_or_a_model_is_found(site):
 
 
 @pytest.mark.slow
-def test_a_changed_model_is_written_again_by_what_it_advises(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    run = RunFolder(study.root / train(study, method="proxyfl", backend="local")["run"])
+def test_a_changed_model_is_written_again_by_what_it_advises(pair):
+    run = RunFolder(pair.root / trained(pair, "proxyfl")["run"])
     paths = sorted(run.path.glob("sites/*/*.safetensors"))
     before = [path.read_bytes() for path in paths]
     for path in paths:
@@ -290,7 +290,7 @@ def test_a_changed_model_is_written_again_by_what_it_advises(tmp_path):
     words = ("backup", "delete the run's summary.json", f"`wsi-fl train --resume {run.name}`")
     refused(lambda: run.site("S0").load_model("private"), *words, error=WsiFlError)
     (run.path / "summary.json").unlink()
-    resume(study, run.name, backend="local")
+    resume(pair, run.name, backend="local")
     assert len(before) == 4 and [path.read_bytes() for path in paths] == before
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REAL, make_study, nightly, refused, write_features
+from trained import trained
 
 from wsi_fl.learning.examples import packed, reduced
 from wsi_fl.models import build
@@ -19,7 +20,6 @@ from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.export_model import export_model
-from wsi_fl.stages.training.train import train
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.types import Bags, Images, Vectors, WsiFlError
 
@@ -31,7 +31,7 @@ def done(tmp_path_factory):
     """A study of patches with an evaluated, audited run of ProxyFL."""
     study = make_study(tmp_path_factory.mktemp("export") / "study", n_sites=2)
     sets = ["audit.canaries=20", "train.rounds=2"]
-    run = train(study, method="proxyfl", overrides=sets, backend="local")["run"]
+    run = trained(study, "proxyfl", *sets)["run"]
     evaluate(study, run)
     audit(study, run)
     return study, run
@@ -178,7 +178,7 @@ def test_what_may_not_leave_stays(done, tmp_path):
     ):
         refused(lambda how=how: export_model(study, run, **{"form": "onnx", **how}), *words)
     real = make_study(tmp_path / "real", n_sites=2, site_extra=f'{REAL}\nallow = ["patches"]')
-    run = train(real, method="proxyfl", overrides=["train.rounds=1"], backend="local")["run"]
+    run = trained(real, "proxyfl", "train.rounds=1")["run"]
     evaluate(real, run)
 
     def private(run, site="S0"):
@@ -190,25 +190,24 @@ def test_what_may_not_leave_stays(done, tmp_path):
     site = real.root / "sites" / "S0.toml"
     site.write_text(site.read_text().replace('"patches"', '"patches", "private_model"'))
     refused(lambda: private(run), "private_model")  # a run keeps the promises that it began with
-    again = train(real, method="proxyfl", overrides=["train.rounds=1"], backend="local")["run"]
+    again = trained(real, "proxyfl", "train.rounds=1")["run"]
     assert "memorised" in private(again)["warning"]
     refused(lambda: private(again, "S1"), "S1")
 
 
-def test_a_shared_model_without_privacy_says_so(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
+def test_a_shared_model_without_privacy_says_so(pair):
     quick = ["privacy.enabled=false", "train.rounds=1"]
-    run = train(study, method="fedavg", overrides=quick, backend="local")["run"]
-    document = export_model(study, run, called="shared", form="wsinfer")
-    assert "memorised" in document["warning"] and not card_of(study, document)[0]["privacy"]["covered"]
-    refused(lambda: export_model(study, run, called="private", form="wsinfer"), "has shared")
+    run = trained(pair, "fedavg", *quick)["run"]
+    document = export_model(pair, run, called="shared", form="wsinfer")
+    assert "memorised" in document["warning"] and not card_of(pair, document)[0]["privacy"]["covered"]
+    refused(lambda: export_model(pair, run, called="private", form="wsinfer"), "has shared")
 
 
 def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it_takes(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["train.input_px=16", "privacy.enabled=false", "train.rounds=1"]
-    run = train(study, method="regular", overrides=sets, backend="local")["run"]
+    run = trained(study, "regular", *sets)["run"]
     document = export_model(study, run, called="private", form="wsinfer", site="S0", private=True)
     pixels = pixels_of(study)
     small = reduced(pixels, 16)
@@ -242,7 +241,7 @@ def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path)
     sets = ["features.encoder=test_efficientnet", f"features.weights={weights}", "features.input_px=48"]
     features(study, site="S0", overrides=sets)
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head", "train.rounds=1"]
-    run = train(study, method="proxyfl", overrides=[*sets, *heads], backend="local")["run"]
+    run = trained(study, "proxyfl", *sets, *heads)["run"]
     pixels = pixels_of(study)
     seen = Encoder("test_efficientnet", weights, input_px=48)(pixels)
     n = seen.shape[1]
@@ -258,27 +257,24 @@ def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path)
     refused(lambda: export_model(study, run, called="proxy", form="wsinfer"), "use --format onnx")
 
 
-def test_a_shared_head_leaves_without_any_sites_sums(tmp_path):
+def test_a_shared_head_leaves_without_any_sites_sums(pair):
     """What is exported follows from what was released; the site's own exact sums change nothing in it."""
-    study = make_study(tmp_path / "study", n_sites=2)
     rng = np.random.default_rng(0)
     for site in ("S0", "S1"):
         y = rng.integers(0, 2, 60)
         x = rng.normal(size=(60, 12)) + y[:, None]
         patients = [f"p{k}" for k in range(60)]
-        write_features(study, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
-    run = train(
-        study, method="oneshot", overrides=["train.data=features", "model.directions=4"], backend="local"
-    )["run"]
-    evaluate(study, run)
-    document = export_model(study, run, called="shared", form="onnx")
-    card = json.loads((study.root / document["out"] / "model_card.json").read_text())
+        write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
+    run = trained(pair, "oneshot", "train.data=features", "model.directions=4")["run"]
+    evaluate(pair, run)
+    document = export_model(pair, run, called="shared", form="onnx")
+    card = json.loads((pair.root / document["out"] / "model_card.json").read_text())
     assert card["metrics"] is None  # what was measured had the site's own rows in it
-    folder = RunFolder(study.root / run)
+    folder = RunFolder(pair.root / run)
     head = SharedHead(2, 12, directions=4)
     head.load_state_dict(folder.site("S0").load_model("proxy"))
     x = torch.randn(20, 12)
-    say = onnx_of(study.root / document["out"])
+    say = onnx_of(pair.root / document["out"])
     public = head.as_released()
     buffers = {name for name, _ in public.named_buffers()}
     assert isinstance(public, SolvedHead) and buffers == {"mean", "components", "weights", "bias"}

@@ -9,6 +9,7 @@ import torch
 from conftest import make_study, refused, write_features
 from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
+from trained import trained
 
 from wsi_fl.learning.metrics import _recentred_at_half, operating_point
 from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone, stack_by_rows, stacked
@@ -22,13 +23,12 @@ from wsi_fl.learning.tuning import (
 )
 from wsi_fl.learning.validation import roles
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.train import train
 
 ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]
 
 
 def run_of(study, *overrides, method="regular"):
-    return train(study, method=method, overrides=overrides, backend="local")["run"]
+    return trained(study, method, *overrides)["run"]
 
 
 def normalised(x):

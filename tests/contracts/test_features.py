@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from test_mosaic import plain_features
 from torch.nn import functional
+from trained import trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
@@ -30,7 +31,7 @@ from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume
 from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
@@ -187,7 +188,7 @@ def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
 @pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
 def test_methods_train_on_features(study, method):
     overrides = [*HEADS, "train.val_fraction=0.3"]
-    summary = train(study, method=method, overrides=overrides, backend="local")
+    summary = trained(study, method, *overrides)
     assert [row["rounds"] for row in summary["sites"]] == [2] * 3
     found = evaluate(study, summary["run"])
     assert found["examples"] == "patches" and found["merged"]["accuracy"]["mean"] is not None
@@ -201,10 +202,10 @@ def test_models_of_other_inputs_are_refused_in_one_line(study):
     refused(lambda: build("linear_head", n_classes=2, shape=Images(3, 8), seed=0), "train.data = 'features'")
     assert not set(VECTOR_BUILDERS) & set(BUILDERS)
     wrong = ["train.data=features"]
-    refused(lambda: train(study, method="regular", overrides=wrong, backend="local"), "linear_head")
+    refused(lambda: trained(study, "regular", *wrong), "linear_head")
     study.features("S1").unlink()
     refused(
-        lambda: train(study, method="regular", overrides=HEADS, backend="local"),
+        lambda: trained(study, "regular", *HEADS),
         "run `wsi-fl features --site S1`",
         error=WsiFlError,
     )
@@ -227,7 +228,7 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
         "privacy.enabled=false",
         "train.input_px=24",
     ]  # of pixels, not of features
-    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+    run = trained(study, "regular", *overrides)["run"]
     evaluate(study, run)
     tested = rows_of(study.root / run / "sites/C1/predictions.csv")
     slide = next(path for path in archive.rglob("*.tif") if path.stem == tested[0]["slide"])
@@ -249,10 +250,10 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
 
 
 def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study):
-    run = study.root / train(study, method="proxyfl", overrides=HEADS, backend="local")["run"]
+    run = study.root / trained(study, "proxyfl", *HEADS)["run"]
     write_store(study, "S1", n_per_slide=14, size_px=32)
     refused(
-        lambda: train(study, method="proxyfl", overrides=HEADS, backend="local"),
+        lambda: trained(study, "proxyfl", *HEADS),
         "tiled again; run `wsi-fl features --site S1`",
         error=UsageError,
     )
@@ -282,7 +283,7 @@ def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
         np.testing.assert_allclose(train_rows.read(np.arange(12)), means[:12], atol=1e-6)
         assert train_rows.label.tolist() == [0, 1] * 6
     planned = dry_run(study, method=method, overrides=overrides)["sites"]
-    summary = train(study, method=method, overrides=overrides, backend="local")
+    summary = trained(study, method, *overrides)
     for row, before in zip(summary["sites"], planned, strict=True):
         assert (row["unit"], row["n_units"]) == ("patient", 12)
         assert row["epsilon"] == before["epsilon"] > 0
@@ -300,15 +301,14 @@ def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
     refused(lambda: dry_run(study, method=method, overrides=["train.example=patient"]), "is for features")
 
 
-def test_patients_who_all_count_as_one_class_are_told(tmp_path, capsys):
-    study = make_study(tmp_path / "study", n_sites=2)
+def test_patients_who_all_count_as_one_class_are_told(pair, capsys):
     patients = np.repeat([f"p{k}" for k in range(12)], 2)
     slides = [f"{name}-{k % 2}" for k, name in enumerate(patients)]  # one with, one without
-    for site in study.site_names():
+    for site in pair.site_names():
         x = np.random.default_rng(0).normal(size=(24, 6))
-        write_features(study, site, x, np.arange(24) % 2, patients, ["train"] * 24, slides)
+        write_features(pair, site, x, np.arange(24) % 2, patients, ["train"] * 24, slides)
     for example, head in (("patient", "linear_head"), ("slide", "mean_head")):
         heads = [f"model.private={head}", f"model.proxy={head}", "privacy.sigma=1", "train.data=features"]
-        dry_run(study, method="fedavg", overrides=[*heads, f"train.example={example}"])
+        dry_run(pair, method="fedavg", overrides=[*heads, f"train.example={example}"])
         told = "each of 12 patients has some tumor, so that all count as tumor"
         assert (told in capsys.readouterr().err) is (example == "patient")

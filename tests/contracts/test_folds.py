@@ -9,6 +9,7 @@ from conftest import make_study, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from test_bags import make_bag_study
+from trained import trained
 
 from wsi_fl.learning.validation import folds_of
 from wsi_fl.runs.run import RunFolder
@@ -17,7 +18,7 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data, open_data
 from wsi_fl.stages.training import train as training
-from wsi_fl.stages.training.train import train, train_series
+from wsi_fl.stages.training.train import train_series
 from wsi_fl.study.folder import load_pipeline
 from wsi_fl.types import WsiFlError
 
@@ -153,7 +154,7 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
 
 def test_runs_that_test_other_patients_are_not_compared(done):
     study, document, _ = done
-    other = train(study, method="regular", overrides=[OPEN], backend="local")["run"]
+    other = trained(study, "regular", OPEN)["run"]
     refused(
         lambda: compare(study, [document["runs"][0]["run"], other]),
         "tests other patients",
@@ -176,7 +177,7 @@ def test_each_fold_is_charged_by_itself(study, capsys):
 
 def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeypatch):
     def trained(*overrides, method="proxyfl"):
-        return lambda: train(study, method=method, overrides=overrides, backend="local")
+        return lambda: trained(study, method, *overrides)
 
     three = ("train.folds=3", "train.fold=1")
     refused(trained(*three, "train.stratify=true"), "train.stratify", "excludes privacy.enabled")
@@ -201,7 +202,7 @@ def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, m
         real(self, study, site, *args)
 
     monkeypatch.setattr(Data, "__init__", noted)
-    train(three, method="proxyfl", overrides=[OPEN, "train.left_out=S1"], backend="local")
+    trained(three, "proxyfl", OPEN, "train.left_out=S1")
     assert opened == {"S0", "S2"}
 
 
@@ -227,10 +228,10 @@ def test_each_site_is_left_out_once_and_tests_all_models(three):
 
 def test_a_site_left_out_is_scored_alone_beside_other_external_sites(three):
     settings = [OPEN, 'sites=["S0", "S1"]', "train.left_out=S1", 'evaluate.external=["S2"]']
-    run = train(three, method="regular", overrides=settings, backend="local")["run"]
+    run = trained(three, "regular", *settings)["run"]
     both = evaluate(three, run)["external_set"]
     assert both["sites"] == ["S2", "S1"] and (both["n"], both["left_out"]["site"]) == (24, "S1")
-    other = train(three, method="regular", overrides=[*settings[:3], "evaluate.external=[]"], backend="local")
+    other = trained(three, "regular", *settings[:3], "evaluate.external=[]")
     alone = evaluate(three, other["run"])["external_set"]
     assert alone["n"] == 12 and alone["rows"] == alone["left_out"]["rows"] == both["left_out"]["rows"]
     damaged = {**alone, "left_out": {**alone["left_out"], "store": "another"}}

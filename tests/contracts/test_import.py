@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
+from trained import trained
 
 from wsi_fl.stages.prepare.importing import ImportFacts, export, import_features
-from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec, NoCommonPlan
@@ -233,7 +233,7 @@ def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(
         with BagStore(study.mosaic(site)) as store:
             assert store.meta.encoder == f"uni; written as {written}"
     off = ["privacy.enabled=false"]
-    assert train(study, method="fedavg", overrides=off, backend="local")["run"]
+    assert trained(study, "fedavg", *off)["run"]
 
 
 def test_features_of_another_field_of_view_are_refused_unless_somebody_says_that_they_may_be_used(
@@ -242,9 +242,9 @@ def test_features_of_another_field_of_view_are_refused_unless_somebody_says_that
     of_two_tools(study, tmp_path)
     off = ["privacy.enabled=false"]
     words = ("256 µm (224 px at 1.14 µm/px)", "128 µm (256 px at 0.5 µm/px)", "train.any_patch_size")
-    refused(lambda: train(study, method="fedavg", overrides=off, backend="local"), *words, error=NoCommonPlan)
+    refused(lambda: trained(study, "fedavg", *off), *words, error=NoCommonPlan)
     allowed = [*off, "train.any_patch_size=true"]
-    assert train(study, method="fedavg", overrides=allowed, backend="local")["run"]
+    assert trained(study, "fedavg", *allowed)["run"]
 
 
 def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(study, tmp_path):

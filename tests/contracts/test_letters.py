@@ -10,6 +10,7 @@ from conftest import refused
 from scipy.stats import binom, kstest
 from sklearn.linear_model import LinearRegression, Ridge
 from test_questions import NUMBER, OPEN, SURVIVAL, make, sksurv
+from trained import trained
 
 from wsi_fl.hospitals.plans.contents import leaving
 from wsi_fl.learning.local import DPSettings, Learner, sum_up
@@ -25,7 +26,6 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.release import release
-from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.workshop import _settings
 from wsi_fl.types import Bags, WsiFlError
 
@@ -36,7 +36,7 @@ HOW = ("privacy.target_epsilon=20", "model.directions=8")
 
 
 def run_of(study, *overrides):
-    return train(study, method="oneshot", overrides=overrides, backend="local")["run"]
+    return trained(study, "oneshot", *overrides)["run"]
 
 
 def rows_of(task, n, seed, share=(0.0, 10.0)):

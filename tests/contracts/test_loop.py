@@ -11,6 +11,7 @@ from conftest import larger, larger_pair, metrics, model, nightly, same
 from conftest import larger_study as make_study
 from safetensors.torch import load_file
 from torch.nn import functional
+from trained import trained
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.topology import TOPOLOGIES
@@ -20,7 +21,7 @@ from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import workshop
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume
 from wsi_fl.types import Images, UsageError, WsiFlError
 
 study = larger
@@ -32,7 +33,7 @@ N_TRAIN, BATCH = 36, 8  # of conftest's stores
 
 
 def run(study, method="proxyfl", *overrides):
-    return study.root / train(study, method=method, overrides=overrides, backend="local")["run"]
+    return study.root / trained(study, method, *overrides)["run"]
 
 
 def test_without_alpha_the_private_model_trains_as_if_alone(pair):

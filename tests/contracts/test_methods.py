@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from conftest import REAL, interrupted_after, make_study, nightly
 from safetensors.numpy import load_file
+from trained import trained
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.mixing import PushSum, mix
 from wsi_fl.federation.topology import receivers, ring, star
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume
 from wsi_fl.types import UsageError
 
 SEEDED = "privacy.insecure_seed=1"
@@ -20,9 +21,7 @@ ACCOUNTED = [name for name, method in METHODS.items() if not (method.without_dp 
 
 
 def run(study, method, *overrides):
-    return train(
-        study, method=method, backend="local", overrides=["train.rounds=2", "train.batch_size=8", *overrides]
-    )
+    return trained(study, method, "train.rounds=2", "train.batch_size=8", *overrides)
 
 
 def model(study, summary, site, role="private"):

@@ -5,13 +5,13 @@ import pytest
 import torch
 from test_bags import OPEN, D, as_tensor, make_bag_study, model_of, unequal
 from torch.nn import functional
+from trained import trained
 
 from wsi_fl.learning.examples import bag_examples, batches, with_drawn_patches
 from wsi_fl.models import mil
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import _summed_by_patient
 from wsi_fl.stages.answers.predictor import load_predictor
-from wsi_fl.stages.training.train import train
 from wsi_fl.types import BagTable
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_heads_train_as_private_models_and_proxies_under_privacy(tmp_path, name,
     study = make_bag_study(tmp_path / "study", n_sites=2)
     models = [f"model.private={name}", f"model.proxy={name}"]
     overrides = [*models, "train.max_patches=3", f"privacy.unit={unit}"]
-    summary = train(study, method="proxyfl", overrides=overrides, backend="local")
+    summary = trained(study, "proxyfl", *overrides)
     assert all(row["epsilon"] > 0 and row["guarantee"] == "guaranteed" for row in summary["sites"])
 
 
@@ -89,7 +89,7 @@ def test_attention_of_every_head_reaches_predict(tmp_path):
     study = make_bag_study(tmp_path / "study", n_sites=1)
     for name in HEADS:
         overrides = [OPEN, f"model.private={name}", "train.rounds=1"]
-        run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+        run = trained(study, "regular", *overrides)["run"]
         predictor = load_predictor(study, run, "S0")
         bag = predictor.store.bag(2)
         attention = predictor.answer(bag, None).attention

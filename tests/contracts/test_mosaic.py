@@ -15,6 +15,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from trained import trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.models.encoder import Encoder
@@ -25,7 +26,6 @@ from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.prepare import sources
 from wsi_fl.stages.prepare.bags import mosaic
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import BagStore, read_bag_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, WsiFlError
@@ -104,7 +104,7 @@ def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, 
     overrides = [*settings(weights), "train.data=mosaics", "train.rounds=2", "train.batch_size=2"]
     overrides += ["model.private=deepset", "privacy.enabled=false"]
     overrides += ["mosaic.size_px=128", "mosaic.clusters=2", "mosaic.fraction=0.9"]  # not how they were made
-    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+    run = trained(study, "regular", *overrides)["run"]
     with BagStore(study.mosaic("C1")) as store:
         name = str(store.table.slide[0])
     (known,) = predict(study, run, site="C1", slides=[Path(name)])["slides"]
