@@ -1,16 +1,12 @@
 """Joining never costs: beside every method a site keeps the model that it would have alone."""
 
-import json
-
 import numpy as np
 import pytest
-import torch
-from conftest import LARGER, make_study, nightly, write_features
+from conftest import LARGER, interrupted_after, make_study, metrics, nightly, same, write_features
 from safetensors.torch import load_file
 from test_oneshot import HEADS, rows_of
-from trained import trained
+from trained import of_site, trained
 
-from wsi_fl.federation import loop
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import resume
 from wsi_fl.stores.patches import PatchStore
@@ -28,10 +24,9 @@ def kept(path, role):
     return {file.parent.name: load_file(file) for file in sorted(path.glob(f"sites/*/{role}.safetensors"))}
 
 
-def same(one, other):
+def alike(one, other):
     assert one.keys() == other.keys() and one
-    for site, tensors in one.items():
-        assert all(torch.equal(value, other[site][name]) for name, value in tensors.items())
+    assert all(same(tensors, other[site]) for site, tensors in one.items())
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +50,11 @@ def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studie
     study, settings = studies[kind], KINDS[kind]
     with_it, without = (run(study, method, *settings, f"train.alone={said}") for said in ("true", "false"))
     for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
-        same(kept(with_it, role), kept(without, role))
+        alike(kept(with_it, role), kept(without, role))
     assert len(kept(with_it, "alone")) == 2 and not kept(without, "alone")
     document = evaluate(study, str(with_it))
     for row in document["sites"]:
-        choice = json.loads((with_it / "sites" / row["site"] / "choice.json").read_text())
+        choice = of_site(with_it, row["site"], "choice")
         assert choice["stack"]["own"] == "alone" and choice["stack"]["weight"] <= 2 / 3
         assert row["with"] == choice["with"] == ("stack" if choice["stack"]["weight"] else "alone")
         assert row["accuracy"] == row["models"][row["with"]]["accuracy"]
@@ -72,64 +67,49 @@ def test_it_is_the_model_that_training_alone_gives(studies, kind):
     held = [one for one in KINDS[kind] if "val_fraction" not in one]
     joined = run(study, "fedavg", *held)
     alone = run(study, "regular", *held, "privacy.enabled=false", tune)
-    same(kept(joined, "alone"), kept(alone, "private"))
+    alike(kept(joined, "alone"), kept(alone, "private"))
 
 
 def test_models_that_stay_have_a_rate_of_their_own(studies):
     study, slow = studies["networks"], "train.private_lr=0.0005"
     joined, proxies = (run(study, "proxyfl", "train.lr=0.03", *more) for more in ([slow], []))
     alone = run(study, "regular", "train.lr=0.0005", "privacy.enabled=false")
-    same(kept(joined, "alone"), kept(alone, "private"))
-    same(kept(run(study, "regular", slow, "privacy.enabled=false"), "private"), kept(alone, "private"))
-    same(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
+    alike(kept(joined, "alone"), kept(alone, "private"))
+    alike(kept(run(study, "regular", slow, "privacy.enabled=false"), "private"), kept(alone, "private"))
+    alike(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
     with_noise = [kept(run(study, "regular", *more), "private") for more in ([slow], [])]
-    same(*with_noise)
+    alike(*with_noise)
 
 
 def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
     study = studies["networks"]
     path = run(study, "proxyfl", "train.tune=true")
-    same(
+    alike(
         kept(path, "alone"),
         kept(run(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"),
     )
     for row in evaluate(study, str(path))["sites"]:
-        folder = path / "sites" / row["site"]
-        choice = json.loads((folder / "choice.json").read_text())
+        choice = of_site(path, row["site"], "choice")
         with PatchStore(study.store(row["site"])) as store:
             assert choice["n"] == (store.table.split == "train").sum()
         assert choice["stack"]["own"] == "alone" and choice["stack"]["shared"] == "proxy"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind, monkeypatch):
+def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind):
     study, settings = studies[kind], [*KINDS[kind], "train.rounds=3"]
     whole = run(study, "proxyfl", *settings)
-    finish, calls = loop._log_round, []
-
-    def die(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return finish(*args, **kwargs)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(loop, "_log_round", die)
+    with interrupted_after(4):
         run(study, "proxyfl", *settings)
     broken = sorted(study.runs.glob("0*"))[-1]
     resume(study, broken.name, backend="local")
     for role in ("alone", "private", "proxy"):
-        same(kept(whole, role), kept(broken, role))
+        alike(kept(whole, role), kept(broken, role))
     for site in ("S0", "S1"):
-        one, other = ((path / "sites" / site / "choice.json").read_text() for path in (whole, broken))
-        assert one == other
+        assert of_site(whole, site, "choice") == of_site(broken, site, "choice")
 
 
 def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
-    path = run(studies["heads"], "fedavg", *HEADS)
-    without = run(studies["heads"], "fedavg", *HEADS, "train.alone=false")
-    sent = [
-        [json.loads(line)["bytes"] for line in (one / "sites/S0/metrics.jsonl").read_text().splitlines()]
-        for one in (path, without)
-    ]
+    runs = [run(studies["heads"], "fedavg", *HEADS, f"train.alone={said}") for said in ("true", "false")]
+    sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
     assert sent[0] == sent[1]

@@ -44,8 +44,6 @@ from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 CPU = torch.device("cpu")
 
-# attacks on arrays
-
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.integers(0, 999))
@@ -95,9 +93,6 @@ def test_guessing_rarely_alarms():
         interval = auroc_interval(scores[:50], scores[50:], names[:50], names[50:], repeats=100)
         alarms += interval[0] > 0.5
     assert alarms <= 9  # 2.5 % of 100 are 2.5; more than 9 have a chance of 10⁻⁴
-
-
-# the bound
 
 
 def slow_p_value(m, r, v, epsilon, delta):
@@ -173,9 +168,6 @@ def test_perfect_scores_are_limited_by_the_number_of_canaries():
     assert canary_bound(np.full(400, np.nan), coins, 1e-5).guesses > 0
 
 
-# canaries
-
-
 def test_coins_are_fair_and_never_the_same():
     _, coins = tossed(20_000)
     assert abs(coins.mean() - 0.5) < 5 * 0.5 / np.sqrt(20_000)
@@ -206,8 +198,6 @@ def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape
     assert losses == pytest.approx(-np.log(p[rows, one.examples.label]), abs=1e-5)
     assert len(losses_of(model, joined([one.planted()]), CPU)) == 4
 
-
-# the whole way
 
 SHORT = ["audit.canaries=400", "model.private=mlp", "train.eval_every=100", "train.batch_size=64"]
 PLAN = [*SHORT, "train.rounds=20", "train.lr=0.002", "privacy.clip=1.0"]

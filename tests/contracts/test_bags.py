@@ -1,6 +1,5 @@
 """Slides as bags of features: masks, per-example gradients, every method, restricted answers, predictions."""
 
-import csv
 import json
 import pathlib
 import re
@@ -9,10 +8,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, nightly, refused
+from conftest import REAL, metrics, nightly, refused
 from PIL import Image
 from torch.nn import functional
-from trained import trained
+from trained import answers, csv_rows, trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
@@ -110,10 +109,6 @@ def done(tmp_path_factory):
 OPEN = "privacy.enabled=false"
 
 
-def run(study, method, *overrides):
-    return trained(study, method, *overrides)
-
-
 def model_of(name, n_features=D, seed=0):
     return build(name, n_classes=3, shape=Bags(n_features), seed=seed)
 
@@ -125,9 +120,6 @@ def unequal(d=D, lengths=LENGTHS, seed=0):
 
 def as_tensor(bags):
     return torch.from_numpy(packed(bags))
-
-
-# the models
 
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
@@ -171,9 +163,6 @@ def test_a_bag_of_padding_alone_and_a_bag_of_one_patch_have_answers(name):
     assert all(g.isfinite().all() for g in gradients)
 
 
-# differential privacy: one slide is one example
-
-
 @pytest.mark.parametrize("mode", ENGINES)
 @pytest.mark.parametrize("name", BAG_BUILDERS)
 @pytest.mark.parametrize("lengths", [LENGTHS, (9, 2, 17), (1, 1), (40, 3, 90)])
@@ -209,23 +198,16 @@ def test_per_example_gradients_of_unequal_bags_are_those_of_single_bags(mode, na
         torch.testing.assert_close(total, wanted, rtol=1e-3, atol=1e-5)
 
 
-# examples
-
-
 def test_bags_are_packed_the_same_from_memory_from_disk_and_joined():
-    bags = unequal()
-    names = np.array([f"s{k}" for k in range(4)])
+    bags, names = unequal(), np.array(list("abcd"))
     table = BagTable(np.arange(4), np.full(4, ""), names, names, np.full(4, "train"))
-    allowed = np.ones((4, 4), bool)
-    held, read = (
-        bag_examples(bags.__getitem__, table, allowed, n_features=D, in_memory=kept) for kept in (True, False)
-    )
+    given = {"table": table, "allowed": np.ones((4, 4), bool), "n_features": D}
+    held, read = (bag_examples(bags.__getitem__, **given, in_memory=kept) for kept in (True, False))
     for rows in ([2, 0], [1], []):
         chosen = np.array(rows, np.int64)
         np.testing.assert_array_equal(held.read(chosen), read.read(chosen))
-        assert held.read(chosen).shape[2] == D + 1
     both = joined([held, read])
-    assert len(both) == 8 and both.allowed.shape == (8, 4)
+    assert both.allowed.shape == (8, 4)
     np.testing.assert_array_equal(both.read(np.array([6, 0])), packed([bags[2], bags[0]]))
     assert both.read(np.empty(0, np.int64)).shape == (0, 1, D + 1)
 
@@ -244,12 +226,9 @@ def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
     assert allowed[2].all() and allowed[3].all()
 
 
-# training
-
-
 @pytest.mark.parametrize("method", [*nightly("joint"), "oneshot", "proxyfl"])
 def test_methods_train_on_slides(bags, method):
-    summary = run(bags, method)
+    summary = trained(bags, method)
     n = 3 * 8 if METHODS[method].learns_from == "everybody" else 8
     spent = Mechanism(1.4, 1.0, 1.0, 1) if METHODS[method].once else plan(n, 4, 2, 1.4, 0.7)
     for row in summary["sites"]:
@@ -263,12 +242,6 @@ def test_what_can_be_learned_is_learned(done):
     assert done[2]["merged"]["accuracy"]["mean"] > 0.9
 
 
-@pytest.mark.slow
-def test_transmil_learns_it_too(bags):
-    summary = run(bags, "proxyfl", "train.rounds=15", OPEN, "model.private=transmil")
-    assert evaluate(bags, summary["run"])["merged"]["accuracy"]["mean"] > 0.9
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -279,7 +252,7 @@ def test_transmil_learns_it_too(bags):
 )
 def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, words):
     write_mosaic(bags, "S2", seed=2, **changed)
-    refused(lambda: run(bags, "proxyfl"), "sites disagree", *words)
+    refused(lambda: trained(bags, "proxyfl"), "sites disagree", *words)
     refused(lambda: dry_run(bags, method="joint"), "sites disagree", *words)
     assert not list(bags.runs.glob("0*"))
 
@@ -290,19 +263,17 @@ def test_missing_and_impossible_mosaics_say_what_to_do(bags):
         meta = store.meta
     table.tumor_type[3] = "lung"  # it is LGG
     write_bags(bags.mosaic("S1"), meta, table, content)
-    refused(lambda: run(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
+    refused(lambda: trained(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
     shutil.rmtree(bags.mosaic("S1").parent)
-    refused(lambda: run(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError)
-
-
-# evaluation
+    refused(
+        lambda: trained(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError
+    )
 
 
 def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
     study, name, document = done
     for row in document["sites"]:
-        with (study.root / name / "sites" / row["site"] / "predictions.csv").open() as file:
-            lines = [line for line in csv.DictReader(file) if line["answers"] == "True"]
+        lines = answers(study.root / name, row["site"])
         assert len(lines) == row["n"] == 12 and set(row["tumor_types"]) == set(TYPES)
         for line in lines:
             p = {c: float(line[f"p_{c}"]) for c in CLASSES}
@@ -321,8 +292,8 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
             for kind, of in row[key]["tumor_types"].items():
                 assert of["n"] == sum(line["tumor_type"] == kind for line in some)
                 assert of["accuracy"] == pytest.approx(share("tumor_type", kind))
-        last = (study.root / name / "sites" / row["site"] / "metrics.jsonl").read_text().splitlines()[-1]
-        assert json.loads(last)["merged"]["accuracy"] == pytest.approx(row["accuracy"])
+        last = metrics(study.root / name, row["site"])[-1]
+        assert last["merged"]["accuracy"] == pytest.approx(row["accuracy"])
     for which, key in (("internal", "own"), ("external", "external")):
         for metric in ("accuracy", "macro_accuracy", "auroc"):
             values = [row[key][metric] for row in document["sites"]]
@@ -333,14 +304,11 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
 def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
     study = make_bag_study(tmp_path / "study", n_sites=2, only=3)
     write_mosaic(study, "S1", seed=1)
-    name = run(study, "fedavg", OPEN)["run"]
-    document = evaluate(study, name)
-    own = {row["site"]: row["own"] for row in document["sites"]}
-    assert all(0 <= row["macro_accuracy"] <= 1 for row in document["sites"])
-    assert own["S0"]["tumor_types"]["brain"]["n"] == 2  # GBM of slides 8 and 11
-    assert own["S1"]["tumor_types"]["brain"]["n"] == 2
+    document = evaluate(study, trained(study, "fedavg", OPEN)["run"])
+    assert all(0 <= row["own"]["macro_accuracy"] <= 1 for row in document["sites"])
+    assert [row["own"]["tumor_types"]["brain"]["n"] for row in document["sites"]] == [2, 2]
     write_mosaic(study, "S0", seed=0, only=1)
-    name = run(study, "fedavg", OPEN)["run"]
+    name = trained(study, "fedavg", OPEN)["run"]
     document = evaluate(study, name)
     assert document["sites"][0]["own"]["auroc"] is None
     assert document["internal"]["auroc"]["mean"] is None
@@ -352,7 +320,7 @@ def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
 
 def test_real_sites_are_evaluated_at_home_alone(tmp_path):
     study = make_bag_study(tmp_path / "study", n_sites=2)
-    name = run(study, "regular", "train.rounds=1")["run"]
+    name = trained(study, "regular", "train.rounds=1")["run"]
     for file in (study.root / "sites").glob("*.toml"):
         file.write_text(file.read_text().replace("real = false", REAL))
     document = evaluate(study, name)
@@ -364,21 +332,15 @@ def test_real_sites_are_evaluated_at_home_alone(tmp_path):
     assert "their slides" in report(study, name).read_text()
 
 
-# predict
-
-
 @pytest.mark.parametrize("private", ["deepset_attention", "deepset_max"])
 def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path, private):
     study = make_bag_study(tmp_path / "study", n_sites=2)
-    run_name = run(study, "regular", OPEN, f"model.private={private}", "train.rounds=6")["run"]
+    run_name = trained(study, "regular", OPEN, f"model.private={private}", "train.rounds=6")["run"]
     evaluate(study, run_name)
-    (study.root / "slides").mkdir()
-    white = np.full((512, 512, 3), 240, np.uint8)
-    phantom.write_pyramid(study.root / "slides" / "S0_slide_9.tif", white, 1.0)
-    document = predict(study, run_name, site="S0", slides=[study.root / "slides" / "S0_slide_9.tif"])
-    (row,) = document["slides"]
-    with (study.root / run_name / "sites/S0/predictions.csv").open() as file:
-        (line,) = [one for one in csv.DictReader(file) if one["slide"] == "S0_slide_9"]
+    slide, white = tmp_path / "S0_slide_9.tif", np.full((512, 512, 3), 240, np.uint8)
+    phantom.write_pyramid(slide, white, 1.0)
+    (row,) = predict(study, run_name, site="S0", slides=[slide])["slides"]
+    (line,) = [one for one in answers(study.root / run_name, "S0") if one["slide"] == "S0_slide_9"]
     for c in CLASSES:
         assert row["probabilities"][c] == pytest.approx(float(line[f"p_{c}"]), abs=1e-5)
     assert row["class"] == max(CLASSES, key=row["probabilities"].get)
@@ -386,8 +348,7 @@ def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path,
     assert Image.open(study.root / row["heatmap"]).format == "PNG"
     kept = json.loads((study.root / row["json"]).read_text())
     assert kept["probabilities"] == row["probabilities"] and kept["encoder"] == "densenet121 abc"
-    with (study.root / row["csv"]).open() as file:
-        patches = list(csv.DictReader(file))
+    patches = csv_rows(study.root / row["csv"])
     with BagStore(study.mosaic("S0")) as store:
         assert len(patches) == row["patches"] == len(store.bag(9).features)
     assert {patch["size_l0"] for patch in patches} == {"64"}
@@ -400,9 +361,8 @@ def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path,
 def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_path, wsi_fl):
     study, name, _ = done
     arguments = ["predict", name, "--site", "S1", "--json", "--out", tmp_path]
-    told = wsi_fl(
-        *arguments, "--slide", "S1_slide_0", "--tumor-type", "brain", "--slide", "X", cwd=study.root
-    )
+    arguments += ["--slide", "S1_slide_0", "--tumor-type", "brain", "--slide", "X"]
+    told = wsi_fl(*arguments, cwd=study.root)
     document = json.loads(told.stdout)
     (row,) = document["slides"]
     assert told.returncode == 0 and row["tumor_type"] == "brain" and row["class"] in TYPES["brain"]
@@ -413,17 +373,15 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
     refused(lambda: predict(study, name, **liver), "unknown tumour type 'liver'; known: ", "lung, brain")
     copy = Study(shutil.copytree(study.root, tmp_path / "copy"))
     write_mosaic(copy, "S1", encoder="kimianet fff")
-    slide = [tmp_path / "S1_slide_0"]
-    refused(
-        lambda: predict(copy, name, site="S1", slides=slide), "are of kimianet fff now", "densenet121 abc"
-    )
+    known = {"site": "S1", "slides": [pathlib.Path("S1_slide_0")]}
+    refused(lambda: predict(copy, name, **known), "are of kimianet fff now", "densenet121 abc")
     shutil.rmtree(copy.root / "stores")
-    document = predict(copy, name, site="S1", slides=[pathlib.Path("S1_slide_0")])
+    document = predict(copy, name, **known)
     assert "none of that name among S1's mosaics" in document["failed"][0]["reason"]
 
 
 def test_patients_are_units_and_canaries_are_bags(bags):
-    summary = run(bags, "proxyfl", "privacy.unit=patient", "audit.canaries=10")
+    summary = trained(bags, "proxyfl", "privacy.unit=patient", "audit.canaries=10")
     for row, site in zip(summary["sites"], audit(bags, summary["run"])["sites"], strict=True):
         assert (row["n_train"], row["n_units"], row["unit"]) == (8, 18, "patient")
         planted = {model["model"]: model["canaries"]["n"] for model in site["models"]}

@@ -58,9 +58,6 @@ def config(study, run):
     return load_pipeline(study.root / run / "config.toml")
 
 
-# which patient is in which fold
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), min_size=40, max_size=150),
     st.integers(2, 6),
@@ -114,9 +111,6 @@ def test_a_store_opened_anew_has_the_same_folds_and_its_own_split_is_not_used(tm
             found.append((parts[1], one.digest()))
     assert found[1] == found[2] and not found[0][0] & found[1][0]
     assert found[0][1] == found[1][1]  # a digest is of the store
-
-
-# a series of folds
 
 
 def test_every_patient_is_tested_once_at_every_site(done):
@@ -189,9 +183,6 @@ def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeyp
     monkeypatch.setattr(training, "launched_ranks", lambda: 2)
     series = lambda: train_series(study, method="regular", overrides=["train.folds=3"])  # noqa: E731
     refused(series, "leave out mpiexec or srun")
-
-
-# a site left out
 
 
 def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, monkeypatch):

@@ -98,9 +98,6 @@ def test_what_is_exported_comes_back_bit_for_bit(study, form, tmp_path):
         assert values.dtype == columns_before[name].dtype and np.array_equal(values, columns_before[name])
 
 
-# as the tools themselves write
-
-
 def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, d=D, **attrs):
     """As TRIDENT's `save_h5` writes: chunks of one row, and attributes of the patching."""
     rng = np.random.default_rng(0)

@@ -96,9 +96,6 @@ def test_attention_of_every_head_reaches_predict(tmp_path):
         assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)
 
 
-# slides of many patches
-
-
 def many(lengths=(3, 50, 20), d=2):
     """Bags whose k-th patch is numbered k."""
     bags = [np.stack([np.arange(m), np.full(m, m)], 1).astype(np.float32) for m in lengths]
