@@ -99,20 +99,16 @@ def test_attention_of_every_head_reaches_predict(tmp_path):
 def many(lengths=(3, 50, 20), d=2):
     """Bags whose k-th patch is numbered k."""
     bags = [np.stack([np.arange(m), np.full(m, m)], 1).astype(np.float32) for m in lengths]
-    names = np.array([f"s{m}" for m in lengths])
-    table = BagTable(
-        np.zeros(len(bags), np.int64), np.full(len(bags), ""), names, names, np.full(len(bags), "train")
-    )
-    return bag_examples(
-        bags.__getitem__, table, np.ones((len(bags), 2), bool), n_features=d, in_memory=True, at_once=1
-    )
+    n, names = len(bags), np.array([f"s{m}" for m in lengths])
+    table = BagTable(np.zeros(n, np.int64), np.full(n, ""), names, names, np.full(n, "train"))
+    given = {"n_features": d, "in_memory": True, "at_once": 1}
+    return bag_examples(bags.__getitem__, table, np.ones((n, 2), bool), **given)
 
 
 def seen(examples, seed, rows=(0, 1, 2)):
     """The numbers of the patches that a training step sees, by bag."""
-    ((x, _),) = batches(
-        examples, iter([np.array(rows)]), augment=None, device=CPU, draws=CipherStream.seeded(seed)
-    )
+    draws = CipherStream.seeded(seed)
+    ((x, _),) = batches(examples, iter([np.array(rows)]), augment=None, device=CPU, draws=draws)
     return [bag[bag[:, -1] > 0][:, 0].int().tolist() for bag in x]
 
 
