@@ -193,16 +193,6 @@ def test_progress_over_works_one_after_another_never_goes_back(capsys):
     assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
 
 
-def test_what_was_done_before_a_job_went_on_says_nothing_of_its_speed(monkeypatch):
-    bars, clock = console.Bars("bench"), [100.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
-    bars.update("trainings", 90, 100)
-    assert bars._line() == "bench: 90%"
-    clock[0] += 10
-    bars.update("trainings", 95, 100)
-    assert bars._line() == "bench: 95%, about 10 s left"
-
-
 @pytest.mark.usefixtures("_eight_cores")
 def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8,2")

@@ -15,7 +15,7 @@ from wsi_fl.hospitals.plans.contents import leaving
 from wsi_fl.learning.local import DPSettings, Learner, sum_up
 from wsi_fl.learning.stacking import Stack, harms
 from wsi_fl.learning.survival import risk
-from wsi_fl.learning.tasks import CLASSES, Number, Survival
+from wsi_fl.learning.tasks import Number, Survival
 from wsi_fl.learning.tuning import fitted_head
 from wsi_fl.models.shared_head import SharedHead, _of_numbers, _of_times
 from wsi_fl.privacy.cipher import CipherStream
@@ -31,6 +31,7 @@ from wsi_fl.types import Bags, WsiFlError
 D, ENDS = 24, (6.0, 12.0, 24.0)
 TASKS = [Number(0.0, 10.0), Survival(ENDS)]
 EACH = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+TARGETS = pytest.mark.parametrize("target", [NUMBER, SURVIVAL], ids=["number", "survival"])
 HOW = ("privacy.target_epsilon=20", "model.directions=8")
 
 
@@ -77,9 +78,7 @@ def test_the_columns_of_survival_hold_all_that_the_likelihood_asks_of_a_patient(
     truth[10:, 1] = 0
     losses = task.losses(outputs.expand(20, 3), truth)
     at_end = torch.cat([torch.ones(1), task.said(outputs[None])[0]])
-    likely = torch.cat(
-        [at_end[:-1] - at_end[1:], at_end]
-    )  # of the event in each interval, of having passed it
+    likely = torch.cat([at_end[:-1] - at_end[1:], at_end])  # of an event in each interval, of passing it
     torch.testing.assert_close(losses, -likely[task.columns(truth)].log())
 
 
@@ -104,15 +103,6 @@ def test_numbers_are_told_apart_by_their_place_in_the_range_and_clipped_to_it():
     assert _of_numbers(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
 
 
-def test_a_letter_of_classes_is_what_it_was_bit_for_bit():
-    rng = np.random.default_rng(0)
-    z, y = torch.from_numpy(rng.normal(size=(500, D))), torch.from_numpy(rng.integers(0, 3, 500))
-    sums = torch.zeros(3, D + 1, dtype=torch.float64)
-    sums.index_add_(0, y, torch.cat([z, torch.ones(500, 1, dtype=torch.float64)], dim=1))
-    was = torch.cat([sums[:, :-1], 0.3 * sums[:, -1:]], dim=1).flatten() * (1 / np.sqrt(1 + 0.3**2))
-    assert torch.equal(SharedHead(3, D).packed(z, CLASSES.columns(y)), was)
-
-
 def extremes(task, n, seed):
     """Rows whose answers reach every column, and whose features are tiny, huge, constant or broken."""
     rng = np.random.default_rng(seed)
@@ -123,16 +113,17 @@ def extremes(task, n, seed):
     return x, np.stack([rng.uniform(0, 40, n), rng.random(n) < 0.5], axis=1).astype(np.float32)
 
 
+def letter_of(dp, head, task, rows, *whose):
+    x, truth = rows
+    return dp.clipped(head, head.embedded(torch.from_numpy(x)), task.columns(torch.from_numpy(truth)), *whose)
+
+
 @EACH
 def test_a_row_changes_the_letter_by_at_most_one(task):
-    (x, truth), head, dp = extremes(task, 60, 0), empty(task), NoisySums(1.0, 1.0, 60)
-
-    def letter(rows):
-        z = head.embedded(torch.from_numpy(x[rows]))
-        return dp.clipped(head, z, task.columns(torch.from_numpy(truth[rows])))
-
-    everybody = np.arange(60)
-    changes = [float((letter(everybody) - letter(np.delete(everybody, k))).norm()) for k in range(60)]
+    (x, truth), how = extremes(task, 60, 0), (NoisySums(1.0, 1.0, 60), empty(task), task)
+    whole = letter_of(*how, (x, truth))
+    without = (letter_of(*how, (np.delete(x, k, 0), np.delete(truth, k, 0))) for k in range(60))
+    changes = [float((whole - one).norm()) for one in without]
     assert 0.9 < max(changes) <= 1
 
 
@@ -142,8 +133,7 @@ def test_a_patient_changes_the_letter_by_at_most_one_however_many_rows_it_has(ta
     patient = np.repeat([0, 1, 2, 3], [70, 15, 4, 1])
 
     def letter(rows):
-        columns, whose = task.columns(torch.from_numpy(truth[rows])), torch.from_numpy(patient[rows])
-        return dp.clipped(head, head.embedded(torch.from_numpy(x[rows])), columns, whose)
+        return letter_of(dp, head, task, (x[rows], truth[rows]), torch.from_numpy(patient[rows]))
 
     whole = letter(np.arange(90))
     changes = [float((whole - letter(np.flatnonzero(patient != one))).norm()) for one in range(4)]
@@ -291,7 +281,7 @@ def study(tmp_path):
     return make(tmp_path / "study", n_sites=3)
 
 
-@pytest.mark.parametrize("target", [NUMBER, SURVIVAL], ids=["number", "survival"])
+@TARGETS
 def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, target):
     study = make(tmp_path / "study", n_sites=2)
     exact = [*target, OPEN, "model.directions=8"]
@@ -318,7 +308,7 @@ def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, targe
         assert of_site(study.root / together, site, "tuned")["strength"] > 0
 
 
-@pytest.mark.parametrize("target", [NUMBER, SURVIVAL], ids=["number", "survival"])
+@TARGETS
 def test_a_release_costs_what_one_gaussian_mechanism_costs_and_fits_no_other_question(tmp_path, target):
     study = make(tmp_path / "study", n_sites=1)
     accounting = pytest.importorskip("dp_accounting")
