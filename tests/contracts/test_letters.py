@@ -15,7 +15,7 @@ from wsi_fl.hospitals.plans.contents import leaving
 from wsi_fl.learning.local import DPSettings, Learner, sum_up
 from wsi_fl.learning.stacking import Stack, harms
 from wsi_fl.learning.survival import risk
-from wsi_fl.learning.tasks import Number, Survival
+from wsi_fl.learning.tasks import CLASSES, Number, Survival
 from wsi_fl.learning.tuning import fitted_head
 from wsi_fl.models.shared_head import SharedHead, _of_numbers, _of_times
 from wsi_fl.privacy.cipher import CipherStream
@@ -101,6 +101,15 @@ def test_numbers_are_told_apart_by_their_place_in_the_range_and_clipped_to_it():
     columns = Number(10, 30).columns(torch.tensor([10.0, 15.0, 30.0, 99.0]))
     assert columns.tolist() == [0, 0.25, 1, 1]
     assert _of_numbers(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
+
+
+def test_a_letter_of_classes_is_the_sum_and_number_of_the_rows_of_each_bit_for_bit():
+    rng = np.random.default_rng(0)
+    z, y = torch.from_numpy(rng.normal(size=(500, D))), torch.from_numpy(rng.integers(0, 3, 500))
+    sums = torch.zeros(3, D + 1, dtype=torch.float64)
+    sums.index_add_(0, y, torch.cat([z, torch.ones(500, 1, dtype=torch.float64)], dim=1))
+    was = torch.cat([sums[:, :-1], 0.3 * sums[:, -1:]], dim=1).flatten() * (1 / np.sqrt(1 + 0.3**2))
+    assert torch.equal(SharedHead(3, D).packed(z, CLASSES.columns(y)), was)
 
 
 def extremes(task, n, seed):
