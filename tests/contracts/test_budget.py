@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from hashlib import sha256
 from math import isclose
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import interrupted_after, planned, refused
 from conftest import larger_study as make_study
-from trained import trained
+from trained import dying, trained
 
 from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
@@ -67,22 +66,6 @@ def ledger_at(path, run="one", delta=1e-5, **terms):
 
 def released(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
     return ledger.release(round_, vector, schema="ab" * 32, mechanism=mechanism, content="model")
-
-
-@contextmanager
-def dying(module, name, nth):
-    """Within it the process dies in the nth call."""
-    real, calls = getattr(module, name), []
-
-    def dies(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == nth:
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, name, dies)
-        yield
 
 
 LATER = "ledger knows later rounds"

@@ -10,7 +10,7 @@ from conftest import larger, larger_pair, metrics, model, nightly, same
 from conftest import larger_study as make_study
 from safetensors.torch import load_file
 from torch.nn import functional
-from trained import of_site, run_of
+from trained import dying, of_site, run_of
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.topology import TOPOLOGIES
@@ -18,6 +18,7 @@ from wsi_fl.learning.examples import augmentation, tensor_of
 from wsi_fl.models import build
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.train import resume
@@ -136,34 +137,20 @@ def test_a_model_that_diverges_says_so(study, method, monkeypatch):
         run(study, method, OPEN)
 
 
-def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair, monkeypatch):
-    study, whole = pair, run(pair, "proxyfl", SEEDED)
-
-    class PowerCut(BaseException):
-        pass
-
-    saved = loop.checkpoint
-    for moment in ("before the checkpoint", "after it"):
-
-        def cut(site, round_, moment=moment):
-            if moment == "after it":
-                saved(site, round_)
-            if (site.name, round_) == ("S1", 2):
-                raise PowerCut
-            if moment == "before the checkpoint":
-                saved(site, round_)
-
-        monkeypatch.setattr(loop, "checkpoint", cut)
-        with pytest.raises(PowerCut):
-            run(study, "proxyfl", SEEDED)
-        monkeypatch.setattr(loop, "checkpoint", saved)
-        path = sorted(study.runs.glob("*-proxyfl-*"))[-1]
-        assert path != whole
-        summary = resume(study, path.name, backend="local")
-        assert summary["sites"][1]["rounds"] == 3
-        for site in study.site_names():
+def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair):
+    whole = run(pair, "proxyfl", SEEDED)
+    for module, name in (
+        (loop, "checkpoint"),
+        (PrivacyLedger, "sending"),
+    ):  # before and after that of S1 in round 2
+        with dying(module, name, 4):
+            run(pair, "proxyfl", SEEDED)
+        path = sorted(pair.runs.glob("*-proxyfl-*"))[-1]
+        summary = resume(pair, path.name, backend="local")
+        assert path != whole and summary["sites"][1]["rounds"] == 3
+        for site in pair.site_names():
             for role in ("private", "proxy"):
-                assert same(model(path, site, role), model(whole, site, role)), (moment, site, role)
+                assert same(model(path, site, role), model(whole, site, role)), (name, site, role)
             assert [line["round"] for line in metrics(path, site)] == [1, 2, 3]
             a, b = (of_site(one, site, "ledger") for one in (path, whole))
             assert a["steps"] == b["steps"] == 15 and a["epsilon"] == b["epsilon"]

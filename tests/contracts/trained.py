@@ -2,6 +2,9 @@
 
 import csv
 import json
+from contextlib import contextmanager
+
+import pytest
 
 from wsi_fl.stages.training.train import train
 
@@ -30,3 +33,19 @@ def answers(run, site):
 def of_site(run, site, name):
     """A document that a run keeps of a site."""
     return json.loads((run / "sites" / site / f"{name}.json").read_text())
+
+
+@contextmanager
+def dying(module, name, nth):
+    """Within it the process dies in the nth call."""
+    real, calls = getattr(module, name), []
+
+    def dies(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == nth:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, name, dies)
+        yield
