@@ -1,4 +1,4 @@
-"""Slides as bags of features: masks, per-example gradients, every method, restricted answers, predictions."""
+"""Slides as bags of features: their models by name, gradients, every method, restricted answers, predictions."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, metrics, nightly, refused
+from conftest import metrics, nightly, refused
 from PIL import Image
 from test_gradients import compare
 from torch.nn import functional
@@ -16,15 +16,25 @@ from trained import answers, csv_rows, trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.examples import allowed_classes, bag_examples, joined, packed, unlabelled_bags
+from wsi_fl.learning.examples import (
+    allowed_classes,
+    bag_examples,
+    batches,
+    joined,
+    packed,
+    unlabelled_bags,
+    with_drawn_patches,
+)
 from wsi_fl.learning.local import probabilities
 from wsi_fl.models import BAG_BUILDERS, build, mil
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
-from wsi_fl.privacy.dpsgd import _check_trainable
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import _check_trainable, _summed_by_patient
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
+from wsi_fl.stages.answers.predictor import load_predictor
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
@@ -263,20 +273,13 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
             assert sum(p[c] for c in TYPES[line["tumor_type"]]) == pytest.approx(1, abs=1e-5)
             line["right"] = max(CLASSES, key=p.get) == line["truth"]
         for key in ("own", "external"):
-            some = [line for line in lines if (line["part"] == row["site"]) == (key == "own")]
-
-            def share(column, value, some=some):
-                return np.mean([line["right"] for line in some if line[column] == value])
-
-            assert row[key]["n"] == len(some)
-            assert row[key]["accuracy"] == pytest.approx(np.mean([line["right"] for line in some]))
-            by_class = [share("truth", c) for c in CLASSES]
-            assert row[key]["macro_accuracy"] == pytest.approx(np.mean(by_class))
+            part = [line for line in lines if (line["part"] == row["site"]) == (key == "own")]
             for kind, of in row[key]["tumor_types"].items():
-                assert of["n"] == sum(line["tumor_type"] == kind for line in some)
-                assert of["accuracy"] == pytest.approx(share("tumor_type", kind))
-        last = metrics(study.root / name, row["site"])[-1]
-        assert last["merged"]["accuracy"] == pytest.approx(row["accuracy"])
+                right = [line["right"] for line in part if line["tumor_type"] == kind]
+                assert (of["n"], of["accuracy"]) == (len(right), pytest.approx(np.mean(right)))
+        assert metrics(study.root / name, row["site"])[-1]["merged"]["accuracy"] == pytest.approx(
+            row["accuracy"]
+        )
     for which, key in (("internal", "own"), ("external", "external")):
         for metric in ("accuracy", "macro_accuracy", "auroc"):
             values = [row[key][metric] for row in document["sites"]]
@@ -299,20 +302,6 @@ def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
     page = report(study, name).read_text()
     assert "Of one site alone: " in page
     assert re.search(r"LGG at <span[^>]*>S1</span>", page)
-
-
-def test_real_sites_are_evaluated_at_home_alone(tmp_path):
-    study = make_bag_study(tmp_path / "study", n_sites=2)
-    name = trained(study, "regular", "train.rounds=1")["run"]
-    for file in (study.root / "sites").glob("*.toml"):
-        file.write_text(file.read_text().replace("real = false", REAL))
-    document = evaluate(study, name)
-    assert document["merged"] is None and document["external"] is None
-    assert document["internal"]["accuracy"]["mean"] is not None
-    for row in document["sites"]:
-        assert row["external"] is None
-        assert row["n"] == row["own"]["n"] == 4
-    assert "their slides" in report(study, name).read_text()
 
 
 @pytest.mark.parametrize("private", ["deepset_attention", "deepset_max"])
@@ -370,3 +359,124 @@ def test_patients_are_units_and_canaries_are_bags(bags):
         planted = {model["model"]: model["canaries"]["n"] for model in site["models"]}
         assert planted == {"private": 10, "proxy": 10}
         assert site["models"][0]["membership"]["own"]["non_members"] == 4
+
+
+HEADS = ("abmil", "clam_sb", "transmil")
+
+
+@pytest.mark.parametrize("name", [*HEADS, "deepset_attention"])
+def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
+    x = as_tensor([*unequal(), np.zeros((1, D), np.float32)])
+    x[4, :, -1] = 0  # a bag without a patch
+    x[..., :-1][x[..., -1] == 0] = torch.nan
+    weights = model_of(name).attention(x)
+    torch.testing.assert_close(weights.sum(1), torch.tensor([1.0, 1, 1, 1, 0]))
+    assert (weights[x[..., -1] == 0] == 0).all() and (weights[x[..., -1] == 1] > 0).all()
+    assert model_of("deepset").attention(x) is None
+
+
+def test_attention_is_what_the_answer_rests_on():
+    """ABMIL's answer is its last layer on the mean of the projected patches that attention weighs."""
+    model, x = model_of("abmil"), as_tensor(unequal())
+    weighted = (model.attention(x).unsqueeze(2) * model.phi(x[..., :-1])).sum(1)
+    torch.testing.assert_close(model(x), model.rho(weighted))
+
+
+def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
+    model, x = model_of("transmil"), as_tensor(unequal(lengths=(9, 12)))
+    exact = model(x)
+    monkeypatch.setattr(mil, "_LANDMARKS", 12)
+    torch.testing.assert_close(model(x), exact)
+    monkeypatch.setattr(mil, "_LANDMARKS", 8)
+    assert (model(x) - exact).abs().max() > 1e-6
+
+
+def test_transmil_never_sees_padding_where_it_has_landmarks(monkeypatch):
+    monkeypatch.setattr(mil, "_LANDMARKS", 4)
+    model, bags = model_of("transmil"), unequal(lengths=(9, 2, 17))
+    x = functional.pad(as_tensor(bags), (0, 0, 0, 11), value=torch.nan)
+    x[:, 17:, -1] = 0
+    x[..., :-1][x[..., -1] == 0] = torch.nan
+    whole = model(x)
+    for k, bag in enumerate(bags):
+        torch.testing.assert_close(model(as_tensor([bag]))[0], whole[k])
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_gradients_of_patients_are_means_over_their_slides(name):
+    model, x, y = model_of(name), as_tensor(unequal()), torch.arange(4) % 3
+    parameters, patient = list(model.parameters()), torch.tensor([5, 2, 5, 5])
+    means = []
+    for one in (2, 5):
+        rows = patient == one
+        loss = functional.cross_entropy(model(x[rows]), y[rows])
+        means.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
+    norms = []
+
+    def weigh(norm):
+        norms.append(float(norm))
+        return torch.tensor([0.5])
+
+    sums, _ = _summed_by_patient(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
+    assert norms == pytest.approx([float(mean.norm()) for mean in means], rel=1e-4)
+    torch.testing.assert_close(torch.cat([g.flatten() for g in sums]), 0.5 * sum(means), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "unit"), [("abmil", "row"), ("transmil", "patient")])
+def test_heads_train_as_private_models_and_proxies_under_privacy(tmp_path, name, unit):
+    study = make_bag_study(tmp_path / "study", n_sites=2)
+    models = [f"model.private={name}", f"model.proxy={name}"]
+    overrides = [*models, "train.max_patches=3", f"privacy.unit={unit}"]
+    summary = trained(study, "proxyfl", *overrides)
+    assert all(row["epsilon"] > 0 and row["guarantee"] == "guaranteed" for row in summary["sites"])
+
+
+def test_attention_of_every_head_reaches_predict(tmp_path):
+    study = make_bag_study(tmp_path / "study", n_sites=1)
+    for name in HEADS:
+        overrides = [OPEN, f"model.private={name}", "train.rounds=1"]
+        run = trained(study, "regular", *overrides)["run"]
+        predictor = load_predictor(study, run, "S0")
+        bag = predictor.store.bag(2)
+        attention = predictor.answer(bag, None).attention
+        assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)
+
+
+def many(lengths=(3, 50, 20), d=2):
+    """Bags whose k-th patch is numbered k."""
+    bags = [np.stack([np.arange(m), np.full(m, m)], 1).astype(np.float32) for m in lengths]
+    n, names = len(bags), np.array([f"s{m}" for m in lengths])
+    table = BagTable(np.zeros(n, np.int64), np.full(n, ""), names, names, np.full(n, "train"))
+    given = {"n_features": d, "in_memory": True, "at_once": 1}
+    return bag_examples(bags.__getitem__, table, np.ones((n, 2), bool), **given)
+
+
+def seen(examples, seed, rows=(0, 1, 2)):
+    """The numbers of the patches that a training step sees, by bag."""
+    draws = CipherStream.seeded(seed)
+    ((x, _),) = batches(examples, iter([np.array(rows)]), augment=None, device=CPU, draws=draws)
+    return [bag[bag[:, -1] > 0][:, 0].int().tolist() for bag in x]
+
+
+def test_a_training_step_sees_some_patches_drawn_anew_and_predictions_all():
+    examples = with_drawn_patches(many(), 10)
+    first, second = seen(examples, 1), seen(examples, 2)
+    assert [len(bag) for bag in first] == [3, 10, 10] and first[0] == [0, 1, 2]
+    assert all(bag == sorted(set(bag)) for bag in first)
+    assert first == seen(examples, 1) and first[1:] != second[1:]
+    assert examples.read(np.arange(3)).shape == (3, 50, 3)
+
+
+def test_every_patch_is_drawn_alike():
+    examples, counts = with_drawn_patches(many((40,)), 10), np.zeros(40)
+    for seed in range(400):
+        counts[seen(examples, seed, [0])[0]] += 1
+    assert counts.sum() == 4000 and counts.min() > 60 and counts.max() < 145  # 100 each, ± 4.6 sd
+
+
+def test_what_is_seen_of_a_bag_does_not_depend_on_what_is_in_the_others():
+    """The promise of ε: one record changes one gradient."""
+    one, other = with_drawn_patches(many((30, 50, 20)), 10), with_drawn_patches(many((30, 7, 20)), 10)
+    for seed in range(5):
+        a, b = seen(one, seed), seen(other, seed)
+        assert (a[0], a[2]) == (b[0], b[2])

@@ -166,7 +166,7 @@ def test_methods_train_on_features(study, method):
     assert [row["rounds"] for row in summary["sites"]] == [2] * 2
     found = evaluate(study, summary["run"])
     assert found["examples"] == "patches" and found["merged"]["accuracy"]["mean"] is not None
-    assert found["sites"][0]["slides"]["n"] == 3
+    assert found["sites"][0]["slides"]["n"] == 2
     assert report(study, summary["run"]).exists()
 
 
