@@ -123,6 +123,7 @@ def test_differences_are_paired_by_seed_and_corrected(series):
             sides = [by_seed(test[side], metric) for side in ("a", "b")]
             assert (test["n"], test["unit"]) == (3, "seed")
             assert test["difference"] == pytest.approx(np.mean(sides[0]) - np.mean(sides[1]))
+            assert test["sd"] == pytest.approx(np.subtract(*sides).std(ddof=1), abs=1e-9)
             varies = np.ptp(np.subtract(*sides)) > 1e-9
             assert test["p"] == (pytest.approx(stats.ttest_rel(*sides).pvalue) if varies else None)
         assert [test["p_holm"] for test in tests] == holm([test["p"] for test in tests])
