@@ -92,7 +92,7 @@ def write_mosaic(
     return table, bags
 
 
-def make_bag_study(root, n_sites=3, real=False, **store):
+def make_bag_study(root, n_sites=2, real=False, **store):
     (root / "pipelines").mkdir(parents=True)
     (root / "sites").mkdir()
     (root / "pipelines" / "subtypes.toml").write_text(PIPELINE)
@@ -152,15 +152,12 @@ def test_what_stands_under_the_mask_changes_nothing(name, garbage):
     padded = torch.cat([dirty, torch.full((4, 5, D + 1), garbage)], dim=1)
     padded[:, -5:, -1] = 0
     y = torch.tensor([0, 1, 2, 0])
-    answers = [model(one) for one in (x, dirty, padded)]
-    for other in answers[1:]:
-        torch.testing.assert_close(other, answers[0])
-    gradients = [
-        torch.autograd.grad(functional.cross_entropy(logits, y), list(model.parameters()))
-        for logits in answers
-    ]
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0])
+    found = []
+    for one in (x, dirty, padded):
+        loss = functional.cross_entropy(logits := model(one), y)
+        found.append([logits, *torch.autograd.grad(loss, list(model.parameters()))])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
@@ -222,13 +219,13 @@ def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
 @pytest.mark.parametrize("method", [*nightly("joint"), "oneshot", "proxyfl"])
 def test_methods_train_on_slides(bags, method):
     summary = trained(bags, method)
-    n = 3 * 8 if METHODS[method].learns_from == "everybody" else 8
+    n = 2 * 8 if METHODS[method].learns_from == "everybody" else 8
     spent = Mechanism(1.4, 1.0, 1.0, 1) if METHODS[method].once else plan(n, 4, 2, 1.4, 0.7)
     for row in summary["sites"]:
         assert row["n_train"] == n
         assert row["epsilon"] == pytest.approx(epsilon([spent], 1e-5), abs=1e-6)
     document = evaluate(bags, summary["run"])
-    assert [row["n"] for row in document["sites"]] == [12, 12, 12]
+    assert [row["n"] for row in document["sites"]] == [8, 8]
 
 
 def test_what_can_be_learned_is_learned(done):
@@ -238,13 +235,13 @@ def test_what_can_be_learned_is_learned(done):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"encoder": "kimianet fff"}, ("S2 brings kimianet fff as the encoder of its features",)),
-        ({"d": 9}, ("S2 brings 9 as the number of features per patch, the others 6",)),
-        ({"classes": (*CLASSES, "MORE")}, ("S2 brings", "MORE", "as the classes of its store")),
+        ({"encoder": "kimianet fff"}, ("S1 brings kimianet fff as the encoder of its features",)),
+        ({"d": 9}, ("S1 brings 9 as the number of features per patch, S0 6",)),
+        ({"classes": (*CLASSES, "MORE")}, ("S1 brings", "MORE", "as the classes of its store")),
     ],
 )
 def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, words):
-    write_mosaic(bags, "S2", seed=2, **changed)
+    write_mosaic(bags, "S1", seed=1, **changed)
     refused(lambda: trained(bags, "proxyfl"), "sites disagree", *words)
     refused(lambda: dry_run(bags, method="joint"), "sites disagree", *words)
     assert not list(bags.runs.glob("0*"))
@@ -267,7 +264,7 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
     study, name, document = done
     for row in document["sites"]:
         lines = answers(study.root / name, row["site"])
-        assert len(lines) == row["n"] == 12 and set(row["tumor_types"]) == set(TYPES)
+        assert len(lines) == row["n"] == 8 and set(row["tumor_types"]) == set(TYPES)
         for line in lines:
             p = {c: float(line[f"p_{c}"]) for c in CLASSES}
             assert sum(p[c] for c in TYPES[line["tumor_type"]]) == pytest.approx(1, abs=1e-5)
@@ -288,7 +285,7 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
 
 @pytest.mark.slow
 def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
-    study = make_bag_study(tmp_path / "study", n_sites=2, only=3)
+    study = make_bag_study(tmp_path / "study", only=3)
     write_mosaic(study, "S1", seed=1)
     document = evaluate(study, trained(study, "fedavg", OPEN)["run"])
     assert all(0 <= row["own"]["macro_accuracy"] <= 1 for row in document["sites"])
@@ -306,7 +303,7 @@ def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
 
 @pytest.mark.parametrize("private", ["deepset_attention", "deepset_max"])
 def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path, private):
-    study = make_bag_study(tmp_path / "study", n_sites=2)
+    study = make_bag_study(tmp_path / "study")
     run_name = trained(study, "regular", OPEN, f"model.private={private}", "train.rounds=6")["run"]
     evaluate(study, run_name)
     slide, white = tmp_path / "S0_slide_9.tif", np.full((512, 512, 3), 240, np.uint8)
@@ -424,7 +421,7 @@ def test_gradients_of_patients_are_means_over_their_slides(name):
 
 @pytest.mark.parametrize(("name", "unit"), [("abmil", "row"), ("transmil", "patient")])
 def test_heads_train_as_private_models_and_proxies_under_privacy(tmp_path, name, unit):
-    study = make_bag_study(tmp_path / "study", n_sites=2)
+    study = make_bag_study(tmp_path / "study")
     models = [f"model.private={name}", f"model.proxy={name}"]
     overrides = [*models, "train.max_patches=3", f"privacy.unit={unit}"]
     summary = trained(study, "proxyfl", *overrides)

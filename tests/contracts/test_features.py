@@ -93,7 +93,7 @@ def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
 def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):
     public = tmp_path / "public"
     public.mkdir()
-    for slide in phantom.plan_slides(1, 2, 1024, seed=9):
+    for slide in phantom.plan_slides(1, 2, 640, seed=9):
         phantom.write_pyramid(public / f"{slide.name}.tif", phantom.paint_slide(slide), 0.5)
     shutil.copy(study.features("S1"), tmp_path / "store.h5")
     both = public, tmp_path / "store.h5"

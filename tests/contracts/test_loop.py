@@ -124,7 +124,7 @@ def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
 
 
 @pytest.mark.parametrize("method", ["regular", "proxyfl"])
-def test_a_model_that_diverges_says_so(study, method, monkeypatch):
+def test_a_model_that_diverges_says_so(pair, method, monkeypatch):
     class Wild(torch.optim.Adam):
         """Goes further than a pipeline may."""
 
@@ -134,7 +134,7 @@ def test_a_model_that_diverges_says_so(study, method, monkeypatch):
     monkeypatch.setattr("wsi_fl.learning.local.Adam", Wild)
     words = r"site S0: its (private|proxy) model is not finite.*lower train\.lr"
     with pytest.raises(WsiFlError, match=words):
-        run(study, method, OPEN)
+        run(pair, method, OPEN)
 
 
 def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair):

@@ -39,7 +39,7 @@ ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
 def archive(tmp_path_factory):
     """Four slides of one hospital."""
     return phantom.paint_archive(
-        tmp_path_factory.mktemp("mosaic") / "archive", n_sites=1, patients_per_site=2, size_px=1024
+        tmp_path_factory.mktemp("mosaic") / "archive", n_sites=1, patients_per_site=2, size_px=768
     )
 
 
