@@ -1,7 +1,8 @@
-"""Advice works: every command that a message names can be given, and the ones that matter do what they promise."""
+"""Advice works: every command that a message names can be given, and `doctor` says what is missing."""
 
 import ast
 import errno
+import json
 import os
 import re
 import shlex
@@ -17,10 +18,12 @@ from rich.console import Console
 from wsi_fl.cli.main import app
 from wsi_fl.cli.options import announced
 from wsi_fl.federation import loop
+from wsi_fl.stages import doctor
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import resume
 from wsi_fl.stages.work import console
 from wsi_fl.system.files import read_lines
+from wsi_fl.types import WsiFlError
 
 PACKAGE = Path(__file__).parents[2] / "wsi_fl"
 ROOT = typer.main.get_command(app)
@@ -118,14 +121,16 @@ def test_what_ends_a_local_run_names_the_command_that_goes_on(pair, wsi_fl, monk
     assert {line["run"] for line in lines} == {lines[0]["run"]}
 
 
-def test_the_first_line_needs_no_torch_and_is_of_long_commands_alone(tmp_path, wsi_fl):
+def test_the_first_line_waits_for_no_import_and_is_of_long_commands_alone(tmp_path, wsi_fl):
     code = (
         "import sys; sys.argv = ['wsi-fl', 'train']; import wsi_fl.__main__ as m\n"
-        "try: m.main()\nfinally: print('torch' in sys.modules)"
+        "import wsi_fl.stages.training.train, wsi_fl.stages.prepare.tile\n"
+        "heavy = {'torch', 'opacus', 'scipy', 'skimage', 'sklearn', 'tifffile'}\n"
+        "try: m.main()\nfinally: print(*heavy & {*sys.modules})"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stderr.startswith("wsi-fl train: starting …\nwsi-fl: error:") and done.stdout == "False\n"
+    assert done.stderr.startswith("wsi-fl train: starting …\nwsi-fl: error:") and done.stdout == "\n"
     assert "starting" not in wsi_fl("config", cwd=tmp_path).stderr
 
 
@@ -200,3 +205,27 @@ def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
     assert launch.threads_note(4) == "OMP_NUM_THREADS = 8 in 4 ranks is more than 8 cores: each takes 2"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2" and not launch.threads_note(4)
+
+
+def test_doctor_tries_what_the_work_needs(wsi_fl, tmp_path):
+    document = json.loads(wsi_fl("doctor", "--json", cwd=tmp_path).stdout)
+    names = [row["name"] for row in document["checks"]]
+    assert names == ["Python", "OpenSlide", "PyTorch", "MPI", "GPU", "disk"]
+    assert all(row["said"] for row in document["checks"])
+    assert document["ok"] == all(row["ok"] for row in document["checks"])
+    assert all(row["ok"] for row in document["checks"] if row["name"] != "disk"), document
+
+
+@pytest.mark.parametrize(
+    "problem", [WsiFlError("no slide can be read"), ImportError("no module\nof that name")]
+)
+def test_what_fails_in_doctor_is_one_line_and_the_rest_is_checked(monkeypatch, problem):
+    def broken():
+        raise problem
+
+    monkeypatch.setattr(doctor, "_openslide", broken)
+    document = doctor.doctor()
+    failed = [row for row in document["checks"] if not row["ok"] and row["name"] != "disk"]
+    assert not document["ok"] and [row["name"] for row in failed] == ["OpenSlide"]
+    assert failed[0]["said"].startswith(" ".join(str(problem).split()))
+    assert "\n" not in failed[0]["said"]

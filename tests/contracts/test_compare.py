@@ -28,7 +28,7 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_worth import Said, _compared
 from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.work.console import Line, Table
+from wsi_fl.stages.work.console import Table
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -458,14 +458,6 @@ def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     assert "their shared model reaches" in " ".join(page.split())
     assert "± 0.00" not in page.split("Against the other runs")[0]
     assert not evaluate(study, run(study, "regular", "privacy.enabled=false"))["shared"]
-
-
-def test_what_nobody_can_say_of_a_part_is_said_in_words(series):
-    document = evaluation(series[0], "00001-proxyfl-small")
-    document["parts"]["S1"]["accuracy"] = {"mean": None, "sd": None}
-    told = [one for one in evaluation_lines(document) if isinstance(one, Line)]
-    (line,) = [one.text for one in told if "each site's part" in one.text]
-    assert "S1 not known" in line and "–" not in line
 
 
 def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_says(series):

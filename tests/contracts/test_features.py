@@ -31,7 +31,6 @@ from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume
-from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -59,18 +58,6 @@ def made(tmp_path_factory, settings):
 @pytest.fixture
 def study(made, tmp_path):
     return Study(shutil.copytree(made.root, tmp_path / "study"))
-
-
-def test_all_sites_are_in_the_progress_from_the_start(study, settings):
-    told = []
-
-    class Watching(Silent):
-        def update(self, part, done, total, note=""):
-            told.append((part, total, done))
-
-    features(study, site=None, overrides=settings, watcher=Watching())
-    assert [(part, done) for part, _, done in told[:2]] == [("S0", 0), ("S1", 0)]
-    assert len({(part, total) for part, total, _ in told}) == 2
 
 
 def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
