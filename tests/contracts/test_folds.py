@@ -226,6 +226,7 @@ def test_a_site_that_keeps_its_patches_cannot_be_left_out(tmp_path):
     assert not list(study.runs.glob("0*"))
 
 
+@pytest.mark.slow
 def test_the_command_line(study, wsi_fl):
     command = ["train", "--method", "regular", "--folds", "2", "--backend", "local", "--json"]
     done = wsi_fl(*command, "--set", OPEN, "--set", FEW, cwd=study.root)
