@@ -1,18 +1,18 @@
 """The audit: attacks that find planted leaks, stay calm where there are none, and bound ε soundly."""
 
 import json
-import re
 from dataclasses import replace
 from math import comb, exp
 
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, edited, make_study, nightly, refused, write_store
+from conftest import REAL, make_study, nightly, refused, write_features, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
+from trained import trained
 
 from wsi_fl.learning.examples import batches, joined
 from wsi_fl.learning.local import losses_of, probabilities
@@ -37,14 +37,12 @@ from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, audit_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.party import RunContext
-from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.stages.work.console import render
+from wsi_fl.system.files import read_lines
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 CPU = torch.device("cpu")
-
-# attacks on arrays
 
 
 @settings(max_examples=30, deadline=None)
@@ -84,20 +82,6 @@ def test_the_interval_redraws_whole_patients():
     assert auroc_interval(members, others, mine, np.full(24, "one"), repeats=200) is None
     nameless = auroc_interval(members, others, np.full(30, ""), np.full(24, ""), repeats=200)
     assert nameless is not None and nameless[0] < nameless[1]
-
-
-def test_guessing_rarely_alarms():
-    rng = np.random.default_rng(0)
-    alarms = 0
-    for _ in range(100):
-        scores = rng.normal(size=100)
-        names = np.array([f"p{k}" for k in range(100)])
-        interval = auroc_interval(scores[:50], scores[50:], names[:50], names[50:], repeats=100)
-        alarms += interval[0] > 0.5
-    assert alarms <= 9  # 2.5 % of 100 are 2.5; more than 9 have a chance of 10⁻⁴
-
-
-# the bound
 
 
 def slow_p_value(m, r, v, epsilon, delta):
@@ -173,9 +157,6 @@ def test_perfect_scores_are_limited_by_the_number_of_canaries():
     assert canary_bound(np.full(400, np.nan), coins, 1e-5).guesses > 0
 
 
-# canaries
-
-
 def test_coins_are_fair_and_never_the_same():
     _, coins = tossed(20_000)
     assert abs(coins.mean() - 0.5) < 5 * 0.5 / np.sqrt(20_000)
@@ -207,8 +188,6 @@ def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape
     assert len(losses_of(model, joined([one.planted()]), CPU)) == 4
 
 
-# the whole way
-
 SHORT = ["audit.canaries=400", "model.private=mlp", "train.eval_every=100", "train.batch_size=64"]
 PLAN = [*SHORT, "train.rounds=20", "train.lr=0.002", "privacy.clip=1.0"]
 
@@ -221,7 +200,7 @@ def models(document, name):
 def noisy(tmp_path_factory):
     """Two sites in strict mode with noise, 400 canaries each."""
     study = make_study(tmp_path_factory.mktemp("audit") / "study", n_sites=2)
-    summary = train(study, method="proxyfl", overrides=[*PLAN, "privacy.sigma=8.0"], backend="local")
+    summary = trained(study, "proxyfl", *PLAN, "privacy.sigma=8.0")
     return study, summary, audit(study, summary["run"])
 
 
@@ -236,7 +215,7 @@ def test_with_noise_the_bound_stays_below_epsilon(noisy):
         assert found["epsilon_upper"] == site["epsilon"] == row["epsilon"]
         assert found["epsilon_lower"] < row["epsilon"] and found["broken"] is False
         assert private["canaries"]["epsilon_upper"] is private["canaries"]["broken"] is None
-        lines = [json.loads(line) for line in study.ledger(row["site"]).read_text().splitlines()]
+        lines = read_lines(study.ledger(row["site"]))
         rates = {line["mechanism"]["sample_rate"] for line in lines if line.get("mechanism")}
         assert rates == {1 / -(-436 // 64)}  # of rows and canaries, whatever the coins
 
@@ -274,7 +253,7 @@ def test_private_models_without_noise_give_their_canaries_away(noisy):
 @pytest.mark.slow
 def test_without_noise_the_bound_exceeds_what_the_plan_with_noise_promises(noisy):
     study, summary, _ = noisy
-    bare = train(study, method="proxyfl", overrides=[*PLAN, "privacy.sigma=0.0"], backend="local")
+    bare = trained(study, "proxyfl", *PLAN, "privacy.sigma=0.0")
     for model, row in zip(models(audit(study, bare["run"]), "proxy"), summary["sites"], strict=True):
         assert model["canaries"]["epsilon_lower"] > row["epsilon"]
         assert model["canaries"]["epsilon_upper"] is None
@@ -286,9 +265,8 @@ def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
     party = RunContext.of_run(study, run)
     for index, site in enumerate(party.sites):
         proxy = _attacked(party, index)[1]
-        lines = [json.loads(line) for line in study.ledger(site.name).read_text().splitlines()]
-        mine = [line for line in lines if line["run"].startswith(run.name)]
-        released = [line["released"] for line in mine if "released" in line]
+        lines = [line for line in read_lines(study.ledger(site.name)) if line["run"].startswith(run.name)]
+        released = [line["released"] for line in lines if "released" in line]
         vector = torch.nn.utils.parameters_to_vector(proxy.network.parameters()).detach().cpu().numpy()
         assert released[-1] == f"model {digest(vector)}"
 
@@ -312,8 +290,6 @@ def test_the_report_shows_both_bounds_and_says_what_was_planted(noisy, capsys):
     study, summary, document = noisy
     page = report(study, summary["run"]).read_text()
     assert 'id="audit"' in page and "ε between its bounds" in page and "400 at S0" in page
-    ids = re.findall(r' id="([^"]+)"', page)
-    assert len(ids) == len(set(ids))
     proxy = models(document, "proxy")[0]["canaries"]
     assert f"at most {proxy['epsilon_upper']:.2f}" in page
     assert document["tested"] in page and document["adjacency"] in page
@@ -332,28 +308,22 @@ def test_the_command_prints_one_document(noisy, wsi_fl):
     refused(lambda: audit(study, "99"), "no run '99'")
 
 
-def many_patients(study, site):
-    """Labels that nothing explains, and every test patch a patient of its own."""
-    with edited(study.store(site)) as file:
-        slides, labels = file["slide"][:], np.random.default_rng(0).integers(2, size=len(file["label"]))
-        file["label"][:] = labels
-        file["patient"][:] = [f"p{k}".encode() for k in range(len(labels))]
-    for slide in np.unique(slides):
-        with edited(study.store(site).parent / "slides" / f"{slide.decode()}.h5") as file:
-            file["label"][:] = labels[slides == slide]
+LEARNED = ["train.data=features", "model.private=mlp_head", "train.eval_every=100", "train.batch_size=64"]
 
 
 @pytest.fixture(scope="module")
 def unexplained(tmp_path_factory):
-    study = make_study(tmp_path_factory.mktemp("leak") / "study", n_sites=1, n_patients=3, n_per_slide=40)
-    many_patients(study, "S0")
+    """Labels that nothing explains, each of a patient of its own."""
+    study, rng = make_study(tmp_path_factory.mktemp("leak") / "study", n_sites=1), np.random.default_rng(0)
+    patients, splits = [f"p{k}" for k in range(120)], ["train"] * 80 + ["test"] * 40
+    write_features(study, "S0", rng.normal(size=(120, 300)), rng.integers(2, size=120), patients, splits)
     return study
 
 
 def test_a_planted_leak_is_caught(unexplained):
     """σ = 0 and labels that can only be learned by heart."""
-    overrides = [*SHORT, "privacy.enabled=false", "train.rounds=30", "audit.canaries=60"]
-    run = train(unexplained, method="regular", overrides=overrides, backend="local")["run"]
+    bare = ["privacy.enabled=false", "train.rounds=30", "audit.canaries=60"]
+    run = trained(unexplained, "regular", *LEARNED, *bare)["run"]
     (model,) = models(audit(unexplained, run), "private")
     own = model["membership"]["own"]
     assert (own["members"], own["non_members"]) == (80, 40)
@@ -364,8 +334,8 @@ def test_a_planted_leak_is_caught(unexplained):
 
 
 def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):
-    overrides = [*SHORT, "privacy.sigma=100.0", "train.rounds=1", "privacy.insecure_seed=1", "train.lr=1e-6"]
-    run = train(unexplained, method="regular", overrides=overrides, backend="local")["run"]
+    noise = ["privacy.sigma=100.0", "train.rounds=1", "privacy.insecure_seed=1", "train.lr=1e-6"]
+    run = trained(unexplained, "regular", *LEARNED, *noise, "audit.canaries=400")["run"]
     document = audit(unexplained, run)
     (model,) = models(document, "private")
     assert model["membership"]["own"]["alarm"] is False
@@ -378,11 +348,10 @@ def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):
     ("method", "names"),
     [("fedavg", ["central", "released"]), *nightly(("joint", ["central"]), ("regular", ["private"]))],
 )
-def test_every_kind_of_model_is_attacked(tmp_path, method, names):
-    study = make_study(tmp_path / "study", n_sites=2)
+def test_every_kind_of_model_is_attacked(pair, method, names):
     overrides = ["train.rounds=1", "privacy.unit=patient", "train.batch_size=2", "audit.canaries=9"]
-    summary = train(study, method=method, overrides=overrides, backend="local")
-    document = audit(study, summary["run"])
+    summary = trained(pair, method, *overrides)
+    document = audit(pair, summary["run"])
     for site, row in zip(document["sites"], summary["sites"], strict=True):
         assert [model["model"] for model in site["models"]] == names
         assert document["tests"] == 2 * len(names)
@@ -395,12 +364,10 @@ def test_every_kind_of_model_is_attacked(tmp_path, method, names):
 
 def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
-    document = audit(study, run)
-    assert document["sites"][0]["models"][0]["canaries"] is None
+    run = trained(study, "regular", "train.rounds=1")["run"]
+    assert audit(study, run)["sites"][0]["models"][0]["canaries"] is None
     assert report(study, run).read_text().count('id="audit"') == 1
-    sets = ["train.rounds=1", "audit.canaries=4"]
-    planted = train(study, method="regular", overrides=sets, backend="local")
+    planted = trained(study, "regular", "train.rounds=1", "audit.canaries=4")
     (study.root / planted["run"] / "sites" / "S0" / "canaries.json").unlink()
     refused(lambda: audit(study, planted["run"]), "the only record of what was planted", error=WsiFlError)
     write_store(study, "S0", n_per_slide=8)
@@ -409,15 +376,13 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     refused(lambda: audit(study, run), "has not finished", error=WsiFlError)
 
 
-def test_a_hospital_audits_its_own_part(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    overrides = ["train.rounds=1", "audit.canaries=4"]
-    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+def test_a_hospital_audits_its_own_part(pair):
+    run = trained(pair, "regular", "train.rounds=1", "audit.canaries=4")["run"]
     for name in ("S0", "S1"):
-        file = study.root / "sites" / f"{name}.toml"
+        file = pair.root / "sites" / f"{name}.toml"
         file.write_text(file.read_text().replace("real = false", REAL))
-    study.store("S1").unlink()
-    document = audit(study, run)
+    pair.store("S1").unlink()
+    document = audit(pair, run)
     assert [site["site"] for site in document["sites"]] == ["S0"]
     assert document["tests"] == 2, "what is audited elsewhere counts too"
     assert set(document["sites"][0]["models"][0]["membership"]) == {"own"}

@@ -1,6 +1,5 @@
-"""Slides as bags of features: masks, per-example gradients, every method, restricted answers, predictions."""
+"""Slides as bags of features: their models by name, gradients, every method, restricted answers, predictions."""
 
-import csv
 import json
 import pathlib
 import re
@@ -9,24 +8,35 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, nightly, refused
+from conftest import metrics, nightly, refused
 from PIL import Image
+from test_gradients import compare
 from torch.nn import functional
+from trained import answers, csv_rows, trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.examples import allowed_classes, bag_examples, joined, packed, unlabelled_bags
+from wsi_fl.learning.examples import (
+    allowed_classes,
+    bag_examples,
+    batches,
+    joined,
+    packed,
+    unlabelled_bags,
+    with_drawn_patches,
+)
 from wsi_fl.learning.local import probabilities
 from wsi_fl.models import BAG_BUILDERS, build, mil
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
-from wsi_fl.privacy.dpsgd import _check_trainable
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import _check_trainable, _summed_by_patient
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
+from wsi_fl.stages.answers.predictor import load_predictor
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import Bags, BagTable, GridSpec, WsiFlError
@@ -82,7 +92,7 @@ def write_mosaic(
     return table, bags
 
 
-def make_bag_study(root, n_sites=3, real=False, **store):
+def make_bag_study(root, n_sites=2, real=False, **store):
     (root / "pipelines").mkdir(parents=True)
     (root / "sites").mkdir()
     (root / "pipelines" / "subtypes.toml").write_text(PIPELINE)
@@ -103,15 +113,11 @@ def bags(tmp_path):
 def done(tmp_path_factory):
     """A study and a run that was evaluated."""
     study = make_bag_study(tmp_path_factory.mktemp("bags") / "study")
-    run = train(study, method="proxyfl", overrides=["train.rounds=12", OPEN], backend="local")["run"]
+    run = trained(study, "proxyfl", "train.rounds=12", OPEN)["run"]
     return study, run, evaluate(study, run)
 
 
 OPEN = "privacy.enabled=false"
-
-
-def run(study, method, *overrides):
-    return train(study, method=method, overrides=overrides, backend="local")
 
 
 def model_of(name, n_features=D, seed=0):
@@ -125,9 +131,6 @@ def unequal(d=D, lengths=LENGTHS, seed=0):
 
 def as_tensor(bags):
     return torch.from_numpy(packed(bags))
-
-
-# the models
 
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
@@ -149,15 +152,12 @@ def test_what_stands_under_the_mask_changes_nothing(name, garbage):
     padded = torch.cat([dirty, torch.full((4, 5, D + 1), garbage)], dim=1)
     padded[:, -5:, -1] = 0
     y = torch.tensor([0, 1, 2, 0])
-    answers = [model(one) for one in (x, dirty, padded)]
-    for other in answers[1:]:
-        torch.testing.assert_close(other, answers[0])
-    gradients = [
-        torch.autograd.grad(functional.cross_entropy(logits, y), list(model.parameters()))
-        for logits in answers
-    ]
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0])
+    found = []
+    for one in (x, dirty, padded):
+        loss = functional.cross_entropy(logits := model(one), y)
+        found.append([logits, *torch.autograd.grad(loss, list(model.parameters()))])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
@@ -171,61 +171,33 @@ def test_a_bag_of_padding_alone_and_a_bag_of_one_patch_have_answers(name):
     assert all(g.isfinite().all() for g in gradients)
 
 
-# differential privacy: one slide is one example
-
-
 @pytest.mark.parametrize("mode", ENGINES)
 @pytest.mark.parametrize("name", BAG_BUILDERS)
 @pytest.mark.parametrize("lengths", [LENGTHS, (9, 2, 17), (1, 1), (40, 3, 90)])
-def test_per_example_gradients_of_unequal_bags_are_those_of_single_bags(mode, name, lengths, monkeypatch):
+def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, lengths, monkeypatch):
     """By inner products and by gradients written down; of TransMIL also where it has landmarks."""
     if lengths == (9, 2, 17):
         monkeypatch.setattr(mil, "_LANDMARKS", 4)
     torch.manual_seed(0)
-    model, bags = model_of(name), unequal(lengths=lengths)
+    model, x = model_of(name), as_tensor(unequal(lengths=lengths))
     _check_trainable(model)
     with torch.no_grad():
         for p in model.parameters():  # gains of 1 and biases of 0 hide the rest
             p.add_(0.1 * torch.randn(p.shape))
-    y, c = torch.arange(len(bags)) % 3, torch.linspace(1, 0.2, len(bags))
-    parameters = list(model.parameters())
-    singly = [
-        torch.autograd.grad(functional.cross_entropy(model(as_tensor([bag])), y[k : k + 1]), parameters)
-        for k, bag in enumerate(bags)
-    ]
-    x = as_tensor(bags)
     x[..., :-1][x[..., -1] == 0] = torch.nan
-    norms = []
-
-    def weigh(found):
-        norms.append(found)
-        return c
-
-    sums, _ = ENGINES[mode](model, x, lambda logits: functional.cross_entropy(logits, y), weigh)
-    expected = torch.stack([torch.cat([g.flatten() for g in one]).norm() for one in singly])
-    torch.testing.assert_close(norms[0], expected.double(), rtol=1e-4, atol=1e-6)
-    for total, each in zip(sums, zip(*singly, strict=True), strict=True):
-        wanted = torch.einsum("n,n...->...", c, torch.stack(each))
-        torch.testing.assert_close(total, wanted, rtol=1e-3, atol=1e-5)
-
-
-# examples
+    compare(mode, model, x, torch.arange(len(x)) % 3)
 
 
 def test_bags_are_packed_the_same_from_memory_from_disk_and_joined():
-    bags = unequal()
-    names = np.array([f"s{k}" for k in range(4)])
+    bags, names = unequal(), np.array(list("abcd"))
     table = BagTable(np.arange(4), np.full(4, ""), names, names, np.full(4, "train"))
-    allowed = np.ones((4, 4), bool)
-    held, read = (
-        bag_examples(bags.__getitem__, table, allowed, n_features=D, in_memory=kept) for kept in (True, False)
-    )
+    given = {"table": table, "allowed": np.ones((4, 4), bool), "n_features": D}
+    held, read = (bag_examples(bags.__getitem__, **given, in_memory=kept) for kept in (True, False))
     for rows in ([2, 0], [1], []):
         chosen = np.array(rows, np.int64)
         np.testing.assert_array_equal(held.read(chosen), read.read(chosen))
-        assert held.read(chosen).shape[2] == D + 1
     both = joined([held, read])
-    assert len(both) == 8 and both.allowed.shape == (8, 4)
+    assert both.allowed.shape == (8, 4)
     np.testing.assert_array_equal(both.read(np.array([6, 0])), packed([bags[2], bags[0]]))
     assert both.read(np.empty(0, np.int64)).shape == (0, 1, D + 1)
 
@@ -244,42 +216,33 @@ def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
     assert allowed[2].all() and allowed[3].all()
 
 
-# training
-
-
 @pytest.mark.parametrize("method", [*nightly("joint"), "oneshot", "proxyfl"])
 def test_methods_train_on_slides(bags, method):
-    summary = run(bags, method)
-    n = 3 * 8 if METHODS[method].learns_from == "everybody" else 8
+    summary = trained(bags, method)
+    n = 2 * 8 if METHODS[method].learns_from == "everybody" else 8
     spent = Mechanism(1.4, 1.0, 1.0, 1) if METHODS[method].once else plan(n, 4, 2, 1.4, 0.7)
     for row in summary["sites"]:
         assert row["n_train"] == n
         assert row["epsilon"] == pytest.approx(epsilon([spent], 1e-5), abs=1e-6)
     document = evaluate(bags, summary["run"])
-    assert [row["n"] for row in document["sites"]] == [12, 12, 12]
+    assert [row["n"] for row in document["sites"]] == [8, 8]
 
 
 def test_what_can_be_learned_is_learned(done):
     assert done[2]["merged"]["accuracy"]["mean"] > 0.9
 
 
-@pytest.mark.slow
-def test_transmil_learns_it_too(bags):
-    summary = run(bags, "proxyfl", "train.rounds=15", OPEN, "model.private=transmil")
-    assert evaluate(bags, summary["run"])["merged"]["accuracy"]["mean"] > 0.9
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"encoder": "kimianet fff"}, ("S2 brings kimianet fff as the encoder of its features",)),
-        ({"d": 9}, ("S2 brings 9 as the number of features per patch, the others 6",)),
-        ({"classes": (*CLASSES, "MORE")}, ("S2 brings", "MORE", "as the classes of its store")),
+        ({"encoder": "kimianet fff"}, ("S1 brings kimianet fff as the encoder of its features",)),
+        ({"d": 9}, ("S1 brings 9 as the number of features per patch, S0 6",)),
+        ({"classes": (*CLASSES, "MORE")}, ("S1 brings", "MORE", "as the classes of its store")),
     ],
 )
 def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, words):
-    write_mosaic(bags, "S2", seed=2, **changed)
-    refused(lambda: run(bags, "proxyfl"), "sites disagree", *words)
+    write_mosaic(bags, "S1", seed=1, **changed)
+    refused(lambda: trained(bags, "proxyfl"), "sites disagree", *words)
     refused(lambda: dry_run(bags, method="joint"), "sites disagree", *words)
     assert not list(bags.runs.glob("0*"))
 
@@ -290,39 +253,30 @@ def test_missing_and_impossible_mosaics_say_what_to_do(bags):
         meta = store.meta
     table.tumor_type[3] = "lung"  # it is LGG
     write_bags(bags.mosaic("S1"), meta, table, content)
-    refused(lambda: run(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
+    refused(lambda: trained(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
     shutil.rmtree(bags.mosaic("S1").parent)
-    refused(lambda: run(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError)
-
-
-# evaluation
+    refused(
+        lambda: trained(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError
+    )
 
 
 def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
     study, name, document = done
     for row in document["sites"]:
-        with (study.root / name / "sites" / row["site"] / "predictions.csv").open() as file:
-            lines = [line for line in csv.DictReader(file) if line["answers"] == "True"]
-        assert len(lines) == row["n"] == 12 and set(row["tumor_types"]) == set(TYPES)
+        lines = answers(study.root / name, row["site"])
+        assert len(lines) == row["n"] == 8 and set(row["tumor_types"]) == set(TYPES)
         for line in lines:
             p = {c: float(line[f"p_{c}"]) for c in CLASSES}
             assert sum(p[c] for c in TYPES[line["tumor_type"]]) == pytest.approx(1, abs=1e-5)
             line["right"] = max(CLASSES, key=p.get) == line["truth"]
         for key in ("own", "external"):
-            some = [line for line in lines if (line["part"] == row["site"]) == (key == "own")]
-
-            def share(column, value, some=some):
-                return np.mean([line["right"] for line in some if line[column] == value])
-
-            assert row[key]["n"] == len(some)
-            assert row[key]["accuracy"] == pytest.approx(np.mean([line["right"] for line in some]))
-            by_class = [share("truth", c) for c in CLASSES]
-            assert row[key]["macro_accuracy"] == pytest.approx(np.mean(by_class))
+            part = [line for line in lines if (line["part"] == row["site"]) == (key == "own")]
             for kind, of in row[key]["tumor_types"].items():
-                assert of["n"] == sum(line["tumor_type"] == kind for line in some)
-                assert of["accuracy"] == pytest.approx(share("tumor_type", kind))
-        last = (study.root / name / "sites" / row["site"] / "metrics.jsonl").read_text().splitlines()[-1]
-        assert json.loads(last)["merged"]["accuracy"] == pytest.approx(row["accuracy"])
+                right = [line["right"] for line in part if line["tumor_type"] == kind]
+                assert (of["n"], of["accuracy"]) == (len(right), pytest.approx(np.mean(right)))
+        assert metrics(study.root / name, row["site"])[-1]["merged"]["accuracy"] == pytest.approx(
+            row["accuracy"]
+        )
     for which, key in (("internal", "own"), ("external", "external")):
         for metric in ("accuracy", "macro_accuracy", "auroc"):
             values = [row[key][metric] for row in document["sites"]]
@@ -331,16 +285,13 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
 
 @pytest.mark.slow
 def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
-    study = make_bag_study(tmp_path / "study", n_sites=2, only=3)
+    study = make_bag_study(tmp_path / "study", only=3)
     write_mosaic(study, "S1", seed=1)
-    name = run(study, "fedavg", OPEN)["run"]
-    document = evaluate(study, name)
-    own = {row["site"]: row["own"] for row in document["sites"]}
-    assert all(0 <= row["macro_accuracy"] <= 1 for row in document["sites"])
-    assert own["S0"]["tumor_types"]["brain"]["n"] == 2  # GBM of slides 8 and 11
-    assert own["S1"]["tumor_types"]["brain"]["n"] == 2
+    document = evaluate(study, trained(study, "fedavg", OPEN)["run"])
+    assert all(0 <= row["own"]["macro_accuracy"] <= 1 for row in document["sites"])
+    assert [row["own"]["tumor_types"]["brain"]["n"] for row in document["sites"]] == [2, 2]
     write_mosaic(study, "S0", seed=0, only=1)
-    name = run(study, "fedavg", OPEN)["run"]
+    name = trained(study, "fedavg", OPEN)["run"]
     document = evaluate(study, name)
     assert document["sites"][0]["own"]["auroc"] is None
     assert document["internal"]["auroc"]["mean"] is None
@@ -350,35 +301,15 @@ def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
     assert re.search(r"LGG at <span[^>]*>S1</span>", page)
 
 
-def test_real_sites_are_evaluated_at_home_alone(tmp_path):
-    study = make_bag_study(tmp_path / "study", n_sites=2)
-    name = run(study, "regular", "train.rounds=1")["run"]
-    for file in (study.root / "sites").glob("*.toml"):
-        file.write_text(file.read_text().replace("real = false", REAL))
-    document = evaluate(study, name)
-    assert document["merged"] is None and document["external"] is None
-    assert document["internal"]["accuracy"]["mean"] is not None
-    for row in document["sites"]:
-        assert row["external"] is None
-        assert row["n"] == row["own"]["n"] == 4
-    assert "their slides" in report(study, name).read_text()
-
-
-# predict
-
-
 @pytest.mark.parametrize("private", ["deepset_attention", "deepset_max"])
 def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path, private):
-    study = make_bag_study(tmp_path / "study", n_sites=2)
-    run_name = run(study, "regular", OPEN, f"model.private={private}", "train.rounds=6")["run"]
+    study = make_bag_study(tmp_path / "study")
+    run_name = trained(study, "regular", OPEN, f"model.private={private}", "train.rounds=6")["run"]
     evaluate(study, run_name)
-    (study.root / "slides").mkdir()
-    white = np.full((512, 512, 3), 240, np.uint8)
-    phantom.write_pyramid(study.root / "slides" / "S0_slide_9.tif", white, 1.0)
-    document = predict(study, run_name, site="S0", slides=[study.root / "slides" / "S0_slide_9.tif"])
-    (row,) = document["slides"]
-    with (study.root / run_name / "sites/S0/predictions.csv").open() as file:
-        (line,) = [one for one in csv.DictReader(file) if one["slide"] == "S0_slide_9"]
+    slide, white = tmp_path / "S0_slide_9.tif", np.full((512, 512, 3), 240, np.uint8)
+    phantom.write_pyramid(slide, white, 1.0)
+    (row,) = predict(study, run_name, site="S0", slides=[slide])["slides"]
+    (line,) = [one for one in answers(study.root / run_name, "S0") if one["slide"] == "S0_slide_9"]
     for c in CLASSES:
         assert row["probabilities"][c] == pytest.approx(float(line[f"p_{c}"]), abs=1e-5)
     assert row["class"] == max(CLASSES, key=row["probabilities"].get)
@@ -386,8 +317,7 @@ def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path,
     assert Image.open(study.root / row["heatmap"]).format == "PNG"
     kept = json.loads((study.root / row["json"]).read_text())
     assert kept["probabilities"] == row["probabilities"] and kept["encoder"] == "densenet121 abc"
-    with (study.root / row["csv"]).open() as file:
-        patches = list(csv.DictReader(file))
+    patches = csv_rows(study.root / row["csv"])
     with BagStore(study.mosaic("S0")) as store:
         assert len(patches) == row["patches"] == len(store.bag(9).features)
     assert {patch["size_l0"] for patch in patches} == {"64"}
@@ -400,9 +330,8 @@ def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path,
 def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_path, wsi_fl):
     study, name, _ = done
     arguments = ["predict", name, "--site", "S1", "--json", "--out", tmp_path]
-    told = wsi_fl(
-        *arguments, "--slide", "S1_slide_0", "--tumor-type", "brain", "--slide", "X", cwd=study.root
-    )
+    arguments += ["--slide", "S1_slide_0", "--tumor-type", "brain", "--slide", "X"]
+    told = wsi_fl(*arguments, cwd=study.root)
     document = json.loads(told.stdout)
     (row,) = document["slides"]
     assert told.returncode == 0 and row["tumor_type"] == "brain" and row["class"] in TYPES["brain"]
@@ -413,19 +342,138 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
     refused(lambda: predict(study, name, **liver), "unknown tumour type 'liver'; known: ", "lung, brain")
     copy = Study(shutil.copytree(study.root, tmp_path / "copy"))
     write_mosaic(copy, "S1", encoder="kimianet fff")
-    slide = [tmp_path / "S1_slide_0"]
-    refused(
-        lambda: predict(copy, name, site="S1", slides=slide), "are of kimianet fff now", "densenet121 abc"
-    )
+    known = {"site": "S1", "slides": [pathlib.Path("S1_slide_0")]}
+    refused(lambda: predict(copy, name, **known), "are of kimianet fff now", "densenet121 abc")
     shutil.rmtree(copy.root / "stores")
-    document = predict(copy, name, site="S1", slides=[pathlib.Path("S1_slide_0")])
+    document = predict(copy, name, **known)
     assert "none of that name among S1's mosaics" in document["failed"][0]["reason"]
 
 
 def test_patients_are_units_and_canaries_are_bags(bags):
-    summary = run(bags, "proxyfl", "privacy.unit=patient", "audit.canaries=10")
+    summary = trained(bags, "proxyfl", "privacy.unit=patient", "audit.canaries=10")
     for row, site in zip(summary["sites"], audit(bags, summary["run"])["sites"], strict=True):
         assert (row["n_train"], row["n_units"], row["unit"]) == (8, 18, "patient")
         planted = {model["model"]: model["canaries"]["n"] for model in site["models"]}
         assert planted == {"private": 10, "proxy": 10}
         assert site["models"][0]["membership"]["own"]["non_members"] == 4
+
+
+HEADS = ("abmil", "clam_sb", "transmil")
+
+
+@pytest.mark.parametrize("name", [*HEADS, "deepset_attention"])
+def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
+    x = as_tensor([*unequal(), np.zeros((1, D), np.float32)])
+    x[4, :, -1] = 0  # a bag without a patch
+    x[..., :-1][x[..., -1] == 0] = torch.nan
+    weights = model_of(name).attention(x)
+    torch.testing.assert_close(weights.sum(1), torch.tensor([1.0, 1, 1, 1, 0]))
+    assert (weights[x[..., -1] == 0] == 0).all() and (weights[x[..., -1] == 1] > 0).all()
+    assert model_of("deepset").attention(x) is None
+
+
+def test_attention_is_what_the_answer_rests_on():
+    """ABMIL's answer is its last layer on the mean of the projected patches that attention weighs."""
+    model, x = model_of("abmil"), as_tensor(unequal())
+    weighted = (model.attention(x).unsqueeze(2) * model.phi(x[..., :-1])).sum(1)
+    torch.testing.assert_close(model(x), model.rho(weighted))
+
+
+def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
+    model, x = model_of("transmil"), as_tensor(unequal(lengths=(9, 12)))
+    exact = model(x)
+    monkeypatch.setattr(mil, "_LANDMARKS", 12)
+    torch.testing.assert_close(model(x), exact)
+    monkeypatch.setattr(mil, "_LANDMARKS", 8)
+    assert (model(x) - exact).abs().max() > 1e-6
+
+
+def test_transmil_never_sees_padding_where_it_has_landmarks(monkeypatch):
+    monkeypatch.setattr(mil, "_LANDMARKS", 4)
+    model, bags = model_of("transmil"), unequal(lengths=(9, 2, 17))
+    x = functional.pad(as_tensor(bags), (0, 0, 0, 11), value=torch.nan)
+    x[:, 17:, -1] = 0
+    x[..., :-1][x[..., -1] == 0] = torch.nan
+    whole = model(x)
+    for k, bag in enumerate(bags):
+        torch.testing.assert_close(model(as_tensor([bag]))[0], whole[k])
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_gradients_of_patients_are_means_over_their_slides(name):
+    model, x, y = model_of(name), as_tensor(unequal()), torch.arange(4) % 3
+    parameters, patient = list(model.parameters()), torch.tensor([5, 2, 5, 5])
+    means = []
+    for one in (2, 5):
+        rows = patient == one
+        loss = functional.cross_entropy(model(x[rows]), y[rows])
+        means.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
+    norms = []
+
+    def weigh(norm):
+        norms.append(float(norm))
+        return torch.tensor([0.5])
+
+    sums, _ = _summed_by_patient(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
+    assert norms == pytest.approx([float(mean.norm()) for mean in means], rel=1e-4)
+    torch.testing.assert_close(torch.cat([g.flatten() for g in sums]), 0.5 * sum(means), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "unit"), [("abmil", "row"), ("transmil", "patient")])
+def test_heads_train_as_private_models_and_proxies_under_privacy(tmp_path, name, unit):
+    study = make_bag_study(tmp_path / "study")
+    models = [f"model.private={name}", f"model.proxy={name}"]
+    overrides = [*models, "train.max_patches=3", f"privacy.unit={unit}"]
+    summary = trained(study, "proxyfl", *overrides)
+    assert all(row["epsilon"] > 0 and row["guarantee"] == "guaranteed" for row in summary["sites"])
+
+
+def test_attention_of_every_head_reaches_predict(tmp_path):
+    study = make_bag_study(tmp_path / "study", n_sites=1)
+    for name in HEADS:
+        overrides = [OPEN, f"model.private={name}", "train.rounds=1"]
+        run = trained(study, "regular", *overrides)["run"]
+        predictor = load_predictor(study, run, "S0")
+        bag = predictor.store.bag(2)
+        attention = predictor.answer(bag, None).attention
+        assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)
+
+
+def many(lengths=(3, 50, 20), d=2):
+    """Bags whose k-th patch is numbered k."""
+    bags = [np.stack([np.arange(m), np.full(m, m)], 1).astype(np.float32) for m in lengths]
+    n, names = len(bags), np.array([f"s{m}" for m in lengths])
+    table = BagTable(np.zeros(n, np.int64), np.full(n, ""), names, names, np.full(n, "train"))
+    given = {"n_features": d, "in_memory": True, "at_once": 1}
+    return bag_examples(bags.__getitem__, table, np.ones((n, 2), bool), **given)
+
+
+def seen(examples, seed, rows=(0, 1, 2)):
+    """The numbers of the patches that a training step sees, by bag."""
+    draws = CipherStream.seeded(seed)
+    ((x, _),) = batches(examples, iter([np.array(rows)]), augment=None, device=CPU, draws=draws)
+    return [bag[bag[:, -1] > 0][:, 0].int().tolist() for bag in x]
+
+
+def test_a_training_step_sees_some_patches_drawn_anew_and_predictions_all():
+    examples = with_drawn_patches(many(), 10)
+    first, second = seen(examples, 1), seen(examples, 2)
+    assert [len(bag) for bag in first] == [3, 10, 10] and first[0] == [0, 1, 2]
+    assert all(bag == sorted(set(bag)) for bag in first)
+    assert first == seen(examples, 1) and first[1:] != second[1:]
+    assert examples.read(np.arange(3)).shape == (3, 50, 3)
+
+
+def test_every_patch_is_drawn_alike():
+    examples, counts = with_drawn_patches(many((40,)), 10), np.zeros(40)
+    for seed in range(400):
+        counts[seen(examples, seed, [0])[0]] += 1
+    assert counts.sum() == 4000 and counts.min() > 60 and counts.max() < 145  # 100 each, ± 4.6 sd
+
+
+def test_what_is_seen_of_a_bag_does_not_depend_on_what_is_in_the_others():
+    """The promise of ε: one record changes one gradient."""
+    one, other = with_drawn_patches(many((30, 50, 20)), 10), with_drawn_patches(many((30, 7, 20)), 10)
+    for seed in range(5):
+        a, b = seen(one, seed), seen(other, seed)
+        assert (a[0], a[2]) == (b[0], b[2])

@@ -1,6 +1,5 @@
 """`wsi-fl bench`: methods on hospitals drawn from a table of features."""
 
-import csv
 import re
 import sys
 import tomllib
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import refused
 from test_plugins import installed
+from trained import csv_rows
 
 import wsi_fl.stages.bench as module
 from wsi_fl import plugins
@@ -20,13 +20,16 @@ from wsi_fl.stores.bags import Bag, BagMeta, bags_of, write_bags
 from wsi_fl.types import GridSpec, PatchTable
 
 
-def table(n=240, d=8, patients=True, seed=0):
-    rng = np.random.default_rng(seed)
+def table(n=240, d=8):
+    rng = np.random.default_rng(0)
     y = np.arange(n) % 2
     x = rng.normal(size=(n, d)).astype(np.float32)
     x[:, 0] += 2.0 * y
-    whose = np.array([f"p{k // 4}" if patients else "" for k in range(n)])
-    return x, np.sort(y), whose  # four rows of a patient are of one class
+    return (
+        x,
+        np.sort(y),
+        np.array([f"p{k // 4}" for k in range(n)]),
+    )  # four rows of a patient are of one class
 
 
 @pytest.fixture
@@ -37,11 +40,6 @@ def npz(tmp_path):
     return tmp_path / "features.npz"
 
 
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_where_its_method_has_changed(
     npz, tmp_path, monkeypatch, capsys
 ):
@@ -49,24 +47,18 @@ def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_wher
     asked = {"out": out, "methods": ["oneshot", "fedavg"], "cells": cells_of("2x8", "1"), "seeds": 2}
     monkeypatch.setattr(module, "_WAYS", ((1, 1e-2), (2, 1e-2)))
     document = bench(npz, **asked)
-    rows = rows_of(out)
+    rows = csv_rows(out)
     named = {(row["method"], row["skew"], row["seed"], row["site"]) for row in rows}
     for method in ("regular", "joint", "oneshot", "fedavg"):
-        assert {(method, "1", str(seed), site) for seed in (0, 1) for site in ("S1", "S2")} <= named
+        assert {(method, "1", seed, site) for seed in "01" for site in ("S1", "S2")} <= named
     assert all(float(row["spent"]) <= 1.0 for row in rows if row["method"] == "oneshot")
     assert {row["guarantee"] for row in rows if row["method"] in ("oneshot", "fedavg")} == {"guaranteed"}
+    means = {}
+    for row in (row for row in rows if row["seed"] != "-1"):
+        means.setdefault(row["method"], []).append(float(row["score"]))
     for cell in document["cells"]:  # the document says what the lines say
-        scores = {
-            (row["method"], row["seed"], row["site"]): float(row["score"])
-            for row in rows
-            if row["skew"] == cell["skew"] and row["seed"] != "-1"
-        }
-        gains = [
-            scores[cell["method"], seed, site] - scores["regular", seed, site]
-            for seed in "01"
-            for site in ("S1", "S2")
-        ]
-        assert cell["gain"] == pytest.approx(np.mean(gains), abs=1e-9)
+        gain = np.mean(means[cell["method"]]) - np.mean(means["regular"])
+        assert cell["gain"] == pytest.approx(gain, abs=1e-9)
     whole = out.read_text()
     out.write_text("\n".join(line for line in whole.splitlines() if ",1,S" not in line) + "\n")
     trained = []
@@ -84,9 +76,8 @@ def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_wher
 
 
 def test_who_has_one_class_alone_gains_and_pooled_is_best(npz, tmp_path):
-    (one,) = bench(
-        npz, out=tmp_path / "b.csv", methods=["oneshot"], cells=cells_of("2x12", "1"), epsilons=[8.0], seeds=2
-    )["cells"]
+    asked = {"methods": ["oneshot"], "cells": cells_of("2x12", "1"), "epsilons": [8.0], "seeds": 2}
+    (one,) = bench(npz, out=tmp_path / "b.csv", **asked)["cells"]
     assert one["alone"] == pytest.approx(0.5) and one["pooled"] > 0.7 and one["gain"] > 0.1
 
 
@@ -123,15 +114,12 @@ def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else
     x, y, patient = table(12)
     bags = [Bag(x[:8], np.zeros((8, 2), np.int64)), Bag(x[8:], np.zeros((4, 2), np.int64))]
     slide = np.repeat(["a", "b"], [8, 4])
-    patches = PatchTable(
-        np.zeros((12, 2), np.int64), y, y.astype(np.float32), slide, patient, np.full(12, "train")
-    )
-    slides, _ = bags_of(patches)
-    slides = replace(slides, label=np.array([0, 1]))
+    places, split = np.zeros((12, 2), np.int64), np.full(12, "train")
+    patches = PatchTable(places, y, y.astype(np.float32), slide, patient, split)
+    slides = replace(bags_of(patches)[0], label=np.array([0, 1]))
+    meta = BagMeta("S1", ("a", "b"), "e", GridSpec(8, 1.0, 8))
     for own in (patches, None):
-        write_bags(
-            tmp_path / "s.h5", BagMeta("S1", ("a", "b"), "e", GridSpec(8, 1.0, 8)), slides, bags, patches=own
-        )
+        write_bags(tmp_path / "s.h5", meta, slides, bags, patches=own)
         found = read_table(tmp_path / "s.h5")
         if own:
             assert np.array_equal(found.x, x) and np.array_equal(found.y, y)
@@ -163,27 +151,26 @@ def test_cells_that_mean_nothing_are_refused():
 PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
 
 
+def forget_plugins():
+    for known in (plugins._found, plugins._loaded):
+        known.cache_clear()
+
+
 def test_the_method_of_the_page_stands_in_the_same_table(npz, tmp_path, monkeypatch):
     toml, python = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
     groups = tomllib.loads(toml)["project"]["entry-points"]
     monkeypatch.setattr(module, "_WAYS", ((2, 1e-2),))
     monkeypatch.syspath_prepend(str(installed(tmp_path / "site", name="careful", groups=groups, text=python)))
-    for known in (plugins._found, plugins._loaded):
-        known.cache_clear()
+    asked = {"methods": ["careful", "oneshot"], "cells": cells_of("2x8", "1"), "seeds": 1}
     try:
-        document = bench(
-            npz, out=tmp_path / "b.csv", methods=["careful", "oneshot"], cells=cells_of("2x8", "1"), seeds=1
-        )
+        forget_plugins()
+        document = bench(npz, out=tmp_path / "b.csv", **asked)
     finally:
         monkeypatch.undo()
         sys.modules.pop("careful", None)
-        for known in (plugins._found, plugins._loaded):
-            known.cache_clear()
+        forget_plugins()
     assert [one["method"] for one in document["cells"]] == ["careful", "oneshot"]
-    (row,) = {
-        (row["spent"], row["guarantee"])
-        for row in rows_of(tmp_path / "b.csv")
-        if row["method"] == "careful" and row["seed"] == "0"
-    }
-    assert 0 < float(row[0]) <= 1 and row[1] == "guaranteed"
+    rows = csv_rows(tmp_path / "b.csv")
+    mine = [row for row in rows if row["method"] == "careful" and row["seed"] == "0"]
+    assert mine and all(0 < float(row["spent"]) <= 1 and row["guarantee"] == "guaranteed" for row in mine)
     assert len([line for line in python.splitlines() if line.strip()]) <= 60

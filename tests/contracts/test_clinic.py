@@ -1,6 +1,5 @@
 """`clinical` and `plan-size` of a study that was trained: by patient and by group; document, console and report."""
 
-import csv
 import json
 
 import numpy as np
@@ -8,10 +7,11 @@ import pytest
 from conftest import make_study, refused, write_features
 from sklearn.metrics import recall_score, roc_auc_score
 from test_fair import ALONE
+from trained import answers, trained
 
 from wsi_fl.stages.answers.clinical import clinical
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.train import train, train_series
+from wsi_fl.stages.training.train import train_series
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +29,17 @@ def described(tmp_path_factory):
         table.write_text("patient,scanner,shelf\n" + "\n".join(f"{row}," for row in rows))
         site = study.root / "sites" / f"S{k}.toml"
         site.write_text(f'{site.read_text()}clinical = "{table}"\n')
-    run = train(study, method="regular", overrides=ALONE, backend="local")["run"]
+    run = trained(study, "regular", *ALONE)["run"]
     evaluate(study, run)
     return study, run
 
 
 def by_hand(study, run, site):
     """(truth, score) of each patient of predictions.csv."""
-    with (study.root / run / "sites" / site / "predictions.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["answers"] == "True"]
     found = {}
-    for row in rows:
+    for row in answers(study.root / run, site):
         found.setdefault(row["patient"], []).append((row["truth"] == "tumor", float(row["p_tumor"])))
-    return tuple(
-        np.array(column) for column in zip(*(np.mean(v, axis=0) for v in found.values()), strict=True)
-    )
+    return np.array([np.mean(values, axis=0) for values in found.values()]).T
 
 
 def test_patients_are_counted_and_not_their_patches(described):
@@ -71,15 +67,10 @@ def test_small_groups_are_not_told(described, wsi_fl):
     assert "scanner old: 52 patients" in done.stderr
     done = wsi_fl("report", run, cwd=study.root)
     page = (study.root / done.stdout.strip()).read_text(encoding="utf-8")
-    assert (
-        "For the clinic" in page and "of fewer than 10 patients: not told" in page and "Net benefit" in page
-    )
-    assert "TRIPOD+AI" in page
-    for name, refusal in (
-        ("shoe_size", "shoe_size"),
-        ("shelf", "no table of the sites has a slide or patient"),
-    ):
-        refused(lambda name=name: clinical(study, [run], by=name), refusal)
+    for words in ("For the clinic", "of fewer than 10 patients: not told", "Net benefit", "TRIPOD+AI"):
+        assert words in page
+    refused(lambda: clinical(study, [run], by="shoe_size"), "shoe_size")
+    refused(lambda: clinical(study, [run], by="shelf"), "no table of the sites has a slide or patient")
     refused(lambda: clinical(study, [run], prevalence=1.0), "a share between 0 and 1")
 
 

@@ -1,6 +1,6 @@
 """`compare`: paired tests against their definition, rows from runs, the baseline that is always there, the page."""
 
-import csv
+import copy
 import html
 import io
 import json
@@ -11,41 +11,30 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import REAL, make_study, nightly, refused, write_store
+from conftest import REAL, make_study, refused, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 from test_report import Document
+from trained import csv_rows, trained
 
-from wsi_fl.learning.verdict import Estimate, holm, paired, verdict
+from wsi_fl.learning.verdict import Estimate, holm, verdict
 from wsi_fl.report import comparison, worth
 from wsi_fl.report.comparison import Series, png
 from wsi_fl.report.figures import palette
 from wsi_fl.stages.answers import compare_runs
 from wsi_fl.stages.answers.compare import compare
-from wsi_fl.stages.answers.compare_runs import settings
 from wsi_fl.stages.answers.compare_worth import Said, _compared
 from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.training.train import train
-from wsi_fl.stages.work.console import Line, Table
-from wsi_fl.study.pipeline import Pipeline, Privacy
+from wsi_fl.stages.work.console import Table
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
 QUICK = ["train.rounds=1", "train.lr=0.002", "evaluate.bootstrap=0"]
 KINDS = ("alone", "joined", "pooled")
 probability = st.floats(0, 1)
-
-
-def test_the_paired_test_is_students():
-    a, b = [0.71, 0.74, 0.70, 0.69], [0.64, 0.70, 0.66, 0.70]
-    found, differences = paired(a, b), np.subtract(a, b)
-    assert found.difference == pytest.approx(differences.mean())
-    assert found.sd == pytest.approx(differences.std(ddof=1))
-    assert found.p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
-    assert (paired(b, a).difference, paired(b, a).p) == pytest.approx((-found.difference, found.p))
 
 
 @given(st.lists(st.one_of(st.none(), probability), max_size=8))
@@ -60,7 +49,7 @@ def test_holm_by_its_definition_and_a_test_that_could_not_be_made_does_not_count
 
 
 def run(study, method, *overrides):
-    return train(study, method=method, backend="local", overrides=[*QUICK, *overrides])["run"]
+    return trained(study, method, *QUICK, *overrides)["run"]
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +96,12 @@ def test_rows_hold_privacy_and_communication(series):
     assert (proxyfl["dp"], proxyfl["guarantee"]) == (True, "guaranteed")
     assert proxyfl["epsilon"] == max(site["epsilon"] for s in summaries for site in s["sites"])
     assert (alone["dp"], alone["guarantee"], alone["epsilon"]) == (False, "none", None)
-    per_message = summaries[0]["communication"]["bytes"] / summaries[0]["communication"]["messages"]
-    assert proxyfl["communication"]["messages"] == 1
-    assert proxyfl["communication"]["bytes"] == proxyfl["communication"]["busiest_bytes"] == per_message
-    assert fedavg["communication"]["messages"] == pytest.approx(4 / 3)  # the hub sends to two, who send to it
-    ratio = fedavg["communication"]["busiest_bytes"] / fedavg["communication"]["bytes"]
-    assert ratio == pytest.approx(2 / (4 / 3))
+    sent, hub = proxyfl["communication"], fedavg["communication"]
+    total = summaries[0]["communication"]
+    assert sent["messages"] == 1
+    assert sent["bytes"] == sent["busiest_bytes"] == total["bytes"] / total["messages"]
+    assert hub["messages"] == pytest.approx(4 / 3)  # the hub sends to two, who send to it
+    assert hub["busiest_bytes"] / hub["bytes"] == pytest.approx(2 / (4 / 3))
     assert alone["communication"]["bytes"] == 0
     assert proxyfl["seconds_per_round"] == pytest.approx(np.mean([s["seconds"] for s in summaries]))
 
@@ -134,6 +123,7 @@ def test_differences_are_paired_by_seed_and_corrected(series):
             sides = [by_seed(test[side], metric) for side in ("a", "b")]
             assert (test["n"], test["unit"]) == (3, "seed")
             assert test["difference"] == pytest.approx(np.mean(sides[0]) - np.mean(sides[1]))
+            assert test["sd"] == pytest.approx(np.subtract(*sides).std(ddof=1), abs=1e-9)
             varies = np.ptp(np.subtract(*sides)) > 1e-9
             assert test["p"] == (pytest.approx(stats.ttest_rel(*sides).pvalue) if varies else None)
         assert [test["p_holm"] for test in tests] == holm([test["p"] for test in tests])
@@ -165,6 +155,10 @@ def test_the_first_run_is_the_reference_and_may_be_the_baseline(series):
     assert row_of(turned, "regular")["seeds"] == [0, 1, 2], "completed for the seeds of the others"
 
 
+def drawn_in_colour(image):
+    return len(image.convert("RGB").getcolors(2**20)) > 50
+
+
 def test_page_figure_and_table_are_written(series):
     study, document = series
     page = (study.root / document["page"]).read_text()
@@ -176,19 +170,15 @@ def test_page_figure_and_table_are_written(series):
     for finding in document["findings"]:
         assert finding["text"] in seen.text
         assert "federation" not in finding["text"]  # the verdict is that of the figure, by the same words
-    joined = next(one["text"] for one in document["findings"] if one["text"].startswith("ProxyFL with DP"))
-    for words in (worth.gain_words, lambda row: worth.verdict_words(row, worth.ALL)):
-        assert words(document["worth"]["all"]) in joined
     assert sum(tag == "svg" for tag, _ in seen.tags) == 4
     assert page.index("What joining brings each hospital") < page.index(document["findings"][0]["text"][:40])
-    with Image.open(study.root / document["worth"]["figure"]) as image:
-        assert len(image.convert("RGB").getcolors(2**20)) > 50
     assert "script" not in {tag for tag, _ in seen.tags}
     assert "http://www" not in page.replace("http://www.w3.org", "")
+    with Image.open(study.root / document["worth"]["figure"]) as image:
+        assert drawn_in_colour(image)
     with Image.open(study.root / document["figure"]) as image:
-        assert image.size[0] > 1500
-        assert len(image.convert("RGB").getcolors(2**20)) > 50
-    rows = list(csv.DictReader(io.StringIO((study.root / document["table"]).read_text())))
+        assert image.size[0] > 1500 and drawn_in_colour(image)
+    rows = csv_rows(study.root / document["table"])
     assert [row["label"] for row in rows] == [row["label"] for row in document["rows"]]
     assert float(rows[0]["accuracy_mean"]) == document["rows"][0]["accuracy"]["mean"]
     assert {row["method"] for row in rows if row["epsilon"] == ""} == {"regular"}
@@ -207,9 +197,7 @@ def test_what_joining_brings_is_paired_by_seed_and_patch(series):
             assert 0 <= site[kind]["low"] <= site[kind]["mean"] <= site[kind]["high"] <= 1
         assert site["gain"]["mean"] == pytest.approx(site["joined"]["mean"] - site["alone"]["mean"])
         assert site["gain"]["low"] <= site["gain"]["mean"] <= site["gain"]["high"]
-        assert site["pooled"] is None
-    for site in found["sites"]:
-        assert (site["guarantee"], site["epsilon"] > 0) == ("guaranteed", True)
+    assert all(site["guarantee"] == "guaranteed" and site["epsilon"] > 0 for site in found["sites"])
 
 
 @pytest.fixture
@@ -219,29 +207,18 @@ def copied(series, tmp_path):
     return type(series[0])(tmp_path / "study")
 
 
-@pytest.mark.slow
-def test_where_a_run_has_no_merged_test_set_all_are_measured_on_their_own_part(series, copied):
-    study, document = copied, series[1]
-    path = study.runs / "00002-fedavg-small" / "evaluation.json"
-    write_sealed(path, json.loads(path.read_text()) | {"merged": None})
-    own = compare(study, ["1-6"])
-    assert own["on"] == "own"
-    assert any("own site's test part" in note for note in own["notes"])
-    for row in own["rows"]:
-        assert row["accuracy"] == row["own_accuracy"] == row_of(document, row["method"])["own_accuracy"]
-    assert "on each site's own test part" in Document((study.root / own["page"]).read_text()).text
+def newer_than(path, other):
+    later = other.stat().st_mtime + 1
+    os.utime(path, (later, later))
 
 
 def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
     study, document = copied, series[1]
-    name = "00002-fedavg-small"
-    whole = evaluation(study, name)
-    write_sealed(study.runs / name / "evaluation.json", whole | {"sites": whole["sites"][1:]})
-    summary = json.loads((study.runs / name / "summary.json").read_text())
-    summary |= {"lost": ["S0"], "sites": summary["sites"][1:]}
-    write_sealed(study.runs / name / "summary.json", summary)
-    later = (study.runs / name / "summary.json").stat().st_mtime + 1
-    os.utime(study.runs / name / "evaluation.json", (later, later))
+    folder = study.runs / "00002-fedavg-small"
+    for name, more in (("evaluation", {}), ("summary", {"lost": ["S0"]})):
+        whole = json.loads((folder / f"{name}.json").read_text())
+        write_sealed(folder / f"{name}.json", whole | more | {"sites": whole["sites"][1:]})
+    newer_than(folder / "evaluation.json", folder / "summary.json")
     found = compare(study, ["1-6"])
     assert "Lost during training in some run: S0." in found["notes"]
     assert row_of(found, "fedavg")["accuracy"]["n"] == 8
@@ -261,92 +238,69 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
 def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, copied):
     study, document = copied, series[1]
     folder = study.runs / "00002-fedavg-small"
-    early = json.loads((folder / "evaluation.json").read_text())
+    early = evaluation(study, folder.name)
     write_sealed(folder / "evaluation.json", early | {"sites": early["sites"][:1]})
-    later = (folder / "evaluation.json").stat().st_mtime + 1
-    os.utime(folder / "summary.json", (later, later))
+    newer_than(folder / "summary.json", folder / "evaluation.json")
     assert row_of(compare(study, ["1-6"]), "fedavg")["accuracy"] == row_of(document, "fedavg")["accuracy"]
 
 
-def test_differing_settings_make_rows_and_labels(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
+def test_differing_settings_make_rows_and_labels(pair):
     for alpha in (0.3, 0.9):
-        run(study, "proxyfl", f"train.alpha={alpha}", "train.beta=0.7")
-    run(study, "proxyfl", "train.alpha=0.9", "train.seed=1")
-    run(study, "regular", "train.alpha=0.5", "train.tune=true", "privacy.enabled=false", "privacy.sigma=9.0")
-    document = compare(study, ["1-4"], baseline=False)
+        run(pair, "proxyfl", f"train.alpha={alpha}", "train.beta=0.7")
+    run(pair, "proxyfl", "train.alpha=0.9", "train.seed=1")
+    run(pair, "regular", "train.alpha=0.5", "train.tune=true", "privacy.enabled=false", "privacy.sigma=9.0")
+    document = compare(pair, ["1-4"], baseline=False)
     rows = {row["label"]: row for row in document["rows"]}
     low, high = ("ProxyFL with DP, train.alpha=0.3", "ProxyFL with DP, train.alpha=0.9")
     assert set(rows) == {low, high, "Regular without DP"}
     assert (rows[high]["settings"], rows[high]["seeds"]) == ({"train.alpha": 0.9}, [0, 1])
     assert (rows["Regular without DP"]["seeds"], document["baseline"]) == ([0], "Regular without DP")
     (note,) = [note for note in document["notes"] if "not trained" in note]
-    assert "seed 1" in note and len(list(study.runs.glob("*-regular-*"))) == 1
-    assert "train.alpha=0.3" in Document((study.root / document["page"]).read_text()).text
+    assert "seed 1" in note and len(list(pair.runs.glob("*-regular-*"))) == 1
+    assert "train.alpha=0.3" in Document((pair.root / document["page"]).read_text()).text
 
 
-def test_hospitals_alone_that_were_not_tuned_stand_beside_the_tuned_ones_that_are_missing(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    name = run(study, "regular", "train.tune=false", "privacy.enabled=false")
-    document = compare(study, [name], baseline=False)
+def test_hospitals_alone_that_were_not_tuned_stand_beside_the_tuned_ones_that_are_missing(pair):
+    name = run(pair, "regular", "train.tune=false", "privacy.enabled=false")
+    document = compare(pair, [name], baseline=False)
     mine, missing = sorted(document["rows"], key=lambda row: not row["seeds"])
     assert mine["label"] == document["reference"] == "Regular without DP"
     assert missing["label"] == document["baseline"] and missing["settings"] == {"train.tune": True}
 
 
-def test_only_settings_that_matter_to_a_method_count():
-    strict, off = Pipeline(), Pipeline(privacy=Privacy(enabled=False))
-    weight = "topology.self_weight"
-    for method, pipeline, has, lacks in (
-        ("proxyfl", strict, {"train.alpha", "privacy.sigma", "model.proxy", weight}, {"train.beta"}),
-        ("proxyfl", off, {"train.beta"}, {"privacy.sigma", "privacy.mode"}),
-        ("fedavg", strict, {"privacy.clip", "train.lr"}, {"train.alpha", "model.proxy"}),
-        ("regular", off, {"train.rounds", "model.private"}, {"train.alpha", "privacy.clip", weight}),
-    ):
-        found = settings(method, pipeline)
-        assert has <= found.keys() and not lacks & found.keys(), method
-        assert not {"sites", "train.seed", "tile.size_px", "evaluate.bootstrap"} & found.keys()
-
-
 @pytest.mark.slow
-def test_a_baseline_left_out_is_null_and_its_command_is_named(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    name = run(study, "proxyfl", "train.seed=4")
-    document = compare(study, [name], baseline=False)
+def test_a_baseline_left_out_is_null_and_its_command_is_named(pair):
+    name = run(pair, "proxyfl", "train.seed=4")
+    document = compare(pair, [name], baseline=False)
     row = row_of(document, "regular")
     assert document["baseline"] == row["label"] == document["rows"][-1]["label"]
     assert row["accuracy"] == {"mean": None, "sd": None, "n": 0}
     assert (row["seeds"], row["runs"], row["communication"]["bytes"]) == ([], [], None)
-    assert document["paired"] == []
+    assert document["paired"] == [] and not list(pair.runs.glob("*-regular-*"))
     assert "nothing here says whether federation pays" in document["findings"][0]["text"]
-    assert not list(study.runs.glob("*-regular-*"))
-    Document((study.root / document["page"]).read_text())
+    Document((pair.root / document["page"]).read_text())
     words = shlex.split(re.search("`(.*)`", document["notes"][0])[1])
     assert words[:6] == ["wsi-fl", "train", "--method", "regular", "--pipeline", "small"]
-    train(study, method="regular", pipeline_name="small", overrides=words[7::2], backend="local")
-    assert row_of(compare(study, [name], baseline=False), "regular")["seeds"] == [4], (
-        "the command made what was missing"
-    )
+    trained(pair, "regular", *words[7::2])
+    assert row_of(compare(pair, [name], baseline=False), "regular")["seeds"] == [4]
 
 
 @pytest.mark.slow
-def test_without_its_pipeline_the_baseline_is_trained_from_the_run(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    name = run(study, "proxyfl", "train.seed=4")
-    (study.root / "pipelines" / "small.toml").unlink()
-    assert row_of(compare(study, [name]), "regular")["seeds"] == [4]
+def test_without_its_pipeline_the_baseline_is_trained_from_the_run(pair):
+    name = run(pair, "proxyfl", "train.seed=4")
+    (pair.root / "pipelines" / "small.toml").unlink()
+    assert row_of(compare(pair, [name]), "regular")["seeds"] == [4]
 
 
 @pytest.mark.slow
-def test_a_store_made_anew_is_no_place_for_the_baseline(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    name = run(study, "proxyfl")
-    evaluate(study, name)
-    write_store(study, "S1", seed=9, n_per_slide=10)
-    document = compare(study, [name])
+def test_a_store_made_anew_is_no_place_for_the_baseline(pair):
+    name = run(pair, "proxyfl")
+    evaluate(pair, name)
+    write_store(pair, "S1", seed=9, n_per_slide=10)
+    document = compare(pair, [name])
     assert "the store of S1 was made anew since these runs" in document["notes"][0]
-    other = run(study, "proxyfl")
-    refused(lambda: compare(study, [name, other]), "00002-proxyfl-small", "other patches", "site S1")
+    other = run(pair, "proxyfl")
+    refused(lambda: compare(pair, [name, other]), "00002-proxyfl-small", "other patches", "site S1")
 
 
 def test_unfinished_and_unknown_runs_are_refused(copied):
@@ -358,54 +312,51 @@ def test_unfinished_and_unknown_runs_are_refused(copied):
         refused(lambda word=word: compare(copied, [word]), f"no run '{word}'")
 
 
-def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of_their_own(
-    tmp_path, monkeypatch
-):
-    study = make_study(tmp_path / "study", n_sites=2)
-    name = run(study, "proxyfl")
-    for path in (study.root / "sites").glob("*.toml"):
+def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of_their_own(pair, monkeypatch):
+    name = run(pair, "proxyfl")
+    for path in (pair.root / "sites").glob("*.toml"):
         path.write_text(path.read_text().replace("real = false", REAL))
     asked = {}
 
-    def instead_of_train(study, **arguments):
+    def instead_of_train(pair, **arguments):
         asked.update(arguments)
         raise WsiFlError("stop")
 
     monkeypatch.setattr(compare_runs, "train", instead_of_train)
-    refused(lambda: compare(study, [name]), "stop", error=WsiFlError)
+    refused(lambda: compare(pair, [name]), "stop", error=WsiFlError)
     assert (asked["backend"], asked["method"], asked["pipeline_name"]) == ("mpi", "regular", "small")
     assert "privacy.enabled=false" in asked["overrides"]
-    shutil.rmtree(study.root / "stores" / "S1")
-    refused(lambda: compare(study, [name]), "stop", error=WsiFlError)
+    shutil.rmtree(pair.root / "stores" / "S1")
+    refused(lambda: compare(pair, [name]), "stop", error=WsiFlError)
     assert asked["backend"] == "local" and 'sites=["S0"]' in asked["overrides"]
-    document = compare(study, [name], baseline=False)
+    document = compare(pair, [name], baseline=False)
     assert document["on"] == "own" and """--set 'sites=["S0"]'""" in document["notes"][0]
-    assert row_of(document, "proxyfl")["sites"].keys() == {"S0"}
+    assert any("own site's test part" in note for note in document["notes"])
+    assert "on each site's own test part" in Document((pair.root / document["page"]).read_text()).text
+    row = row_of(document, "proxyfl")
+    assert row["sites"].keys() == {"S0"} and row["accuracy"] == row["own_accuracy"]
 
 
 def made_up(method, mean, *, dp=True, **more):
     """A row of the document."""
-    scores, spread = (
-        ("accuracy", "macro_accuracy", "auroc", "own_accuracy"),
-        {"mean": mean, "sd": 0.02, "n": 12},
-    )
+    scores = ("accuracy", "macro_accuracy", "auroc", "own_accuracy")
     return {
         **{"label": f"{method} {'with' if dp else 'without'} DP", "method": method, "dp": dp, "settings": {}},
         **{"guarantee": "nominal" if dp else "none", "epsilon": 12.3 if dp else None},
         **{"seeds": [0, 1, 2], "runs": ["00001-x"], "n_sites": 4, "sites": {"A": mean, "B": mean}},
-        **dict.fromkeys(scores, spread),
+        **{score: {"mean": mean, "sd": 0.02, "n": 12} for score in scores},
         "communication": {"messages": 1.0, "bytes": 8e5, "busiest_bytes": 8e5, "seconds": 0.1},
         "seconds_per_round": 2.0,
         **more,
     }
 
 
+ALONE = made_up("regular", 0.73, dp=False)
+
+
 def against_alone(row, difference, p, unit="seed", n=3):
-    alone = "regular without DP"
-    return {
-        "a": row["label"], "b": alone, "metric": "accuracy", "difference": difference, "sd": 0.01, "n": n,
-        "unit": unit, "p": p, "p_holm": p,
-    }  # fmt: skip
+    pair = {"a": row["label"], "b": ALONE["label"], "metric": "accuracy", "unit": unit}
+    return pair | {"difference": difference, "sd": 0.01, "n": n, "p": p, "p_holm": p}
 
 
 @pytest.mark.parametrize(
@@ -420,9 +371,9 @@ def against_alone(row, difference, p, unit="seed", n=3):
     ],
 )  # fmt: skip
 def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
-    alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.73 + difference)
+    ours = made_up("proxyfl", 0.73 + difference)
     test = against_alone(ours, difference, 0.001, unit) | {"sd": sd}
-    first, second = comparison.findings([ours, alone], [test], alone["label"])
+    first, second = comparison.findings([ours, ALONE], [test], ALONE["label"])
     assert first.text == "A hospital alone without DP reaches 0.73 (4 sites, 3 seeds)."
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
     assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
@@ -444,20 +395,18 @@ def of_all(gain, room):
     ],
 )
 def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
-    alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.78)
-    gains = {ours["label"]: of_all(gain, room)}
-    tests = [against_alone(ours, 0.05, 1e-9)]
-    _, second = comparison.findings([ours, alone], tests, alone["label"], gains=gains)
+    ours = made_up("proxyfl", 0.78)
+    tests, gains = [against_alone(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
+    _, second = comparison.findings([ours, ALONE], tests, ALONE["label"], gains=gains)
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
     assert "p <" not in second.text
 
 
 def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference_is_called_federation():
-    alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.78)
-    noisy, pooled = made_up("regular", 0.55), made_up("joint", 0.9, dp=False)
-    tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in (ours, pooled, noisy)]
-    gains = {ours["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
-    *_, third, fourth = comparison.findings([alone, ours, pooled, noisy], tests, alone["label"], gains=gains)
+    rows = [made_up("proxyfl", 0.78), made_up("joint", 0.9, dp=False), made_up("regular", 0.55)]
+    tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
+    gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
+    *_, third, fourth = comparison.findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
     assert "+0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
     assert "nobody may pool" in third.text and "what its noise costs" in fourth.text
     assert "federation" not in third.text + fourth.text
@@ -488,79 +437,13 @@ def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share)
 
 
 def test_cautions_name_what_spoils_a_comparison():
-    alone, a = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.7)
-    b = made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
-    text = " ".join(comparison.cautions([alone, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
+    a, b = made_up("proxyfl", 0.7), made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
+    text = " ".join(comparison.cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
     for said in ("too small", "same ε (2.0–12.3)", "nominal is no guarantee", "same seeds", "a single run"):
         assert said in text
-    assert "a single run" not in " ".join(comparison.cautions([alone, a], []))
-    (always,) = comparison.cautions([alone, alone], [against_alone(alone, 0.0, None)])
+    assert "a single run" not in " ".join(comparison.cautions([ALONE, a], []))
+    (always,) = comparison.cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])
     assert "chose its regularisation" in always
-
-
-def many(n=11, rounds=6):
-    """A document and its charts' series: more methods than colours, long settings, hostile names."""
-    rng = np.random.default_rng(0)
-    rows, drawn = [made_up("regular", 0.7, dp=False)], []
-    for k in range(n):
-        change = {"train.alpha": k / 10, "privacy.clip": 0.7, "model.proxy": "<b>gn_cnn_small</b>"}
-        label = f"ProxyFL with DP, {comparison.settings_words(change)}"
-        rows.append(made_up("proxyfl", 0.5 + k / 40, label=label, settings=change))
-    for row in rows:
-        name = "Regular without DP" if row["method"] == "regular" else "ProxyFL with DP"
-        mean = row["accuracy"]["mean"]
-        curves = [[(r, mean - 0.3 / r + rng.normal(0, 0.01)) for r in range(1, rounds + 1)] for _ in range(4)]
-        values = {seed: (mean + rng.normal(0, 0.02, 4)).tolist() for seed in range(3)}
-        words = comparison.settings_words(row["settings"])
-        drawn.append(
-            Series(name, words, row["dp"], not row["dp"], mean, 0.02, values, curves, 8e5 * row["dp"], 8e5)
-        )
-    tests = [against_alone(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]]
-    document = {
-        "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "paired": tests, "baseline": rows[0]["label"],
-        "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"], "worth": worth_of(5),
-        "scores": ["accuracy", "macro_accuracy", "auroc"], "examples": "patches",
-    }  # fmt: skip
-    return document, drawn
-
-
-def worth_of(n_sites, *, pooled=True):
-    """`worth` of a document, one site of it without intervals."""
-
-    def value(mean, half=0.03):
-        return {"mean": mean, "low": mean - half, "high": mean + half}
-
-    sites = [
-        {
-            "site": f"<b>hospital {k}</b>", "alone": value(0.6 + k / 50), "joined": value(0.68),
-            "pooled": value(0.75) if pooled else None, "gain": value(0.08 - k / 50),
-            "epsilon": 2.99, "guarantee": "guaranteed",
-        }
-        for k in range(n_sites)
-    ]  # fmt: skip
-    sites[-1]["gain"] = {"mean": -0.01, "low": None, "high": None}
-    sites[-1]["epsilon"] = None
-    return {
-        "alone": "Regular without DP", "joined": "ProxyFL with DP", "pooled": "Joint without DP" if pooled else None,
-        "on": "merged", "measure": "accuracy", "sites": sites,
-        "all": {key: sites[0][key] for key in ("alone", "joined", "pooled", "gain")},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("n_sites, pooled", [(1, True), (3, False), *nightly((8, True))])
-def test_the_figure_of_what_joining_brings_says_it_in_words(n_sites, pooled):
-    found = worth_of(n_sites, pooled=pooled)
-    drawn = worth.chart(found)
-    document, series = many()
-    seen = Document(
-        comparison.render({**document, "worth": found}, series, created="today", sites=["A"])
-    ).text
-    assert "−0.010 no differential privacy" in seen
-    assert ("+0.080 (+0.050 to +0.110) for ε = 2.99, guaranteed" in seen) == (n_sites > 1)
-    assert ("all sites" in drawn.svg) == (n_sites > 1)
-    assert ("pooled" in drawn.alt) == pooled
-    with Image.open(io.BytesIO(worth.png(found))) as image:
-        assert image.size[0] > 1000
 
 
 def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
@@ -577,26 +460,45 @@ def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     assert not evaluate(study, run(study, "regular", "privacy.enabled=false"))["shared"]
 
 
-def test_what_nobody_can_say_of_a_part_is_said_in_words(series):
-    document = evaluation(series[0], "00001-proxyfl-small")
-    document["parts"]["S1"]["accuracy"] = {"mean": None, "sd": None}
-    told = [one for one in evaluation_lines(document) if isinstance(one, Line)]
-    (line,) = [one.text for one in told if "each site's part" in one.text]
-    assert "S1 not known" in line and "–" not in line
-
-
-def test_many_methods_and_names_do_not_break_the_page():
-    document, drawn = many()
-    document["examples"] = "patients"
-    html = comparison.render(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
-    seen = Document(html)
+def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_says(series):
+    found, rng = copy.deepcopy(series[1]["worth"]), np.random.default_rng(0)
+    for site in found["sites"]:
+        site["site"] = f"<b>hospital {site['site']}</b>"
+    for row in (*found["sites"], found["all"]):
+        row["pooled"] = {"mean": 0.75, "low": 0.7, "high": 0.8}
+    found["sites"][-1] |= {"gain": {"mean": -0.01, "low": None, "high": None}, "epsilon": None}
+    rows, drawn = [ALONE], []
+    for k in range(11):  # more than colours
+        change = {"train.alpha": k / 10, "privacy.clip": 0.7, "model.proxy": "<b>gn_cnn_small</b>"}
+        label = f"ProxyFL with DP, {comparison.settings_words(change)}"
+        rows.append(made_up("proxyfl", 0.5 + k / 40, label=label, settings=change))
+    for row in rows:
+        dp, mean = row["dp"], row["accuracy"]["mean"]
+        name, words = row["label"].split(",")[0], comparison.settings_words(row["settings"])
+        curves = [[(r, mean - 0.3 / r + rng.normal(0, 0.01)) for r in range(1, 7)] for _ in range(4)]
+        values = {seed: (mean + rng.normal(0, 0.02, 4)).tolist() for seed in range(3)}
+        drawn.append(Series(name, words, dp, not dp, mean, 0.02, values, curves, 8e5 * dp, 8e5))
+    document = {
+        "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "baseline": ALONE["label"],
+        "paired": [against_alone(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]],
+        "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"],
+        "worth": found | {"pooled": "Joint without DP"},
+        "scores": ["accuracy", "macro_accuracy", "auroc"], "examples": "patients",
+    }  # fmt: skip
+    page = comparison.render(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
+    seen, first = Document(page), found["sites"][0]
+    assert "−0.010 no differential privacy" in seen.text
+    assert f"{worth.gain_words(first)} for ε = {first['epsilon']:.3g}, guaranteed" in seen.text
     assert "seed by seed and patient by patient" in seen.text, "gains are paired by what is asked about"
-    assert not {"b", "i", "u"} & {tag for tag, _ in seen.tags}
     assert "more methods than colours" in seen.text
+    assert not {"b", "i", "u"} & {tag for tag, _ in seen.tags}
     assert not re.search(r"\b(None|nan|Undefined)\b", seen.text)
-    assert not re.findall(r"(?:stroke|fill): #\w+", html.split("</style>")[1]), (
-        "colours are the page's variables"
-    )
+    fixed = re.findall(r"(?:stroke|fill): #\w+", page.split("</style>")[1])
+    assert not fixed, "colours are the page's variables"
+    chart = worth.chart(document["worth"])
+    assert "all sites" in chart.svg and "pooled" in chart.alt
+    with Image.open(io.BytesIO(worth.png(document["worth"]))) as image:
+        assert image.size[0] > 1000
     with Image.open(io.BytesIO(png(drawn, "Accuracy"))) as image:
         colors = {color for _, color in image.convert("RGB").getcolors(2**20)}
     for name in ("ink", "s0", "paper"):

@@ -7,13 +7,13 @@ import tomllib
 
 import pytest
 from conftest import refused
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.stages.training.checks import traits_of
 from wsi_fl.study.folder import Study, load_pipeline, shipped
-from wsi_fl.study.pipeline import Pipeline, pipeline_model
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.reference import keys, page
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, toml_value
@@ -35,8 +35,6 @@ MISTAKES = {
         ("[trian]\nrounds = 3", ("'trian'", "did you mean 'train'", "privacy")),
         ("[train]\nrounds = '5'", ("train.rounds", '"5"', "integer")),
         ("[train]\nrounds = true", ("train.rounds", "true", "integer")),
-        ("[tile]\nbalance = 'no'", ("tile.balance", '"no"', "boolean")),
-        ("[train]\nrounds = 0", ("train.rounds = 0", "greater than or equal to 1")),
         ("[privacy]\ndelta = 1.5", ("privacy.delta = 1.5", "less than 1")),
         ("[train]\nlr = inf", ("train.lr", "finite")),
         ("[train]\nseed = 2024-01-01", ("train.seed", "integer")),
@@ -46,16 +44,13 @@ MISTAKES = {
         ("sites = ['C1', 5]", ("sites.1 = 5", "string")),
         ("sites = []", ("sites", "at least 1")),
         ("[train]\nrounds = ", ("not valid TOML", "line 2")),
-        ("[train]\nrounds = 3\nrounds = 4", ("not valid TOML",)),
     ],
     "C1": [
         ("name = 'C1'\nslide = 'x'", ("'slide'", "did you mean 'slides'")),
-        ("name = 'C1'\nslides = 5", ("slides = 5", "string")),
         ("name = 'C1'\nlayout = 'camelyon'", ("layout", "'camelyon17', 'camelyon16', 'tcga' or 'generic'")),
         ("name = 'C1'\nallow = ['models']", ("allow.0", "'shared', 'scores' or 'private_model'")),
         ("name = 'C1'\nmpp_override = 0", ("mpp_override = 0", "0.01")),
         ("name = 'C1'\nreal = 'false'", ("real", "boolean")),
-        ("name = 'C1'\nmax_epsilon = -1", ("max_epsilon = -1", "greater than 0")),
         *((f'name = "{name}"', ("name",)) for name in ("", "C 1", "../C1", "-C1", "C1\\n")),
     ],
 }
@@ -72,11 +67,6 @@ def test_a_mistake_in_a_file_is_one_line(study, file, text, words):
     )
 
 
-def test_site_file_and_its_name_agree(study):
-    (study.root / "sites" / "C1.toml").write_text("name = 'C2'\nslides = 'x'\n")
-    refused(lambda: study.site("C1"), "sites/C1.toml", "'C2'", "'C1'")
-
-
 def test_unknown_names_say_what_there_is(study):
     refused(lambda: study.site("C11"), "unknown site 'C11'", "did you mean 'C1'", "C1, C2")
     refused(lambda: study.pipeline("nothing"), "unknown pipeline 'nothing'", "camelyon17", "p")
@@ -84,6 +74,8 @@ def test_unknown_names_say_what_there_is(study):
     refused(lambda: study.sites(Pipeline(sites=["C1", "C9"])), "unknown site 'C9'")
     refused(lambda: study.pipeline("p", ['sites=["C1", "C2", "C1"]']), "listed twice: C1")
     refused(lambda: study.run("7"), "no run '7'", "train one first: wsi-fl train")
+    (study.root / "sites" / "C1.toml").write_text("name = 'C2'\nslides = 'x'\n")
+    refused(lambda: study.site("C1"), "sites/C1.toml", "'C2'", "'C1'")
 
 
 @pytest.mark.parametrize(
@@ -142,15 +134,13 @@ def test_extends_may_name_a_shipped_pipeline_and_the_studys_own_shadows_one(stud
     assert study.pipeline("camelyon17").train.rounds == 77
 
 
-def test_extends_in_a_circle_or_of_nothing_is_one_line(study):
-    folder = study.root / "pipelines"
-    (folder / "a.toml").write_text("extends = 'b'\n")
-    (folder / "b.toml").write_text("extends = 'a'\n")
-    (folder / "c.toml").write_text("extends = 'c'\n")
-    (folder / "d.toml").write_text("extends = 'nothing'\n")
-    refused(lambda: study.pipeline("a"), "a.toml", "extends itself")
-    refused(lambda: study.pipeline("c"), "pipelines/c.toml: extends itself")
-    refused(lambda: study.pipeline("d"), "pipelines/d.toml", "extends", "'nothing'", "known: ")
+@pytest.mark.parametrize(
+    ("base", "words"), [("b", ["extends itself"]), ("a", ["extends itself"]), ("c", ["'c'", "known: "])]
+)
+def test_extends_in_a_circle_or_of_nothing_is_one_line(study, base, words):
+    (study.root / "pipelines" / "a.toml").write_text(f"extends = '{base}'\n")
+    (study.root / "pipelines" / "b.toml").write_text("extends = 'a'\n")
+    refused(lambda: study.pipeline("a"), "pipelines/", "extends", *words)
 
 
 def test_only_pipeline_is_the_default(study):
@@ -161,73 +151,31 @@ def test_only_pipeline_is_the_default(study):
 
 
 @pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)
-def test_shipped_pipeline_is_valid_and_begins_with_its_command(study, path):
-    assert study.pipeline(path.stem) == Study(study.root).pipeline(str(path))
+def test_shipped_pipeline_is_valid_begins_with_its_command_and_loads_back(study, path, tmp_path):
+    pipeline = study.pipeline(path.stem)
+    assert pipeline == Study(study.root).pipeline(str(path))
     first = path.read_text(encoding="utf-8").split("\n")[0]
     assert first.startswith("# wsi-fl ") and path.stem in first
+    (tmp_path / "config.toml").write_text(dump_toml(pipeline, "# the command"), encoding="utf-8")
+    assert load_pipeline(tmp_path / "config.toml") == pipeline
+    assert (tmp_path / "config.toml").read_text(encoding="utf-8").startswith("# the command\n")
 
 
 @pytest.mark.parametrize("path", sorted(shipped("sites").glob("*.toml")), ids=lambda p: p.stem)
-def test_shipped_site_file_is_valid(path):
-    assert Study(shipped("sites").parent).site(path.stem).name == path.stem
+def test_shipped_site_file_is_valid_and_loads_back(path):
+    site = Study(shipped("sites").parent).site(path.stem)
+    assert site.name == path.stem and SiteFile.model_validate(tomllib.loads(dump_toml(site))) == site
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
-PLAIN = st.text(st.characters(exclude_categories=["Cs", "Cc"]))
-NAME = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
-VALUES = st.deferred(
-    lambda: (
-        st.booleans()
-        | st.integers(-(2**63), 2**63 - 1)
-        | st.floats(allow_nan=False)
-        | TEXT
-        | st.lists(VALUES)
-    )
-)
+NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
+VALUES = st.deferred(lambda: st.booleans() | NUMBERS | TEXT | st.lists(VALUES))
 
 
 @given(value=VALUES)
 def test_toml_values_load_back(value):
     loaded = tomllib.loads(f"x = {toml_value(value)}")["x"]
     assert loaded == value and type(loaded) is type(value)
-
-
-PIPELINES = st.builds(
-    pipeline_model().model_validate,
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "sites": st.lists(NAME, min_size=1, unique=True),
-            "tile": st.fixed_dictionaries(
-                {},
-                optional={
-                    "size_px": st.integers(8, 4096),
-                    "mpp": st.floats(0.01, 1000),
-                    "stride_px": st.none() | st.integers(1, 99),
-                    "balance": st.booleans(),
-                },
-            ),
-            "train": st.fixed_dictionaries({}, optional={"lr": st.floats(1e-12, 1), "augment": PLAIN}),
-            "model": st.fixed_dictionaries({}, optional={"private": PLAIN}),
-            "privacy": st.fixed_dictionaries({}, optional={"insecure_seed": st.none() | st.integers(0, 9)}),
-        },
-    ),
-)
-
-
-@settings(max_examples=20)
-@given(pipeline=PIPELINES)
-def test_dumped_pipeline_loads_back(tmp_path_factory, pipeline):
-    path = tmp_path_factory.mktemp("dump") / "config.toml"
-    path.write_text(dump_toml(pipeline, "# the command"), encoding="utf-8", newline="")
-    assert load_pipeline(path) == pipeline
-    assert path.read_text(encoding="utf-8").startswith("# the command\n")
-
-
-@given(slides=PLAIN | st.lists(PLAIN), labels=st.none() | PLAIN, epsilon=st.none() | st.floats(0.01, 99))
-def test_dumped_site_loads_back(slides, labels, epsilon):
-    site = SiteFile(name="C1", slides=slides, labels=labels, max_epsilon=epsilon, allow=["model"])
-    assert SiteFile.model_validate(tomllib.loads(dump_toml(site))) == site
 
 
 def test_study_is_found_from_a_folder_inside(study, monkeypatch, tmp_path_factory):
@@ -261,22 +209,18 @@ def test_run_is_found_by_path_name_and_number(study, monkeypatch):
         assert study.run(name) == run, name
     refused(lambda: study.run("1"), "no run '1'", "00012-proxyfl-p")
     (study.runs / "00013-proxyfl-p").mkdir()
-    for name in ("13", "00013-proxyfl-p"):
-        refused(lambda: study.run(name), "runs/00013-proxyfl-p", "ended before its run began", "delete it")  # noqa: B023
+    refused(lambda: study.run("13"), "runs/00013-proxyfl-p", "ended before its run began", "delete it")
     refused(lambda: study.run("14"), "the last are 00012-proxyfl-p")
 
 
 def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
     everything = ("model", "buffer", "generator", "patches", "shared", "scores", "private_model")
-    simulated, real = (
-        SiteFile(name="a", slides="x", real=False),
-        SiteFile(name="a", slides="x", allow=["model"]),
-    )
+    simulated, real = (SiteFile(name="a", **more) for more in ({"real": False}, {"allow": ["model"]}))
     assert [simulated.allows(what) for what in everything] == [True] * 7
     assert [real.allows(what) for what in everything] == [True, *[False] * 6]
     assert simulated.allowed == everything and real.allowed == ("model",)
-    assert SiteFile(name="a", slides="x").real, "a site is real unless its file says otherwise"
-    assert SiteFile(name="a", slides="x").allowed == ()
+    said_nothing = SiteFile(name="a")
+    assert said_nothing.real and said_nothing.allowed == ()
 
 
 def test_what_answers_is_a_key_called_with(study, tmp_path):

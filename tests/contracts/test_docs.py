@@ -104,9 +104,7 @@ def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_pat
     for name in named:
         pipeline = Study(tmp_path).pipeline(name)
         assert (pipeline.privacy.unit, pipeline.privacy.mode) == ("patient", "strict"), name
-        assert pipeline.privacy.target_epsilon is not None, (
-            name
-        )  # a batch of 32 patients is more than many have
+        assert pipeline.privacy.target_epsilon is not None, name  # 32 patients are more than many have
 
 
 def test_the_readme_is_a_first_page():

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import REAL, make_study, nightly, refused, write_features
+from trained import of_site, trained
 
 from wsi_fl.learning.examples import packed, reduced
 from wsi_fl.models import build
@@ -19,7 +21,7 @@ from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.export_model import export_model
-from wsi_fl.stages.training.train import train
+from wsi_fl.stages.prepare.bags import features
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.types import Bags, Images, Vectors, WsiFlError
 
@@ -31,18 +33,23 @@ def done(tmp_path_factory):
     """A study of patches with an evaluated, audited run of ProxyFL."""
     study = make_study(tmp_path_factory.mktemp("export") / "study", n_sites=2)
     sets = ["audit.canaries=20", "train.rounds=2"]
-    run = train(study, method="proxyfl", overrides=sets, backend="local")["run"]
+    run = trained(study, "proxyfl", *sets)["run"]
     evaluate(study, run)
     audit(study, run)
     return study, run
 
 
-def answers(study, run, site, role, name, shape, x):  # noqa: PLR0917
-    """What the run's own model says: probabilities."""
+def said(run, site, role, name, shape, x):
+    """What a run's own model says: probabilities."""
     model = build(name, n_classes=2, shape=shape, seed=0)
-    model.load_state_dict(RunFolder(study.root / run).site(site).load_model(role))
+    model.load_state_dict(RunFolder(run).site(site).load_model(role))
     with torch.no_grad():
         return torch.softmax(model.eval()(x), 1).numpy()
+
+
+def as_trained(pixels):
+    """Patches as models see them."""
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1
 
 
 def card_of(study, document):
@@ -73,28 +80,18 @@ def as_wsinfer_runs(folder, pixels):
 
 
 REQUIRED = {
-    "spec_version": str,
-    "architecture": str,
-    "num_classes": int,
-    "patch_size_pixels": int,
-    "spacing_um_px": float,
-    "class_names": list,
-    "transform": list,
+    **{"spec_version": str, "architecture": str, "num_classes": int, "patch_size_pixels": int},
+    **{"spacing_um_px": float, "class_names": list, "transform": list},
 }
 """Keys of a model's configuration (SBU-BMI/wsinfer-zoo 0.6.3, schemas/model-config.schema.json)."""
 
 
 def check_config(config):
-    """As the zoo's schema and `ModelConfiguration` say; by the zoo itself where it is installed."""
+    """As the zoo's schema and `ModelConfiguration` say."""
     assert {key: type(config[key]) for key in REQUIRED} == REQUIRED and config["spec_version"] == "1.0"
     assert len(set(config["class_names"])) == config["num_classes"] == len(config["class_names"])
     for step in config["transform"]:
         assert set(step) <= {"name", "arguments"} and step["name"] in {"Resize", "ToTensor", "Normalize"}
-    try:
-        from wsinfer_zoo.client import ModelConfiguration
-    except ImportError:
-        return
-    ModelConfiguration.from_dict(config)
 
 
 def onnx_of(folder):
@@ -116,8 +113,7 @@ def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
     config = json.loads((folder / "config.json").read_text())
     check_config(config)
     assert (config["patch_size_pixels"], config["spacing_um_px"]) == (SIZE, 1.0)
-    x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1
-    ours = answers(study, run, "S0", "proxy", "mlp", Images(3, SIZE), x)
+    ours = said(study.root / run, "S0", "proxy", "mlp", Images(3, SIZE), as_trained(pixels))
     assert np.abs(as_wsinfer_runs(folder, pixels) - ours).max() < 1e-5
     assert ours.std(0).max() > 1e-3  # answers differ, so that agreeing says something
 
@@ -128,8 +124,8 @@ def test_onnxruntime_says_the_same(done):
     document = export_model(study, run, called="private", form="onnx", site="S1", private=True)
     say = onnx_of(study.root / document["out"])
     for n in (1, 8):
-        x = torch.from_numpy(pixels_of(study)[:n]).permute(0, 3, 1, 2) / 127.5 - 1
-        ours = answers(study, run, "S1", "private", "cnn1", Images(3, SIZE), x)
+        x = as_trained(pixels_of(study)[:n])
+        ours = said(study.root / run, "S1", "private", "cnn1", Images(3, SIZE), x)
         assert np.abs(say(x) - ours).max() < 1e-5
 
 
@@ -149,17 +145,15 @@ def test_the_card_says_what_the_run_found(done):
     study, run = done
     folder = study.root / run
     card, text = card_of(study, export_model(study, run, called="proxy", form="wsinfer"))
-    evaluation = json.loads((folder / "evaluation.json").read_text())
-    proxies = next(row for row in evaluation["sites"] if row["site"] == "S0")["models"]["proxy"]
+    proxies = json.loads((folder / "evaluation.json").read_text())["sites"][0]["models"]["proxy"]
     assert card["metrics"]["parts"][0]["accuracy"] == proxies["accuracy"]
     assert card["metrics"]["parts"][1]["accuracy"] == proxies["own"]["accuracy"]
     audited = json.loads((folder / "audit" / "audit.json").read_text())["sites"]
     for site, found in zip(card["privacy"]["sites"], audited, strict=True):
-        account = json.loads((folder / "sites" / site["site"] / "ledger.json").read_text())
-        assert site["epsilon"] == account["epsilon"] > 0 and site["guarantee"] == "guaranteed"
+        assert site["epsilon"] == of_site(folder, site["site"], "ledger")["epsilon"] > 0
+        assert site["guarantee"] == "guaranteed" and len(site["ledger"]) == 64
         sent = next(one for one in found["models"] if one["model"] == "proxy")
         assert site["epsilon_lower"] == sent["canaries"]["epsilon_lower"]
-        assert len(site["ledger"]) == 64
     assert card["privacy"]["covered"] and card["license"] is None and card["inputs"]["mpp"] == 1.0
     assert "Licence" in text and "differential privacy" in text.splitlines()[2]
     assert "memorised" not in text
@@ -178,7 +172,7 @@ def test_what_may_not_leave_stays(done, tmp_path):
     ):
         refused(lambda how=how: export_model(study, run, **{"form": "onnx", **how}), *words)
     real = make_study(tmp_path / "real", n_sites=2, site_extra=f'{REAL}\nallow = ["patches"]')
-    run = train(real, method="proxyfl", overrides=["train.rounds=1"], backend="local")["run"]
+    run = trained(real, "proxyfl", "train.rounds=1")["run"]
     evaluate(real, run)
 
     def private(run, site="S0"):
@@ -190,63 +184,51 @@ def test_what_may_not_leave_stays(done, tmp_path):
     site = real.root / "sites" / "S0.toml"
     site.write_text(site.read_text().replace('"patches"', '"patches", "private_model"'))
     refused(lambda: private(run), "private_model")  # a run keeps the promises that it began with
-    again = train(real, method="proxyfl", overrides=["train.rounds=1"], backend="local")["run"]
+    again = trained(real, "proxyfl", "train.rounds=1")["run"]
     assert "memorised" in private(again)["warning"]
     refused(lambda: private(again, "S1"), "S1")
 
 
-def test_a_shared_model_without_privacy_says_so(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
+def test_a_shared_model_without_privacy_says_so(pair):
     quick = ["privacy.enabled=false", "train.rounds=1"]
-    run = train(study, method="fedavg", overrides=quick, backend="local")["run"]
-    document = export_model(study, run, called="shared", form="wsinfer")
-    assert "memorised" in document["warning"] and not card_of(study, document)[0]["privacy"]["covered"]
-    refused(lambda: export_model(study, run, called="private", form="wsinfer"), "has shared")
+    run = trained(pair, "fedavg", *quick)["run"]
+    document = export_model(pair, run, called="shared", form="wsinfer")
+    assert "memorised" in document["warning"] and not card_of(pair, document)[0]["privacy"]["covered"]
+    refused(lambda: export_model(pair, run, called="private", form="wsinfer"), "has shared")
 
 
 def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it_takes(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["train.input_px=16", "privacy.enabled=false", "train.rounds=1"]
-    run = train(study, method="regular", overrides=sets, backend="local")["run"]
+    run = trained(study, "regular", *sets)["run"]
     document = export_model(study, run, called="private", form="wsinfer", site="S0", private=True)
     pixels = pixels_of(study)
-    small = reduced(pixels, 16)
-    x = torch.from_numpy(small).permute(0, 3, 1, 2) / 127.5 - 1
-    ours = answers(study, run, "S0", "private", "cnn1", Images(3, 16), x)
+    ours = said(study.root / run, "S0", "private", "cnn1", Images(3, 16), as_trained(reduced(pixels, 16)))
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
     document = export_model(study, run, called="private", form="onnx", site="S0", private=True)
-    whole = (
-        np.moveaxis(pixels, -1, 1) / 127.5 - 1
-    )  # as WSInfer's transform makes it: one contract for both files
+    whole = as_trained(pixels)  # as WSInfer's transform makes it: one contract for both files
     assert np.abs(onnx_of(study.root / document["out"])(whole) - ours).max() < 1e-5
-    said = "`images` float32[batch, 3, 32, 32], pixels / 127.5 − 1; reduced inside to 16 px by area, as in training"
+    takes = "`images` float32[batch, 3, 32, 32], pixels / 127.5 − 1; reduced inside to 16 px by area, as in training"
     card, text = card_of(study, document)
-    assert card["model"]["input"] == said and said in text
+    assert card["model"]["input"] == takes and takes in text
     session = onnxruntime.InferenceSession(str(study.root / document["out"] / "model.onnx"))
-    assert session.get_modelmeta().custom_metadata_map["input"] == said
+    assert session.get_modelmeta().custom_metadata_map["input"] == takes
     assert session.get_inputs()[0].shape == ["batch", 3, 32, 32]
 
 
 @pytest.mark.slow
-def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path):
-    from safetensors.torch import save_file
-    from timm import create_model
-
-    from wsi_fl.stages.prepare.bags import features
-
-    torch.manual_seed(0)
-    weights = tmp_path / "tiny.safetensors"
-    save_file(create_model("test_efficientnet", num_classes=0).state_dict(), weights)
+def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path, tiny_weights):
+    weights = Path(shutil.copy(tiny_weights, tmp_path / "weights.safetensors"))
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["features.encoder=test_efficientnet", f"features.weights={weights}", "features.input_px=48"]
     features(study, site="S0", overrides=sets)
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head", "train.rounds=1"]
-    run = train(study, method="proxyfl", overrides=[*sets, *heads], backend="local")["run"]
+    run = trained(study, "proxyfl", *sets, *heads)["run"]
     pixels = pixels_of(study)
     seen = Encoder("test_efficientnet", weights, input_px=48)(pixels)
-    n = seen.shape[1]
-    ours = answers(study, run, "S0", "proxy", "linear_head", Vectors(n), torch.from_numpy(seen))
+    x = torch.from_numpy(seen)
+    ours = said(study.root / run, "S0", "proxy", "linear_head", Vectors(x.shape[1]), x)
     document = export_model(study, run, called="proxy", form="wsinfer")
     assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
     card = card_of(study, document)[0]
@@ -258,27 +240,22 @@ def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path)
     refused(lambda: export_model(study, run, called="proxy", form="wsinfer"), "use --format onnx")
 
 
-def test_a_shared_head_leaves_without_any_sites_sums(tmp_path):
+def test_a_shared_head_leaves_without_any_sites_sums(pair):
     """What is exported follows from what was released; the site's own exact sums change nothing in it."""
-    study = make_study(tmp_path / "study", n_sites=2)
     rng = np.random.default_rng(0)
     for site in ("S0", "S1"):
         y = rng.integers(0, 2, 60)
         x = rng.normal(size=(60, 12)) + y[:, None]
         patients = [f"p{k}" for k in range(60)]
-        write_features(study, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
-    run = train(
-        study, method="oneshot", overrides=["train.data=features", "model.directions=4"], backend="local"
-    )["run"]
-    evaluate(study, run)
-    document = export_model(study, run, called="shared", form="onnx")
-    card = json.loads((study.root / document["out"] / "model_card.json").read_text())
-    assert card["metrics"] is None  # what was measured had the site's own rows in it
-    folder = RunFolder(study.root / run)
+        write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
+    run = trained(pair, "oneshot", "train.data=features", "model.directions=4")["run"]
+    evaluate(pair, run)
+    document = export_model(pair, run, called="shared", form="onnx")
+    assert card_of(pair, document)[0]["metrics"] is None  # what was measured had the site's own rows in it
     head = SharedHead(2, 12, directions=4)
-    head.load_state_dict(folder.site("S0").load_model("proxy"))
+    head.load_state_dict(RunFolder(pair.root / run).site("S0").load_model("proxy"))
     x = torch.randn(20, 12)
-    say = onnx_of(study.root / document["out"])
+    say = onnx_of(pair.root / document["out"])
     public = head.as_released()
     buffers = {name for name, _ in public.named_buffers()}
     assert isinstance(public, SolvedHead) and buffers == {"mean", "components", "weights", "bias"}

@@ -1,4 +1,4 @@
-"""The hospital alone, given its due: balance, and settings chosen on its own patients; and stacks of two models."""
+"""Joining never costs: the hospital alone is given its due, kept beside every method, and mixed with what that made."""
 
 import json
 from dataclasses import asdict, replace
@@ -6,9 +6,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, refused, write_features
+from conftest import LARGER, interrupted_after, make_study, metrics, nightly, refused, same, write_features
+from safetensors.torch import load_file
 from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
+from trained import of_site, trained
 
 from wsi_fl.learning.metrics import _recentred_at_half, operating_point
 from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone, stack_by_rows, stacked
@@ -22,13 +24,15 @@ from wsi_fl.learning.tuning import (
 )
 from wsi_fl.learning.validation import roles
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training.train import resume
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.system.files import read_lines
 
 ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]
 
 
 def run_of(study, *overrides, method="regular"):
-    return train(study, method=method, overrides=overrides, backend="local")["run"]
+    return trained(study, method, *overrides)["run"]
 
 
 def normalised(x):
@@ -36,26 +40,22 @@ def normalised(x):
 
 
 @pytest.fixture
-def skewed(tmp_path):
+def skewed(pair):
     """Two hospitals of 100 rows, nine of ten of one class, and balanced tests."""
-    study = make_study(tmp_path / "study", n_sites=2)
     for k, share in enumerate((0.1, 0.9)):
-        x, labels = rows_of(100, k, share, d=200)
-        more, theirs = rows_of(200, 10 + k, d=200)
+        parts = [rows_of(100, k, share, d=200), rows_of(200, 10 + k, d=200)]
+        x, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
         patients = [f"p{i}" for i in range(100)] + [f"t{i}" for i in range(200)]
-        splits = ["train"] * 100 + ["test"] * 200
-        every = np.concatenate([x, more]), np.concatenate([labels, theirs])
-        write_features(study, f"S{k}", *every, patients, splits)
-    return study
+        write_features(pair, f"S{k}", x, labels, patients, ["train"] * 100 + ["test"] * 200)
+    return pair
 
 
 def test_a_fitted_head_is_scikit_learns_balanced_logistic_regression():
     x, labels = rows_of(120, 0, 0.2, d=300)
     x = normalised(x)
     found = fitted_head(x, labels, np.array([f"p{i}" for i in range(120)]), 2)
-    theirs = LogisticRegression(C=found.strength, class_weight="balanced", tol=1e-9, max_iter=5000).fit(
-        x, labels
-    )
+    theirs = LogisticRegression(C=found.strength, class_weight="balanced", tol=1e-9, max_iter=5000)
+    theirs.fit(x, labels)
     ours = x @ found.weight.T + found.bias
     apart = ours[:, 1] - ours[:, 0] - theirs.decision_function(x)
     np.testing.assert_allclose(apart, apart.mean(), atol=0.1)  # but for its bias
@@ -83,7 +83,7 @@ def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
     for k, share in enumerate((0.1, 0.9)):
         x, labels = rows_of(100, k, share, d=200)
         tests = [rows_of(200, 10 + j, d=200) for j in range(2)]
-        strength = json.loads((skewed.root / run / f"sites/S{k}/tuned.json").read_text())["strength"]
+        strength = of_site(skewed.root / run, f"S{k}", "tuned")["strength"]
         theirs = LogisticRegression(C=strength, class_weight="balanced", max_iter=2000)
         theirs.fit(normalised(x), labels)
         right = np.concatenate([theirs.predict(normalised(t)) == y for t, y in tests])
@@ -105,22 +105,13 @@ def test_strength_is_chosen_on_patients_that_were_held_out():
         assert not set(patients[fold]) & set(patients[~fold])
 
 
-def test_what_was_held_out_is_not_what_was_learned():
-    rng = np.random.default_rng(0)
-    x, labels = rng.normal(size=(80, 500)), rng.integers(0, 2, 80)
-    found = fitted_head(x, labels, np.full(80, ""), 2)
-    assert abs((found.held_out.argmax(1) == labels).mean() - 0.5) < 0.2
-    assert ((x @ found.weight.T + found.bias).argmax(1) == labels).mean() > 0.8
-
-
 @pytest.mark.slow
 def test_balance_makes_rare_classes_count_as_much(skewed):
     settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.01"]
 
     def reached(seed, balance):
-        run = run_of(
-            skewed, *settings, f"train.seed={seed}", f"train.balance={balance}", "train.eval_every=20"
-        )
+        more = [f"train.seed={seed}", f"train.balance={balance}", "train.eval_every=20"]
+        run = run_of(skewed, *settings, *more)
         return evaluate(skewed, run)["merged"]["macro_accuracy"]["mean"]
 
     gains = [reached(seed, "true") - reached(seed, "false") for seed in range(2)]
@@ -132,10 +123,8 @@ def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
     for balance in ("false", "true"):
         overrides = [*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"]
         run = run_of(skewed, *overrides, method="proxyfl")
-        lines = (skewed.root / "ledgers/S0.jsonl").read_text().splitlines()
-        released.append(
-            [json.loads(line)["released"] for line in lines if run[5:] in line and "released" in line]
-        )
+        lines = [line for line in read_lines(skewed.ledger("S0")) if line.get("run", "").startswith(run[5:])]
+        released.append([line["released"] for line in lines if "released" in line])
     assert released[0] == released[1] != []
 
 
@@ -143,26 +132,21 @@ def test_other_models_choose_their_settings_one_by_one():
     labels, patient = np.tile([0, 1], 20), np.array([f"p{i // 2}" for i in range(40)])
     asked = []
 
-    def trained(way, seen):
+    def way_of(way, seen):
         asked.append(way)
         good = 0.6 + 0.1 * way.balance + 0.1 * (way.weight_decay == 1e-2) + 0.1 * (way.lr < 1)
         said = np.full((int((~seen).sum()), 2), 1 - good)
         said[np.arange(len(said)), labels[~seen]] = good
         return said
 
-    best, held_out = tuned(labels, patient, HyperParameters(1.0, 0.0, False), trained, folds=5)
-    assert best == HyperParameters(0.3, 1e-2, True)
-    assert held_out.shape == (40, 2) and _balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
-    assert len(asked) == len(set(asked)) * 5  # nothing is trained twice
-    asked.clear()
-    best, held_out = tuned(labels, patient, HyperParameters(1.0, 0.0, False), trained, folds=1)
-    assert (
-        best == HyperParameters(0.3, 1e-2, True) and len(asked) == len(set(asked)) + 4
-    )  # of the best, all folds
-    assert held_out.shape == (40, 2) and _balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
-
-
-# ---- stacks
+    for folds in (5, 1):
+        asked.clear()
+        best, held_out = tuned(labels, patient, HyperParameters(1.0, 0.0, False), way_of, folds=folds)
+        assert best == HyperParameters(0.3, 1e-2, True)
+        assert held_out.shape == (40, 2)
+        assert _balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
+        # nothing is trained twice, and of the best there are always all folds
+        assert len(asked) == (len(set(asked)) * 5 if folds == 5 else len(set(asked)) + 4)
 
 
 def said(labels, skill, seed):
@@ -260,10 +244,8 @@ def test_rows_of_one_patient_are_no_more_than_one():
     eight = np.tile([0, 1], 4)
     pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 1000)] for seed in range(60)]
     alike = np.tile(np.arange(8).astype(str), 50)
-    mixed = [
-        np.mean([gated_stack(*pair, ROWS, whose).weight > 0 for pair in pairs]) for whose in (EACH, alike)
-    ]
-    assert mixed[0] > mixed[1] + 0.3
+    often = [np.mean([gated_stack(*two, ROWS, names).weight > 0 for two in pairs]) for names in (EACH, alike)]
+    assert often[0] > often[1] + 0.3
 
 
 def test_a_joined_model_that_prefers_a_class_is_centred():
@@ -278,9 +260,8 @@ def test_a_joined_model_that_prefers_a_class_is_centred():
 
 
 def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
-    stack = replace(
-        gated_stack(said(ROWS, 1.0, 0), said(ROWS, 1.0, 2), ROWS, EACH), own="alone", shared="mean"
-    )
+    found = gated_stack(said(ROWS, 1.0, 0), said(ROWS, 1.0, 2), ROWS, EACH)
+    stack = replace(found, own="alone", shared="mean")
     document = json.loads(json.dumps(asdict(stack)))
     assert Stack.of(document) == stack
     assert roles("stack", stack) == ("alone", "private", "proxy")
@@ -301,10 +282,7 @@ def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
     refused(lambda: run_of(skewed, *untuned, method="proxyfl"), "train.alone=true")
 
 
-# ---- operating points
-
-
-def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own(tmp_path):
+def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
     score = np.array([0.55, 0.7, 0.75, 0.92, 0.96])
     truth = np.array([0, 0, 0, 1, 1])
     point = operating_point(score, truth)
@@ -315,28 +293,127 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own(tmp_pa
     assert operating_point(score, np.ones(5, int)) is None and operating_point(np.full(5, 0.3), truth) is None
     noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
     best = operating_point(noisy, truth)
-    reached = [
-        np.mean([((noisy >= t) == truth)[truth == c].mean() for c in (0, 1)])
-        for t in (best, *np.linspace(0, 1, 101))
-    ]
+    marks = (best, *np.linspace(0, 1, 101))
+    reached = [np.mean([((noisy >= t) == truth)[truth == c].mean() for c in (0, 1)]) for t in marks]
     assert reached[0] == max(reached)
 
 
 def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=1, n_patients=12)
-    rng = np.random.default_rng(0)
-    labels, slides, x, patients = [], [], [], []
-    for k in range(20):  # every second slide has three tumour patches among ten; all look a little ill
-        tumour = np.zeros(10, int)
-        tumour[:3] = k % 2
-        labels += tumour.tolist()
-        x += (rng.normal(size=(10, 24)) + 3 * np.outer(tumour, np.arange(24) < 3)).tolist()
-        patients += [f"p{k}"] * 10
-        slides += [f"s{k}"] * 10
-    splits = ["train"] * 150 + ["test"] * 50
+    study = make_study(tmp_path / "study", n_sites=1)
+    tumour = np.zeros(
+        (20, 10), int
+    )  # every second slide has three tumour patches among ten; all look a little ill
+    tumour[1::2, :3] = 1
+    labels, of = tumour.flatten(), np.arange(20).repeat(10)
+    x = np.random.default_rng(0).normal(size=(200, 24)) + 3 * np.outer(labels, np.arange(24) < 3)
+    splits, (patients, slides) = ["train"] * 150 + ["test"] * 50, ([f"{c}{k}" for k in of] for c in "ps")
     write_features(study, "S0", x, labels, patients, splits, slides)
     run = run_of(study, *ALONE)
     row = evaluate(study, run)["sites"][0]["slides"]
-    kept = json.loads((study.root / run / "sites/S0/choice.json").read_text())
+    kept = of_site(study.root / run, "S0", "choice")
     assert row["threshold"] == kept["slide_threshold"] and kept["by"] == "cross-validation"
     assert row["accuracy"] >= 0.8 and row["auroc"] >= 0.8
+
+
+TALKING = ["proxyfl", "fedavg", *nightly("fml", "avgpush", "cwt")]
+SEEDED = ("privacy.insecure_seed=1", "train.rounds=2")
+KINDS = {"heads": HEADS, "networks": ["train.val_fraction=0.34", "train.seed=2"]}
+
+
+def seeded(study, method, *overrides):
+    return study.root / trained(study, method, *SEEDED, *overrides)["run"]
+
+
+def kept(path, role):
+    return {file.parent.name: load_file(file) for file in sorted(path.glob(f"sites/*/{role}.safetensors"))}
+
+
+def alike(one, other):
+    assert one.keys() == other.keys() and one
+    assert all(same(tensors, other[site]) for site, tensors in one.items())
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory):
+    """Two sites each: with features of 60 patients in training, and with tiny patches."""
+    found = {
+        kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2, text=LARGER) for kind in KINDS
+    }
+    for k, share in enumerate((0.2, 0.5)):
+        x, labels = rows_of(60, k, share, d=40)
+        more, theirs = rows_of(60, 10 + k, d=40)
+        patients, splits = [f"p{i}" for i in range(120)], ["train"] * 60 + ["test"] * 60
+        rows, of = np.concatenate([x, more]), np.concatenate([labels, theirs])
+        write_features(found["heads"], f"S{k}", rows, of, patients, splits)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", TALKING)
+def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studies, kind, method):
+    study, settings = studies[kind], KINDS[kind]
+    with_it, without = (seeded(study, method, *settings, f"train.alone={said}") for said in ("true", "false"))
+    for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
+        alike(kept(with_it, role), kept(without, role))
+    assert len(kept(with_it, "alone")) == 2 and not kept(without, "alone")
+    document = evaluate(study, str(with_it))
+    for row in document["sites"]:
+        choice = of_site(with_it, row["site"], "choice")
+        assert choice["stack"]["own"] == "alone" and choice["stack"]["weight"] <= 2 / 3
+        assert row["with"] == choice["with"] == ("stack" if choice["stack"]["weight"] else "alone")
+        assert row["accuracy"] == row["models"][row["with"]]["accuracy"]
+        assert choice["n"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_model_that_training_alone_gives(studies, kind):
+    study, tune = studies[kind], f"train.tune={str(kind == 'heads').lower()}"
+    held = [one for one in KINDS[kind] if "val_fraction" not in one]
+    joined = seeded(study, "fedavg", *held)
+    alone = seeded(study, "regular", *held, "privacy.enabled=false", tune)
+    alike(kept(joined, "alone"), kept(alone, "private"))
+
+
+def test_models_that_stay_have_a_rate_of_their_own(studies):
+    study, slow = studies["networks"], "train.private_lr=0.0005"
+    joined, proxies = (seeded(study, "proxyfl", "train.lr=0.03", *more) for more in ([slow], []))
+    alone = seeded(study, "regular", "train.lr=0.0005", "privacy.enabled=false")
+    alike(kept(joined, "alone"), kept(alone, "private"))
+    alike(kept(seeded(study, "regular", slow, "privacy.enabled=false"), "private"), kept(alone, "private"))
+    alike(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
+    with_noise = [kept(seeded(study, "regular", *more), "private") for more in ([slow], [])]
+    alike(*with_noise)
+
+
+def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
+    study = studies["networks"]
+    path = seeded(study, "proxyfl", "train.tune=true")
+    alike(
+        kept(path, "alone"),
+        kept(seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"),
+    )
+    for row in evaluate(study, str(path))["sites"]:
+        choice = of_site(path, row["site"], "choice")
+        with PatchStore(study.store(row["site"])) as store:
+            assert choice["n"] == (store.table.split == "train").sum()
+        assert choice["stack"]["own"] == "alone" and choice["stack"]["shared"] == "proxy"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind):
+    study, settings = studies[kind], [*KINDS[kind], "train.rounds=3"]
+    whole = seeded(study, "proxyfl", *settings)
+    with interrupted_after(4):
+        seeded(study, "proxyfl", *settings)
+    broken = sorted(study.runs.glob("0*"))[-1]
+    resume(study, broken.name, backend="local")
+    for role in ("alone", "private", "proxy"):
+        alike(kept(whole, role), kept(broken, role))
+    for site in ("S0", "S1"):
+        assert of_site(whole, site, "choice") == of_site(broken, site, "choice")
+
+
+def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
+    runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.alone={said}") for said in ("true", "false")]
+    sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
+    assert sent[0] == sent[1]

@@ -1,6 +1,5 @@
 """Features of every patch: what timm makes of them, whatever disturbs the making, and training on them."""
 
-import csv
 import shutil
 
 import numpy as np
@@ -10,8 +9,9 @@ import torch
 from conftest import make_study, nightly, refused, write_features, write_store
 from PIL import Image
 from safetensors.torch import save_file
+from test_gradients import compare as compare_engine
 from test_mosaic import plain_features
-from torch.nn import functional
+from trained import csv_rows, trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
@@ -30,13 +30,12 @@ from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.training.plan import dry_run
-from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.work.console import Silent
+from wsi_fl.stages.training.train import resume
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Mosaic, Pipeline
-from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
+from wsi_fl.types import Bags, Images, Vectors, WsiFlError
 
 ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
 """How far features are off where matrix products have half the bits."""
@@ -50,8 +49,8 @@ def settings(tiny_weights):
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory, settings):
-    """Three sites with features of 32-px patches."""
-    study = make_study(tmp_path_factory.mktemp("features") / "study", n_sites=3, size_px=32)
+    """Two sites with features of 32-px patches."""
+    study = make_study(tmp_path_factory.mktemp("features") / "study", n_sites=2, size_px=32)
     features(study, site=None, overrides=settings)
     return study
 
@@ -59,23 +58,6 @@ def made(tmp_path_factory, settings):
 @pytest.fixture
 def study(made, tmp_path):
     return Study(shutil.copytree(made.root, tmp_path / "study"))
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_all_sites_are_in_the_progress_from_the_start(study, settings):
-    told = []
-
-    class Watching(Silent):
-        def update(self, part, done, total, note=""):
-            told.append((part, total, done))
-
-    features(study, site=None, overrides=settings, watcher=Watching())
-    assert [(part, done) for part, _, done in told[:3]] == [("S0", 0), ("S1", 0), ("S2", 0)]
-    assert len({(part, total) for part, total, _ in told}) == 3
 
 
 def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
@@ -98,40 +80,39 @@ def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
 def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):
     public = tmp_path / "public"
     public.mkdir()
-    for slide in phantom.plan_slides(1, 2, 1024, seed=9):
+    for slide in phantom.plan_slides(1, 2, 640, seed=9):
         phantom.write_pyramid(public / f"{slide.name}.tif", phantom.paint_slide(slide), 0.5)
     shutil.copy(study.features("S1"), tmp_path / "store.h5")
-    shutil.copy(next(public.iterdir()), tmp_path / "one.tif")
-    options = {"overrides": [*settings, "tile.size_px=64", "tile.mpp=1.0"], "n": 8}
-    to_x = options | {"out": tmp_path / "x"}
-    made = directions(study, [public, tmp_path / "store.h5"], out=study.root / "d.safetensors", **options)
-    assert made["directions"] == 8 and len(made["sources"]) == 5
+    both = public, tmp_path / "store.h5"
+
+    def of(*sources, name="x", **more):
+        sets = [*settings, "tile.size_px=64", "tile.mpp=1.0"]
+        return directions(study, sources, out=tmp_path / name, overrides=sets, **{"n": 8, **more})
+
+    made = of(*both, name="d.safetensors")
+    assert made["directions"] == 8 and len(made["sources"]) == 5 and not made["left_aside"]
     assert "test_efficientnet sha256:" in made["encoder"]
-    assert not made["left_aside"]
     for name in ("README.md", "labels.csv"):
         (public / name).write_text("slide,patient\na,b\n")
     Image.new("RGB", (64, 64), "white").save(public / "thumbnail.png")
-    again = directions(study, [public, tmp_path / "store.h5"], out=study.root / "e.safetensors", **options)
+    again = of(*both, name="e.safetensors")
     assert again["digest"] == made["digest"]
-    options |= {"n": None, "letters": Letters(10**6, 4, 1.0)}
-    many = directions(study, [public, tmp_path / "store.h5"], out=study.root / "f.safetensors", **options)
-    assert many["directions"] > 32
+    assert of(*both, name="f.safetensors", n=None, letters=Letters(10**6, 4, 1.0))["directions"] > 32
     assert again["left_aside"] == ["README.md", "labels.csv", "thumbnail.png"]
     (said,) = (line.text for line in directions_lines(again) if "left aside" in line.text)
     assert "3 other files were left aside: README.md, labels.csv, thumbnail.png" in said
+    read = read_directions(tmp_path / "d.safetensors", "d")
+    assert read.digest == made["digest"] and read.components.shape == (256, 8)
     for slide in public.glob("*.tif"):
         slide.unlink()
-    refused(lambda: directions(study, [public], **to_x), "no slide", "README.md", error=WsiFlError)
-    refused(lambda: directions(study, [public / "README.md"], **to_x), "README.md", error=WsiFlError)
-    read = read_directions(study.root / "d.safetensors", "d")
-    assert read.digest == made["digest"] and read.components.shape == (256, 8)
     write_features(study, "S0", np.ones((9, 5)), np.arange(9) % 2, ["p"] * 9, ["train"] * 9)
-    for source, word in ((tmp_path / "none", "none"), (study.features("S0"), "features of tiny sha256:0")):
-        refused(
-            lambda source=source: directions(study, [source], **to_x),
-            word,
-            error=WsiFlError,
-        )
+    for source, *words in (
+        (public, "no slide", "README.md"),
+        (public / "README.md", "README.md"),
+        (tmp_path / "none", "none"),
+        (study.features("S0"), "features of tiny sha256:0"),
+    ):
+        refused(lambda source=source: of(source), *words, error=WsiFlError)
     assert not (tmp_path / "x").exists()
 
 
@@ -139,9 +120,8 @@ def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_we
     with BagStore(made.features("S0")) as store, PatchStore(made.store("S0")) as patches:
         assert len(store.patches) == len(patches) and store.n_features == 256
         for name in ("xy_l0", "label", "slide", "patient", "split", "tumor_fraction"):
-            assert np.array_equal(
-                getattr(store.patches, name), getattr(patches.table, name), equal_nan=name[0] == "t"
-            )
+            ours, theirs = getattr(store.patches, name), getattr(patches.table, name)
+            assert np.array_equal(ours, theirs, equal_nan=name[0] == "t")
         rows = np.arange(len(patches))
         expected = plain_features("test_efficientnet", tiny_weights, patches.read(rows))
         np.testing.assert_allclose(store.read(rows), expected, atol=ROUGH or 1e-4)
@@ -152,7 +132,7 @@ def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_we
 
 def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp_path, capsys):
     before = study.features("S0").read_bytes()
-    assert [row["made"] for row in features(study, site=None, overrides=settings)["sites"]] == [0, 0, 0]
+    assert [row["made"] for row in features(study, site=None, overrides=settings)["sites"]] == [0, 0]
     assert study.features("S0").read_bytes() == before
     write_store(study, "S0", n_per_slide=14, size_px=32)
     assert features(study, site="S0", overrides=settings)["sites"][0]["made"] == 4
@@ -162,36 +142,18 @@ def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp
 @pytest.mark.parametrize("name", VECTOR_BUILDERS)
 @pytest.mark.parametrize("mode", ENGINES)
 def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
-    model = build(name, n_classes=3, shape=Vectors(10), seed=0)
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(5, 10, generator=generator), torch.arange(5) % 3
-    c, told = torch.linspace(1.0, 0.25, 5), []
-
-    def weigh(norms):
-        told.append(norms)
-        return c
-
-    parameters = list(model.parameters())
-    each = [
-        torch.autograd.grad(functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1]), parameters)
-        for k in range(5)
-    ]
-    sums, _ = ENGINES[mode](model, x, lambda logits: functional.cross_entropy(logits, y), weigh)
-    norms = torch.stack([torch.cat([g.flatten() for g in one]).norm() for one in each])
-    torch.testing.assert_close(told[0], norms.double(), rtol=1e-4, atol=1e-6)
-    for k, total in enumerate(sums):
-        wanted = sum(float(c[row]) * each[row][k] for row in range(5))
-        torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-6)
+    x = torch.randn(5, 10, generator=torch.Generator().manual_seed(1))
+    compare_engine(mode, build(name, n_classes=3, shape=Vectors(10), seed=0), x, torch.arange(5) % 3)
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
 def test_methods_train_on_features(study, method):
     overrides = [*HEADS, "train.val_fraction=0.3"]
-    summary = train(study, method=method, overrides=overrides, backend="local")
-    assert [row["rounds"] for row in summary["sites"]] == [2] * 3
+    summary = trained(study, method, *overrides)
+    assert [row["rounds"] for row in summary["sites"]] == [2] * 2
     found = evaluate(study, summary["run"])
     assert found["examples"] == "patches" and found["merged"]["accuracy"]["mean"] is not None
-    assert found["sites"][0]["slides"]["n"] == 3
+    assert found["sites"][0]["slides"]["n"] == 2
     assert report(study, summary["run"]).exists()
 
 
@@ -201,13 +163,10 @@ def test_models_of_other_inputs_are_refused_in_one_line(study):
     refused(lambda: build("linear_head", n_classes=2, shape=Images(3, 8), seed=0), "train.data = 'features'")
     assert not set(VECTOR_BUILDERS) & set(BUILDERS)
     wrong = ["train.data=features"]
-    refused(lambda: train(study, method="regular", overrides=wrong, backend="local"), "linear_head")
+    refused(lambda: trained(study, "regular", *wrong), "linear_head")
     study.features("S1").unlink()
-    refused(
-        lambda: train(study, method="regular", overrides=HEADS, backend="local"),
-        "run `wsi-fl features --site S1`",
-        error=WsiFlError,
-    )
+    words = "run `wsi-fl features --site S1`"
+    refused(lambda: trained(study, "regular", *HEADS), words, error=WsiFlError)
 
 
 @pytest.mark.parametrize("pixels", ["native", *nightly("none")])
@@ -221,19 +180,14 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     with BagStore(study.root / row["store"]) as store, PatchStore(study.store("C1")) as patches:
         assert len(store.patches) == row["patches"] == len(patches) > 0
         assert store.meta.spec == patches.meta.spec and store.meta.recipe == {"min_tissue": 0.1}
-    overrides = [
-        *settings,
-        *HEADS,
-        "privacy.enabled=false",
-        "train.input_px=24",
-    ]  # of pixels, not of features
-    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+    of_pixels = "train.input_px=24"  # and not of features
+    run = trained(study, "regular", *settings, *HEADS, "privacy.enabled=false", of_pixels)["run"]
     evaluate(study, run)
-    tested = rows_of(study.root / run / "sites/C1/predictions.csv")
+    tested = csv_rows(study.root / run / "sites/C1/predictions.csv")
     slide = next(path for path in archive.rglob("*.tif") if path.stem == tested[0]["slide"])
     (known,) = predict(study, run, site="C1", slides=[slide])["slides"]
     assert all((study.root / known[name]).exists() for name in ("heatmap", "geojson", "csv"))
-    said = {(p["x_l0"], p["y_l0"]): float(p["p_tumor"]) for p in rows_of(study.root / known["csv"])}
+    said = {(p["x_l0"], p["y_l0"]): float(p["p_tumor"]) for p in csv_rows(study.root / known["csv"])}
     for p in (p for p in tested if p["slide"] == slide.stem):
         assert said[p["x_l0"], p["y_l0"]] == pytest.approx(float(p["p_tumor"]), abs=ROUGH or 1e-5)
     other = tmp_path / "other.safetensors"
@@ -241,21 +195,16 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), other)
     config = study.root / run / "config.toml"
     config.write_text(config.read_text().replace(str(tiny_weights), str(other)))
-    refused(
-        lambda: predict(study, run, site="C1", slides=[slide]), "was trained on features of", error=WsiFlError
-    )
+    words = "was trained on features of"
+    refused(lambda: predict(study, run, site="C1", slides=[slide]), words, error=WsiFlError)
     there = [f"features.weights={tiny_weights}"]
     assert predict(study, run, site="C1", slides=[slide], overrides=there)["slides"]
 
 
 def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study):
-    run = study.root / train(study, method="proxyfl", overrides=HEADS, backend="local")["run"]
+    run = study.root / trained(study, "proxyfl", *HEADS)["run"]
     write_store(study, "S1", n_per_slide=14, size_px=32)
-    refused(
-        lambda: train(study, method="proxyfl", overrides=HEADS, backend="local"),
-        "tiled again; run `wsi-fl features --site S1`",
-        error=UsageError,
-    )
+    refused(lambda: trained(study, "proxyfl", *HEADS), "tiled again; run `wsi-fl features --site S1`")
     assert [path.name for path in study.runs.glob("0*")] == [run.name]
     (run / "summary.json").unlink()
     resume(study, run.name, backend="local")
@@ -282,33 +231,28 @@ def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
         np.testing.assert_allclose(train_rows.read(np.arange(12)), means[:12], atol=1e-6)
         assert train_rows.label.tolist() == [0, 1] * 6
     planned = dry_run(study, method=method, overrides=overrides)["sites"]
-    summary = train(study, method=method, overrides=overrides, backend="local")
+    summary = trained(study, method, *overrides)
     for row, before in zip(summary["sites"], planned, strict=True):
         assert (row["unit"], row["n_units"]) == ("patient", 12)
         assert row["epsilon"] == before["epsilon"] > 0
     found = evaluate(study, summary["run"])
     assert found["examples"] == "patients"
     assert method == "proxyfl" or found["internal"]["accuracy"]["mean"] > 0.9
-    told = [
-        row
-        for row in rows_of(study.root / summary["run"] / "sites/S1/predictions.csv")
-        if row["part"] == "S1"
-    ]
-    assert (
-        {row["patient"] for row in told} == {row["slide"] for row in told} == {f"p{k}" for k in range(12, n)}
-    )
+    rows = csv_rows(study.root / summary["run"] / "sites/S1/predictions.csv")
+    told = [row for row in rows if row["part"] == "S1"]
+    names = {f"p{k}" for k in range(12, n)}
+    assert {row["patient"] for row in told} == {row["slide"] for row in told} == names
     refused(lambda: dry_run(study, method=method, overrides=["train.example=patient"]), "is for features")
 
 
-def test_patients_who_all_count_as_one_class_are_told(tmp_path, capsys):
-    study = make_study(tmp_path / "study", n_sites=2)
+def test_patients_who_all_count_as_one_class_are_told(pair, capsys):
     patients = np.repeat([f"p{k}" for k in range(12)], 2)
     slides = [f"{name}-{k % 2}" for k, name in enumerate(patients)]  # one with, one without
-    for site in study.site_names():
+    for site in pair.site_names():
         x = np.random.default_rng(0).normal(size=(24, 6))
-        write_features(study, site, x, np.arange(24) % 2, patients, ["train"] * 24, slides)
+        write_features(pair, site, x, np.arange(24) % 2, patients, ["train"] * 24, slides)
     for example, head in (("patient", "linear_head"), ("slide", "mean_head")):
         heads = [f"model.private={head}", f"model.proxy={head}", "privacy.sigma=1", "train.data=features"]
-        dry_run(study, method="fedavg", overrides=[*heads, f"train.example={example}"])
+        dry_run(pair, method="fedavg", overrides=[*heads, f"train.example={example}"])
         told = "each of 12 patients has some tumor, so that all count as tumor"
         assert (told in capsys.readouterr().err) is (example == "patient")

@@ -9,6 +9,7 @@ from conftest import make_study, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from test_bags import make_bag_study
+from trained import trained
 
 from wsi_fl.learning.validation import folds_of
 from wsi_fl.runs.run import RunFolder
@@ -17,33 +18,38 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data, open_data
 from wsi_fl.stages.training import train as training
-from wsi_fl.stages.training.train import train, train_series
+from wsi_fl.stages.training.train import train_series
 from wsi_fl.study.folder import load_pipeline
+from wsi_fl.system.files import read_lines
 from wsi_fl.types import WsiFlError
 
 OPEN, FEW = "privacy.enabled=false", "train.rounds=1"
 
 
+def hospitals(root, n):
+    """Sites of twelve slides, each of a patient of its own; half are healthy."""
+    return make_bag_study(root, n_sites=n, classes=("healthy", "tumor"))
+
+
 @pytest.fixture
 def study(tmp_path):
-    """Two sites of twelve slides, each of a patient of its own; half are healthy."""
-    return make_bag_study(tmp_path / "study", n_sites=2, classes=("healthy", "tumor"))
+    return hospitals(tmp_path / "study", 2)
 
 
 @pytest.fixture
 def three(tmp_path):
-    """One more site."""
-    return make_bag_study(tmp_path / "three", n_sites=3, classes=("healthy", "tumor"))
+    return hospitals(tmp_path / "three", 3)
+
+
+def in_series(study, *overrides, method="proxyfl", **given):
+    return train_series(study, method=method, overrides=overrides, backend="local", **given)
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A study, three folds of ProxyFL and the comparison with the hospitals alone."""
-    study = make_bag_study(
-        tmp_path_factory.mktemp("folds") / "study", n_sites=2, classes=("healthy", "tumor")
-    )
-    settings = ["train.folds=3", "train.stratify=true", OPEN, FEW]
-    document = train_series(study, method="proxyfl", overrides=settings, backend="local")
+    study = hospitals(tmp_path_factory.mktemp("folds") / "study", 2)
+    document = in_series(study, "train.folds=3", "train.stratify=true", OPEN, FEW)
     return study, document, compare(study, [run["run"] for run in document["runs"]])
 
 
@@ -55,9 +61,6 @@ def asked(study, run, site="S0"):
 
 def config(study, run):
     return load_pipeline(study.root / run / "config.toml")
-
-
-# which patient is in which fold
 
 
 @given(
@@ -102,9 +105,8 @@ def test_a_store_opened_anew_has_the_same_folds_and_its_own_split_is_not_used(tm
         study = make_study(tmp_path / "patches", n_sites=1)
     found = []
     for fold in (1, 2, 2):
-        pipeline = study.pipeline(
-            study.pipeline_name(None), ["train.folds=2", f"train.fold={fold}", f'train.data="{data}"']
-        )
+        sets = ["train.folds=2", f"train.fold={fold}", f'train.data="{data}"']
+        pipeline = study.pipeline(study.pipeline_name(None), sets)
         with open_data(study, "S0", pipeline) as one:
             parts = [set(one.examples(split).patient.tolist()) for split in ("train", "test", "val")]
             assert parts[0] | parts[1] == set(one.store.table.patient.tolist())
@@ -113,9 +115,6 @@ def test_a_store_opened_anew_has_the_same_folds_and_its_own_split_is_not_used(tm
             found.append((parts[1], one.digest()))
     assert found[1] == found[2] and not found[0][0] & found[1][0]
     assert found[0][1] == found[1][1]  # a digest is of the store
-
-
-# a series of folds
 
 
 def test_every_patient_is_tested_once_at_every_site(done):
@@ -140,57 +139,41 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
     assert (tests["accuracy"]["unit"], tests["accuracy"]["n"]) == ("patient", 24)
     assert (tests["own_accuracy"]["unit"], tests["own_accuracy"]["n"]) == ("patient", 24)
     assert (tests["auroc"]["unit"], tests["auroc"]["n"]) == ("fold", 3)
-    assert tests["accuracy"]["difference"] == pytest.approx(
-        row["accuracy"]["mean"] - alone["accuracy"]["mean"]
-    )
-    worth = compared["worth"]["all"]
-    assert (
-        worth["joined"]["mean"] == pytest.approx(row["accuracy"]["mean"])
-        and worth["joined"]["low"] is not None
-    )
+    gain = row["accuracy"]["mean"] - alone["accuracy"]["mean"]
+    assert tests["accuracy"]["difference"] == pytest.approx(gain)
+    joined = compared["worth"]["all"]["joined"]
+    assert joined["mean"] == pytest.approx(row["accuracy"]["mean"]) and joined["low"] is not None
     assert "sites, seeds and folds" in (study.root / compared["page"]).read_text()
 
 
 def test_runs_that_test_other_patients_are_not_compared(done):
     study, document, _ = done
-    other = train(study, method="regular", overrides=[OPEN], backend="local")["run"]
-    refused(
-        lambda: compare(study, [document["runs"][0]["run"], other]),
-        "tests other patients",
-        "3 folds",
-        "own split",
-    )
+    both = [document["runs"][0]["run"], trained(study, "regular", OPEN)["run"]]
+    refused(lambda: compare(study, both), "tests other patients", "3 folds", "own split")
 
 
 def test_each_fold_is_charged_by_itself(study, capsys):
-    document = train_series(study, method="proxyfl", overrides=["train.folds=2"], backend="local")
+    document = in_series(study, "train.folds=2")
     said = " ".join(capsys.readouterr().err.split())
     assert "every run is charged on the ledgers by itself: 2 runs cost a site about 2 times as much" in said
-    lines = [json.loads(line) for line in study.ledger("S0").read_text().splitlines()]
-    charged = Counter(line["run"].split()[0] for line in lines if line.get("run"))
-    assert len(charged) == 2
-    assert document["runs"][0]["sites"][0]["epsilon"] == pytest.approx(
-        document["runs"][1]["sites"][0]["epsilon"]
-    )
+    assert len({line["run"].split()[0] for line in read_lines(study.ledger("S0")) if line.get("run")}) == 2
+    first, second = (run["sites"][0]["epsilon"] for run in document["runs"])
+    assert first == pytest.approx(second)
 
 
 def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeypatch):
-    def trained(*overrides, method="proxyfl"):
-        return lambda: train(study, method=method, overrides=overrides, backend="local")
+    def asking(*overrides, method="proxyfl"):
+        return lambda: trained(study, method, *overrides)
 
     three = ("train.folds=3", "train.fold=1")
-    refused(trained(*three, "train.stratify=true"), "train.stratify", "excludes privacy.enabled")
-    refused(trained("train.folds=3"), "train.folds = 3 needs train.fold", "--folds N")
-    refused(trained("train.folds=3", "train.fold=4"), "there are train.folds = 3")
-    refused(trained("train.fold=1"), "train.fold = 1 needs train.folds")
-    refused(trained(*three, "train.releases=true", method="oneshot"), "train.releases", "own split")
-    refused(trained("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
+    refused(asking(*three, "train.stratify=true"), "train.stratify", "excludes privacy.enabled")
+    refused(asking("train.folds=3"), "train.folds = 3 needs train.fold", "--folds N")
+    refused(asking("train.folds=3", "train.fold=4"), "there are train.folds = 3")
+    refused(asking("train.fold=1"), "train.fold = 1 needs train.folds")
+    refused(asking(*three, "train.releases=true", method="oneshot"), "train.releases", "own split")
+    refused(asking("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
     monkeypatch.setattr(training, "launched_ranks", lambda: 2)
-    series = lambda: train_series(study, method="regular", overrides=["train.folds=3"])  # noqa: E731
-    refused(series, "leave out mpiexec or srun")
-
-
-# a site left out
+    refused(lambda: in_series(study, "train.folds=3"), "leave out mpiexec or srun")
 
 
 def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, monkeypatch):
@@ -201,15 +184,13 @@ def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, m
         real(self, study, site, *args)
 
     monkeypatch.setattr(Data, "__init__", noted)
-    train(three, method="proxyfl", overrides=[OPEN, "train.left_out=S1"], backend="local")
+    trained(three, "proxyfl", OPEN, "train.left_out=S1")
     assert opened == {"S0", "S2"}
 
 
 def test_each_site_is_left_out_once_and_tests_all_models(three):
     study = three
-    document = train_series(
-        study, method="proxyfl", leave_site_out=True, overrides=[OPEN, FEW], backend="local"
-    )
+    document = in_series(study, OPEN, FEW, leave_site_out=True)
     assert document["left_out"] == ["S0", "S1", "S2"]
     for name, summary in zip(document["left_out"], document["runs"], strict=True):
         run = RunFolder(study.root / summary["run"])
@@ -227,10 +208,10 @@ def test_each_site_is_left_out_once_and_tests_all_models(three):
 
 def test_a_site_left_out_is_scored_alone_beside_other_external_sites(three):
     settings = [OPEN, 'sites=["S0", "S1"]', "train.left_out=S1", 'evaluate.external=["S2"]']
-    run = train(three, method="regular", overrides=settings, backend="local")["run"]
+    run = trained(three, "regular", *settings)["run"]
     both = evaluate(three, run)["external_set"]
     assert both["sites"] == ["S2", "S1"] and (both["n"], both["left_out"]["site"]) == (24, "S1")
-    other = train(three, method="regular", overrides=[*settings[:3], "evaluate.external=[]"], backend="local")
+    other = trained(three, "regular", *settings[:3], "evaluate.external=[]")
     alone = evaluate(three, other["run"])["external_set"]
     assert alone["n"] == 12 and alone["rows"] == alone["left_out"]["rows"] == both["left_out"]["rows"]
     damaged = {**alone, "left_out": {**alone["left_out"], "store": "another"}}
@@ -240,19 +221,15 @@ def test_a_site_left_out_is_scored_alone_beside_other_external_sites(three):
 
 def test_a_site_that_keeps_its_patches_cannot_be_left_out(tmp_path):
     study = make_bag_study(tmp_path / "study", n_sites=2, real=True)
-    refused(
-        lambda: train_series(study, method="regular", leave_site_out=True, overrides=[OPEN]),
-        "sites/S0.toml",
-        'allow = ["patches"]',
-    )
+    out = lambda: in_series(study, OPEN, method="regular", leave_site_out=True)  # noqa: E731
+    refused(out, "sites/S0.toml", 'allow = ["patches"]')
     assert not list(study.runs.glob("0*"))
 
 
 @pytest.mark.slow
 def test_the_command_line(study, wsi_fl):
-    command = ["train", "--method", "regular", "--folds", "2", "--backend", "local", "--json", "--set"]
-    done = wsi_fl(*command, OPEN, cwd=study.root)
-    assert done.returncode == 0, done.stderr
+    command = ["train", "--method", "regular", "--folds", "2", "--backend", "local", "--json"]
+    done = wsi_fl(*command, "--set", OPEN, "--set", FEW, cwd=study.root)
     assert json.loads(done.stdout)["folds"] == 2
     for arguments, words in (
         (("--folds", 1), "train.folds"),

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
+from trained import trained
 
 from wsi_fl.stages.prepare.importing import ImportFacts, export, import_features
-from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec, NoCommonPlan
@@ -32,6 +32,8 @@ batch_size = 4
 bootstrap = 0
 """
 D = 5
+OPEN = "privacy.enabled=false"
+RESNET = {"encoder": "resnet50", "patch_px": 256, "mpp": 0.5}
 
 
 @pytest.fixture
@@ -48,29 +50,23 @@ def study(tmp_path):
 
 
 def write_site(study, site, seed, n=9):
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(1, 6, n)
-    bags = [
-        Bag(
-            rng.normal(size=(m, D)).astype(np.float32),
-            rng.integers(0, 200_000, (m, 2)),
-            rng.integers(0, 3, m),
-            rng.random(m).astype(np.float32),
-        )
-        for m in sizes
-    ]
-    names = np.array([f"{site}.slide-{k}" for k in range(n)])
+    rng, k = np.random.default_rng(seed), np.arange(n)
+
+    def bag(m):
+        x, xy = rng.normal(size=(m, D)).astype(np.float32), rng.integers(0, 200_000, (m, 2))
+        return Bag(x, xy, rng.integers(0, 3, m), rng.random(m).astype(np.float32))
+
     table = BagTable(
-        (np.arange(n) % 2).astype(np.int64),
+        (k % 2).astype(np.int64),
         np.full(n, "kidney"),
-        names,
-        np.array([f"p{k // 2}" for k in range(n)]),
-        np.where(np.arange(n) < 6, "train", "test"),
+        np.array([f"{site}.slide-{i}" for i in k]),
+        np.array([f"p{i // 2}" for i in k]),
+        np.where(k < 6, "train", "test"),
     )
-    meta = BagMeta(
-        site, CLASSES, "uni sha256:0123", GridSpec(256, 0.5, 224), "import", tumor_types={"kidney": CLASSES}
-    )
+    spec, types = GridSpec(256, 0.5, 224), {"kidney": CLASSES}
+    meta = BagMeta(site, CLASSES, "uni sha256:0123", spec, "import", tumor_types=types)
     study.mosaic(site).parent.mkdir(parents=True, exist_ok=True)
+    bags = [bag(m) for m in rng.integers(1, 6, n)]
     write_bags(study.mosaic(site), meta, table, bags, rng.uniform(0.2, 0.3, n))
 
 
@@ -80,9 +76,15 @@ def contents(path):
         return said, {name: file[name][:] for name in file}
 
 
-def brought(study, form, folder, **more):
-    labels = more.pop("labels", folder / "S0.csv")
-    return import_features(study, site="S0", form=form, source=folder, labels=labels, **more)
+def brought(study, form, folder, table=None, **said):
+    """What the command says of the site; its labels are of four slides unless a table is named."""
+    table, facts = table or labels(study.root / "labels.csv"), ImportFacts(**said)
+    found = import_features(study, site="S0", form=form, source=folder, labels=table, said=facts)
+    return found["sites"][0]
+
+
+def reasons_of(row):
+    return {one["slide"]: one["reason"] for one in row["failed"]}
 
 
 @pytest.mark.parametrize("form", ["clam", "trident", "stamp"])
@@ -90,7 +92,7 @@ def test_what_is_exported_comes_back_bit_for_bit(study, form, tmp_path):
     before, columns_before = contents(study.mosaic("S0"))
     export(study, site="S0", form=form, out=tmp_path / form)
     study.mosaic("S0").unlink()
-    row = brought(study, form, tmp_path / form)["sites"][0]
+    row = brought(study, form, tmp_path / form, tmp_path / form / "S0.csv")
     assert row["bags"] == 9 and row["failed"] == [] == row["notes"] and row["train"] == 6
     said, columns = contents(study.mosaic("S0"))
     assert said == before and columns.keys() == columns_before.keys()
@@ -98,86 +100,86 @@ def test_what_is_exported_comes_back_bit_for_bit(study, form, tmp_path):
         assert values.dtype == columns_before[name].dtype and np.array_equal(values, columns_before[name])
 
 
-# as the tools themselves write
-
-
-def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, d=D, **attrs):
-    """As TRIDENT's `save_h5` writes: chunks of one row, and attributes of the patching."""
+def drawn(names, d=D, dtype=np.float32):
+    """Features of four patches of each slide, and their places in units of one patch."""
     rng = np.random.default_rng(0)
+    return {name: rng.normal(size=(4, d)).astype(dtype) for name in names}, np.arange(8).reshape(4, 2)
+
+
+def of_trident(folder, names="abcd", shape=lambda x: x, d=D, **attrs):
+    """As TRIDENT's `save_h5` writes: chunks of one row, and attributes of the patching."""
     place = folder / "20x_256px_0px_overlap" / "features_uni_v1"
     place.mkdir(parents=True)
-    made = {}
     said = {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40}
     said |= {"target_magnification": 20, "overlap": 0, "name": "", "savetodir": "/x"} | attrs
-    for name in names:
-        x = rng.normal(size=(4, d)).astype(np.float32)
-        made[name] = x
+    made, places = drawn(names, d)
+    for name, x in made.items():
         with h5py.File(place / f"{name}.h5", "w") as file:
-            stored = shape(x)
-            file.create_dataset(
-                "features", data=stored, chunks=(1, *stored.shape[1:]), maxshape=(None, *stored.shape[1:])
-            )
+            rest = shape(x).shape[1:]
+            file.create_dataset("features", data=shape(x), chunks=(1, *rest), maxshape=(None, *rest))
             file["features"].attrs.update({"name": name, "savetodir": "/x", "encoder": "uni_v1"})
-            file["coords"] = np.arange(8).reshape(4, 2) * 512
+            file["coords"] = places * 512
             file["coords"].attrs.update(said)
     return place, made
 
 
-def of_stamp(folder, names=("a", "b", "c", "d"), d=D, **attrs):
+def of_stamp(folder, names="abcd", d=D, **attrs):
     place = folder / "uni-0a1b2c3d"
     (place / "deeper").mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    made = {}
     said = {"stamp_version": "2.3.0", "extractor": "uni", "unit": "um", "tile_size_um": 256.0}
     said |= {"tile_size_px": 224, "code_hash": "0a1b2c3d", "feat_type": "tile"} | attrs
-    for name in names:
-        made[name] = rng.normal(size=(4, d)).astype(np.float16)
+    made, places = drawn(names, d, np.float16)
+    for name, x in made.items():
         with h5py.File(place / "deeper" / f"{name}.h5", "w") as file:
-            file["coords"] = (np.arange(8).reshape(4, 2) * 256).astype(np.float32)
-            file["feats"] = made[name]
+            file["coords"], file["feats"] = (places * 256).astype(np.float32), x
             file.attrs.update({key: value for key, value in said.items() if value is not None})
     return place, made
 
 
-def of_clam(folder, names=("a", "b", "c", "d"), h5=True):
-    rng = np.random.default_rng(0)
-    made = {}
+def of_clam(folder, names="abcd"):
     for kind in ("h5_files", "pt_files"):
         (folder / kind).mkdir(parents=True)
-    for name in names:
-        made[name] = rng.normal(size=(4, D)).astype(np.float32)
-        torch.save(torch.from_numpy(made[name]), folder / "pt_files" / f"{name}.pt")
-        if h5:
-            with h5py.File(folder / "h5_files" / f"{name}.h5", "w") as file:
-                file["features"] = made[name]
-                file["coords"] = (np.arange(8).reshape(4, 2) * 512).astype(np.int32)
+    made, places = drawn(names)
+    for name, x in made.items():
+        torch.save(torch.from_numpy(x), folder / "pt_files" / f"{name}.pt")
+        with h5py.File(folder / "h5_files" / f"{name}.h5", "w") as file:
+            file["features"], file["coords"] = x, (places * 512).astype(np.int32)
     return folder, made
 
 
-def of_lazyslide(folder, names=("a", "b", "c", "d"), **spec):
+def of_lazyslide(folder, **spec):
     """As wsidata's `features_anndata` makes it and AnnData's `write_h5ad` writes it."""
     folder.mkdir(parents=True)
-    rng, made = np.random.default_rng(0), {}
     said = {"height": 256, "width": 256, "stride_width": 256, "mpp": 0.5, "base_downsample": 2.0} | spec
-    for name in names:
-        made[name] = rng.normal(size=(4, D)).astype(np.float32)
+    made, places = drawn("abcd")
+    for name, x in made.items():
         with h5py.File(folder / f"{name}.h5ad", "w") as file:
-            file.create_dataset("X", data=made[name], compression="gzip")
-            file["obsm/spatial"] = np.arange(8.0).reshape(4, 2) * 512
+            file.create_dataset("X", data=x, compression="gzip")
+            file["obsm/spatial"] = places * 512.0
             file["uns/slide_properties/mpp"] = 0.25
             for key, value in said.items():
                 file[f"uns/tile_spec/{key}"] = value
     return folder, made
 
 
-def labels(path, names=("a", "b", "c", "d"), heading="slide_id,case_id,label", **more):
-    rows = [
-        [name, f"patient {k}", CLASSES[k % 2], *[v[k] for v in more.values()]] for k, name in enumerate(names)
-    ]
-    path.write_text(
-        "\n".join([",".join([heading, *more]), *(",".join(map(str, row)) for row in rows)]) + "\n"
-    )
+PLACES = [[0, 512], [1024, 1536], [2048, 2560], [3072, 3584]]
+
+
+def labels(path, names="abcd", heading="slide_id,case_id,label", **more):
+    lines = [",".join([heading, *more])]
+    for k, name in enumerate(names):
+        row = [name, f"patient {k}", CLASSES[k % 2], *(column[k] for column in more.values())]
+        lines.append(",".join(map(str, row)))
+    path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def put(path, name, value=None):
+    """Put something else, or nothing, into the place of a dataset."""
+    with h5py.File(path, "a") as file:
+        del file[name]
+        if value is not None:
+            file[name] = value
 
 
 def store_of(study):
@@ -185,46 +187,35 @@ def store_of(study):
 
 
 def test_tridents_folder(study, tmp_path):
-    folder, made = of_trident(
-        tmp_path / "job", shape=lambda x: x[None] if x[0, 0] > 0 else x
-    )  # one bag either way
+    one_bag = lambda x: x[None] if x[0, 0] > 0 else x  # noqa: E731
+    folder, made = of_trident(tmp_path / "job", shape=one_bag)
     table = labels(tmp_path / "labels.csv", names=("a.svs", "b.svs", "c.svs", "d.svs"))
-    brought(study, "trident", tmp_path / "job", labels=table)
+    brought(study, "trident", tmp_path / "job", table)
     with store_of(study) as store:
         assert store.meta.encoder == "uni_v1" and store.meta.spec == GridSpec(256, 0.5, 256)
         assert np.array_equal(store.mpp_l0, [0.25] * 4)
         for k, name in enumerate("abcd"):
             assert np.array_equal(store.bag(k).features, made[name])
-            assert store.bag(k).xy_l0.tolist() == [[0, 512], [1024, 1536], [2048, 2560], [3072, 3584]]
+            assert store.bag(k).xy_l0.tolist() == PLACES
             assert store.bag(k).cluster is None
-        patients = {
-            split: set(store.table.patient[store.table.split == split]) for split in ("train", "test")
-        }
-        assert patients["train"] and patients["test"] and not patients["train"] & patients["test"]
-    brought(study, "trident", folder, labels=table, said=ImportFacts(mpp=0.46))  # measured, not nominal
+        train, test = (set(store.table.patient[store.table.split == split]) for split in ("train", "test"))
+        assert train and test and not train & test
+    brought(study, "trident", folder, table, mpp=0.46)  # measured, not nominal
     with store_of(study) as store:
         assert store.meta.spec.mpp == 0.46
         assert np.allclose(store.mpp_l0, 0.23)  # 512 level-0 pixels are the side of a patch of 256
-    for said, word in (
-        (ImportFacts(mpp=1.0), "0.5"),
-        (ImportFacts(encoder="x"), "uni_v1"),
-        (ImportFacts(patch_px=224), "256"),
-    ):
-        refused(lambda said=said: brought(study, "trident", folder, labels=table, said=said), word, "a.h5")
+    for said, word in (({"mpp": 1.0}, "0.5"), ({"encoder": "x"}, "uni_v1"), ({"patch_px": 224}, "256")):
+        refused(lambda said=said: brought(study, "trident", folder, table, **said), word, "a.h5")
 
 
 def of_two_tools(study, tmp_path, **stamp):
     """A hospital with TRIDENT's features of UNI, and one with STAMP's."""
     trident, _ = of_trident(tmp_path / "trident", "abcdefgh", d=1024)
-    stamps, _ = of_stamp(
-        tmp_path / "stamp", "abcdefgh", d=1024, **{"extractor": "mahmood-uni-77ffbca1"} | stamp
-    )
+    stamps, _ = of_stamp(tmp_path / "stamp", "abcdefgh", d=1024, extractor="mahmood-uni-77ffbca1", **stamp)
+    split = ["train"] * 6 + ["test"] * 2
+    table = labels(tmp_path / "labels.csv", "abcdefgh", mpp=[0.25] * 8, split=split)
     for site, form, folder in (("S0", "trident", trident), ("S1", "stamp", stamps)):
-        table = labels(
-            tmp_path / f"{site}.csv", "abcdefgh", mpp=[0.25] * 8, split=["train"] * 6 + ["test"] * 2
-        )
         import_features(study, site=site, form=form, source=folder, labels=table)
-    return trident, stamps
 
 
 def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(study, tmp_path):
@@ -232,67 +223,54 @@ def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(
     for site, written in (("S0", "uni_v1"), ("S1", "mahmood-uni-77ffbca1")):
         with BagStore(study.mosaic(site)) as store:
             assert store.meta.encoder == f"uni; written as {written}"
-    off = ["privacy.enabled=false"]
-    assert train(study, method="fedavg", overrides=off, backend="local")["run"]
+    assert trained(study, "fedavg", OPEN)["run"]
 
 
-def test_features_of_another_field_of_view_are_refused_unless_somebody_says_that_they_may_be_used(
-    study, tmp_path
-):
+def test_features_of_another_field_of_view_are_refused_unless_that_is_allowed(study, tmp_path):
     of_two_tools(study, tmp_path)
-    off = ["privacy.enabled=false"]
     words = ("256 µm (224 px at 1.14 µm/px)", "128 µm (256 px at 0.5 µm/px)", "train.any_patch_size")
-    refused(lambda: train(study, method="fedavg", overrides=off, backend="local"), *words, error=NoCommonPlan)
-    allowed = [*off, "train.any_patch_size=true"]
-    assert train(study, method="fedavg", overrides=allowed, backend="local")["run"]
+    refused(lambda: trained(study, "fedavg", OPEN), *words, error=NoCommonPlan)
+    assert trained(study, "fedavg", OPEN, "train.any_patch_size=true")["run"]
 
 
 def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
-    table = labels(tmp_path / "labels.csv")
-    wrong = ImportFacts(called="UNI")
-    refused(lambda: brought(study, "trident", folder, labels=table, said=wrong), "1024", "has 5")
-    brought(study, "trident", folder, labels=table, said=ImportFacts(called="ours"))
+    refused(lambda: brought(study, "trident", folder, called="UNI"), "1024", "has 5")
+    brought(study, "trident", folder, called="ours")
     with store_of(study) as store:
         assert store.meta.encoder == "ours; written as uni_v1; so called on import"
-    other = ImportFacts(encoder="ours")
-    refused(lambda: brought(study, "trident", folder, labels=table, said=other), "uni_v1", "--as ours")
+    refused(lambda: brought(study, "trident", folder, encoder="ours"), "uni_v1", "--as ours")
 
 
 def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
     folder, made = of_stamp(tmp_path / "stamp")
     table = labels(tmp_path / "labels.csv", mpp=[0.25, 0.5, 0.25, 0.25])
-    brought(study, "stamp", folder, labels=table)
+    brought(study, "stamp", folder, table)
     with store_of(study) as store:
         assert store.meta.encoder == "uni" and store.meta.spec.size_px == 224
         assert store.meta.spec.mpp == pytest.approx(256 / 224)
         assert store.bag(0).features.dtype == np.float32 and np.array_equal(store.bag(0).features, made["a"])
-        assert store.bag(0).xy_l0[1].tolist() == [2048, 3072] and store.bag(1).xy_l0[1].tolist() == [
-            1024,
-            1536,
-        ]
-    row = brought(study, "stamp", folder, labels=labels(tmp_path / "bare.csv"))["sites"][0]
+        assert [store.bag(k).xy_l0[1].tolist() for k in (0, 1)] == [[2048, 3072], [1024, 1536]]
+    row = brought(study, "stamp", folder)
     assert len(row["notes"]) == 4 and "mpp_override" in row["notes"][0]["note"]
     with store_of(study) as store:
         assert not store.bag(0).placed and store.mpp_l0 is None
     shutil.rmtree(folder)
     old, _ = of_stamp(tmp_path / "stamp", tile_size_um=None, tile_size=256.0, tile_size_px=None)
-    refused(lambda: brought(study, "stamp", old, labels=table), "patch size", "--patch-px")
-    brought(study, "stamp", old, labels=table, said=ImportFacts(patch_px=224, mpp=256 / 224))
+    refused(lambda: brought(study, "stamp", old, table), "patch size", "--patch-px")
+    brought(study, "stamp", old, table, patch_px=224, mpp=256 / 224)
 
 
 def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
     folder, made = of_clam(tmp_path / "clam")
-    table = labels(tmp_path / "labels.csv")
-    refused(lambda: brought(study, "clam", folder, labels=table), "encoder", "--encoder")
-    refused(lambda: brought(study, "clam", folder, labels=table, said=ImportFacts("resnet50")), "--patch-px")
-    said = ImportFacts("resnet50", 256, 0.5)
-    row = brought(study, "clam", folder, labels=table, said=said)["sites"][0]
+    refused(lambda: brought(study, "clam", folder), "encoder", "--encoder")
+    refused(lambda: brought(study, "clam", folder, encoder="resnet50"), "--patch-px")
+    row = brought(study, "clam", folder, **RESNET)
     assert row["notes"] == [] and row["encoder"] == "resnet50"
     with store_of(study) as store:
         assert np.array_equal(store.bag(2).features, made["c"]) and store.bag(2).placed
     (folder / "h5_files" / "b.h5").unlink()
-    row = brought(study, "clam", folder, labels=table, said=said)["sites"][0]
+    row = brought(study, "clam", folder, **RESNET)
     assert [note["slide"] for note in row["notes"]] == ["b"] and "no coordinates" in row["notes"][0]["note"]
     with store_of(study) as store:
         assert np.array_equal(store.bag(1).features, made["b"]) and not store.bag(1).placed
@@ -300,24 +278,21 @@ def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
 
 def test_lazyslides_tiles_as_anndata(study, tmp_path):
     folder, made = of_lazyslide(tmp_path / "h5ad", stride_width=224)
-    table = labels(tmp_path / "labels.csv")
-    refused(lambda: brought(study, "anndata", folder, labels=table), "encoder", "--encoder")
-    brought(study, "anndata", folder, labels=table, said=ImportFacts("uni2"))
+    refused(lambda: brought(study, "anndata", folder), "encoder", "--encoder")
+    brought(study, "anndata", folder, encoder="uni2")
     with store_of(study) as store:
         assert store.meta.encoder == "uni2" and store.meta.spec == GridSpec(256, 0.5, 224)
         assert np.array_equal(store.mpp_l0, [0.25] * 4)
         assert np.array_equal(store.bag(1).features, made["b"])
-        assert store.bag(1).xy_l0.tolist() == [[0, 512], [1024, 1536], [2048, 2560], [3072, 3584]]
-    with h5py.File(folder / "c.h5ad", "a") as file:
-        del file["obsm"]
-        file["obsm"] = h5py.ExternalLink(str(folder / "a.h5ad"), "obsm")
+        assert store.bag(1).xy_l0.tolist() == PLACES
+    put(folder / "c.h5ad", "obsm", h5py.ExternalLink(str(folder / "a.h5ad"), "obsm"))
+    put(folder / "d.h5ad", "X")
     with h5py.File(folder / "d.h5ad", "a") as file:
-        del file["X"]
         file["X/data"] = np.ones(4, np.float32)  # sparse
-    row = brought(study, "anndata", folder, labels=table, said=ImportFacts("uni2"))["sites"][0]
-    reasons = {one["slide"]: one["reason"] for one in row["failed"]}
+    row = brought(study, "anndata", folder, encoder="uni2")
+    reasons = reasons_of(row)
     assert "link" in reasons["c"] and "'X' is no dataset" in reasons["d"] and row["bags"] == 2
-    refused(lambda: brought(study, "anndata", tmp_path / "study", labels=table), "write_h5ad")
+    refused(lambda: brought(study, "anndata", tmp_path / "study"), "write_h5ad")
     refused(lambda: export(study, site="S0", form="anndata"), "clam, trident, stamp")
 
 
@@ -328,7 +303,7 @@ def test_one_vector_of_a_slide_is_a_bag_of_one(study, tmp_path):
     for name in made:
         with h5py.File(folder / f"{name}.h5", "a") as file:
             del file["features"].attrs["encoder"]
-    row = brought(study, "trident", folder, labels=labels(tmp_path / "labels.csv"))["sites"][0]
+    row = brought(study, "trident", folder)
     assert row["encoder"] == "titan" and "whole slide" in row["notes"][0]["note"]
     with store_of(study) as store:
         assert np.array_equal(store.bag(2).features, made["c"][:1]) and not store.bag(2).placed
@@ -350,19 +325,13 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
     (pt / "c.pt").write_bytes(pickle.dumps(Harmful()))
     with h5py.File(h5 / "d.h5", "a") as file:
         file["features"][1, 2] = np.nan
-    with h5py.File(h5 / "e.h5", "a") as file:
-        del file["features"], file["coords"]
-        file["features"], file["coords"] = np.zeros((0, D), np.float32), np.zeros((0, 2), np.int32)
-    with h5py.File(h5 / "f.h5", "a") as file:
-        del file["coords"]
-        file["coords"] = np.zeros((4, 3), np.int32)
+    put(h5 / "e.h5", "features", np.zeros((0, D), np.float32))
+    put(h5 / "e.h5", "coords", np.zeros((0, 2), np.int32))
+    put(h5 / "f.h5", "coords", np.zeros((4, 3), np.int32))
     (h5 / "g.h5").write_bytes((h5 / "g.h5").read_bytes()[:500])
-    with h5py.File(h5 / "h.h5", "a") as file:
-        del file["features"]
-    table = labels(tmp_path / "labels.csv", "abcdefghi")
-    document = brought(study, "clam", folder, labels=table, said=ImportFacts("resnet50", 256, 0.5))
-    row = document["sites"][0]
-    reasons = {one["slide"]: one["reason"] for one in row["failed"]}
+    put(h5 / "h.h5", "features")
+    row = brought(study, "clam", folder, labels(tmp_path / "labels.csv", "abcdefghi"), **RESNET)
+    reasons = reasons_of(row)
     assert row["bags"] == 1 and row["slides"] == 9 and set(reasons) == set("abcdefgh")
     words = {"a": "damaged", "b": "run code", "c": "run code", "d": "not finite", "e": "empty"}
     words |= {"f": "coords are int32[4, 3]", "g": "not a readable HDF5", "h": "'features'"}
@@ -374,44 +343,39 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
 def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job", "abcde")
     table = labels(tmp_path / "labels.csv", "abcdz", split=["train", "train", "test", "train", "train"])
-    row = brought(study, "trident", folder, labels=table)["sites"][0]
-    reasons = {one["slide"]: one["reason"] for one in row["failed"]}
+    row = brought(study, "trident", folder, table)
+    reasons = reasons_of(row)
     assert row["bags"] == 4 and row["slides"] == 6 and (row["train"], row["test"]) == (3, 1)
     assert "no features" in reasons["z"] and "line 6" in reasons["z"] and "no label" in reasons["e"]
 
 
 def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
-    table = labels(tmp_path / "labels.csv")
+    before, bad = study.mosaic("S0").read_bytes(), tmp_path / "bad.csv"
 
-    def act(labels=table, source=folder, form="trident", **more):
-        return lambda: brought(study, form, source, labels=labels, **more)
+    def refuses(*words, table=None, source=folder, form="trident"):
+        refused(lambda: brought(study, form, source, table), *words)
 
-    before = study.mosaic("S0").read_bytes()
     with h5py.File(folder / "c.h5", "a") as file:
         file["features"].attrs["encoder"] = "conch"
-    refused(act(), "uni_v1", "conch", "a", "c")
-    with h5py.File(folder / "c.h5", "a") as file:
-        del file["features"]
-        file["features"] = np.zeros((4, D + 1), np.float32)
-    refused(act(), "a has features of width 5", "c 6")
-    bad = tmp_path / "bad.csv"
-    labels(bad, heading="slide_id,case,label")
-    refused(act(bad), "no column patient or case_id", "slide_id, case, label")
-    bad.write_text("slide,patient,label\na,p,KIRC\na,p,KIRC\n")
-    refused(act(bad), "line 3", "a has a row already")
-    bad.write_text("slide,patient,label\na,,KIRC\n")
-    refused(act(bad), "line 2", "patient is empty")
-    labels(bad, split=["train", "test", "x", "train"])
-    refused(act(bad), "unknown split 'x'")
-    bad.write_text("slide,patient,label,split\na,p,KIRC,train\nb,p,KIRC,test\n")
-    refused(act(bad), "p is in two splits")
-    refused(act(bad, form="xyz"), "clam, trident, stamp, anndata")
-    refused(act(source=tmp_path / "none"), "no such folder")
-    refused(act(source=tmp_path / "study"), "features_<encoder>")
-    refused(act(tmp_path / "none.csv"), "no such file")
+    refuses("uni_v1", "conch", "a", "c")
+    put(folder / "c.h5", "features", np.zeros((4, D + 1), np.float32))
+    refuses("a has features of width 5", "c 6")
+    for text, *words in (
+        ("slide_id,case,label\na,p,KIRC", "no column patient or case_id", "slide_id, case, label"),
+        ("slide,patient,label\na,p,KIRC\na,p,KIRC", "line 3", "a has a row already"),
+        ("slide,patient,label\na,,KIRC", "line 2", "patient is empty"),
+        ("slide,patient,label,split\na,p,KIRC,x", "unknown split 'x'"),
+        ("slide,patient,label,split\na,p,KIRC,train\nb,p,KIRC,test", "p is in two splits"),
+    ):
+        bad.write_text(text + "\n")
+        refuses(*words, table=bad)
+    refuses("clam, trident, stamp, anndata", form="xyz")
+    refuses("no such folder", source=tmp_path / "none")
+    refuses("features_<encoder>", source=tmp_path / "study")
+    refuses("no such file", table=tmp_path / "none.csv")
     of_trident(tmp_path / "job" / "other")
-    refused(act(source=tmp_path / "job"), "several folders")
+    refuses("several folders", source=tmp_path / "job")
     assert study.mosaic("S0").read_bytes() == before
 
 

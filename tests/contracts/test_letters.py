@@ -1,6 +1,5 @@
 """Letters for numbers and for the time of an event: what they protect, what is solved from them, the runs around it."""
 
-import csv
 import json
 
 import numpy as np
@@ -10,6 +9,7 @@ from conftest import refused
 from scipy.stats import binom, kstest
 from sklearn.linear_model import LinearRegression, Ridge
 from test_questions import NUMBER, OPEN, SURVIVAL, make, sksurv
+from trained import answers, of_site, trained
 
 from wsi_fl.hospitals.plans.contents import leaving
 from wsi_fl.learning.local import DPSettings, Learner, sum_up
@@ -25,18 +25,18 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.release import release
-from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.workshop import _settings
 from wsi_fl.types import Bags, WsiFlError
 
 D, ENDS = 24, (6.0, 12.0, 24.0)
 TASKS = [Number(0.0, 10.0), Survival(ENDS)]
 EACH = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+TARGETS = pytest.mark.parametrize("target", [NUMBER, SURVIVAL], ids=["number", "survival"])
 HOW = ("privacy.target_epsilon=20", "model.directions=8")
 
 
-def run_of(study, *overrides):
-    return train(study, method="oneshot", overrides=overrides, backend="local")["run"]
+def oneshot(study, *overrides):
+    return trained(study, "oneshot", *overrides)["run"]
 
 
 def rows_of(task, n, seed, share=(0.0, 10.0)):
@@ -71,9 +71,6 @@ def said_by(head, task, x):
     return task.said(head(torch.from_numpy(x))).double().numpy()
 
 
-# ---- columns
-
-
 def test_the_columns_of_survival_hold_all_that_the_likelihood_asks_of_a_patient():
     task, outputs = Survival(ENDS), torch.tensor([0.4, -1.0, 0.2], dtype=torch.float64)
     times = torch.tensor([0.0, 2.0, 3.0, 6.0, 8.0, 9.5, 12.0, 20.0, 24.0, 30.0])
@@ -81,9 +78,7 @@ def test_the_columns_of_survival_hold_all_that_the_likelihood_asks_of_a_patient(
     truth[10:, 1] = 0
     losses = task.losses(outputs.expand(20, 3), truth)
     at_end = torch.cat([torch.ones(1), task.said(outputs[None])[0]])
-    likely = torch.cat(
-        [at_end[:-1] - at_end[1:], at_end]
-    )  # of the event in each interval, of having passed so many
+    likely = torch.cat([at_end[:-1] - at_end[1:], at_end])  # of an event in each interval, of passing it
     torch.testing.assert_close(losses, -likely[task.columns(truth)].log())
 
 
@@ -108,16 +103,13 @@ def test_numbers_are_told_apart_by_their_place_in_the_range_and_clipped_to_it():
     assert _of_numbers(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
 
 
-def test_a_letter_of_classes_is_what_it_was_bit_for_bit():
+def test_a_letter_of_classes_is_the_sum_and_number_of_the_rows_of_each_bit_for_bit():
     rng = np.random.default_rng(0)
     z, y = torch.from_numpy(rng.normal(size=(500, D))), torch.from_numpy(rng.integers(0, 3, 500))
     sums = torch.zeros(3, D + 1, dtype=torch.float64)
     sums.index_add_(0, y, torch.cat([z, torch.ones(500, 1, dtype=torch.float64)], dim=1))
     was = torch.cat([sums[:, :-1], 0.3 * sums[:, -1:]], dim=1).flatten() * (1 / np.sqrt(1 + 0.3**2))
     assert torch.equal(SharedHead(3, D).packed(z, CLASSES.columns(y)), was)
-
-
-# ---- what one record changes
 
 
 def extremes(task, n, seed):
@@ -130,17 +122,17 @@ def extremes(task, n, seed):
     return x, np.stack([rng.uniform(0, 40, n), rng.random(n) < 0.5], axis=1).astype(np.float32)
 
 
+def letter_of(dp, head, task, rows, *whose):
+    x, truth = rows
+    return dp.clipped(head, head.embedded(torch.from_numpy(x)), task.columns(torch.from_numpy(truth)), *whose)
+
+
 @EACH
 def test_a_row_changes_the_letter_by_at_most_one(task):
-    (x, truth), head, dp = extremes(task, 60, 0), empty(task), NoisySums(1.0, 1.0, 60)
-
-    def letter(rows):
-        return dp.clipped(
-            head, head.embedded(torch.from_numpy(x[rows])), task.columns(torch.from_numpy(truth[rows]))
-        )
-
-    everybody = np.arange(60)
-    changes = [float((letter(everybody) - letter(np.delete(everybody, k))).norm()) for k in range(60)]
+    (x, truth), how = extremes(task, 60, 0), (NoisySums(1.0, 1.0, 60), empty(task), task)
+    whole = letter_of(*how, (x, truth))
+    without = (letter_of(*how, (np.delete(x, k, 0), np.delete(truth, k, 0))) for k in range(60))
+    changes = [float((whole - one).norm()) for one in without]
     assert 0.9 < max(changes) <= 1
 
 
@@ -150,8 +142,7 @@ def test_a_patient_changes_the_letter_by_at_most_one_however_many_rows_it_has(ta
     patient = np.repeat([0, 1, 2, 3], [70, 15, 4, 1])
 
     def letter(rows):
-        columns, whose = task.columns(torch.from_numpy(truth[rows])), torch.from_numpy(patient[rows])
-        return dp.clipped(head, head.embedded(torch.from_numpy(x[rows])), columns, whose)
+        return letter_of(dp, head, task, (x[rows], truth[rows]), torch.from_numpy(patient[rows]))
 
     whole = letter(np.arange(90))
     changes = [float((whole - letter(np.flatnonzero(patient != one))).norm()) for one in range(4)]
@@ -187,9 +178,6 @@ def test_honest_letters_of_numbers_and_times_are_believed_and_forged_ones_are_no
     assert refusals <= binom.ppf(0.9999, 500, 0.02)
     assert impossible(head, torch.cat([1000 * sums, variances]), 60, 2.0)
     assert "announced" in impossible(head, letter, 600, 2.0)
-
-
-# ---- what is solved
 
 
 def test_with_many_rows_a_number_is_what_linear_regression_says():
@@ -232,10 +220,8 @@ def test_others_count_as_far_as_their_noise_lets_them(task):
 
 def test_a_hospital_that_sees_low_numbers_alone_learns_the_line_from_the_others():
     task, errors = TASKS[0], {}
-    low, high = rows_of(task, 400, 0), rows_of(task, 400, 1)
-    low, high = (
-        tuple(part[rows] for part in (x, y)) for (x, y), rows in ((low, low[1] < 5), (high, high[1] > 5))
-    )
+    (xa, ya), (xb, yb) = rows_of(task, 400, 0), rows_of(task, 400, 1)
+    low, high = (xa[ya < 5], ya[ya < 5]), (xb[yb > 5], yb[yb > 5])
     asked, truth = rows_of(task, 400, 2)
     for name, others in (("alone", []), ("joined", [holding(task, *high, 1.0)])):
         torch.manual_seed(0)
@@ -254,9 +240,6 @@ def test_what_follows_from_letters_alone_is_the_same_for_all_and_a_head_of_none_
     torch.testing.assert_close(first, second)
     guess = task.said(empty(task)(torch.from_numpy(xa))).double().numpy()
     np.testing.assert_allclose(guess, np.tile(task.guess(len(guess[0])), (80, 1)), rtol=1e-6)
-
-
-# ---- the hospital alone, and the mixture
 
 
 def test_the_lone_head_of_a_number_is_a_ridge_whose_strength_held_out_patients_chose():
@@ -302,50 +285,39 @@ def test_a_mixture_that_does_worse_than_the_lone_head_is_noticed(task):
     assert np.array_equal(Stack.of(json.loads(json.dumps(vars(stack))))(own, own), stack(own, own))
 
 
-# ---- runs
-
-
 @pytest.fixture
 def study(tmp_path):
     return make(tmp_path / "study", n_sites=3)
 
 
-def answers(study, run):
-    found = {}
-    for site in study.site_names():
-        with (study.root / run / f"sites/{site}/predictions.csv").open() as file:
-            found[site] = [row for row in csv.DictReader(file) if row["answers"] == "True"]
-    return found
-
-
-@pytest.mark.parametrize("target", [NUMBER, SURVIVAL], ids=["number", "survival"])
+@TARGETS
 def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, target):
     study = make(tmp_path / "study", n_sites=2)
     exact = [*target, OPEN, "model.directions=8"]
-    together = run_of(study, *exact)
+    together = oneshot(study, *exact)
     document = evaluate(study, together)
     assert document["task"] == ("number" if target == NUMBER else "survival")
     for row in document["sites"]:
         assert row["with"] == "stack" and {"private", "proxy"} <= set(row["models"])
     assert report(study, together).exists()
     release(study, site=None, overrides=exact)
-    by_files = run_of(study, *exact, "train.releases=true")
+    by_files = oneshot(study, *exact, "train.releases=true")
     evaluate(study, by_files)
     audited = audit(study, by_files)
     assert [row["refused"] for row in audited["influence"]] == ["", ""]
     assert all(row["moved"] > 0 and row["answers_changed"] is None for row in audited["influence"])
-    for site, rows in answers(study, together).items():
-        for row, theirs in zip(rows, answers(study, by_files)[site], strict=True):
+    for site in study.site_names():
+        mine, files = (answers(study.root / run, site) for run in (together, by_files))
+        for row, theirs in zip(mine, files, strict=True):
             names = [name for name in row if name.startswith(("said_", "without_event_"))]
             said, known = ([float(one[name]) for name in names] for one in (row, theirs))
             assert said == pytest.approx(known, abs=1e-4) and said
-    for site in study.site_names():
-        kept = json.loads((study.root / together / f"sites/{site}/choice.json").read_text())
-        assert kept["stack"]["of_logits"] is False and kept["stack"]["weight"] < 1
-        assert json.loads((study.root / together / f"sites/{site}/tuned.json").read_text())["strength"] > 0
+        kept = of_site(study.root / together, site, "choice")["stack"]
+        assert kept["of_logits"] is False and kept["weight"] < 1
+        assert of_site(study.root / together, site, "tuned")["strength"] > 0
 
 
-@pytest.mark.parametrize("target", [NUMBER, SURVIVAL], ids=["number", "survival"])
+@TARGETS
 def test_a_release_costs_what_one_gaussian_mechanism_costs_and_fits_no_other_question(tmp_path, target):
     study = make(tmp_path / "study", n_sites=1)
     accounting = pytest.importorskip("dp_accounting")
@@ -355,10 +327,8 @@ def test_a_release_costs_what_one_gaussian_mechanism_costs_and_fits_no_other_que
     assert (study.root / row["file"]).stat().st_size < 4096
     again, *_ = release(study, site="S0", overrides=[*target, *HOW])["sites"]
     assert not again["spent"] and again["digest"] == row["digest"]
-    other = {
-        NUMBER: (NUMBER[0], "target.range=[0, 2]"),
-        SURVIVAL: (*SURVIVAL[:2], "target.intervals=[6, 12, 20, 36]"),
-    }[target]
+    changed = {NUMBER: "target.range=[0, 2]", SURVIVAL: "target.intervals=[6, 12, 20, 36]"}[target]
+    other = (*target[:-1], changed)
     refused(lambda: release(study, site="S0", overrides=[*other, *HOW]), "put the settings back")
 
 
@@ -376,13 +346,13 @@ def test_a_plan_says_how_large_such_a_letter_is(study):
 
 def test_shared_noise_carries_a_number_too_and_its_letter_is_agreed_on(study):
     shared = [*NUMBER, *HOW, "privacy.noise=shared", "privacy.unit=patient"]
-    assert {row["with"] for row in evaluate(study, run_of(study, *shared))["sites"]} == {"stack"}
+    assert {row["with"] for row in evaluate(study, oneshot(study, *shared))["sites"]} == {"stack"}
     wrong = study.release("S0")
     release(study, site="S0", overrides=[*NUMBER, *HOW])
     raw = wrong.read_bytes()
     wrong.write_bytes(raw.replace(b"burden", b"burdeN"))
     by_files = [*NUMBER, *HOW, "train.releases=true", "train.at_least=1"]
-    refused(lambda: run_of(study, *by_files), "S0", error=WsiFlError)
+    refused(lambda: oneshot(study, *by_files), "S0", error=WsiFlError)
 
 
 def test_a_receiver_is_told_numbers_and_times_and_lends_none(study):
@@ -391,9 +361,9 @@ def test_a_receiver_is_told_numbers_and_times_and_lends_none(study):
         for site in ("S0", "S1"):
             release(study, site=site, overrides=[*target, *HOW], again=True)
         file.write_text('name = "S2"\nreal = false\nrole = "receiver"\n')
-        run = run_of(study, *target, *HOW, "train.releases=true")
+        run = oneshot(study, *target, *HOW, "train.releases=true")
         document = evaluate(study, run)
         assert document["receivers"]["told_by"] == ["S0", "S1"]
-        rows = answers(study, run)["S2"]
+        rows = answers(study.root / run, "S2")
         assert rows and all(row[name] == "" for row in rows for name in truth)
         assert report(study, run).exists()

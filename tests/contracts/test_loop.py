@@ -1,6 +1,5 @@
 """The one loop, in process: what its methods are worth at their limits, and what it costs and sends."""
 
-import json
 import shutil
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ from conftest import larger, larger_pair, metrics, model, nightly, same
 from conftest import larger_study as make_study
 from safetensors.torch import load_file
 from torch.nn import functional
+from trained import dying, of_site, run_of
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.topology import TOPOLOGIES
@@ -18,9 +18,10 @@ from wsi_fl.learning.examples import augmentation, tensor_of
 from wsi_fl.models import build
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import workshop
-from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.train import resume
 from wsi_fl.types import Images, UsageError, WsiFlError
 
 study = larger
@@ -32,7 +33,7 @@ N_TRAIN, BATCH = 36, 8  # of conftest's stores
 
 
 def run(study, method="proxyfl", *overrides):
-    return study.root / train(study, method=method, overrides=overrides, backend="local")["run"]
+    return run_of(study, method, *overrides)
 
 
 def test_without_alpha_the_private_model_trains_as_if_alone(pair):
@@ -66,17 +67,15 @@ def test_one_site_alone_is_a_loop_that_one_would_write_by_hand(tmp_path, augment
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
-        assert metrics(path, "S0")[round_ - 1]["loss"]["private"] == pytest.approx(
-            np.mean(losses), rel=1e-5, abs=1e-8
-        )
+        told = metrics(path, "S0")[round_ - 1]["loss"]["private"]
+        assert told == pytest.approx(np.mean(losses), rel=1e-5, abs=1e-8)
     for name, value in model(path, "S0").items():
         torch.testing.assert_close(value, net.state_dict()[name])
 
 
 def test_private_models_may_differ_and_proxies_travel(study):
-    (study.root / "sites" / "S2.toml").write_text(
-        (study.root / "sites" / "S2.toml").read_text() + 'private_model = "mlp"\n'
-    )
+    file = study.root / "sites" / "S2.toml"
+    file.write_text(file.read_text() + 'private_model = "mlp"\n')
     path = run(study, "proxyfl", SEEDED, "train.rounds=2")
     assert model(path, "S2").keys() != model(path, "S1").keys()
     assert model(path, "S2").keys() == model(path, "S2", "proxy").keys()
@@ -125,7 +124,7 @@ def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
 
 
 @pytest.mark.parametrize("method", ["regular", "proxyfl"])
-def test_a_model_that_diverges_says_so(study, method, monkeypatch):
+def test_a_model_that_diverges_says_so(pair, method, monkeypatch):
     class Wild(torch.optim.Adam):
         """Goes further than a pipeline may."""
 
@@ -133,45 +132,28 @@ def test_a_model_that_diverges_says_so(study, method, monkeypatch):
             super().__init__(parameters, lr=1e30, **given)
 
     monkeypatch.setattr("wsi_fl.learning.local.Adam", Wild)
-    with pytest.raises(
-        WsiFlError, match=r"site S0: its (private|proxy) model is not finite.*lower train\.lr"
-    ):
-        run(study, method, OPEN)
+    words = r"site S0: its (private|proxy) model is not finite.*lower train\.lr"
+    with pytest.raises(WsiFlError, match=words):
+        run(pair, method, OPEN)
 
 
-def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair, monkeypatch):
-    study, whole = pair, run(pair, "proxyfl", SEEDED)
-
-    class PowerCut(BaseException):
-        pass
-
-    saved = loop.checkpoint
-    for moment in ("before the checkpoint", "after it"):
-
-        def cut(site, round_, moment=moment):
-            if moment == "after it":
-                saved(site, round_)
-            if (site.name, round_) == ("S1", 2):
-                raise PowerCut
-            if moment == "before the checkpoint":
-                saved(site, round_)
-
-        monkeypatch.setattr(loop, "checkpoint", cut)
-        with pytest.raises(PowerCut):
-            run(study, "proxyfl", SEEDED)
-        monkeypatch.setattr(loop, "checkpoint", saved)
-        path = sorted(study.runs.glob("*-proxyfl-*"))[-1]
-        assert path != whole
-        summary = resume(study, path.name, backend="local")
-        assert summary["sites"][1]["rounds"] == 3
-        for site in study.site_names():
+def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair):
+    whole = run(pair, "proxyfl", SEEDED)
+    for module, name in (
+        (loop, "checkpoint"),
+        (PrivacyLedger, "sending"),
+    ):  # before and after that of S1 in round 2
+        with dying(module, name, 4):
+            run(pair, "proxyfl", SEEDED)
+        path = sorted(pair.runs.glob("*-proxyfl-*"))[-1]
+        summary = resume(pair, path.name, backend="local")
+        assert path != whole and summary["sites"][1]["rounds"] == 3
+        for site in pair.site_names():
             for role in ("private", "proxy"):
-                assert same(model(path, site, role), model(whole, site, role)), (moment, site, role)
+                assert same(model(path, site, role), model(whole, site, role)), (name, site, role)
             assert [line["round"] for line in metrics(path, site)] == [1, 2, 3]
-            a, b = (json.loads((p / "sites" / site / "ledger.json").read_text()) for p in (path, whole))
-            assert (
-                (a["steps"], a["epsilon"]) == (b["steps"], b["epsilon"]) == (15, pytest.approx(b["epsilon"]))
-            )
+            a, b = (of_site(one, site, "ledger") for one in (path, whole))
+            assert a["steps"] == b["steps"] == 15 and a["epsilon"] == b["epsilon"]
 
 
 def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path):
@@ -179,14 +161,11 @@ def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path)
     (path / "summary.json").unlink()
     before = [pair.ledger(site).read_text() for site in pair.site_names()]
     kept = shutil.copytree(path / "sites", tmp_path / "kept")
-    later, gone = (
-        "ledger knows later rounds than its checkpoints; start a new run",
-        "no checkpoint of round 1",
-    )
+    later = "ledger knows later rounds than its checkpoints; start a new run"
     for lost, words in (
         ("S*/state/*", later),
         ("S*/state/round_00003.safetensors", later),
-        ("S1/state/*", f"{gone}, from which the others go on"),
+        ("S1/state/*", "no checkpoint of round 1, from which the others go on"),
     ):
         for file in (path / "sites").glob(lost):
             file.unlink()
@@ -196,18 +175,17 @@ def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path)
         shutil.copytree(kept, path / "sites", dirs_exist_ok=True)
 
 
+def real_study(tmp_path, budget=""):
+    return make_study(tmp_path / "real", n_sites=2, site_extra=f"real = true\ndelta = 1e-5\n{budget}")
+
+
 def test_real_hospitals_are_never_trained_in_one_process(tmp_path):
     with pytest.raises(WsiFlError, match="real hospital"):
-        run(real_study(tmp_path))
-
-
-def real_study(tmp_path, extra="", n_sites=2):
-    budget = extra or "max_epsilon = 50.0"
-    return make_study(tmp_path / "real", n_sites=n_sites, site_extra=f"real = true\ndelta = 1e-5\n{budget}")
+        run(real_study(tmp_path, "max_epsilon = 50.0"))
 
 
 def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_path):
-    study = real_study(tmp_path, "\n")
+    study = real_study(tmp_path)
     words = r"sites/S0\.toml: a model without differential privacy.*\[\"model\"\]"
     for override in (OPEN, "privacy.sigma=0", SEEDED):
         with pytest.raises(WsiFlError, match=words):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from trained import trained
 
 from wsi_fl.demo import phantom
 from wsi_fl.models.encoder import Encoder
@@ -25,7 +27,6 @@ from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.prepare import sources
 from wsi_fl.stages.prepare.bags import mosaic
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import BagStore, read_bag_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, WsiFlError
@@ -38,21 +39,28 @@ ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
 def archive(tmp_path_factory):
     """Four slides of one hospital."""
     return phantom.paint_archive(
-        tmp_path_factory.mktemp("mosaic") / "archive", n_sites=1, patients_per_site=2, size_px=1024
+        tmp_path_factory.mktemp("mosaic") / "archive", n_sites=1, patients_per_site=2, size_px=768
     )
 
 
 @pytest.fixture(scope="session")
-def weights(tiny_weights):
-    return tiny_weights
+def settings(tiny_weights):
+    given = {
+        "size_px": 64,
+        "mpp": 1.0,
+        "min_tissue": 0.5,
+        "encoder": "test_efficientnet",
+        "weights": tiny_weights,
+    }
+    return [f"mosaic.{key}={value}" for key, value in given.items()]
 
 
 @pytest.fixture(scope="session")
-def calm(archive, weights, tmp_path_factory):
+def calm(archive, settings, tmp_path_factory):
     """A study whose mosaics were made without a disturbance, and what was said of them."""
     root = tmp_path_factory.mktemp("calm") / "study"
     init(root, archive=archive)
-    (row,) = mosaic(Study(root), site="C1", overrides=settings(weights))["sites"]
+    (row,) = mosaic(Study(root), site="C1", overrides=settings)["sites"]
     return Study(root), row
 
 
@@ -62,17 +70,17 @@ def study(archive, tmp_path):
     return Study(tmp_path / "study")
 
 
-def settings(weights, **more):
-    given = {"size_px": 64, "mpp": 1.0, "min_tissue": 0.5, "encoder": "test_efficientnet", "weights": weights}
-    return [f"mosaic.{key}={value}" for key, value in (given | more).items()]
+def other_than(weights, folder):
+    """A file of other weights."""
+    found = {k: v * 1.5 if v.is_floating_point() else v for k, v in load_file(weights).items()}
+    save_file(found, folder / "other.safetensors")
+    return folder / "other.safetensors"
 
 
 def plain_features(name, path, patches):
     """What anybody gets from timm."""
     model = timm.create_model(name, num_classes=0).eval()
-    state = {
-        key: value.float() for key, value in load_file(path).items() if not key.startswith("classifier.")
-    }
+    state = {k: v.float() for k, v in load_file(path).items() if not k.startswith("classifier.")}
     model.load_state_dict(state, strict=True)
     config = timm.data.resolve_model_data_config(model)
     mean, std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
@@ -80,7 +88,7 @@ def plain_features(name, path, patches):
         return model((torch.from_numpy(patches).permute(0, 3, 1, 2) / 255 - mean) / std).numpy()
 
 
-def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, weights):
+def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, tiny_weights):
     study, row = calm
     assert row["failed"] == [] and row["bags"] == row["slides"] == 4 == row["train"] + row["test"]
     assert sum(row["classes"].values()) == 4 and set(row["classes"]) == set(CLASSES)
@@ -92,19 +100,21 @@ def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, we
             with Slide(next(archive.rglob(f"{name}.tif"))) as slide:
                 patches = np.stack([slide.read((int(x), int(y)), 64, 1.0) for x, y in bag.xy_l0])
                 assert store.mpp_l0[k] == slide.mpp
-            expected = plain_features("test_efficientnet", weights, patches)
+            expected = plain_features("test_efficientnet", tiny_weights, patches)
             np.testing.assert_allclose(bag.features, expected, atol=ROUGH or 1e-4)
             assert bag.weight.sum() == pytest.approx(1, abs=1e-5)
             with Image.open(study.root / f"stores/C1/mosaics/{name}.png") as picture:
                 assert min(picture.size) > 400
 
 
-def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, weights, tmp_path):
+def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(
+    calm, archive, settings, tiny_weights, tmp_path
+):
     study = Study(shutil.copytree(calm[0].root, tmp_path / "study"))
-    overrides = [*settings(weights), "train.data=mosaics", "train.rounds=2", "train.batch_size=2"]
+    overrides = [*settings, "train.data=mosaics", "train.rounds=2", "train.batch_size=2"]
     overrides += ["model.private=deepset", "privacy.enabled=false"]
     overrides += ["mosaic.size_px=128", "mosaic.clusters=2", "mosaic.fraction=0.9"]  # not how they were made
-    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+    run = trained(study, "regular", *overrides)["run"]
     with BagStore(study.mosaic("C1")) as store:
         name = str(store.table.slide[0])
     (known,) = predict(study, run, site="C1", slides=[Path(name)])["slides"]
@@ -114,11 +124,8 @@ def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, 
     assert new["patches"] == known["patches"]
     assert new["probabilities"] == pytest.approx(known["probabilities"], abs=1e-6)
     assert (study.root / new["heatmap"]).exists()
-    other = tmp_path / "other.safetensors"
-    save_file({key: value * 1.5 for key, value in load_file(weights).items()}, other)
-    shutil.copy(other, weights_copy := tmp_path / "weights.safetensors")
     config = study.root / run / "config.toml"
-    config.write_text(config.read_text().replace(str(weights), str(weights_copy)))
+    config.write_text(config.read_text().replace(str(tiny_weights), str(other_than(tiny_weights, tmp_path))))
     (failed,) = predict(study, run, site="C1", slides=[stranger])["failed"]
     assert "was trained on features of test_efficientnet sha256:" in failed["reason"]
 
@@ -130,24 +137,19 @@ def test_the_mosaic_keeps_of_every_colour_group_its_share_of_places_once():
     colour = centres[group] + rng.normal(0, 2, (len(group), 3))
     xy = np.stack([np.arange(len(group)) % 20, np.arange(len(group)) // 20], 1) * 1000
     found = choose(colour, xy, clusters=3, fraction=0.05, seed=0)
-    assert [
-        found.cluster[group == k].tolist() == [c] * int((group == k).sum())
-        for k, c in ((0, 1), (1, 0), (2, 2))
-    ]
+    assert all((found.cluster[group == k] == c).all() for k, c in ((0, 1), (1, 0), (2, 2)))
     assert len(np.unique(found.rows)) == len(found.rows) == 6 + 3 + 1
     assert np.bincount(found.cluster[found.rows]).tolist() == [3, 6, 1]
     assert found.weight.sum() == pytest.approx(1)
-    far = [
-        np.linalg.norm(xy[found.rows[:, None]] - xy[None], axis=-1)[:, group == k].min(0).max() for k in (0,)
-    ]
-    assert far[0] < 10_000
+    far = np.linalg.norm(xy[found.rows[:, None]] - xy[None], axis=-1)[:, group == 0].min(0).max()
+    assert far < 10_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 3])
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm, weights, after):
+def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm, settings, after):
     command = [sys.executable, "-m", "wsi_fl", "mosaic", "--site", "C1"]
-    command += [part for value in settings(weights) for part in ("--set", value)]
+    command += [part for value in settings for part in ("--set", value)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
     folder = study.root / "stores" / "C1"
     while process.poll() is None:
@@ -156,27 +158,28 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm
             break
         time.sleep(0.002)
     process.wait()
-    mosaic(study, site="C1", overrides=settings(weights))
+    mosaic(study, site="C1", overrides=settings)
     whole, _ = calm
     for path in sorted((whole.root / "stores/C1").rglob("*.h5")):
         assert (study.root / path.relative_to(whole.root)).read_bytes() == path.read_bytes()
     assert not list((study.root / "stores").rglob("*.partial*"))
 
 
-def test_a_second_run_makes_nothing_and_changes_are_noticed(study, calm, weights, tmp_path, capsys):
+def test_a_second_run_makes_nothing_and_changes_are_noticed(
+    study, calm, settings, tiny_weights, tmp_path, capsys
+):
     shutil.copytree(calm[0].root / "stores", study.root / "stores")
     shards = sorted((study.root / "stores/C1/mosaics").glob("*.h5"))
     before = {path: path.stat().st_mtime_ns for path in shards}
-    mosaic(study, site="C1", overrides=settings(weights))
+    mosaic(study, site="C1", overrides=settings)
     assert all(path.stat().st_mtime_ns == before[path] for path in shards)
-    other = tmp_path / "other.safetensors"
-    save_file({k: v * 1.5 if v.is_floating_point() else v for k, v in load_file(weights).items()}, other)
-    mosaic(study, site="C1", overrides=settings(other))
+    other = f"mosaic.weights={other_than(tiny_weights, tmp_path)}"
+    mosaic(study, site="C1", overrides=[*settings, other])
     assert all(path.stat().st_mtime_ns != before[path] for path in shards)
     assert capsys.readouterr().err.count("made again") == 4
 
 
-def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive, tmp_path, weights):
+def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive, tmp_path, settings):
     copy = tmp_path / "copy"
     shutil.copytree(archive, copy)
     broken, empty, *_ = sorted(copy.rglob("*.tif"))
@@ -184,15 +187,14 @@ def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive
     phantom.write_pyramid(empty, np.full((1024, 1024, 3), 243, np.uint8), 0.5, quality=90)
     init(tmp_path / "study2", archive=copy)
     study = Study(tmp_path / "study2")
-    (row,) = mosaic(study, site="C1", overrides=settings(weights))["sites"]
-    assert {one["slide"] for one in row["failed"]} == {broken.stem, empty.stem}
-    assert all("\n" not in one["reason"] for one in row["failed"]) and row["bags"] == 2
+    (row,) = mosaic(study, site="C1", overrides=settings)["sites"]
     reasons = {one["slide"]: one["reason"] for one in row["failed"]}
-    assert "no tissue" in reasons[empty.stem]
+    assert reasons.keys() == {broken.stem, empty.stem} and row["bags"] == 2
+    assert "\n" not in "".join(reasons.values()) and "no tissue" in reasons[empty.stem]
 
 
 @pytest.mark.slow
-def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
+def test_a_damaged_patch_is_left_out_and_named(study, settings, monkeypatch):
     slide = Slide.read
     bad = []
 
@@ -204,7 +206,7 @@ def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
         return slide(self, xy, *more)
 
     monkeypatch.setattr(Slide, "read", read)
-    (row,) = mosaic(study, site="C1", overrides=[*settings(weights), "slides.reader=openslide"])["sites"]
+    (row,) = mosaic(study, site="C1", overrides=[*settings, "slides.reader=openslide"])["sites"]
     ((name, xy),) = bad
     assert [one["slide"] for one in row["failed"]] == [name] and row["bags"] == 4
     assert "patches set aside, at level-0 pixel" in row["failed"][0]["reason"]
@@ -212,9 +214,9 @@ def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
     assert [place[:2] for place in shard.unread] == [xy] and list(xy) not in shard.bag.xy_l0.tolist()
 
 
-def test_ranks_share_the_slides_and_give_the_same_store(study, calm, weights, as_ranks):
+def test_ranks_share_the_slides_and_give_the_same_store(study, calm, settings, as_ranks):
     whole, alone = calm
-    document, nothing = as_ranks(2, lambda: mosaic(study, site=None, overrides=settings(weights)))
+    document, nothing = as_ranks(2, lambda: mosaic(study, site=None, overrides=settings))
     assert not nothing  # said once
     (row,) = document["sites"]
     assert {**row, "seconds": 0} == {**alone, "seconds": 0}
@@ -224,27 +226,23 @@ def test_ranks_share_the_slides_and_give_the_same_store(study, calm, weights, as
             assert np.array_equal(one.bag(k).xy_l0, other.bag(k).xy_l0)
 
 
-def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, weights, monkeypatch):
+def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, settings, monkeypatch):
     names = {"kidney": ["KIRP", "KIRC"], "lung": ["LUAD"]}
-    monkeypatch.setattr(sources, "read_site", lambda *given: (diagnosed(read_site(*given)[0]), []))
+
+    def diagnosed(*given):
+        kinds = zip(read_site(*given)[0], ("KIRC", "KIRP", "LUAD", "SKCM"), strict=True)
+        return [replace(one, diagnosis=kind) for one, kind in kinds], []
+
+    monkeypatch.setattr(sources, "read_site", diagnosed)
     (study.root / "pipelines" / "sub.toml").write_text(
         "[subtypes]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in names.items())
     )
-    (row,) = mosaic(study, site="C1", pipeline_name="sub", overrides=settings(weights))["sites"]
+    (row,) = mosaic(study, site="C1", pipeline_name="sub", overrides=settings)["sites"]
     assert row["classes"] == {"KIRC": 1, "KIRP": 1, "LUAD": 1} and len(row["failed"]) == 1
     assert row["failed"][0]["reason"] == "its diagnosis SKCM is none of the study's (KIRC, KIRP, LUAD)"
     with BagStore(study.mosaic("C1")) as store:
         assert store.table.tumor_type.tolist() == ["kidney", "kidney", "lung"]
         assert store.meta.tumor_types == {key: tuple(value) for key, value in names.items()}
-
-
-def diagnosed(records):
-    from dataclasses import replace
-
-    return [
-        replace(one, diagnosis=name)
-        for one, name in zip(records, ("KIRC", "KIRP", "LUAD", "SKCM"), strict=True)
-    ]
 
 
 @pytest.mark.slow
@@ -266,17 +264,16 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         path = tmp_path / "weights.safetensors"
         save_file(given, path)
         encoder = Encoder("densenet121", path)
+        pixels = torch.from_numpy(patch).permute(0, 3, 1, 2) / 255
         with torch.inference_mode():
-            maps = model.features(
-                encoder.network._normalised(torch.from_numpy(patch).permute(0, 3, 1, 2) / 255)
-            )
+            maps = model.features(encoder.network._normalised(pixels))
         np.testing.assert_allclose(encoder(patch), pooled(maps).mean((2, 3)).numpy(), atol=1e-4)
 
 
-def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, weights, wsi_fl):
+def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, settings, wsi_fl):
     assert wsi_fl("mosaic", cwd=study.root).returncode == 2
     shutil.copytree(calm[0].root / "stores", study.root / "stores")
-    sets = [part for value in settings(weights) for part in ("--set", value)]
+    sets = [part for value in settings for part in ("--set", value)]
     done = wsi_fl("mosaic", "--all", *sets, "--json", cwd=study.root)
     assert done.returncode == 0, done.stderr
     keys = {"site", "slides", "failed", "bags", "patches", "classes", "train", "test", "store", "seconds"}
