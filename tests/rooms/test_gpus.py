@@ -47,7 +47,9 @@ def test_what_is_no_list_of_gpus_is_refused(started, gpus):
     refused(lambda: take_gpus(gpus), f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3")
 
 
-def test_gpus_that_are_not_there_are_refused(started, monkeypatch):
-    refused(lambda: take_gpus("0,1,2"), "--gpus 0,1,2: of these this machine has 2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    refused(lambda: take_gpus("0"), "of these this machine has none")
+@pytest.mark.parametrize(
+    ("gpus", "here", "words"), [("0,1,2", 2, "this machine has 2"), ("0", 0, "has none")]
+)
+def test_gpus_that_are_not_there_are_refused(started, monkeypatch, gpus, here, words):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
+    refused(lambda: take_gpus(gpus), f"--gpus {gpus}: of these", words)

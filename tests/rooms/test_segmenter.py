@@ -1,7 +1,5 @@
 """A segmenter that a group has takes the place of the classical measures for the faults that it knows."""
 
-from __future__ import annotations
-
 import json
 
 import h5py
