@@ -60,13 +60,11 @@ def test_more_noise_costs_less_and_more_steps_or_larger_batches_cost_more(sigma,
 @given(sigmas, rates, steps, steps)
 def test_rounds_compose_to_the_whole(sigma, rate, a, b):
     parts = epsilon([Mechanism(sigma, 1.0, rate, a), Mechanism(sigma, 1.0, rate, b)], DELTA)
-    assert parts == pytest.approx(cost(sigma, rate, a + b), rel=1e-9)
-    assert parts >= cost(sigma, rate, a)
+    assert parts == pytest.approx(cost(sigma, rate, a + b), rel=1e-9) and parts >= cost(sigma, rate, a)
 
 
 def test_limits(recwarn):
-    assert epsilon([], DELTA) == cost(1.0, 0.1, 0) == 0
-    assert cost(0.0, 0.1, 1) == inf
+    assert epsilon([], DELTA) == cost(1.0, 0.1, 0) == 0 and cost(0.0, 0.1, 1) == inf
     assert epsilon([Mechanism(1.4, 1.0, 0.1, 9), Mechanism(0.0, 1.0, 0.1, 1)], DELTA) == inf
     assert cost(900.0, 0.001, 1, 0.5) == 0  # never below nothing
     assert not recwarn.list, "opacus speaks of orders to people who asked for ε"
@@ -134,8 +132,7 @@ def test_what_an_attack_can_find_is_bounded_and_nearly_so(events, above):
 @settings(max_examples=4)
 def test_detection_lies_between_guessing_and_epsilon_and_falls_with_noise(sigma, q, n, rate):
     found = detection([Mechanism(sigma, 1.0, q, n)], rate)
-    assert rate <= found <= 1
-    assert found <= np.exp(min(cost(sigma, q, n), 50.0)) * rate + DELTA + 1e-9
+    assert rate <= found <= 1 and found <= np.exp(min(cost(sigma, q, n), 50.0)) * rate + DELTA + 1e-9
     assert detection([Mechanism(2 * sigma, 1.0, q, n)], rate) <= found + 1e-12
     assert detection([Mechanism(0.0, 1.0, 1.0, 1)], rate) == 1.0 and detection([], rate) == pytest.approx(
         rate

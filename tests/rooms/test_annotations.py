@@ -51,8 +51,7 @@ def feature(ring, *, holes=(), **properties):
 def test_holes_are_painted_last_wherever_they_stand(tmp_path, tumor, hole):
     first = read_annotations(asap(tmp_path / "a.xml", (hole, INNER), (tumor, SQUARE)))
     last = read_annotations(asap(tmp_path / "b.xml", (tumor, SQUARE), (hole, INNER)))
-    assert first.tumor.area == last.tumor.area == 10_000 - 1_600
-    assert last.groups == {tumor: 1, hole: 1}
+    assert first.tumor.area == last.tumor.area == 10_000 - 1_600 and last.groups == {tumor: 1, hole: 1}
 
 
 def test_points_are_taken_in_their_order(tmp_path):

@@ -84,8 +84,7 @@ def test_a_stream_refuses_to_go_on_in_a_fork():
     child = context.Process(target=_draws, args=(stream, answer))
     child.start()
     child.join(30)
-    assert child.exitcode == 0
-    assert all("make a fresh one" in answer.get() for _ in range(3))
+    assert child.exitcode == 0 and all("make a fresh one" in answer.get() for _ in range(3))
     stream.words(1)
 
 

@@ -43,11 +43,9 @@ def test_in_process_messages_are_scaled_counted_and_recorded(tmp_path):
     local = LocalComm(2, record=True)
     release = release_of(tmp_path, "a", 3, [1.0, 2.0, 3.0], weight=0.8)
     (message,) = local.exchange([Outgoing(0, 1, 0.25, release)], [(0, 1)], round_=3, hop=0, size=3)
-    assert message.vector.tolist() == [0.25, 0.5, 0.75]
-    assert message.weight == pytest.approx(0.2)
+    assert message.vector.tolist() == [0.25, 0.5, 0.75] and message.weight == pytest.approx(0.2)
     assert (message.sender, message.receiver, message.round, message.schema) == (0, 1, 3, SCHEMA)
-    assert local.sent == [message]
-    assert local.traffic[0].messages == 1
+    assert local.sent == [message] and local.traffic[0].messages == 1
     assert 0 < local.traffic[0].bytes - 12 <= 256  # a small header
     assert local.traffic[1].messages == 0
 
@@ -211,6 +209,5 @@ def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_
         assert rank["traffic"] == [local.traffic[k].messages, local.traffic[k].bytes]
     assert [rank["silent"] is None for rank in ranks] == [True, True, False]
     message, waited = ranks[2]["silent"]
-    assert message == "site 1 did not answer for 1 s in round 9 (comm.timeout_s)"
-    assert 1 <= waited < 5
+    assert message == "site 1 did not answer for 1 s in round 9 (comm.timeout_s)" and 1 <= waited < 5
     assert [rank["refused"] for rank in ranks] == [[], ["it has 2 values, agreed on 3"], []]

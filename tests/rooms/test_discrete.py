@@ -77,8 +77,7 @@ def test_a_sigma_that_makes_no_sense_is_refused(sigma):
 
 def test_sums_become_the_nearest_whole_numbers():
     found = discrete.quantised(np.array([0.0, 0.3, -0.3, 0.124, 0.125, 0.375, -1e9]), 4.0)
-    assert found.dtype == np.int64
-    assert found.tolist() == [0, 1, -1, 0, 0, 2, -4_000_000_000]
+    assert found.dtype == np.int64 and found.tolist() == [0, 1, -1, 0, 0, 2, -4_000_000_000]
     assert discrete.quantised(np.array([3.0]), 0.25).tolist() == [1]
 
 

@@ -68,8 +68,7 @@ def test_noise_has_standard_deviation_sigma_C_over_B_whatever_the_batch(b):
     loss = step(noisy, x, y, sigma=sigma, clip=clip, divisor=divisor)
     noise = (vector(noisy) - vector(quiet)).double()
     n, wanted = len(noise), sigma * clip / divisor
-    assert n > 50_000
-    assert float(noise.std()) == pytest.approx(wanted, rel=6 / (2 * n) ** 0.5)
+    assert n > 50_000 and float(noise.std()) == pytest.approx(wanted, rel=6 / (2 * n) ** 0.5)
     assert abs(float(noise.mean())) < 6 * wanted / n**0.5
     assert float((noise.abs() > 2 * wanted).double().mean()) == pytest.approx(0.0455, abs=0.006)  # normal
     if b == 0:
@@ -91,8 +90,7 @@ def test_noise_differs_between_runs_unless_seeded():
         step(model, *batch(2), sigma=1.0, clip=1.0, divisor=2, noise=noise)
         return vector(model)
 
-    assert not torch.equal(trained(None), trained(None))
-    assert torch.equal(trained(3), trained(3))
+    assert not torch.equal(trained(None), trained(None)) and torch.equal(trained(3), trained(3))
     assert not torch.equal(trained(3), trained(4))
 
 
@@ -109,8 +107,7 @@ def test_each_row_enters_each_batch_independently_at_its_rate():
     sizes = chosen.sum(1)
     assert sizes.var() == pytest.approx(n * rate * (1 - rate), rel=0.12)  # fixed-size batches would have none
     off = np.corrcoef(chosen.T)[~np.eye(n, dtype=bool)]
-    assert np.abs(off).max() < 6 / draws**0.5
-    assert len(poisson_rows(n, 1.0, sampler)) == n
+    assert np.abs(off).max() < 6 / draws**0.5 and len(poisson_rows(n, 1.0, sampler)) == n
     assert len(poisson_rows(n, 0.0, sampler)) == 0
 
 
@@ -129,8 +126,7 @@ def test_the_check_passes_our_models_and_leaves_them_and_the_generator_as_they_w
     model = net(kind)
     before, state = vector(model), torch.random.get_rng_state()
     assert check_per_example_gradients(model, (1, 16, 16), 3) == "ghost"
-    assert torch.equal(vector(model), before)
-    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(vector(model), before) and torch.equal(torch.random.get_rng_state(), state)
     assert all(m.training and not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 

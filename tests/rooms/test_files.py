@@ -35,8 +35,7 @@ def test_content_appears_only_when_the_block_ends(tmp_path):
     path = tmp_path / "new" / "report.html"
     with atomic(path) as temporary:
         temporary.write_text("whole")
-        assert temporary.parent == path.parent and temporary.suffix == ".html"
-        assert not path.exists()
+        assert temporary.parent == path.parent and temporary.suffix == ".html" and not path.exists()
     assert path.read_text() == "whole" and names_in(path.parent) == {"report.html"}
 
 

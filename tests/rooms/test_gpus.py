@@ -25,8 +25,7 @@ def started(monkeypatch):
 def test_a_command_begins_again_with_a_rank_on_each_gpu(started):
     take_gpus("0,3")
     ((file, command, environment),) = started
-    assert file == command[0] and command[0].endswith("mpiexec")
-    assert command[command.index("-n") + 1] == "2"
+    assert file == command[0] and command[0].endswith("mpiexec") and command[command.index("-n") + 1] == "2"
     assert command[-7:] == [sys.executable, "-m", "wsi_fl", "features", "--all", "--gpus", "0,3"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,3" and int(environment["OMP_NUM_THREADS"]) >= 1
 

@@ -33,8 +33,7 @@ def test_positions_are_those_of_a_walk_in_row_major_order(width, height, spec, s
     size, step = (n * spec.mpp / slide_mpp for n in (spec.size_px, spec.stride_px))
     expected = [(x, y) for y in walked(height, size, step) for x in walked(width, size, step)]
     got = grid_positions((width, height), spec, slide_mpp)
-    assert got.dtype == np.int64
-    assert got.tolist() == [list(p) for p in expected]
+    assert got.dtype == np.int64 and got.tolist() == [list(p) for p in expected]
 
 
 @pytest.mark.parametrize("supervision", ["partial", "annotated"])

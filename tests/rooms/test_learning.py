@@ -64,8 +64,7 @@ def test_mutual_is_the_weighted_sum_a_mean_over_examples_and_teaches_the_student
     single = [mutual(f[k : k + 1], y[k : k + 1], h[k : k + 1], weight) for k in range(5)]
     torch.testing.assert_close(loss, torch.stack(single).mean())
     loss.backward()
-    assert h.grad is None
-    assert f.grad.abs().sum() > 0
+    assert h.grad is None and f.grad.abs().sum() > 0
 
 
 def test_weight_zero_asks_no_teacher(monkeypatch):
@@ -118,8 +117,7 @@ def test_an_empty_batch_moves_only_a_learner_under_privacy():
         mine = learner(dp=dp)
         before = mine.vector()
         assert np.isnan(mutual_step(mine, None, 0.5, (x, y), CipherStream.fresh()))
-        assert (mine.vector() != before).any() == moves
-        assert np.isfinite(mine.vector()).all()
+        assert (mine.vector() != before).any() == moves and np.isfinite(mine.vector()).all()
 
 
 @pytest.mark.parametrize("dp", [None, DPSettings(1.0, 1.0, 6)])
@@ -181,8 +179,7 @@ def test_resized_is_the_mean_over_areas(factor):
     pixels = pixels_of(5, 16)
     small = resized(examples_of(pixels), 16 // factor).read(np.array([3, 0]))
     wanted = pixels[[3, 0]].reshape(2, 16 // factor, factor, 16 // factor, factor, 3).mean((2, 4))
-    assert small.dtype == np.uint8
-    assert np.abs(small - wanted).max() <= 0.5
+    assert small.dtype == np.uint8 and np.abs(small - wanted).max() <= 0.5
     assert resized(examples_of(pixels), 4).read(np.empty(0, np.int64)).shape[0] == 0
 
 
@@ -193,8 +190,7 @@ def test_joined_reads_like_the_concatenation(sizes, seed):
     everything = np.concatenate(parts)
     rows = np.random.default_rng(seed).integers(0, len(everything), 7)
     np.testing.assert_array_equal(both.read(rows), everything[rows])
-    assert len(both) == len(everything)
-    assert both.read(np.empty(0, np.int64)).shape == (0, 4, 4, 3)
+    assert len(both) == len(everything) and both.read(np.empty(0, np.int64)).shape == (0, 4, 4, 3)
 
 
 def test_batches_are_normalised_by_constants_and_may_be_empty():
@@ -203,11 +199,9 @@ def test_batches_are_normalised_by_constants_and_may_be_empty():
     data = examples_of(pixels)
     rows = [np.array([0, 1, 4]), np.empty(0, np.int64)]
     (x, y), (nothing, none) = batches(data, iter(rows), augment=lambda image: image, device=CPU)
-    assert x.shape == (3, 3, 8, 8)
-    assert (float(x[0].max()), float(x[1].min())) == (-1.0, 1.0)
+    assert x.shape == (3, 3, 8, 8) and (float(x[0].max()), float(x[1].min())) == (-1.0, 1.0)
     np.testing.assert_allclose(x[2].permute(1, 2, 0).numpy(), pixels[4] / 127.5 - 1, atol=1e-6)
-    assert y.tolist() == data.label[[0, 1, 4]].tolist()
-    assert nothing.shape == (0, 3, 8, 8)
+    assert y.tolist() == data.label[[0, 1, 4]].tolist() and nothing.shape == (0, 3, 8, 8)
     assert none.shape == (0,)
 
 
@@ -304,8 +298,7 @@ def test_a_model_may_learn_in_bfloat16_and_answers_in_float32():
     model = build("lenet5", n_classes=3, shape=Images(1, 28), seed=0)
     one = Learner(model, lr=1e-3, weight_decay=0.0, device=CPU, dp=None, bfloat16=True)
     x, y = torch.randn(5, 1, 28, 28), torch.arange(5) % 3
-    assert one.logits(x).dtype == torch.float32
-    assert not torch.equal(one.logits(x), model(x))
+    assert one.logits(x).dtype == torch.float32 and not torch.equal(one.logits(x), model(x))
     before = functional.cross_entropy(one.logits(x), y)
     for _ in range(20):
         supervised_step(one, (x, y), CipherStream.fresh())

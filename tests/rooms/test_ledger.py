@@ -170,8 +170,7 @@ def test_two_runs_at_once_cannot_spend_the_same_budget(open_ledger):
     release(a, 1)
     with pytest.raises(BudgetSpent):
         release(b, 1)
-    assert not b.affords(1, ROUND)
-    assert open_ledger("a", **terms).epsilon(lifetime=True) == spent(1)
+    assert not b.affords(1, ROUND) and open_ledger("a", **terms).epsilon(lifetime=True) == spent(1)
 
 
 def test_only_known_bytes_are_sent_again_at_no_cost_but_on_record(open_ledger):

@@ -52,8 +52,7 @@ def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
     train_part, held = with_validation(everyone, fraction, 3)
     spread = 4 * np.sqrt(400 * fraction * (1 - fraction))
     assert len(set(held.patient)) == pytest.approx(400 * fraction, abs=spread)
-    assert not set(held.patient) & set(train_part.patient)
-    assert len(train_part) + len(held) == 1600
+    assert not set(held.patient) & set(train_part.patient) and len(train_part) + len(held) == 1600
     assert (with_validation(everyone, fraction, 3)[1].patient == held.patient).all()
     assert len({tuple(with_validation(everyone, fraction, seed)[1].patient) for seed in range(9)}) > 1
 
@@ -131,8 +130,7 @@ def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
 def test_evaluate_answers_as_asked(validated, answer):
     study, path, chosen = validated
     for row, before in zip(evaluated(study, path, f"predict.with={answer}"), chosen["sites"], strict=True):
-        assert row["with"] == answer
-        assert row["accuracy"] == before["models"][answer]["accuracy"]
+        assert row["with"] == answer and row["accuracy"] == before["models"][answer]["accuracy"]
     evaluate(study, str(path))
 
 

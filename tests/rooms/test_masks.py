@@ -58,8 +58,7 @@ def test_the_sum_is_exact(n_sites, n, seed, end):
     assert all(m.dtype == np.uint64 and m.shape == (n,) for m in messages)
     sent = [m.copy() for m in messages]
     found = opened(messages[::-1])
-    assert found.dtype == np.int64
-    assert found.tolist() == [sum(map(int, column)) for column in values.T]
+    assert found.dtype == np.int64 and found.tolist() == [sum(map(int, column)) for column in values.T]
     assert np.array_equal(values, given_) and np.array_equal(messages, sent)
 
 

@@ -35,8 +35,7 @@ def test_confusion_and_calibration_against_counting(case, n_bins):
             right = np.mean([guess[i] == y[i] for i in mine])
             ece += len(mine) / len(y) * abs(right - np.mean([p[i].max() for i in mine]))
     found = calibration(p, y, n_bins)
-    assert found["ece"] == pytest.approx(ece)
-    assert sum(b["n"] for b in found["bins"]) == len(y)
+    assert found["ece"] == pytest.approx(ece) and sum(b["n"] for b in found["bins"]) == len(y)
     brier = np.mean([sum((p[i, c] - (c == y[i])) ** 2 for c in k) for i in range(len(y))])
     assert found["brier"] == pytest.approx(brier)
 

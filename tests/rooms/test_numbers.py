@@ -65,8 +65,7 @@ def test_no_digit_of_a_sum_shows_through_the_noise():
     model = nn.Linear(1, n, bias=False)
     given = gradient(model, torch.ones(1, 1), lambda z: z.sum() * sum_, sigma=1e-3, clip=1e3).double()
     quarters = given[(given > -0.5) & (given < -0.25)] * 2**25
-    assert len(quarters) > 3000
-    assert torch.equal(quarters, quarters.round())
+    assert len(quarters) > 3000 and torch.equal(quarters, quarters.round())
     odd = (quarters / 2).remainder(2) == 1
     assert float(odd.double().mean()) == pytest.approx(0.25, abs=0.03)
 

@@ -23,9 +23,7 @@ def test_numbers_come_in_order_and_only_so_far_ahead(threads, ahead):
         return k
 
     for place, k in enumerate(in_order(task, range(30), threads=threads, ahead=ahead)):
-        assert k == place
-        assert set(range(k + 1)) <= ended
-        assert max(begun) <= k + ahead
+        assert k == place and set(range(k + 1)) <= ended and max(begun) <= k + ahead
     assert sorted(begun) == list(range(30))
 
 

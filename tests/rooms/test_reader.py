@@ -144,8 +144,7 @@ def test_mpp_is_what_the_slide_says_plausibly_or_what_is_given(tmp_path, mpp, un
 def test_the_thumbnail_is_an_area_average_however_it_is_cut(smooth_slide, monkeypatch, max_px, strip_px):
     monkeypatch.setattr(reader, "_STRIP_PX", strip_px)
     thumbnail, downsample = smooth_slide.thumbnail(max_px)
-    assert downsample == pytest.approx(max(1, 420 / max_px))
-    assert thumbnail.shape[1] == min(max_px, 420)
+    assert downsample == pytest.approx(max(1, 420 / max_px)) and thumbnail.shape[1] == min(max_px, 420)
     inside = int(300 / downsample)  # what reaches over the edge is mixed with white
     expected = area_average(SMOOTH, 0, 0, downsample, thumbnail.shape[1])[:inside]
     assert np.abs(thumbnail[:inside] - expected).max() <= 5

@@ -43,8 +43,7 @@ def test_what_lives_keeps_its_values_while_others_come_and_go():
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
-    assert len(kept) == 24
-    assert all((array == value).all() for value, array in kept)
+    assert len(kept) == 24 and all((array == value).all() for value, array in kept)
 
 
 def test_only_so_much_is_kept_and_nothing_of_small_and_empty_arrays():

@@ -38,8 +38,7 @@ def test_split_is_disjoint_stratified_and_independent_of_order(cohort, fraction,
     if fraction == 0:
         assert not test
     elif len(of) > 1:
-        assert 1 <= len(test) < len(of)
-        assert abs(len(test) - fraction * len(of)) <= 1
+        assert 1 <= len(test) < len(of) and abs(len(test) - fraction * len(of)) <= 1
     else:
         assert not test
     ill = {r.patient for r in cohort if r.positive}

@@ -90,8 +90,7 @@ def test_of_twenty_sites_four_go_and_the_sum_of_those_in_it_is_exact(twenty, pha
     sum_ = Sum(20, lost={phase: range(3, 20, 5)}, parts=deepcopy(twenty)).until_opened()
     before = phase in PHASES[:3]  # later its message is in the sum
     inside = [k for k in range(20) if not (before and k % 5 == 3)]
-    assert sum_.total(0) == sum_.of(inside)
-    assert sum_.parts[0].survivors == inside
+    assert sum_.total(0) == sum_.of(inside) and sum_.parts[0].survivors == inside
 
 
 @pytest.mark.parametrize("n_sites", [4, 6, 9])
@@ -213,8 +212,7 @@ def test_with_one_vote_less_two_sets_would_be_opened(monkeypatch):
     sum_, adversary, honest, votes = lied_to(6, 1, 2)
     for k in honest:
         adversary.hear(k, sum_.parts[k].opening(votes | dict.fromkeys(adversary.sites, votes[k])))
-    assert adversary.keys_of(5, 3) == {0, 1}
-    assert len({votes[k] for k in honest}) == 2
+    assert adversary.keys_of(5, 3) == {0, 1} and len({votes[k] for k in honest}) == 2
 
 
 def test_no_two_sets_can_have_enough_votes():
@@ -310,5 +308,4 @@ def test_those_who_stay_are_enough_to_agree_and_hide_each_other():
 
 def test_opened_is_noise_without_the_masks_of_who_is_gone():
     sum_ = Sum([np.zeros(N, np.int64) for _ in range(4)], lost={"sends": [3]}).until_opened()
-    assert looks_random(opened(list(sum_.messages.values())).view(np.uint64))
-    assert sum_.total(1) == [0] * N
+    assert looks_random(opened(list(sum_.messages.values())).view(np.uint64)) and sum_.total(1) == [0] * N

@@ -31,8 +31,7 @@ def names_of(n):
 
 
 def assert_column_stochastic(matrix, n):
-    assert matrix.shape == (n, n)
-    assert (matrix >= 0).all()
+    assert matrix.shape == (n, n) and (matrix >= 0).all()
     np.testing.assert_allclose(matrix.sum(axis=0), 1, rtol=0, atol=1e-12)
 
 
@@ -68,8 +67,7 @@ def test_every_site_sends_one_message_and_gets_one(topology, n, round_, self_wei
     assert self_weight or set(np.unique(matrix)) == {0.0, 1.0}  # then models only travel
     for site in range(n):
         (to,) = receivers(matrix, site)
-        assert to != site
-        assert senders(matrix, to) == [site]
+        assert to != site and senders(matrix, to) == [site]
 
 
 @given(n_sites, st.integers(0, 9))
@@ -181,8 +179,7 @@ def test_a_file_gives_each_edge_its_weight_or_an_equal_part_of_what_is_not_kept(
 
 def test_a_site_without_edges_keeps_all_and_a_round_without_edges_sends_nothing():
     graph = parse_graph({"rounds": [[["S1", "S2"], ["S2", "S1"]], []]}, names_of(3))
-    assert graph(3, 0, 0.0)[0].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
-    assert graph(3, 1, 0.5) == []
+    assert graph(3, 0, 0.0)[0].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]] and graph(3, 1, 0.5) == []
     assert graph(3, 4, 0.0)[0].tolist() == graph(3, 0, 0.0)[0].tolist()
 
 
@@ -202,8 +199,7 @@ def test_whoever_is_absent_from_a_file_no_weight_runs_dry(case, self_weight):
             absent = sorted(set(range(n)) - present)
             assert np.array_equal(hop[absent], np.eye(n)[absent])
             weight = hop @ weight
-    assert weight.min() > 1e-9
-    assert weight.sum() == pytest.approx(n)
+    assert weight.min() > 1e-9 and weight.sum() == pytest.approx(n)
 
 
 CIRCLE = [["S1", "S2"], ["S2", "S3"], ["S3", "S1"]]
