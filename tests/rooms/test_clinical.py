@@ -62,7 +62,7 @@ def test_areas_are_those_of_scikit_learn_and_their_spread_that_of_the_bootstrap(
     areas, covariance = clinical._delong(np.stack([score, other]), case)
     assert areas == pytest.approx([roc_auc_score(case, one) for one in (score, other)])
     rng, drawn = np.random.default_rng(2), []
-    for _ in range(400):
+    for _ in range(250):
         rows = rng.integers(len(case), size=len(case))
         cases, others = rows[case[rows]], rows[~case[rows]]
         won = [mannwhitneyu(one[cases], one[others]).statistic for one in (score, other)]

@@ -137,7 +137,7 @@ def test_evaluate_answers_as_asked(validated, answer):
 def test_every_round_answers_as_the_run_is_told(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "predict.with=mean", "train.rounds=1", "train.alone=false")
-    ((line,), row) = metrics(path, "S0"), evaluated(study, path)[0]
+    (line,), row = metrics(path, "S0"), evaluated(study, path)[0]
     assert (line["with"], row["with"]) == ("mean", "mean")
     assert line["merged"] == {key: row["models"]["mean"][key] for key in line["merged"]}
     refused(lambda: evaluated(study, path, "predict.with=alone"), "train.alone = false")

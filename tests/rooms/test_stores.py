@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import conftest
 import h5py
 import numpy as np
 import pytest
-from building import refused
 from conftest import nightly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,8 +22,9 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore, SlideSource
 from wsi_fl.stores.shards import ShardMeta, pack, write_columns, write_shard, write_streams
 from wsi_fl.system import jpeg
-from wsi_fl.types import CLASSES, GridSpec, PatchTable
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
 
+refused = partial(conftest.refused, error=WsiFlError)
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SPEC = GridSpec(8, 0.5, 4)
 META = StoreMeta("C1", CLASSES, SPEC)
