@@ -1,13 +1,12 @@
 """Outlines of several tools as areas, and their exact share of patches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import shapely
+from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapely import affinity
@@ -24,16 +23,14 @@ NOTHING = shapely.Polygon()
 
 def asap(path, *outlines):
     """An ASAP file of (group, ring) pairs."""
-    body = "".join(
-        f'<Annotation Name="a" Type="Polygon" PartOfGroup="{group}"><Coordinates>'
-        + "".join(f'<Coordinate Order="{k}" X="{x}" Y="{y}" />' for k, (x, y) in enumerate(ring))
-        + "</Coordinates></Annotation>"
-        for group, ring in outlines
-    )
-    path.write_text(
-        f'<?xml version="1.0"?><ASAP_Annotations><Annotations>{body}</Annotations>'
-        '<AnnotationGroups><Group Name="metastases" PartOfGroup="None" /></AnnotationGroups></ASAP_Annotations>'
-    )
+    body = ""
+    for group, ring in outlines:
+        points = "".join(f'<Coordinate Order="{k}" X="{x}" Y="{y}" />' for k, (x, y) in enumerate(ring))
+        body += f'<Annotation Name="a" Type="Polygon" PartOfGroup="{group}">'
+        body += f"<Coordinates>{points}</Coordinates></Annotation>"
+    groups = '<AnnotationGroups><Group Name="metastases" PartOfGroup="None" /></AnnotationGroups>'
+    body = f"<ASAP_Annotations><Annotations>{body}</Annotations>{groups}</ASAP_Annotations>"
+    path.write_text(f'<?xml version="1.0"?>{body}')
     return path
 
 
@@ -43,12 +40,8 @@ def written(path, document):
 
 
 def feature(ring, *, holes=(), **properties):
-    closed = [[*map(list, r), list(r[0])] for r in (ring, *holes)]
-    return {
-        "type": "Feature",
-        "geometry": {"type": "Polygon", "coordinates": closed},
-        "properties": properties,
-    }
+    outline = {"type": "Polygon", "coordinates": [[*map(list, r), list(r[0])] for r in (ring, *holes)]}
+    return {"type": "Feature", "geometry": outline, "properties": properties}
 
 
 @pytest.mark.parametrize(
@@ -58,8 +51,7 @@ def feature(ring, *, holes=(), **properties):
 def test_holes_are_painted_last_wherever_they_stand(tmp_path, tumor, hole):
     first = read_annotations(asap(tmp_path / "a.xml", (hole, INNER), (tumor, SQUARE)))
     last = read_annotations(asap(tmp_path / "b.xml", (tumor, SQUARE), (hole, INNER)))
-    assert first.tumor.area == last.tumor.area == 10_000 - 1_600
-    assert last.groups == {tumor: 1, hole: 1}
+    assert first.tumor.area == last.tumor.area == 10_000 - 1_600 and last.groups == {tumor: 1, hole: 1}
 
 
 def test_points_are_taken_in_their_order(tmp_path):
@@ -80,29 +72,29 @@ def test_an_outline_without_a_group_is_unsure_beside_named_ones_and_tumour_alone
 
 def test_unknown_groups_are_listed_unless_named(tmp_path):
     path = asap(tmp_path / "a.xml", ("dcis", SQUARE), ("stroma", INNER), ("Tumor", INNER))
-    with pytest.raises(WsiFlError, match=r"a\.xml: unknown annotation groups dcis, stroma; ") as failure:
-        read_annotations(path)
-    assert "\n" not in str(failure.value)
+    words = "a.xml: unknown annotation groups dcis, stroma; "
+    refused(lambda: read_annotations(path), words, error=WsiFlError)
     named = read_annotations(path, {"DCIS": "tumor", "stroma": "ignored"})
     assert named.tumor.area == 10_000
     otherwise = {"dcis": "tumor", "stroma": "hole", "tumor": "ignored"}
     assert read_annotations(path, otherwise).tumor.area == 8_400
 
 
+TUMOR = {"classification": {"name": "Tumor"}}
+POLYGON = feature(SQUARE)["geometry"]
+
+
 @pytest.mark.parametrize(
     "document",
     [
-        {"type": "FeatureCollection", "features": [feature(SQUARE, classification={"name": "Tumor"})]},
-        {
-            "type": "FeatureCollection",
-            "features": [feature(SQUARE, classification={"names": ["tumor", "Positive"]})],
-        },
+        {"type": "FeatureCollection", "features": [feature(SQUARE, **TUMOR)]},
+        [feature(SQUARE, classification={"names": ["tumor", "Positive"]})],
         [feature(SQUARE, objectType="annotation", classification={"name": "TUMOR", "colorRGB": -3670016})],
         feature(SQUARE, classification="tumour"),
         feature(SQUARE, name="Metastasis"),
-        feature(SQUARE)["geometry"],
-        {"type": "GeometryCollection", "geometries": [feature(SQUARE)["geometry"]]},
-        {"type": "MultiPolygon", "coordinates": [feature(SQUARE)["geometry"]["coordinates"]]},
+        POLYGON,
+        {"type": "GeometryCollection", "geometries": [POLYGON]},
+        {"type": "MultiPolygon", "coordinates": [POLYGON["coordinates"]]},
         {"type": "Polygon", "coordinates": [[[x, y, 0] for x, y in SQUARE]]},  # neither flat nor closed
     ],
 )
@@ -113,24 +105,19 @@ def test_geojson_in_all_its_shapes(tmp_path, document, mark):
     assert read_annotations(path).tumor.equals(shapely.Polygon(SQUARE))
 
 
-def test_geojson_holes_of_both_kinds_are_taken_out(tmp_path):
-    far = [(70, 70), (90, 70), (90, 90), (70, 90)]
+def test_holes_are_taken_out_and_what_no_person_drew_or_has_no_area_is_left_out(tmp_path):
+    line = {"type": "LineString", "coordinates": [[0, 0], [9, 9]]}
     document = [
-        feature(SQUARE, holes=[INNER], classification={"name": "Tumor"}),
-        feature(far, classification={"name": "Exclusion"}),
+        feature(SQUARE, holes=[INNER], **TUMOR),
+        feature([(70, 70), (90, 70), (90, 90), (70, 90)], classification={"name": "Exclusion"}),
+        feature([(500, 0), (600, 0), (600, 100)], objectType="cell", **TUMOR),
+        {"type": "Feature", "geometry": line, "properties": TUMOR},
+        {"type": "Feature", "geometry": None, "properties": None},
     ]
     assert read_annotations(written(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400
 
 
-def test_what_no_person_drew_and_what_has_no_area_is_left_out(tmp_path):
-    line = {"type": "LineString", "coordinates": [[0, 0], [9, 9]]}
-    document = [
-        feature(SQUARE, classification={"name": "Tumor"}),
-        feature([(500, 0), (600, 0), (600, 100)], objectType="cell", classification={"name": "Tumor"}),
-        {"type": "Feature", "geometry": line, "properties": {"classification": {"name": "Tumor"}}},
-        {"type": "Feature", "geometry": None, "properties": None},
-    ]
-    assert read_annotations(written(tmp_path / "a.json", document)).tumor.area == 10_000
+PAST_ITS_START = [(0, 0), (10, 0), (10, 10), (0, 10), (0, -2), (5, -2), (5, 5), (-1, 5)]
 
 
 @pytest.mark.parametrize(
@@ -140,10 +127,7 @@ def test_what_no_person_drew_and_what_has_no_area_is_left_out(tmp_path):
         ([*SQUARE, SQUARE[0]], 10_000),  # closed
         ([p for p in SQUARE for _ in range(3)], 10_000),  # repeated points
         ([*SQUARE, *SQUARE], 10_000),  # drawn twice
-        (
-            [(0, 0), (10, 0), (10, 10), (0, 10), (0, -2), (5, -2), (5, 5), (-1, 5)],
-            112.5,
-        ),  # ends past its start
+        (PAST_ITS_START, 112.5),
         ([(0, 0), (100, 0), (100, 100), (0, 100), (0, 0), (0, -50)], 10_000),  # a spike
         ([(0, 0), (10, 10)], 0),
         ([(0, 0)], 0),
@@ -152,13 +136,11 @@ def test_what_no_person_drew_and_what_has_no_area_is_left_out(tmp_path):
     ],
 )
 def test_odd_rings_are_repaired_or_dropped(tmp_path, ring, area):
-    annotations = read_annotations(asap(tmp_path / "a.xml", ("metastases", ring)))
-    assert annotations.tumor.is_valid
-    assert annotations.tumor.geom_type in {"Polygon", "MultiPolygon", "GeometryCollection"}
-    assert annotations.tumor.area == pytest.approx(area)
-    assert share_inside(annotations.tumor, np.array([[-1000, -1000]]), 5000.0)[0] * 5000**2 == pytest.approx(
-        area, rel=1e-4
-    )
+    tumor = read_annotations(asap(tmp_path / "a.xml", ("metastases", ring))).tumor
+    assert tumor.is_valid and tumor.geom_type in {"Polygon", "MultiPolygon", "GeometryCollection"}
+    assert tumor.area == pytest.approx(area)
+    share = share_inside(tumor, np.array([[-1000, -1000]]), 5000.0)[0]
+    assert share * 5000**2 == pytest.approx(area, rel=1e-4)
 
 
 def star(n, seed=0, radius=20_000.0, centre=30_000.0):

@@ -40,21 +40,15 @@ def given(section):
     if section == "A store":
         make_study(Path(), n_sites=1)
     if section == "Bags of features":
-        return {
-            "bags": [rng.normal(size=(m, 8)).astype(np.float32) for m in (3, 5, 2, 7)],
-            "labels": [0, 1, 0, 1],
-        }
+        bags = [rng.normal(size=(m, 8)).astype(np.float32) for m in (3, 5, 2, 7)]
+        return {"bags": bags, "labels": [0, 1, 0, 1]}
     if section == "Hospitals that learn together":
         both = {name: rows(seed, 60) for seed, name in enumerate("ABC")}
-        return {
-            "x": {name: x for name, (x, _) in both.items()},
-            "y": {name: y for name, (_, y) in both.items()},
-        }
+        return {letter: {name: one[k] for name, one in both.items()} for k, letter in enumerate("xy")}
     if section == "One release":
         sites = [tuple(map(torch.from_numpy, rows(seed, d=32))) for seed in range(3)]
         return {"sites": sites, "public": rows(9, d=32)[0]}
-    x, y = rows(0)
-    return {"x": torch.from_numpy(x), "y": torch.from_numpy(y)}
+    return dict(zip("xy", map(torch.from_numpy, rows(0)), strict=True))
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -77,14 +71,10 @@ def test_a_name_is_imported_when_it_is_used():
 
 
 @pytest.mark.parametrize("name", api.__all__)
-def test_every_name_is_there(name):
-    assert name in dir(wsi_fl)
-    assert getattr(wsi_fl, name) is getattr(api, name)
-
-
-def test_another_name_is_not():
-    with pytest.raises(AttributeError, match="no attribute 'slide'"):
-        wsi_fl.slide  # noqa: B018
+def test_every_name_is_there_and_another_is_not(name):
+    assert name in dir(wsi_fl) and getattr(wsi_fl, name) is getattr(api, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}s'"):
+        getattr(wsi_fl, f"{name}s")
 
 
 def test_features_may_be_what_numpy_makes():

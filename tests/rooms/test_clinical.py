@@ -30,12 +30,12 @@ def tumours():
 
 def test_values_at_a_point_are_those_of_the_libraries(tumours):
     score, case = tumours
-    found = clinical._at_point(score >= 0.4, case)
-    assert found["sensitivity"].value == recall_score(case, score >= 0.4)
-    assert found["specificity"].value == recall_score(~case, score < 0.4)
-    both = case & (score >= 0.4)
-    for name, k, n in (("sensitivity", both.sum(), case.sum()), ("ppv", both.sum(), (score >= 0.4).sum())):
-        low, high = proportion_confint(k, n, method="wilson")
+    said = score >= 0.4
+    found = clinical._at_point(said, case)
+    assert found["sensitivity"].value == recall_score(case, said)
+    assert found["specificity"].value == recall_score(~case, ~said)
+    for name, n in (("sensitivity", case.sum()), ("ppv", said.sum())):
+        low, high = proportion_confint((case & said).sum(), n, method="wilson")
         assert (found[name].low, found[name].high, found[name].n) == pytest.approx((low, high, n))
     assert clinical._at_point(score >= 2, case)["ppv"] is None
 
@@ -43,19 +43,16 @@ def test_values_at_a_point_are_those_of_the_libraries(tumours):
 def test_predictive_values_at_the_prevalence_at_hand_are_those_counted(tumours):
     score, case = tumours
     found = clinical._at_point(score >= 0.4, case)
-    ppv, npv = clinical._at_prevalence(found["sensitivity"], found["specificity"], case.mean())
+    both = found["sensitivity"], found["specificity"]
+    ppv, npv = clinical._at_prevalence(*both, case.mean())
     assert (ppv.value, npv.value) == pytest.approx((found["ppv"].value, found["npv"].value))
     assert ppv.low < ppv.value < ppv.high and npv.low < npv.value < npv.high
     rng = np.random.default_rng(0)
-    drawn = []
-    for _ in range(4000):
-        se, sp = (
-            rng.binomial(one.n, one.value) / one.n for one in (found["sensitivity"], found["specificity"])
-        )
-        drawn.append(se * 0.1 / (se * 0.1 + (1 - sp) * 0.9))
-    ppv, _ = clinical._at_prevalence(found["sensitivity"], found["specificity"], 0.1)
+    se, sp = (rng.binomial(one.n, one.value, 4000) / one.n for one in both)
+    drawn = se * 0.1 / (se * 0.1 + (1 - sp) * 0.9)
+    ppv, _ = clinical._at_prevalence(*both, 0.1)
     assert (ppv.low, ppv.high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
-    perfect, _ = clinical._at_prevalence(_Interval(1.0, 0.9, 1.0, 40), _Interval(1.0, 0.9, 1.0, 40), 0.1)
+    perfect, _ = clinical._at_prevalence(*[_Interval(1.0, 0.9, 1.0, 40)] * 2, 0.1)
     assert perfect.value == perfect.high == 1.0 and perfect.low < 0.95
 
 
@@ -65,12 +62,11 @@ def test_areas_are_those_of_scikit_learn_and_their_spread_that_of_the_bootstrap(
     areas, covariance = clinical._delong(np.stack([score, other]), case)
     assert areas == pytest.approx([roc_auc_score(case, one) for one in (score, other)])
     rng, drawn = np.random.default_rng(2), []
-    for _ in range(700):
+    for _ in range(250):
         rows = rng.integers(len(case), size=len(case))
-        won = [
-            mannwhitneyu(one[rows][case[rows]], one[rows][~case[rows]]).statistic for one in (score, other)
-        ]
-        drawn.append(np.array(won) / case[rows].sum() / (~case[rows]).sum())
+        cases, others = rows[case[rows]], rows[~case[rows]]
+        won = [mannwhitneyu(one[cases], one[others]).statistic for one in (score, other)]
+        drawn.append(np.array(won) / len(cases) / len(others))
     assert covariance == pytest.approx(np.cov(np.transpose(drawn)), rel=0.2)
     found = clinical.auroc_difference(score, other, case)
     assert found.value == pytest.approx(areas[0] - areas[1]) and found.low > 0 and found.p < 1e-6
@@ -106,10 +102,8 @@ def test_net_benefit_is_that_of_dcurves(tumours):
     score, case = tumours
     thresholds = [0.05, 0.1, 0.25, 0.5, 0.8]
     found = clinical.net_benefit(score, case, thresholds)
-    table = dcurves.dca(
-        data=pd.DataFrame({"case": case.astype(int), "model": score}),
-        outcome="case", modelnames=["model"], thresholds=thresholds,
-    )  # fmt: skip
+    data = pd.DataFrame({"case": case.astype(int), "model": score})
+    table = dcurves.dca(data=data, outcome="case", modelnames=["model"], thresholds=thresholds)
     for name, known in (("model", "model"), ("everybody", "all")):
         expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
         assert found[name] == pytest.approx(expected, abs=1e-9)
@@ -136,22 +130,19 @@ def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
     wanted = Wanted(auroc=0.1, slope=0.4, sensitivity=0.1)
     needed = clinical.patients_needed(0.3, 0.8, wanted, sensitivity=0.85)
     rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
-    widths = {"auroc": [], "slope": []}
-    for _ in range(60):
-        for name, found in widths.items():
-            case = rng.random(needed[name]) < 0.3
-            lp = np.log(0.3 / 0.7) + d * rng.normal(size=len(case)) + (case - 0.5) * d * d
-            score = 1 / (1 + np.exp(-lp))
-            one = (
-                clinical._auroc(score, case) if name == "auroc" else clinical._calibration(score, case)[name]
-            )
-            found.append(one.high - one.low)
-    assert np.mean(widths["auroc"]) == pytest.approx(
-        0.1, rel=0.12
-    )  # Newcombe's formula errs on the safe side
-    assert np.mean(widths["slope"]) == pytest.approx(0.4, rel=0.05)
-    k = round(0.85 * needed["sensitivity"] * 0.3)
-    one = clinical._proportion(k, round(needed["sensitivity"] * 0.3))
+
+    def width(name):
+        case = rng.random(needed[name]) < 0.3
+        lp = np.log(0.3 / 0.7) + d * rng.normal(size=len(case)) + (case - 0.5) * d * d
+        score = 1 / (1 + np.exp(-lp))
+        one = clinical._auroc(score, case) if name == "auroc" else clinical._calibration(score, case)[name]
+        return one.high - one.low
+
+    # Newcombe's formula errs on the safe side
+    assert np.mean([width("auroc") for _ in range(60)]) == pytest.approx(0.1, rel=0.12)
+    assert np.mean([width("slope") for _ in range(60)]) == pytest.approx(0.4, rel=0.05)
+    n = needed["sensitivity"] * 0.3
+    one = clinical._proportion(round(0.85 * n), round(n))
     assert one.high - one.low == pytest.approx(0.1, abs=0.003)
 
 
@@ -186,8 +177,7 @@ def test_nothing_is_told_of_few(tumours):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 12), st.integers(0, 12), st.floats(0.001, 0.999))
 def test_described_takes_any_few_patients(cases, others, prevalence):
-    case = np.arange(cases + others) < cases
-    score = np.linspace(0, 1, len(case))
+    case, score = np.arange(cases + others) < cases, np.linspace(0, 1, cases + others)
     found = clinical.described(score, score > 0.5, case, prevalence)
     assert (found["n"], found["cases"]) == (cases + others, cases)
     at = found.get("at_prevalence", {})

@@ -14,21 +14,10 @@ import pytest
 from typing_extensions import TypedDict
 
 from wsi_fl.federation import comm
+from wsi_fl.federation import message as wire
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.documents import NotAgreed, Words
-from wsi_fl.federation.message import (
-    BUFFERS,
-    FAREWELL,
-    GRAPH_HOPS,
-    HOPS,
-    SCORING,
-    WELCOME,
-    Outgoing,
-    body_length,
-    pack,
-    received,
-    tag_of,
-)
+from wsi_fl.federation.message import Outgoing, body_length, pack, received, tag_of
 from wsi_fl.federation.topology import exponential, receivers, senders
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.stages.training import launch
@@ -54,11 +43,9 @@ def test_in_process_messages_are_scaled_counted_and_recorded(tmp_path):
     local = LocalComm(2, record=True)
     release = release_of(tmp_path, "a", 3, [1.0, 2.0, 3.0], weight=0.8)
     (message,) = local.exchange([Outgoing(0, 1, 0.25, release)], [(0, 1)], round_=3, hop=0, size=3)
-    assert message.vector.tolist() == [0.25, 0.5, 0.75]
-    assert message.weight == pytest.approx(0.2)
+    assert message.vector.tolist() == [0.25, 0.5, 0.75] and message.weight == pytest.approx(0.2)
     assert (message.sender, message.receiver, message.round, message.schema) == (0, 1, 3, SCHEMA)
-    assert local.sent == [message]
-    assert local.traffic[0].messages == 1
+    assert local.sent == [message] and local.traffic[0].messages == 1
     assert 0 < local.traffic[0].bytes - 12 <= 256  # a small header
     assert local.traffic[1].messages == 0
 
@@ -77,33 +64,34 @@ def test_what_was_not_agreed_on_is_refused(tmp_path):
 
 def test_headers_that_lie_are_refused(tmp_path):
     header, vector = pack(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, 0)
-    assert received(header, vector, 0, 1, 1, 1).refused == ""
+
+    def refusal(head=header, body=vector, sender=0, round_=1):
+        return received(head, body, sender, 1, round_, 1).refused
+
+    assert refusal() == ""
     for position in (0, 4):  # magic, version
         broken = bytearray(header)
         broken[position] ^= 1
-        assert received(broken, vector, 0, 1, 1, 1).refused == "it speaks another protocol"
-    assert received(header, vector, 2, 1, 1, 1).refused == "it is of round 1 of site 0"
-    assert received(header, vector, 0, 1, 2, 1).refused == "it is of round 1 of site 0"
+        assert refusal(broken) == "it speaks another protocol"
+    assert refusal(sender=2) == refusal(round_=2) == "it is of round 1 of site 0"
     endless = bytearray(header)
     endless[-8:] = b"\xff" * 8
-    assert body_length(endless, 1) == 0
-    assert "values, agreed on 1" in received(endless, vector, 0, 1, 1, 1).refused
-    assert received(header[:-1], vector, 0, 1, 1, 1).refused == "it speaks another protocol"
-    assert body_length(header[:-1], 1) == 0
-    assert received(header, vector[:0], 0, 1, 1, 1).refused == "it brings 0 values, announced 1"
+    assert body_length(endless, 1) == body_length(header[:-1], 1) == 0
+    assert "values, agreed on 1" in refusal(endless)
+    assert refusal(header[:-1]) == "it speaks another protocol"
+    assert refusal(body=vector[:0]) == "it brings 0 values, announced 1"
 
 
-def test_every_hop_of_a_round_has_a_tag_of_its_own():
-    assert sorted({BUFFERS, FAREWELL, WELCOME, SCORING}) == list(range(GRAPH_HOPS, HOPS))
-    tags = [tag_of(round_, hop) + part for round_ in range(500) for hop in range(HOPS) for part in (0, 1)]
-    assert len(set(tags)) == len(tags)
-    assert max(tags) < comm._GATHER_TAG
-
-
-def test_a_hop_that_a_round_has_no_room_for_is_not_sent(tmp_path):
-    item = Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0]))
+def test_every_hop_of_a_round_has_a_tag_of_its_own_and_beyond_them_nothing_is_sent(tmp_path):
+    assert sorted({wire.BUFFERS, wire.FAREWELL, wire.WELCOME, wire.SCORING}) == list(
+        range(wire.GRAPH_HOPS, wire.HOPS)
+    )
+    tags = [
+        tag_of(round_, hop) + part for round_ in range(500) for hop in range(wire.HOPS) for part in (0, 1)
+    ]
+    assert len(set(tags)) == len(tags) and max(tags) < comm._GATHER_TAG
     with pytest.raises(AssertionError):
-        pack(item, 1, HOPS)
+        pack(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, wire.HOPS)
 
 
 class Told(TypedDict):
@@ -111,13 +99,9 @@ class Told(TypedDict):
     text: NotRequired[Words]
 
 
-def test_gather_knows_every_document_in_order():
-    told = [{"site": 1}, {"site": 0, "text": ""}, {"site": 2, "text": "é"}]
-    assert LocalComm(3).gather(told, Told) == told
-
-
-def test_a_document_is_handed_to_one_site_and_who_said_nothing_is_left_out():
-    local = LocalComm(3)
+def test_documents_are_gathered_in_order_and_handed_to_one_site_and_who_said_nothing_is_left_out():
+    local, told = LocalComm(3), [{"site": 1}, {"site": 0, "text": ""}, {"site": 2, "text": "é"}]
+    assert local.gather(told, Told) == told
     said = {(0, 1): {"site": 1}, (0, 2): {"site": 2}}
     assert local.hand(said, Told, [(0, 1), (2, 1)]) == {(0, 1): {"site": 1}}
     with pytest.raises(NotAgreed, match=r"^site 0 .*valid integer"):
@@ -167,29 +151,17 @@ for round_ in (1, 2, 3):
     out["rounds"].append([said(m) for m in comm.exchange(outgoing, expected, round_=round_, hop=0, size=70_001)])
 out["traffic"] = [comm.traffic[me].messages, comm.traffic[me].bytes]
 
-def attempt(timeout, act):
-    comm.timeout_s = timeout
-    began = time.monotonic()
-    try:
-        act()
-        return None
-    except WsiFlError as error:
-        return [str(error), time.monotonic() - began]
-
-def wrong_size():
-    sent = [Outgoing(me, 1, 1.0, release_of(folder, f"w{{me}}", 8, [1.0, 2.0]))] if me == 0 else []
-    messages = comm.exchange(sent, [(0, 1)], round_=8, hop=0, size=2 if me == 0 else 3)
-    out["refused"] = [message.refused for message in messages]
-
-def nobody_sends():
+comm.timeout_s, began, out["silent"] = 1.0, time.monotonic(), None
+try:  # nobody sends
     comm.exchange([], [(1, 2)] if me == 2 else [], round_=9, hop=0, size=3)
-
-out["silent"] = attempt(1.0, nobody_sends)
+except WsiFlError as error:
+    out["silent"] = [str(error), time.monotonic() - began]
 comm.timeout_s = 20.0
 together()
-out["wrong"] = attempt(2.0, wrong_size)
+sent = [Outgoing(me, 1, 1.0, release_of(folder, "w", 8, [1.0, 2.0]))] if me == 0 else []
+messages = comm.exchange(sent, [(0, 1)], round_=8, hop=0, size=2 if me == 0 else 3)
+out["refused"] = [message.refused for message in messages]
 (folder / f"rank{{me}}.json").write_text(json.dumps(out))
-comm.timeout_s = 20.0
 together()
 """
 
@@ -215,16 +187,10 @@ def run_ranks(folder, text, n):
     """Run a script as n ranks, with the tests and a folder written into it."""
     script = folder / "ranks.py"
     script.write_text(text.format(tests=[str(p) for p in Path(__file__).parents[:2]], folder=str(folder)))
-    command = [
-        launch.find_mpiexec(),
-        "-n",
-        str(n),
-        *["--oversubscribe", "--bind-to", "none"],
-        sys.executable,
-        script,
-    ]
-    environment = launch.rank_environment(n)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    options = f"-n {n} --oversubscribe --bind-to none".split()
+    command = [launch.find_mpiexec(), *options, sys.executable, script]
+    how = {"env": launch.rank_environment(n), "capture_output": True, "text": True, "timeout": 100}
+    return subprocess.run(command, check=False, **how)
 
 
 def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_path):
@@ -243,7 +209,5 @@ def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_
         assert rank["traffic"] == [local.traffic[k].messages, local.traffic[k].bytes]
     assert [rank["silent"] is None for rank in ranks] == [True, True, False]
     message, waited = ranks[2]["silent"]
-    assert message == "site 1 did not answer for 1 s in round 9 (comm.timeout_s)"
-    assert 1 <= waited < 5
+    assert message == "site 1 did not answer for 1 s in round 9 (comm.timeout_s)" and 1 <= waited < 5
     assert [rank["refused"] for rank in ranks] == [[], ["it has 2 values, agreed on 3"], []]
-    assert [rank["wrong"] for rank in ranks] == [None] * 3

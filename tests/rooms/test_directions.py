@@ -8,11 +8,9 @@ from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wsi_fl.models import directions
 from wsi_fl.models.directions import (
-    Origin,
-    Source,
     enough_directions,
-    normalised,
     public_directions,
     random_directions,
     read_directions,
@@ -21,15 +19,16 @@ from wsi_fl.models.directions import (
 from wsi_fl.stages.prepare.directions import Letters
 from wsi_fl.types import WsiFlError
 
-ORIGIN = Origin(encoder="tiny sha256:0", sources=[Source(name="a.svs", rows=300, sha256="0" * 64)])
+ORIGIN = directions.Origin(
+    encoder="tiny sha256:0", sources=[directions.Source(name="a.svs", rows=300, sha256="0" * 64)]
+)
 
 
 def rows(n=300, d=20, seed=0):
     """Features that vary along few directions."""
     rng = np.random.default_rng(seed)
-    return (rng.normal(size=(n, 4)) @ rng.normal(size=(4, d)) + 0.1 * rng.normal(size=(n, d))).astype(
-        np.float32
-    )
+    x = rng.normal(size=(n, 4)) @ rng.normal(size=(4, d)) + 0.1 * rng.normal(size=(n, d))
+    return x.astype(np.float32)
 
 
 def test_they_are_the_principal_components_and_half_of_all_rows_are_at_most_one_long():
@@ -37,10 +36,10 @@ def test_they_are_the_principal_components_and_half_of_all_rows_are_at_most_one_
 
     x = rows()
     found = public_directions(x, ORIGIN, 6)
-    known = PCA(6).fit(normalised(x))
+    known = PCA(6).fit(directions.normalised(x))
     spans = found.components / np.linalg.norm(found.components, axis=0)
     np.testing.assert_allclose(np.abs((spans * known.components_.T).sum(0)), 1, atol=1e-3)
-    lengths = np.linalg.norm((normalised(x) - found.mean) @ found.components, axis=1)
+    lengths = np.linalg.norm((directions.normalised(x) - found.mean) @ found.components, axis=1)
     assert np.median(lengths) == pytest.approx(1, abs=1e-4)
 
 

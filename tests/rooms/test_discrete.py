@@ -1,6 +1,7 @@
 """Noise in shares against exact probabilities, and what it costs against the Gaussian mechanism."""
 
 from fractions import Fraction
+from functools import reduce
 from math import exp, fsum, log, nextafter, pi, sqrt
 
 import numpy as np
@@ -13,14 +14,7 @@ from scipy.stats import chisquare, kstest, norm
 from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.discrete import (
-    _gap,
-    discrete_gaussian,
-    noise_multiplier,
-    quantised,
-    sensitivity_of,
-    share_sigma,
-)
+from wsi_fl.privacy.discrete import discrete_gaussian, noise_multiplier, sensitivity_of, share_sigma
 from wsi_fl.types import WsiFlError
 
 SURE = 1e-4
@@ -44,17 +38,11 @@ def compare(draws, expected):
     return chisquare(found, wanted * found.sum() / wanted.sum()).pvalue
 
 
-# the sampler
-
-
 @pytest.mark.parametrize("sigma", [0.3, Fraction(7, 3), 20.5])
 def test_draws_have_the_probabilities_of_the_discrete_gaussian(sigma):
     n, most = 12_000, int(12 * sigma) + 3
-    draws, x, p = (
-        discrete_gaussian(sigma, n, CipherStream.seeded(1)),
-        np.arange(-most, most + 1),
-        pmf(sigma, most),
-    )
+    draws, x = discrete_gaussian(sigma, n, CipherStream.seeded(1)), np.arange(-most, most + 1)
+    p = pmf(sigma, most)
     assert draws.dtype == np.int64 and draws.shape == (n,) and abs(draws).max() <= most
     assert compare(draws, p) > SURE
     variance, fourth = float(p @ x**2), float(p @ x**4)
@@ -76,14 +64,6 @@ def test_large_noise_is_normal_and_has_no_grid(sigma):
     assert chisquare(np.bincount(draws & 255, minlength=256)).pvalue > SURE
 
 
-@pytest.mark.parametrize(("n", "d"), [(0, 1), (1, 3), (1, 1), (5, 2), (9, 2)])
-def test_coins_fall_with_exponential_probability(n, d):
-    bits, times = CipherStream.seeded(4), 20_000
-    share = sum(discrete._happens(n, d, bits) for _ in range(times)) / times
-    p = exp(-n / d)
-    assert share == pytest.approx(p, abs=4 * sqrt(p * (1 - p) / times))
-
-
 def test_noise_comes_from_a_fresh_stream_unless_a_test_says_otherwise():
     assert (discrete_gaussian(2.0**20, 50) != discrete_gaussian(2.0**20, 50)).any()
     a, b, c = (discrete_gaussian(2.0**20, 50, CipherStream.seeded(k)) for k in (7, 7, 8))
@@ -95,22 +75,20 @@ def test_a_sigma_that_makes_no_sense_is_refused(sigma):
     refused(lambda: discrete_gaussian(sigma, 1), "sigma above 0")
 
 
-# whole numbers
-
-
 def test_sums_become_the_nearest_whole_numbers():
-    found = quantised(np.array([0.0, 0.3, -0.3, 0.124, 0.125, 0.375, -1e9]), 4.0)
-    assert found.dtype == np.int64
-    assert found.tolist() == [0, 1, -1, 0, 0, 2, -4_000_000_000]
-    assert quantised(np.array([3.0]), 0.25).tolist() == [1]
+    found = discrete.quantised(np.array([0.0, 0.3, -0.3, 0.124, 0.125, 0.375, -1e9]), 4.0)
+    assert found.dtype == np.int64 and found.tolist() == [0, 1, -1, 0, 0, 2, -4_000_000_000]
+    assert discrete.quantised(np.array([3.0]), 0.25).tolist() == [1]
 
 
 def test_what_makes_no_whole_numbers_is_refused():
     for scale in (3.0, 0.0, -2.0, float("inf"), float("nan")):
-        refused(lambda scale=scale: quantised(np.zeros(2), scale), "power of two")
+        refused(lambda scale=scale: discrete.quantised(np.zeros(2), scale), "power of two")
         refused(lambda scale=scale: sensitivity_of(1.0, scale, 2), "power of two")
     for bad in (float("nan"), float("inf"), -(2.0**42), 1e300):
-        refused(lambda bad=bad: quantised(np.array([0, bad]), 2.0**20), "too large", error=WsiFlError)
+        refused(
+            lambda bad=bad: discrete.quantised(np.array([0, bad]), 2.0**20), "too large", error=WsiFlError
+        )
     for clip, n in ((0.0, 1), (float("inf"), 1), (1.0, 0)):
         refused(lambda clip=clip, n=n: sensitivity_of(clip, 1.0, n), "bound above 0")
 
@@ -130,7 +108,7 @@ def test_rounded_sums_of_neighbours_are_never_further_apart_than_the_sensitivity
         total = (np.floor(total * scale) + 0.5 + rng.choice([-(2.0**-20), 0, 2.0**-20], n)) / scale
     row = np.abs(rng.normal(size=n)) + 0.1 if where == "near halves" else rng.normal(size=n)
     row *= clip / np.linalg.norm(row)
-    moved = quantised(total + row, scale) - quantised(total, scale)
+    moved = discrete.quantised(total + row, scale) - discrete.quantised(total, scale)
     # the sum's own round-off belongs to the clip
     assert np.linalg.norm(moved) <= sensitivity_of(clip * (1 + 1e-9) + 1e-9, scale, n)
 
@@ -139,11 +117,8 @@ def test_rounded_sums_of_neighbours_are_never_further_apart_than_the_sensitivity
 def test_the_sensitivity_is_reached(n):
     """So that no smaller number would do."""
     total, row = np.full(n, 0.5 / 8), np.full(n, 1 / 8)
-    moved = np.linalg.norm(quantised(total + row, 8.0) - quantised(total, 8.0))
+    moved = np.linalg.norm(discrete.quantised(total + row, 8.0) - discrete.quantised(total, 8.0))
     assert moved == pytest.approx(sensitivity_of(float(np.linalg.norm(row)), 8.0, n), rel=1e-12)
-
-
-# shares
 
 
 @pytest.mark.parametrize(("n_sites", "colluding"), [(2, 0), (4, 1), (7, 3), (5, 4), (1, 0)])
@@ -154,14 +129,6 @@ def test_shares_of_honest_sites_have_all_the_variance_and_hardly_more(n_sites, c
     assert share == pytest.approx(sigma / sqrt(n_sites - colluding), rel=1e-15)
 
 
-def test_shares_add_up():
-    sigma, n_sites, colluding = 2.0**20, 5, 2
-    share = share_sigma(sigma, n_sites, colluding)
-    draws = [discrete_gaussian(share, 3000, CipherStream.seeded(20 + k)) for k in range(n_sites)]
-    assert sum(draws[colluding:]).std() == pytest.approx(sigma, rel=4 / sqrt(6000))
-    assert sum(draws).std() == pytest.approx(sigma * sqrt(5 / 3), rel=4 / sqrt(6000))
-
-
 def test_somebody_has_to_be_honest():
     for n_sites, colluding in ((3, 3), (3, -1), (0, 0)):
         refused(lambda k=n_sites, t=colluding: share_sigma(1.0, k, t), "may collude")
@@ -169,17 +136,18 @@ def test_somebody_has_to_be_honest():
     refused(lambda: share_sigma(0.0, 3, 1), "sigma above 0")
 
 
-# the account
-
-
 @pytest.mark.parametrize(("n_sites", "colluding"), [(2, 0), (4, 1), (9, 8)])
 def test_the_noise_multiplier_is_what_was_wanted_and_never_more_than_there_is(n_sites, colluding):
     moved, n = sensitivity_of(0.7, 2.0**24, 10_000), 10_000
     share = share_sigma(1.4 * moved, n_sites, colluding)
     z = noise_multiplier(share, n_sites, colluding, moved, n)
-    assert z == pytest.approx(1.4, rel=1e-12)
+    assert z == pytest.approx(1.4, rel=1e-12) and z < nextafter(nextafter(1.4, 2), 2)
     assert Fraction(z) ** 2 <= (n_sites - colluding) * Fraction(share) ** 2 / Fraction(moved) ** 2
-    assert z < nextafter(nextafter(1.4, 2), 2)
+
+
+def summed(one, n):
+    """The distribution of the sum of n draws."""
+    return reduce(np.convolve, [one] * n)
 
 
 def test_shares_too_coarse_for_one_gaussian_are_refused():
@@ -190,22 +158,22 @@ def test_shares_too_coarse_for_one_gaussian_are_refused():
         refused(lambda a=(share, 4, 1, moved, n): noise_multiplier(*a), "numbers above 0")
     assert noise_multiplier(5.0, 4, 1, 1.0, 10**4) == pytest.approx(5 * sqrt(3))
     assert noise_multiplier(4.0, 4, 3, 1.0, 1) == pytest.approx(4.0)  # a single share is a discrete Gaussian
-    assert _gap(2.0**20, 100) == 0 and 0 < _gap(4.9, 100) < 1e-100 and _gap(1.0, 1) == 0
+    assert (
+        discrete._gap(2.0**20, 100) == 0
+        and 0 < discrete._gap(4.9, 100) < 1e-100
+        and discrete._gap(1.0, 1) == 0
+    )
 
 
 @pytest.mark.parametrize("sigma", [0.5, 0.6, 0.8, 1.0])
 @pytest.mark.parametrize("n_shares", [2, 3, 5])
 def test_a_sum_of_shares_is_as_near_to_one_discrete_gaussian_as_is_said(sigma, n_shares):
     """Log-probabilities out to 5 σ, where sums of float64 are exact enough; its last term alone is too little."""
-    most = 40
-    one = pmf(sigma, most)
-    total = one
-    for _ in range(n_shares - 1):
-        total = np.convolve(total, one)
-    m = len(total) // 2
-    centre = slice(m - int(5 * sigma * sqrt(n_shares)), m + int(5 * sigma * sqrt(n_shares)) + 1)
+    total = summed(pmf(sigma, 40), n_shares)
+    m, reach = len(total) // 2, int(5 * sigma * sqrt(n_shares))
+    centre = slice(m - reach, m + reach + 1)
     apart = abs(np.log(total[centre] / pmf(sigma * sqrt(n_shares), m)[centre])).max()
-    assert apart <= _gap(sigma, n_shares) / 2 + 1e-12
+    assert apart <= discrete._gap(sigma, n_shares) / 2 + 1e-12
     assert apart >= exp(-2 * (pi * sigma) ** 2 * (n_shares - 1) / n_shares)
 
 
@@ -239,11 +207,7 @@ def test_discrete_and_normal_noise_have_the_same_delta(z):
 def test_no_renyi_divergence_of_the_sum_is_above_that_on_the_account(n_sites, colluding, order):
     """D_a(sum ‖ shifted sum) by its definition, against a / (2 z²)."""
     share, shift, honest = 6.0, 5, n_sites - colluding
-    one = pmf(share, 200)
-    total = one
-    for _ in range(honest - 1):
-        total = np.convolve(total, one)
-    total = np.maximum(total, 1e-300)
+    total = np.maximum(summed(pmf(share, 200), honest), 1e-300)
     x = np.arange(len(total)) - len(total) // 2
     near = abs(x) < 5 * share * sqrt(honest) + order * shift
     p, q = np.log(total[shift:][near[shift:]]), np.log(total[:-shift][near[shift:]])

@@ -1,24 +1,23 @@
 """Slides that OpenSlide does not read: size, mpp, levels and pixels are their writers'; what is wrong is one line."""
 
-from __future__ import annotations
-
-import builtins
 import json
 import struct
-import subprocess
-import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tifffile
-from conftest import SHARED, refused
+from building import halves, refused
+from conftest import SHARED
 from PIL import Image
 
 from wsi_fl.demo import phantom
 from wsi_fl.slides.reading.formats import pictures, source
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError
 
 MPP = 0.5
 PER_CM = 1e4 / MPP
@@ -32,46 +31,37 @@ def picture():
     return np.ascontiguousarray(slide.repeat(2, 0).repeat(2, 1)[:1100, :1300])
 
 
-def halves(picture, n=3):
-    levels = [picture]
-    for _ in range(n - 1):
-        levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
-    return levels
-
-
 def png(folder, picture):
-    path = folder / "a.png"
-    Image.fromarray(picture).save(path, dpi=(25_400 / MPP, 25_400 / MPP))
-    return path
+    Image.fromarray(picture).save(folder / "a.png", dpi=(25_400 / MPP, 25_400 / MPP))
+    return folder / "a.png"
 
 
 def jpeg(folder, picture):
-    path = folder / "a.jpg"  # JPEG holds 65 535 dpi at most, and whole ones
-    Image.fromarray(picture).save(path, quality=95, dpi=(25_400, 25_400))
-    return path
+    """JPEG holds 65 535 dpi at most, and whole ones."""
+    Image.fromarray(picture).save(folder / "a.jpg", quality=95, dpi=(25_400, 25_400))
+    return folder / "a.jpg"
 
 
 def strips(folder, picture):
-    needs("imagecodecs")
-    path = folder / "a.tif"
-    how = {"photometric": "rgb", "rowsperstrip": 64, "compression": "lzw"}
-    tifffile.imwrite(path, picture, resolution=(PER_CM, PER_CM), resolutionunit="CENTIMETER", **how)
-    return path
+    pytest.importorskip("imagecodecs")
+    how = {"photometric": "rgb", "rowsperstrip": 64, "compression": "lzw", "resolutionunit": "CENTIMETER"}
+    tifffile.imwrite(folder / "a.tif", picture, resolution=(PER_CM, PER_CM), **how)
+    return folder / "a.tif"
 
 
-def needs(*modules):
-    for module in modules:
+def ome_path(folder):
+    """Where an OME-TIFF is written, if the libraries are here that read it."""
+    for module in ("zarr", "imagecodecs"):
         pytest.importorskip(module)
+    return folder / "a.ome.tif"
 
 
 def ome_tiff(folder, picture):
-    needs("zarr", "imagecodecs")
-    path = folder / "a.ome.tif"
-    levels = halves(picture)
+    path, levels = ome_path(folder), halves(picture)
     said = {"axes": "YXS", "PhysicalSizeX": MPP, "PhysicalSizeXUnit": "µm"}
     said |= {"PhysicalSizeY": MPP * 1000, "PhysicalSizeYUnit": "nm"}
+    how = {"photometric": "rgb", "tile": (256, 256), "compression": "deflate"}
     with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
-        how = {"photometric": "rgb", "tile": (256, 256), "compression": "deflate"}
         tif.write(levels[0], subifds=len(levels) - 1, metadata=said, **how)
         for level in levels[1:]:
             tif.write(level, subfiletype=1, **how)
@@ -82,11 +72,9 @@ def ome_flat(**how):
     """An OME-TIFF without a pyramid."""
 
     def write(folder, picture):
-        needs("zarr", "imagecodecs")
-        path = folder / "a.ome.tif"
         said = {"axes": "YXS", "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}
-        tifffile.imwrite(path, picture, ome=True, metadata=said, photometric="rgb", **how)
-        return path
+        tifffile.imwrite(ome_path(folder), picture, ome=True, metadata=said, photometric="rgb", **how)
+        return ome_path(folder)
 
     return write
 
@@ -94,22 +82,18 @@ def ome_flat(**how):
 def ome_zarr(version, axes="cyx", **attributes):
     def write(folder, picture):
         zarr = pytest.importorskip("zarr")
-        path = folder / "a.zarr"
+        path, datasets = folder / "a.zarr", []
         group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
-        datasets = []
         for k, level in enumerate(halves(picture)):
             data = np.moveaxis(level, [0, 1, 2], [axes.index(axis) for axis in "yxc"])
             chunks = tuple(3 if axis == "c" else 256 for axis in axes)
             array = group.create_array(str(k), shape=data.shape, chunks=chunks, dtype="uint8")
             array[...] = data
-            scale = [1.0 if axis == "c" else MPP * 2**k for axis in axes]
-            datasets.append(
-                {"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": scale}]}
-            )
+            scale = {"type": "scale", "scale": [1.0 if axis == "c" else MPP * 2**k for axis in axes]}
+            datasets.append({"path": str(k), "coordinateTransformations": [scale]})
         space = {"type": "space", "unit": "micrometer"}
         units = [{"name": axis} | ({"type": "channel"} if axis == "c" else space) for axis in axes]
-        said = {"multiscales": [{"version": version, "axes": units, "datasets": datasets}]}
-        said |= attributes
+        said = {"multiscales": [{"version": version, "axes": units, "datasets": datasets}], **attributes}
         group.attrs.update(said if version == "0.4" else {"ome": {"version": version, **said}})
         return path
 
@@ -137,8 +121,7 @@ WRITERS = {
     "ome-zarr yxc": ome_zarr("0.5", "yxc"),
     "czi": czi,
 }
-LOSSY = {"jpeg": 6.0}
-"""Grey levels on average; the others are exact."""
+
 FLAT = {"czi", "ome-tiff strips", "ome-tiff jpeg 2000"}
 """Formats that are written here without a pyramid."""
 
@@ -146,13 +129,12 @@ FLAT = {"czi", "ome-tiff strips", "ome-tiff jpeg 2000"}
 @pytest.mark.parametrize("form", WRITERS)
 def test_size_mpp_levels_and_pixels_are_the_writers(form, picture, tmp_path):
     path, mpp = WRITERS[form](tmp_path, picture), 1.0 if form == "jpeg" else MPP
+    error = 6.0 if form == "jpeg" else 0.0  # grey levels on average
     with Slide(path) as slide:
-        assert slide.size_l0 == (1300, 1100)
-        assert slide.mpp == pytest.approx(mpp, rel=1e-3)
+        assert slide.size_l0 == (1300, 1100) and slide.mpp == pytest.approx(mpp, rel=1e-3)
         levels = (1,) if form in FLAT else (1, 2, 4)
         assert slide.level_downsamples == pytest.approx(levels, rel=0.01)
         assert slide.reader == "openslide" and len(slide.quickhash) == 64
-        error = LOSSY.get(form, 0.0)
         for x, y in ((0, 0), (513, 255), (1000, 800)):
             seen = slide.read((x, y), 200, mpp).astype(int)
             assert np.abs(seen - picture[y : y + 200, x : x + 200]).mean() <= error
@@ -169,10 +151,8 @@ def test_what_a_file_is_its_content_says(picture, tmp_path):
     with Slide(path) as slide:
         assert slide.vendor == "plain picture" and slide.size_l0 == (1300, 1100)
     (tmp_path / "b.png").write_text("no picture")
-    refused(
-        lambda: Slide(tmp_path / "b.png"), "b.png", "not a slide format that is known here", error=WsiFlError
-    )
-    refused(lambda: Slide(path, reader="native"), "plain picture", "reader = auto", error=WsiFlError)
+    refused(lambda: Slide(tmp_path / "b.png"), "b.png", "not a slide format that is known here")
+    refused(lambda: Slide(path, reader="native"), "plain picture", "reader = auto")
 
 
 @pytest.mark.parametrize("form", ["png", "jpeg", "tiff", "ome-tiff", "czi"])
@@ -184,7 +164,7 @@ def test_a_cut_file_is_one_line_and_no_wrong_pixel(form, picture, tmp_path):
         with Slide(path, MPP) as slide:
             slide.read((1000, 850), 200, MPP)
 
-    refused(read, path.name, error=WsiFlError)
+    refused(read, path.name)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +184,12 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
 
 
 def without(monkeypatch, module):
-    def missing(name):
+    def importing(name):
         if name == module:
             raise ModuleNotFoundError(name=name)
-        return builtins.__import__(name, fromlist=["x"])
+        return import_module(name)
 
-    monkeypatch.setattr(source, "import_module", missing)
+    monkeypatch.setattr(source, "import_module", importing)
 
 
 def test_isyntax_is_read_by_its_library(monkeypatch, picture, tmp_path):
@@ -234,7 +214,7 @@ def test_isyntax_is_read_by_its_library(monkeypatch, picture, tmp_path):
     path.write_bytes(b'<?xml version="1.0"?>\n<DataObject ObjectType="DPUfsImport">\n')
     without(monkeypatch, "isyntax")
     refused(lambda: Slide(path), "a.isyntax", "wsi-fl[isyntax]", error=UsageError)
-    monkeypatch.setattr(source, "import_module", lambda name: type("module", (), {"ISyntax": ISyntax}))
+    monkeypatch.setattr(source, "import_module", lambda name: SimpleNamespace(ISyntax=ISyntax))
     with Slide(path) as slide:
         assert (slide.size_l0, slide.mpp, slide.vendor) == ((1300, 1100), MPP, "philips isyntax")
         np.testing.assert_array_equal(slide.read((400, 300), 128, MPP), picture[300:428, 400:528])
@@ -242,44 +222,36 @@ def test_isyntax_is_read_by_its_library(monkeypatch, picture, tmp_path):
 
 @pytest.mark.skipif(not DICOM.exists(), reason="the material beside the project is not there")
 def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_named(tmp_path):
+    whole = DICOM.read_bytes()
+
     def part(number):
         at = whole.find(b"\x28\x00\x02\x00US\x02\x00")
         said = struct.pack("<HH2sH8s", 0x20, 0x9161, b"UI", 8, b"1.2.3.4\0")
-        said += struct.pack("<HH2sHH", 0x20, 0x9162, b"US", 2, number)
-        said += struct.pack("<HH2sHH", 0x20, 0x9163, b"US", 2, 2)
-        said += struct.pack("<HH2sHI", 0x20, 0x9228, b"UL", 4, number - 1)
+        for tag, kind, n_bytes, form, value in (
+            (0x9162, b"US", 2, "H", number),
+            (0x9163, b"US", 2, "H", 2),
+            (0x9228, b"UL", 4, "I", number - 1),
+        ):
+            said += struct.pack(f"<HH2sH{form}", 0x20, tag, kind, n_bytes, value)
         uid = whole.find(b"\x08\x00\x18\x00UI") + 8
         name = whole[uid : uid + struct.unpack_from("<H", whole, uid - 2)[0]].rstrip(b"\0")
         return (whole[:at] + said + whole[at:]).replace(name, name[:-1] + str(number).encode())
 
-    whole = DICOM.read_bytes()
     (tmp_path / "a.dcm").write_bytes(part(1))
     for path in (tmp_path / "a.dcm", tmp_path):
-        refused(lambda: Slide(path), "a.dcm", "DICOM concatenation", "one folder", error=WsiFlError)  # noqa: B023
+        refused(partial(Slide, path), "a.dcm", "DICOM concatenation", "one folder")
     (tmp_path / "b.dcm").write_bytes(part(2))
     with Slide(tmp_path) as slide:
         assert slide.vendor == "dicom"
 
 
-def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(monkeypatch, picture, tmp_path):
+@pytest.mark.parametrize("write", [png, strips])
+def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(
+    monkeypatch, picture, tmp_path, write
+):
     monkeypatch.setattr(pictures, "_MOST_PX", 1 << 20)
-    for path in (png(tmp_path, picture), strips(tmp_path, picture)):
-        refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid", error=WsiFlError)  # noqa: B023
-
-
-@pytest.mark.slow
-def test_the_largest_plain_picture_is_opened_within_400_megabytes(tmp_path):
-    path = tmp_path / "a.png"
-    Image.new("RGBA", (5792, 5792), (9, 9, 9, 200)).save(path, compress_level=1)
-    code = "import sys; from pathlib import Path; from resource import *\n"
-    code += "from wsi_fl.slides.reading.reader import Slide\n"
-    code += "before = getrusage(RUSAGE_SELF).ru_maxrss; Slide(Path(sys.argv[1]))\n"
-    code += "print(getrusage(RUSAGE_SELF).ru_maxrss - before)"
-    took = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
-    assert int(took.stdout) < 400_000 and took.stderr == ""
-
-
-# pixels that mean something else
+    path = write(tmp_path, picture)
+    refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid")
 
 
 def saved(picture, name, **how):
@@ -294,20 +266,18 @@ def written_tiff(pixels, **how):
 @pytest.fixture(scope="module")
 def unlike(picture):
     """{what: (writer, the picture that is meant)}"""
-    image = Image.fromarray(picture)
+    image, turn = Image.fromarray(picture), Image.Exif()
     palette, cmyk = image.quantize(64), image.convert("CMYK")
-    turn = Image.Exif()
     turn[0x112] = 6  # to be turned clockwise
-    clear = np.dstack([picture, np.where(np.arange(1300) < 600, 0, 255)[None].repeat(1100, 0)]).astype(
-        np.uint8
-    )
-    clear[:, :600, :3] = 0
-    on_glass = picture.copy()
-    on_glass[:, :600] = 255
+    opaque = (np.arange(1300) >= 600)[None].repeat(1100, 0)[..., None]
+    clear = np.concatenate([picture * opaque, opaque * 255], 2).astype(np.uint8)
     return {
         "palette": (saved(palette, "a.tif"), np.asarray(palette.convert("RGB"))),
         "cmyk": (saved(cmyk, "a.tif"), np.asarray(cmyk.convert("RGB"))),
-        "clear tiff": (written_tiff(clear, photometric="rgb", extrasamples=["unassalpha"]), on_glass),
+        "clear tiff": (
+            written_tiff(clear, photometric="rgb", extrasamples=["unassalpha"]),
+            np.where(opaque, picture, 255),
+        ),
         "turned png": (saved(image, "a.png", exif=turn), np.rot90(picture, -1)),
     }
 
@@ -321,11 +291,8 @@ def test_a_plain_picture_is_seen_as_it_is_meant(unlike, tmp_path, what):
 
 
 def channels_ome(n):
-    def write(folder):
-        how = {"ome": True, "metadata": {"axes": "CYX"}, "photometric": "minisblack", "tile": (256, 256)}
-        return written_tiff(np.zeros((n, 600, 600), np.uint8), **how)(folder)
-
-    return write
+    how = {"ome": True, "metadata": {"axes": "CYX"}, "photometric": "minisblack", "tile": (256, 256)}
+    return written_tiff(np.zeros((n, 600, 600), np.uint8), **how)
 
 
 def channels_zarr(n, **attributes):
@@ -368,16 +335,12 @@ NO_COLOURS = {
 def test_pixels_that_are_no_colours_are_refused(tmp_path, what):
     write, words = NO_COLOURS[what]
     path = write(tmp_path)
-    refused(lambda: Slide(path, MPP), path.name, "a slide has", words, error=WsiFlError)
+    refused(lambda: Slide(path, MPP), path.name, "a slide has", words)
     assert path.resolve() not in {one.resolve() for one in Path("/proc/self/fd").iterdir()}
 
 
-# OME
-
-
 def test_the_slide_of_an_ome_tiff_is_its_largest_picture(picture, tmp_path):
-    needs("zarr", "imagecodecs")
-    path = tmp_path / "a.ome.tif"
+    path = ome_path(tmp_path)
     with tifffile.TiffWriter(path, ome=True) as tif:
         for pixels, mpp in ((picture[:300, :200], 8.0), (picture, MPP)):
             said = {"axes": "YXS", "PhysicalSizeX": mpp, "PhysicalSizeY": mpp}
@@ -388,15 +351,15 @@ def test_the_slide_of_an_ome_tiff_is_its_largest_picture(picture, tmp_path):
 
 
 def test_a_zarr_by_bioformats2raw_is_read_and_scales_multiply(picture, tmp_path):
-    doubled = {"coordinateTransformations": [{"type": "scale", "scale": [1.0, 2.0, 2.0]}]}
-    (tmp_path / "outer.zarr").mkdir()
-    (tmp_path / "outer.zarr" / ".zgroup").write_text('{"zarr_format": 2}')
-    (tmp_path / "outer.zarr" / ".zattrs").write_text('{"bioformats2raw.layout": 3}')
+    outer = tmp_path / "outer.zarr"
+    outer.mkdir()
+    (outer / ".zgroup").write_text('{"zarr_format": 2}')
+    (outer / ".zattrs").write_text('{"bioformats2raw.layout": 3}')
     inner = ome_zarr("0.4")(tmp_path, picture)
     said = json.loads((inner / ".zattrs").read_text())
-    said["multiscales"][0] |= doubled
+    said["multiscales"][0]["coordinateTransformations"] = [{"type": "scale", "scale": [1.0, 2.0, 2.0]}]
     (inner / ".zattrs").write_text(json.dumps(said))
-    inner.rename(tmp_path / "outer.zarr" / "0")
-    with Slide(tmp_path / "outer.zarr") as slide:
+    inner.rename(outer / "0")
+    with Slide(outer) as slide:
         assert slide.mpp == 2 * MPP
         np.testing.assert_array_equal(slide.read((500, 300), 400, 2 * MPP), picture[300:700, 500:900])

@@ -1,11 +1,13 @@
 """What a GPU computes is what the processor computes; skipped where there is none."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
 import timm
 import torch
+from building import clipped, each_gradient, norms_of
 from safetensors.torch import save_file
 from scipy.stats import kstest
 from torch.nn import functional
@@ -16,7 +18,7 @@ from wsi_fl.models import build
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.models.mil import deepset
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.gradients import ENGINES, trained
+from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.types import Images
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -24,54 +26,50 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def models():
+MODELS = {
+    "resnet18": (lambda: build("resnet18", n_classes=3, shape=Images(3, 64), seed=0), (6, 3, 64, 64)),
+    "lenet5": (lambda: build("lenet5", n_classes=3, shape=Images(1, 28), seed=0), (6, 1, 28, 28)),
+    "deepset": (lambda: deepset(3, 32), (6, 9, 33)),
+}
+EVERY = pytest.mark.parametrize(("name", "engine"), itertools.product(MODELS, sorted(ENGINES)))
+
+
+def made(name):
     torch.manual_seed(0)
-    return {
-        "resnet18": (
-            build("resnet18", n_classes=3, shape=Images(3, 64), seed=0),
-            torch.randn(6, 3, 64, 64),
-        ),
-        "lenet5": (build("lenet5", n_classes=3, shape=Images(1, 28), seed=0), torch.randn(6, 1, 28, 28)),
-        "deepset": (deepset(3, 32), torch.cat([torch.randn(6, 9, 32), torch.ones(6, 9, 1)], 2)),
-    }
+    model, shape = MODELS[name]
+    x = torch.randn(shape)
+    if name == "deepset":
+        x[..., -1] = 1  # no padding
+    return model(), x
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
-@pytest.mark.parametrize("name", ["resnet18", "lenet5", "deepset"])
+@EVERY
 def test_clipped_sums_are_those_of_double_precision(name, engine):
-    model, x = models()[name]
+    model, x = made(name)
     y = torch.arange(len(x)) % 3
-    exact = copy.deepcopy(model).double().train()
-    rows = []
-    for k in range(len(x)):
-        loss = functional.cross_entropy(exact(x[k : k + 1].double()), y[k : k + 1])
-        rows.append(torch.autograd.grad(loss, trained(exact)))
-    wanted = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    each = each_gradient(copy.deepcopy(model).double().train(), x.double(), y)
     told = []
 
     def weigh(norms):
         told.append(norms.cpu())
         return (0.5 / norms).clamp(max=1.0)
 
+    def loss_of(logits):
+        return functional.cross_entropy(logits, y.to(CUDA))
+
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # which sends a few ReLUs the other way
-        sums, _ = ENGINES[engine](
-            model.to(CUDA).train(),
-            x.to(CUDA),
-            lambda logits: functional.cross_entropy(logits, y.to(CUDA)),
-            weigh,
-        )
-    norms = wanted.norm(dim=1)
-    torch.testing.assert_close(told[0].double(), norms, rtol=2e-3, atol=0)
-    clipped = ((0.5 / norms).clamp(max=1.0)[:, None] * wanted).sum(0)
-    found = torch.cat([one.flatten() for one in sums]).cpu().double()
-    assert (found - clipped).norm() <= 5e-3 * clipped.norm()
+        sums, _ = ENGINES[engine](model.to(CUDA).train(), x.to(CUDA), loss_of, weigh)
+    torch.testing.assert_close(told[0].double(), norms_of(each), rtol=2e-3, atol=0)
+    wanted, found = (
+        torch.cat([one.flatten().cpu().double() for one in ones]) for ones in (clipped(each, 0.5), sums)
+    )
+    assert (found - wanted).norm() <= 5e-3 * wanted.norm()
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
-@pytest.mark.parametrize("name", ["resnet18", "lenet5", "deepset"])
+@EVERY
 def test_norms_are_those_of_what_is_summed(name, engine):
     """Clipping rests on it, so TensorFloat-32 must have no part in it."""
-    model, x = models()[name]
+    model, x = made(name)
     model, x, y = model.to(CUDA).train(), x.to(CUDA), torch.arange(len(x), device=CUDA) % 3
     for k in range(len(x)):
         told = []
@@ -114,15 +112,18 @@ def test_training_goes_the_same_way(dp):
     np.testing.assert_allclose(found[1], found[0], atol=5e-3)
 
 
-@pytest.mark.parametrize("name", ["test_vit", "test_efficientnet"])
-def test_features_are_those_of_the_processor(tmp_path, name):
+def encoded(folder, name, **how):
+    """The features of forty patches by random weights."""
     torch.manual_seed(0)
-    path = tmp_path / "weights.safetensors"
+    path = folder / "weights.safetensors"
     save_file(timm.create_model(name, num_classes=0).state_dict(), path)
     patches = np.random.default_rng(0).integers(0, 256, (40, 160, 160, 3)).astype(np.uint8)
-    here, there = (
-        encode([patches], Encoder(name, path, batch_size=16, device=device)) for device in (CPU, CUDA)
-    )
+    return encode([patches], Encoder(name, path, batch_size=16, **how))
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_efficientnet"])
+def test_features_are_those_of_the_processor(tmp_path, name):
+    here, there = (encoded(tmp_path, name, device=device) for device in (CPU, CUDA))
     centred = [one - here.mean(0) for one in (here, there)]
     assert np.linalg.norm(centred[1] - centred[0]) <= 0.1 * np.linalg.norm(centred[0])  # bfloat16
 
@@ -151,12 +152,5 @@ def test_memory_that_runs_out_makes_parts_smaller(little_memory, dp):
 
 @pytest.mark.story
 def test_an_encoder_is_compiled_for_every_number_of_patches(tmp_path):
-    torch.manual_seed(0)
-    path = tmp_path / "weights.safetensors"
-    save_file(timm.create_model("test_vit", num_classes=0).state_dict(), path)
-    patches = np.random.default_rng(0).integers(0, 256, (40, 160, 160, 3)).astype(np.uint8)
-    plain, compiled = (
-        encode([patches], Encoder("test_vit", path, batch_size=16, device=CUDA, compiled=one))
-        for one in (False, True)
-    )
-    assert np.linalg.norm(compiled - plain) <= 0.02 * np.linalg.norm(plain)
+    plain, fast = (encoded(tmp_path, "test_vit", device=CUDA, compiled=one) for one in (False, True))
+    assert np.linalg.norm(fast - plain) <= 0.02 * np.linalg.norm(plain)

@@ -25,8 +25,7 @@ def started(monkeypatch):
 def test_a_command_begins_again_with_a_rank_on_each_gpu(started):
     take_gpus("0,3")
     ((file, command, environment),) = started
-    assert file == command[0] and command[0].endswith("mpiexec")
-    assert command[command.index("-n") + 1] == "2"
+    assert file == command[0] and command[0].endswith("mpiexec") and command[command.index("-n") + 1] == "2"
     assert command[-7:] == [sys.executable, "-m", "wsi_fl", "features", "--all", "--gpus", "0,3"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,3" and int(environment["OMP_NUM_THREADS"]) >= 1
 
@@ -47,7 +46,9 @@ def test_what_is_no_list_of_gpus_is_refused(started, gpus):
     refused(lambda: take_gpus(gpus), f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3")
 
 
-def test_gpus_that_are_not_there_are_refused(started, monkeypatch):
-    refused(lambda: take_gpus("0,1,2"), "--gpus 0,1,2: of these this machine has 2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    refused(lambda: take_gpus("0"), "of these this machine has none")
+@pytest.mark.parametrize(
+    ("gpus", "here", "words"), [("0,1,2", 2, "this machine has 2"), ("0", 0, "has none")]
+)
+def test_gpus_that_are_not_there_are_refused(started, monkeypatch, gpus, here, words):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
+    refused(lambda: take_gpus(gpus), f"--gpus {gpus}: of these", words)

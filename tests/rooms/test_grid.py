@@ -1,7 +1,5 @@
 """The lattice of patches, and which of them are kept with which label."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,11 +22,9 @@ slide_mpps = st.sampled_from([0.2274, 0.25, 0.499, 0.5, 0.972])
 
 def walked(extent, size, step):
     """The axis walked patch by patch until the edge is reached."""
-    index = 0
     starts = [0]
-    while index * step + size < extent - 1e-6:
-        index += 1
-        starts.append(round(index * step))
+    while (len(starts) - 1) * step + size < extent - 1e-6:
+        starts.append(round(len(starts) * step))
     return starts
 
 
@@ -37,42 +33,7 @@ def test_positions_are_those_of_a_walk_in_row_major_order(width, height, spec, s
     size, step = (n * spec.mpp / slide_mpp for n in (spec.size_px, spec.stride_px))
     expected = [(x, y) for y in walked(height, size, step) for x in walked(width, size, step)]
     got = grid_positions((width, height), spec, slide_mpp)
-    assert got.dtype == np.int64
-    assert got.tolist() == [list(p) for p in expected]
-
-
-fractions = st.lists(st.tuples(st.floats(0, 1, width=32), st.floats(0, 1, width=32)), max_size=30)
-
-
-def rule(tissue, tumor, supervision, positive, min_tissue, min_tumor):
-    """The label of one patch in words; None where it is dropped."""
-    if tissue < min_tissue:
-        return None
-    if supervision == "weak":
-        return TUMOR if positive else HEALTHY
-    if tumor >= min_tumor and supervision != "negative":
-        return TUMOR
-    return HEALTHY if tumor == 0 and supervision in {"negative", "annotated"} else None
-
-
-@given(
-    rows=fractions,
-    supervision=st.sampled_from(["negative", "annotated", "partial", "weak"]),
-    min_tissue=st.floats(0, 1),
-    min_tumor=st.floats(0.01, 1),
-    positive=st.booleans(),
-)
-def test_labels_follow_the_rule(rows, supervision, min_tissue, min_tumor, positive):
-    tissue, tumor = np.array(rows, np.float32).reshape(-1, 2).T
-    if supervision == "negative":
-        tumor = np.zeros_like(tumor)
-    limits = PlanParams(min_tissue=min_tissue, min_tumor=min_tumor)
-    keep, label = _label_patches(tissue, tumor, supervision, positive, limits)
-    assert keep.dtype == bool and label.dtype == np.int64
-    expected = [
-        rule(a, b, supervision, positive, min_tissue, min_tumor) for a, b in zip(tissue, tumor, strict=True)
-    ]
-    assert [int(one) if kept else None for one, kept in zip(label, keep, strict=True)] == expected
+    assert got.dtype == np.int64 and got.tolist() == [list(p) for p in expected]
 
 
 @pytest.mark.parametrize("supervision", ["partial", "annotated"])

@@ -1,15 +1,14 @@
 """Archives as hospitals keep them: which slides, patients, labels and outlines they hold."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import conftest
 import pytest
+from building import refused
 
 from wsi_fl.slides.layouts import Sources, describe, detect, read_site
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError
 
 
 def touch(*paths: Path) -> None:
@@ -17,8 +16,6 @@ def touch(*paths: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
-
-refused = partial(conftest.refused, error=WsiFlError)
 
 C17_STAGES = {
     "patient_000_node_0": "negative",
@@ -34,14 +31,11 @@ C17_STAGES = {
 C17_OUTLINED = ("patient_000_node_1", "patient_004_node_4", "patient_010_node_4", "patient_039_node_1")
 
 
-def camelyon17(root: Path, style: str) -> Path:
+def camelyon17(root: Path, style: str = "training/center_") -> Path:
     """An archive in one of the ways Camelyon17 is kept; its files are empty."""
     for name in [*C17_STAGES, "patient_100_node_0", "patient_199_node_4"]:
-        patient = int(name[8:11])
-        folder = {"images": "images", "center": f"training/center_{patient // 20}"}.get(
-            style, f"centre_{patient // 20}"
-        )
-        touch(root / folder / f"{name}.tif")
+        number = "" if style == "images" else int(name[8:11]) // 20
+        touch(root / f"{style}{number}" / f"{name}.tif")
     touch(root / "masks" / "patient_004_node_4_mask.tif")
     touch(*(root / "annotations" / f"{name}.xml" for name in C17_OUTLINED))
     rows = ["patient,stage", "patient_000.zip,pN0(i+)", "patient_004.zip,pN1"]
@@ -51,14 +45,15 @@ def camelyon17(root: Path, style: str) -> Path:
 
 
 def sources_of(found) -> Sources:
-    def path(text):
-        return Path(text) if text else None
-
-    label = f"sites/{found.name}.toml"
-    return Sources(found.name, label, found.slides, path(found.annotations), path(found.labels))
+    annotations, labels = (Path(one) if one else None for one in (found.annotations, found.labels))
+    return Sources(found.name, f"sites/{found.name}.toml", found.slides, annotations, labels)
 
 
-@pytest.mark.parametrize("style", ["images", "center", "centre"])
+def first_of(archive: Path) -> Sources:
+    return sources_of(describe(archive, "camelyon17")[0])
+
+
+@pytest.mark.parametrize("style", ["images", "training/center_", "centre_"])
 @pytest.mark.parametrize("folder", ["c17", "c 17 [v1] *"])
 def test_camelyon17_is_five_centres_however_its_folders_are_called(tmp_path, style, folder):
     archive = camelyon17(tmp_path / folder, style)
@@ -71,14 +66,13 @@ def test_camelyon17_is_five_centres_however_its_folders_are_called(tmp_path, sty
     for site in found:
         records, aside = read_site("camelyon17", sources_of(site))
         assert len(records) + len(aside) == site.n_slides
-        seen += [r.slide for r in records] + [a.slide for a in aside]
+        seen += [one.slide for one in (*records, *aside)]
         assert {int(r.patient[8:]) // 20 for r in records} == {int(site.name[1]) - 1}
     assert sorted(seen) == sorted(C17_STAGES)
 
 
 def test_camelyon17_slides_are_supervised_by_stage_and_outline(tmp_path):
-    site = describe(camelyon17(tmp_path, "center"), "camelyon17")[0]
-    records, aside = read_site("camelyon17", sources_of(site))
+    records, aside = read_site("camelyon17", first_of(camelyon17(tmp_path)))
     assert [(r.slide, r.patient, r.supervision, r.positive) for r in records] == [
         ("patient_000_node_0", "patient_000", "negative", False),
         ("patient_000_node_1", "patient_000", "partial", True),
@@ -86,75 +80,70 @@ def test_camelyon17_slides_are_supervised_by_stage_and_outline(tmp_path):
         ("patient_010_node_4", "patient_010", "annotated", True),
     ]
     assert all(r.site == "C1" and r.path.is_file() and r.path.stem == r.slide for r in records)
-    assert [r.annotation.stem if r.annotation else None for r in records] == [
-        None,
-        *(r.slide for r in records[1:]),
-    ]
-    assert {a.slide: a.reason.split(",")[0] for a in aside} == {
+    outlines = [r.annotation.stem if r.annotation else None for r in records]
+    assert outlines == [None, *(r.slide for r in records[1:])]
+    reasons = {a.slide: a.reason for a in aside}
+    assert {slide: reason.split(",")[0] for slide, reason in reasons.items()} == {
         "patient_012_node_0": "itc",
         "patient_013_node_2": "macro",
     }
-    assert all("not outlined" in a.reason and f"{a.slide}.xml" in a.reason for a in aside)
+    assert all("not outlined" in reason and f"{slide}.xml" in reason for slide, reason in reasons.items())
 
 
 def test_without_annotations_a_positive_slide_is_weakly_supervised(tmp_path):
-    site = describe(camelyon17(tmp_path, "center"), "camelyon17")[0]
-    weak = Sources("C1", "sites/C1.toml", site.slides, None, Path(site.labels or ""))
-    records, aside = read_site("camelyon17", weak)
-    assert aside == []
+    records, aside = read_site("camelyon17", replace(first_of(camelyon17(tmp_path)), annotations=None))
+    assert aside == [] and all(r.annotation is None for r in records)
     assert [r.supervision for r in records] == ["negative"] + ["weak"] * 5
-    assert all(r.annotation is None for r in records)
 
 
 def test_slides_without_a_stage_or_with_another_name_are_set_aside(tmp_path):
-    archive = camelyon17(tmp_path, "center")
-    folder = archive / "training" / "center_0"
+    folder = camelyon17(tmp_path) / "training" / "center_0"
     touch(folder / "patient_015_node_0.tif", folder / "control.tif")
     (folder / "patient_000_node_0.tif").rename(folder / "patient_000_node_0.tiff")
-    sources = sources_of(describe(archive, "camelyon17")[0])
-    records, aside = read_site("camelyon17", Sources(**{**vars(sources), "slides": (f"{folder}/*.tif*",)}))
+    records, aside = read_site("camelyon17", replace(first_of(tmp_path), slides=(f"{folder}/*.tif*",)))
     reasons = {a.slide: a.reason for a in aside}
     assert reasons["patient_015_node_0"] == "no stage in stages.csv"
     assert "patient_PPP_node_N" in reasons["control"]
     assert records[0].slide == "patient_000_node_0", "the stages call it .tif, the file is .tiff"
 
 
-def test_what_a_site_file_names_must_be_there(tmp_path):
-    archive = camelyon17(tmp_path, "center")
-    good = vars(sources_of(describe(archive, "camelyon17")[0]))
-
-    def read(**change):
-        return lambda: read_site("camelyon17", Sources(**{**good, **change}))
-
-    none = tmp_path / "none"
-    for change, words in (
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         ({"slides": ("none/*.tif",)}, ("slides matched no file", "none/*.tif")),
-        ({"labels": none}, ("labels: no such file", str(none))),
+        ({"labels": Path("none")}, ("labels: no such file", "none")),
         ({"labels": None}, ("labels is missing", "stages.csv")),
-        ({"annotations": none}, ("annotations: no such folder", str(none))),
-        ({"split": none}, ("split: no such file", str(none))),
-    ):
-        refused(read(**change), "sites/C1.toml: ", *words)
-        with pytest.raises(UsageError):
-            read(**change)()
-    empty = tmp_path / "empty.csv"
-    empty.write_text("patient,stage\n")
-    refused(read(labels=empty), "sites/C1.toml", "none of its slides can be used", "no stage in empty.csv")
-    empty.write_text("name,stage\n")
-    refused(read(labels=empty), "empty.csv", "column 'patient' is missing", "name, stage")
-    empty.write_text("patient,stage\npatient_000_node_0.tif,sick\n")
-    refused(read(labels=empty), "empty.csv", "patient_000_node_0.tif", "unknown label 'sick'", "negative")
-    empty.write_bytes("patient,stage\npatient_000_node_0.tif,n\xe9gatif\n".encode("latin-1"))
-    refused(read(labels=empty), "empty.csv", "not a readable CSV")
+        ({"annotations": Path("none")}, ("annotations: no such folder", "none")),
+        ({"split": Path("none")}, ("split: no such file", "none")),
+    ],
+)
+def test_what_a_site_file_names_must_be_there(tmp_path, change, words):
+    good = first_of(camelyon17(tmp_path))
+    named = ("sites/C1.toml: ", *words)
+    refused(lambda: read_site("camelyon17", replace(good, **change)), *named, error=UsageError)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("patient,stage\n", ("sites/C1.toml", "none of its slides can be used", "no stage in empty.csv")),
+        ("name,stage\n", ("empty.csv", "column 'patient' is missing", "name, stage")),
+        (
+            "patient,stage\npatient_000_node_0.tif,sick\n",
+            ("empty.csv", "patient_000_node_0.tif", "unknown label 'sick'", "negative"),
+        ),
+        ("patient,stage\npatient_000_node_0.tif,n\xe9gatif\n", ("empty.csv", "not a readable CSV")),
+    ],
+)
+def test_a_table_of_stages_that_is_none_is_one_line(tmp_path, text, words):
+    (tmp_path / "empty.csv").write_bytes(text.encode("latin-1"))
+    good = first_of(camelyon17(tmp_path))
+    refused(lambda: read_site("camelyon17", replace(good, labels=tmp_path / "empty.csv")), *words)
 
 
 def split_read(tmp_path: Path, text: str):
-    archive = camelyon17(tmp_path / "c17", "center")
     (tmp_path / "split.csv").write_text(text)
-    sources = Sources(
-        **{**vars(sources_of(describe(archive, "camelyon17")[0])), "split": tmp_path / "split.csv"}
-    )
-    return lambda: read_site("camelyon17", sources)
+    return read_site("camelyon17", replace(first_of(camelyon17(tmp_path)), split=tmp_path / "split.csv"))
 
 
 @pytest.mark.parametrize(
@@ -162,36 +151,31 @@ def split_read(tmp_path: Path, text: str):
     [
         "patient,split\npatient_000,test\npatient_004,train\npatient_010,val\n",
         "slide,split\npatient_000_node_0,test\npatient_000_node_1,test\n"
-        "patient_004_node_4,train\npatient_010_node_4,val\n",
-        "slide,split\npatient_000_node_0.tif,test\npatient_000_node_1.tif,test\n"
         "patient_004_node_4.tif,train\npatient_010_node_4.tif,val\n",
     ],
 )
 def test_split_table_names_patients_or_slides(tmp_path, text):
-    records, _ = split_read(tmp_path, text)()
+    records, _ = split_read(tmp_path, text)
     assert [r.split for r in records] == ["test", "test", "train", "val"]
 
 
-def test_mistake_in_a_split_table_is_one_line(tmp_path):
-    for k, (text, words) in enumerate(
-        (
-            ("patient,part\na,test\n", ("column 'split' is missing",)),
-            ("patient,split\npatient_000,testing\n", ("split.csv line 2", "train, val, test")),
-            ("patient,split\n,test\n", ("split.csv line 2", "patient or slide")),
-            ("patient,split\np,test\np,train\n", ("p is in two splits", "test and train")),
-            (
-                "patient,split\npatient-000,test\n",
-                ("sites/C1.toml: split: ", "none of its slides or patients"),
-            ),
-        )
-    ):
-        refused(split_read(tmp_path / str(k), text), *words)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("patient,part\na,test\n", ("column 'split' is missing",)),
+        ("patient,split\npatient_000,testing\n", ("split.csv line 2", "train, val, test")),
+        ("patient,split\n,test\n", ("split.csv line 2", "patient or slide")),
+        ("patient,split\np,test\np,train\n", ("p is in two splits", "test and train")),
+        ("patient,split\npatient-000,test\n", ("sites/C1.toml: split: ", "none of its slides or patients")),
+    ],
+)
+def test_mistake_in_a_split_table_is_one_line(tmp_path, text, words):
+    refused(lambda: split_read(tmp_path, text), *words)
 
 
 def test_camelyon16_is_two_hospitals(tmp_path):
     names = ("normal_001", "normal_100", "normal_101", "normal_160", "tumor_001", "tumor_070", "tumor_071")
-    for name in names:
-        touch(tmp_path / "training" / name.split("_")[0] / f"{name}.tif")
+    touch(*(tmp_path / "training" / name.split("_")[0] / f"{name}.tif" for name in names))
     touch(tmp_path / "training" / "tumor" / "tumor_001_mask.tif", tmp_path / "testing" / "test_001.tif")
     touch(*(tmp_path / "training" / "lesion_annotations" / f"{n}.xml" for n in ("tumor_001", "tumor_071")))
     assert detect(tmp_path) == "camelyon16"
@@ -218,10 +202,8 @@ def generic(root: Path, table: str | bytes, files=("a.svs", "b.svs", "c.tif", "d
 
 
 def read_generic(root: Path, site: str = "north", **more):
-    table = root / "slides.csv"
-    return read_site(
-        "generic", Sources(site, f"sites/{site}.toml", (f"{root}/slides/*",), labels=table, **more)
-    )
+    sources = Sources(site, f"sites/{site}.toml", (f"{root}/slides/*",), labels=root / "slides.csv", **more)
+    return read_site("generic", sources)
 
 
 def test_generic_archive_with_all_columns(tmp_path):
@@ -266,20 +248,15 @@ def test_generic_archive_with_all_columns(tmp_path):
 def test_mistake_in_a_generic_table_is_one_line(tmp_path, rows, words):
     files = ("a.svs", "a.tif") if "a.svs" in rows else ("a.svs",)
     rows = "\n".join(row + "," * (6 - row.count(",")) for row in rows.split("\n"))
-    refused(
-        lambda: read_generic(generic(tmp_path, f"{HEADER},annotation,mpp,split\n{rows}\n", files)), *words
-    )
+    archive = generic(tmp_path, f"{HEADER},annotation,mpp,split\n{rows}\n", files)
+    refused(lambda: read_generic(archive), *words)
 
 
 def test_slide_named_without_suffix_must_be_the_only_one_of_its_name(tmp_path):
-    archive = generic(
-        tmp_path, f"{HEADER}\na,p1,north,tumor\nb,p2,north,tumor\n", ("a.svs", "a.xml", "b.svs")
-    )
-    records, aside = read_generic(archive)
+    table = f"{HEADER}\na,p1,north,tumor\nb,p2,north,tumor\n"
+    records, aside = read_generic(generic(tmp_path, table, ("a.svs", "a.xml", "b.svs")))
     assert [r.slide for r in records] == ["b"]
     assert "a.svs, a.xml" in aside[0].reason and "suffix" in aside[0].reason
-    (archive / "slides.csv").write_text(f"{HEADER}\na.svs,p1,north,tumor\n")
-    assert [r.path.name for r in read_generic(archive)[0]] == ["a.svs"]
 
 
 def test_archive_of_no_known_layout_says_what_was_looked_for(tmp_path):
@@ -287,5 +264,5 @@ def test_archive_of_no_known_layout_says_what_was_looked_for(tmp_path):
     refused(lambda: detect(tmp_path), str(tmp_path), "slides.csv", "patient_PPP_node_N.tif", "normal_NNN.tif")
     refused(lambda: detect(tmp_path / "none"), "none: no such folder")
     for layout in ("camelyon17", "camelyon16"):
-        refused(lambda layout=layout: describe(tmp_path, layout), f"no slide of a {layout} archive")
+        refused(partial(describe, tmp_path, layout), f"no slide of a {layout} archive")
     refused(lambda: describe(tmp_path, "generic"), "slides.csv: no such file")

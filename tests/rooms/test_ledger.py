@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
+from conftest import refused
 
 from wsi_fl.privacy.accounting import _ORDERS, Mechanism, epsilon
 from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, Terms
@@ -12,36 +13,46 @@ from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.types import WsiFlError
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
+SUMS = Mechanism(sigma=6.0, clip=1.0, sample_rate=1.0, steps=1)
 DELTA = 1e-5
 SCHEMA = "ab" * 32
 VECTOR = np.arange(5, dtype=np.float32)
+UNKNOWN = "did not release these bytes"
 
 
 def spent(rounds):
-    return epsilon([ROUND] * rounds, DELTA)
+    """ε of so many rounds, as a test compares it."""
+    return pytest.approx(epsilon([ROUND] * rounds, DELTA))
+
+
+def limit(rounds, more=1e-9):
+    return epsilon([ROUND] * rounds, DELTA) + more
 
 
 @pytest.fixture
 def open_ledger(tmp_path):
-    def open_(run="one", **terms):
-        return PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run=run, terms=Terms(delta=DELTA, **terms))
+    def open_(run="one", includes=(), **terms):
+        terms = Terms(delta=DELTA, **terms)
+        return PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run=run, terms=terms, includes=includes)
 
     return open_
 
 
-def release(ledger, round_, mechanism=ROUND, vector=VECTOR, content="model"):
-    return ledger.release(round_, vector, schema=SCHEMA, mechanism=mechanism, content=content)
+def release(ledger, round_, mechanism=ROUND, vector=VECTOR):
+    return ledger.release(round_, vector, schema=SCHEMA, mechanism=mechanism, content="model")
 
 
-def test_only_a_ledger_makes_a_release(open_ledger):
+def record(ledger, *rounds):
+    for round_ in rounds:
+        ledger.record(round_, ROUND)
+
+
+def test_only_a_ledger_makes_a_release_which_cannot_be_changed_on_its_way(open_ledger):
     with pytest.raises(TypeError, match=r"only PrivacyLedger\.release"):
         Release("C1", 1, SCHEMA, VECTOR, 1.0, "0", seal=object())
-    assert isinstance(release(open_ledger(), 1), Release)
-
-
-def test_a_release_cannot_be_changed_on_its_way(open_ledger):
     mine = VECTOR.copy()
     made = release(open_ledger(), 1, vector=mine)
+    assert isinstance(made, Release)
     mine[:] = 7
     assert made.vector.tolist() == VECTOR.tolist()
     with pytest.raises(ValueError, match="read-only"):
@@ -67,21 +78,20 @@ def test_what_is_not_protected_leaves_only_if_allowed_by_name(open_ledger, mecha
 
 
 def test_what_is_not_finite_stays(open_ledger):
-    ledger = open_ledger()
-    with pytest.raises(WsiFlError, match=r"not finite in round 3; lower train\.lr"):
-        release(ledger, 3, vector=np.array([0, np.nan], np.float32))
+    ledger, spoilt = open_ledger(), np.array([0, np.nan], np.float32)
+    words = ("not finite in round 3", "lower train.lr")
+    refused(lambda: release(ledger, 3, vector=spoilt), *words, error=WsiFlError)
     assert ledger.mechanisms() == []
 
 
 def test_the_account_survives_reopening_and_only_grows(open_ledger):
-    ledger = open_ledger()
-    before = b""
+    ledger, before = open_ledger(), b""
     for round_ in (1, 2, 3):
         release(ledger, round_)
         now = ledger.path.read_bytes()
         assert now.startswith(before)
         before = now
-    assert open_ledger().epsilon() == ledger.epsilon() == pytest.approx(spent(3))
+    assert open_ledger().epsilon() == ledger.epsilon() == spent(3)
     assert open_ledger("other").epsilon() is None
     line = json.loads(before.splitlines()[0])
     assert line["mechanism"] == {"sigma": 1.4, "clip": 0.7, "sample_rate": 0.1, "steps": 10}
@@ -95,104 +105,83 @@ def test_a_line_cut_short_by_a_crash_is_forgotten_and_does_not_spoil_the_next(op
     for cut in (1, 20, len(whole) - 2):
         ledger.path.write_bytes(whole + whole[:cut])
         again = open_ledger()
-        assert again.epsilon() == pytest.approx(spent(1))
+        assert again.epsilon() == spent(1)
         release(again, 2)
-        assert open_ledger().epsilon() == pytest.approx(spent(2))
+        assert open_ledger().epsilon() == spent(2)
 
 
 def test_a_line_damaged_in_the_middle_is_an_error(open_ledger):
     ledger = open_ledger()
-    release(ledger, 1)
-    release(ledger, 2)
+    record(ledger, 1, 2)
     first, second = ledger.path.read_text().splitlines()
     ledger.path.write_text(f"{first[:30]}\n{second}\n")
-    with pytest.raises(WsiFlError, match="line 1 is damaged"):
-        open_ledger()
+    refused(open_ledger, "line 1 is damaged", error=WsiFlError)
 
 
 def test_a_round_redone_at_once_counts_once_but_one_sent_long_ago_counts_again(open_ledger):
     ledger = open_ledger()
-    for round_ in (1, 2, 2, 2, 3):
-        ledger.record(round_, ROUND)
-    assert ledger.epsilon() == pytest.approx(spent(3))
-    ledger.record(1, ROUND)  # from the beginning, with new noise
-    assert ledger.epsilon() == pytest.approx(spent(4))
+    record(ledger, 1, 2, 2, 2, 3)
+    assert ledger.epsilon() == spent(3)
+    record(ledger, 1)  # from the beginning, with new noise
+    assert ledger.epsilon() == spent(4)
 
 
 def test_interleaved_runs_are_kept_apart(open_ledger):
     a, b = open_ledger("a"), open_ledger("b")
     for round_ in (1, 2):
-        a.record(round_, ROUND)
-        b.record(round_, ROUND)
+        record(a, round_)
+        record(b, round_)
     again = open_ledger("a")
-    assert again.epsilon() == pytest.approx(spent(2))
-    assert again.epsilon(lifetime=True) == pytest.approx(spent(4))
+    assert again.epsilon() == spent(2) and again.epsilon(lifetime=True) == spent(4)
 
 
 def test_epsilon_is_none_once_something_left_without_privacy(open_ledger):
     release(open_ledger("bare", allow=("model",)), 1, None)
     ledger = open_ledger("protected")
     release(ledger, 1)
-    assert ledger.epsilon() == pytest.approx(spent(1))
-    assert ledger.epsilon(lifetime=True) is None
+    assert ledger.epsilon() == spent(1) and ledger.epsilon(lifetime=True) is None
 
 
 def test_the_budget_of_a_real_site_is_for_life_and_of_a_simulated_one_for_a_run(open_ledger):
-    limit = spent(3) + 1e-9
-    for round_ in (1, 2):
-        open_ledger("first").record(round_, ROUND)
-    simulated = open_ledger("second", max_epsilon=limit)
+    record(open_ledger("first"), 1, 2)
+    simulated = open_ledger("second", max_epsilon=limit(3))
     for round_ in (1, 2, 3):
         assert simulated.affords(round_, ROUND)
-        simulated.record(round_, ROUND)
+        record(simulated, round_)
     assert not simulated.affords(4, ROUND)
-    assert not open_ledger("third", max_epsilon=limit, lifetime=True).affords(1, ROUND)
+    assert not open_ledger("third", max_epsilon=limit(3), lifetime=True).affords(1, ROUND)
 
 
-def test_the_budget_refuses_exactly_the_step_that_crosses_it(open_ledger):
-    assert open_ledger(max_epsilon=spent(1)).affords(1, ROUND)
-    short = open_ledger(max_epsilon=spent(1) - 1e-9)
+def test_the_budget_refuses_exactly_the_step_that_crosses_it_and_redoing_the_last_is_no_crossing(open_ledger):
+    assert open_ledger(max_epsilon=limit(1, 0)).affords(1, ROUND)
+    short = open_ledger(max_epsilon=limit(1, -1e-9))
     assert not short.affords(1, ROUND)
     with pytest.raises(BudgetSpent, match="site C1: round 1 would raise epsilon to"):
-        short.record(1, ROUND)
-
-
-def test_redoing_the_last_affordable_round_is_no_crossing(open_ledger):
-    ledger = open_ledger(max_epsilon=spent(2) + 1e-9)
-    for round_ in (1, 2):
-        ledger.record(round_, ROUND)
-    assert ledger.affords(2, ROUND)
-    assert not ledger.affords(3, ROUND)
+        record(short, 1)
+    ledger = open_ledger(max_epsilon=limit(2))
+    record(ledger, 1, 2)
+    assert ledger.affords(2, ROUND) and not ledger.affords(3, ROUND)
 
 
 def test_two_runs_at_once_cannot_spend_the_same_budget(open_ledger):
-    terms = {"max_epsilon": spent(1) + 1e-9, "lifetime": True}
+    terms = {"max_epsilon": limit(1), "lifetime": True}
     a, b = open_ledger("a", **terms), open_ledger("b", **terms)
-    assert a.affords(1, ROUND)
-    assert b.affords(1, ROUND)
+    assert a.affords(1, ROUND) and b.affords(1, ROUND)
     release(a, 1)
     with pytest.raises(BudgetSpent):
         release(b, 1)
-    assert not b.affords(1, ROUND)
-    assert open_ledger("a", **terms).epsilon(lifetime=True) == pytest.approx(spent(1))
+    assert not b.affords(1, ROUND) and open_ledger("a", **terms).epsilon(lifetime=True) == spent(1)
 
 
 def test_only_known_bytes_are_sent_again_at_no_cost_but_on_record(open_ledger):
-    ledger = open_ledger()
-    release(ledger, 4)
+    release(open_ledger(), 4)
     assert open_ledger().last_sent() == 0
     again = open_ledger().reissue(4, VECTOR, schema=SCHEMA, weight=0.5)
-    assert again.vector.tolist() == VECTOR.tolist()
-    assert again.weight == 0.5
-    assert open_ledger().last_sent() == 4
-    assert open_ledger().epsilon() == pytest.approx(spent(1))
-    for ledger, round_, vector in (
-        (open_ledger(), 4, VECTOR + 1),
-        (open_ledger(), 5, VECTOR),
-        (open_ledger("other"), 4, VECTOR),
-    ):
-        with pytest.raises(WsiFlError, match="did not release these bytes"):
-            ledger.reissue(round_, vector, schema=SCHEMA)
+    assert again.vector.tolist() == VECTOR.tolist() and again.weight == 0.5
+    assert open_ledger().last_sent() == 4 and open_ledger().epsilon() == spent(1)
+    for run, round_, vector in (("one", 4, VECTOR + 1), ("one", 5, VECTOR), ("other", 4, VECTOR)):
+        with pytest.raises(WsiFlError, match=UNKNOWN):
+            open_ledger(run).reissue(round_, vector, schema=SCHEMA)
 
 
 def test_summary_counts_steps(open_ledger):
@@ -200,8 +189,7 @@ def test_summary_counts_steps(open_ledger):
     for round_ in (1, 2, 2):
         release(ledger, round_)
     summary = ledger.summary()
-    assert summary["steps"] == 20
-    assert summary["epsilon"] == pytest.approx(spent(2))
+    assert summary["steps"] == 20 and summary["epsilon"] == spent(2)
     assert (summary["guarantee"], summary["max_epsilon"], summary["insecure"]) == ("nominal", 9.0, False)
     json.dumps(summary, allow_nan=False)
 
@@ -212,49 +200,40 @@ def test_what_was_written_costs_what_another_accountant_says(open_ledger, steps)
     done = replace(ROUND, sample_rate=0.02, steps=steps)
     for round_ in (1, 2):
         release(open_ledger(), round_, done)
-    ledger = open_ledger()
+    ledger, other = open_ledger(), accountants.rdp.RdpAccountant(list(_ORDERS))
     assert ledger.mechanisms() == [done, done]
-    other = accountants.rdp.RdpAccountant(list(_ORDERS))
     step = accountants.PoissonSampledDpEvent(done.sample_rate, accountants.GaussianDpEvent(done.sigma))
     other.compose(step, 2 * steps)
     assert ledger.epsilon() == pytest.approx(float(other.get_epsilon(DELTA)), rel=1e-4)
 
 
-SUMS = Mechanism(sigma=6.0, clip=1.0, sample_rate=1.0, steps=1)
-
-
-def test_what_a_run_includes_counts_for_it_alone(open_ledger, tmp_path):
+def test_what_a_run_includes_counts_for_it_alone(open_ledger):
     release(open_ledger("oneshot"), 0, SUMS)
     both = epsilon([SUMS, ROUND], DELTA)
-    terms = Terms(delta=DELTA, max_epsilon=both)
-    mine = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["oneshot"])
+    mine = open_ledger(includes=["oneshot"], max_epsilon=both)
     assert (mine.last_round(), mine.last_sent(), mine.n_rounds()) == (0, 0, 0)
-    assert mine.mechanisms() == [SUMS]
-    assert mine.epsilon() == epsilon([SUMS], DELTA)
+    assert mine.mechanisms() == [SUMS] and mine.epsilon() == epsilon([SUMS], DELTA)
     assert mine.affords(1, ROUND)
     release(mine, 1)
     assert mine.epsilon() == pytest.approx(both)
     assert (mine.summary()["steps"], mine.summary()["epsilon"]) == (11, mine.epsilon())
     assert not mine.affords(2, ROUND)
     with pytest.raises(BudgetSpent):
-        mine.record(2, ROUND)
+        record(mine, 2)
     assert (mine.last_round(), mine.n_rounds()) == (1, 1)
-    assert open_ledger("one").epsilon() == pytest.approx(spent(1))
-    assert open_ledger("two").epsilon() is None
+    assert open_ledger("one").epsilon() == spent(1) and open_ledger("two").epsilon() is None
 
 
-def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_ledger, tmp_path):
+def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_ledger):
     sums = open_ledger("oneshot", allow=("model",))
     release(sums, 3, SUMS)
     sums.sending(3, digest(VECTOR))
-    terms = Terms(delta=DELTA, max_epsilon=0.01)
-    mine = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["oneshot"])
+    mine = open_ledger(includes=["oneshot"], max_epsilon=0.01)
     assert mine.last_sent() == 0
     assert not mine.affords(3, ROUND)  # the sums's round 3 is not this run's
-    with pytest.raises(WsiFlError, match="did not release these bytes"):
+    with pytest.raises(WsiFlError, match=UNKNOWN):
         mine.relay(3, VECTOR, own=digest(VECTOR), schema=SCHEMA, weight=1.0)
-    with pytest.raises(WsiFlError, match="did not release these bytes"):
+    with pytest.raises(WsiFlError, match=UNKNOWN):
         mine.reissue(3, VECTOR, schema=SCHEMA)
     release(sums, 4, None)
-    again = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["oneshot"])
-    assert again.epsilon() is None  # something of it left without privacy
+    assert open_ledger(includes=["oneshot"]).epsilon() is None  # something of it left without privacy

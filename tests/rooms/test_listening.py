@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import edited, refused
+from conftest import edited, interrupted_after, metrics, refused
 from conftest import larger_study as make_study
-from safetensors.torch import load_file
 
-from wsi_fl.federation import loop
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.validation import best_answer, with_validation
 from wsi_fl.runs.run import RunFolder
@@ -19,19 +17,22 @@ from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 
 SEEDED = "privacy.insecure_seed=1"
-HELD = ("train.val_fraction=0.34", "train.seed=2")  # of three training patients: one at each site
+
+
+SPLIT = ("train.val_fraction=0.34", "train.seed=2", SEEDED)  # of three training patients: one at each site
 
 
 def run(study, *overrides, method="proxyfl"):
     return study.root / train(study, method=method, overrides=overrides, backend="local")["run"]
 
 
-def metrics(path, site="S0"):
-    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
+def evaluated(study, path, *overrides):
+    """The rows of an evaluation."""
+    return evaluate(study, str(path), overrides=overrides)["sites"]
 
 
-def models(path, role):
-    return [load_file(file) for file in sorted(path.glob(f"sites/*/{role}.safetensors"))]
+def choice_of(path, site):
+    return json.loads((path / "sites" / site / "choice.json").read_text())
 
 
 def certain(classes, n_classes=2):
@@ -45,18 +46,13 @@ def examples(patients):
     return Examples(lambda rows: pixels[rows], np.arange(n) % 2, np.full(n, "s"), np.array(patients))
 
 
-# ---- the validation split
-
-
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.9])
 def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
     everyone = examples([f"p{k // 4}" for k in range(1600)])
     train_part, held = with_validation(everyone, fraction, 3)
-    assert len(set(held.patient)) == pytest.approx(
-        400 * fraction, abs=4 * np.sqrt(400 * fraction * (1 - fraction))
-    )
-    assert not set(held.patient) & set(train_part.patient)
-    assert len(train_part) + len(held) == 1600
+    spread = 4 * np.sqrt(400 * fraction * (1 - fraction))
+    assert len(set(held.patient)) == pytest.approx(400 * fraction, abs=spread)
+    assert not set(held.patient) & set(train_part.patient) and len(train_part) + len(held) == 1600
     assert (with_validation(everyone, fraction, 3)[1].patient == held.patient).all()
     assert len({tuple(with_validation(everyone, fraction, seed)[1].patient) for seed in range(9)}) > 1
 
@@ -76,19 +72,16 @@ def test_rows_without_a_patient_are_held_out_where_nothing_is_promised_alone(tmp
     study = make_study(tmp_path / "study", n_sites=1)
     with edited(study.store("S0")) as file:
         file["patient"][:5] = b""
-    held, words = "train.val_fraction=0.34", ("site S0: 5 training rows have no patient", "name the patients")
-    refused(lambda: run(study, held, "privacy.sigma=1.0"), *words, "train.val_fraction")
+    words = ("site S0: 5 training rows have no patient", "name the patients", "train.val_fraction")
+    refused(lambda: run(study, SPLIT[0], "privacy.sigma=1.0"), *words)
     assert not study.ledger("S0").exists()
     run(study, "privacy.sigma=1.0", "train.rounds=1")
-    run(study, held, "privacy.enabled=false", "train.rounds=1")
+    run(study, SPLIT[0], "privacy.enabled=false", "train.rounds=1")
 
 
 def test_a_site_that_would_hold_out_all_its_patients_is_refused(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     refused(lambda: run(study, "train.val_fraction=0.999"), "train.val_fraction", "lower it")
-
-
-# ---- who answers
 
 
 def test_the_best_answer_counts_classes_alike_and_ties_go_to_the_private_model():
@@ -105,8 +98,8 @@ def test_the_best_answer_counts_classes_alike_and_ties_go_to_the_private_model()
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory):
     """A study, a run with a validation split, and its evaluation."""
-    study = make_study(tmp_path_factory.mktemp("listening") / "study")
-    path = run(study, SEEDED, *HELD)
+    study = make_study(tmp_path_factory.mktemp("listening") / "study", n_sites=3)
+    path = run(study, *SPLIT, "train.rounds=2")
     return study, path, evaluate(study, str(path))
 
 
@@ -114,20 +107,19 @@ def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
     study, path, document = validated
     pipeline = settings_of(study, RunFolder(path), ())
     for row in document["sites"]:
-        choice = json.loads((path / "sites" / row["site"] / "choice.json").read_text())
+        choice, models = choice_of(path, row["site"]), row["models"]
         reached, stack = choice["macro_accuracy"], choice["stack"]
-        assert set(reached) == {"alone", "private", "proxy", "mean"}
-        assert choice["n"] == 12
+        assert set(reached) == {"alone", "private", "proxy", "mean"} and choice["n"] == 12
         joined = {one: reached[one] for one in ("private", "proxy", "mean")}
         assert stack["own"] == "alone" and reached[stack["shared"]] == max(joined.values())
         assert choice["with"] == ("stack" if stack["weight"] else "alone")
         assert row["with"] == choice["with"] == answers_with(RunFolder(path), pipeline, row["site"])
         last = metrics(path, row["site"])[-1]
         assert last["with"] == row["with"]
-        assert last["merged"]["accuracy"] == row["accuracy"] == row["models"][row["with"]]["accuracy"]
-        assert last["proxy"]["accuracy"] == row["models"]["proxy"]["accuracy"]
-        assert row["own"]["auroc"] == row["models"][row["with"]]["own"]["auroc"]
-        assert set(row["models"]) == {"private", "proxy", "mean", "alone", "stack"}
+        assert last["merged"]["accuracy"] == row["accuracy"] == models[row["with"]]["accuracy"]
+        assert last["proxy"]["accuracy"] == models["proxy"]["accuracy"]
+        assert row["own"]["auroc"] == models[row["with"]]["own"]["auroc"]
+        assert set(models) == {"private", "proxy", "mean", "alone", "stack"}
     spread = document["models"]["mean"]
     assert set(spread) == {"merged", "internal"}
     every = [row["models"]["mean"]["accuracy"] for row in document["sites"]]
@@ -137,54 +129,41 @@ def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
 @pytest.mark.parametrize("answer", ["private", "proxy", "mean", "alone", "stack"])
 def test_evaluate_answers_as_asked(validated, answer):
     study, path, chosen = validated
-    document = evaluate(study, str(path), overrides=[f"predict.with={answer}"])
-    for row, before in zip(document["sites"], chosen["sites"], strict=True):
-        assert row["with"] == answer
-        assert row["accuracy"] == before["models"][answer]["accuracy"]
+    for row, before in zip(evaluated(study, path, f"predict.with={answer}"), chosen["sites"], strict=True):
+        assert row["with"] == answer and row["accuracy"] == before["models"][answer]["accuracy"]
     evaluate(study, str(path))
 
 
-def test_every_round_answers_as_the_run_is_told(validated, tmp_path):
+def test_every_round_answers_as_the_run_is_told(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
-    path = run(study, SEEDED, "predict.with=mean", "train.rounds=1")
-    (line,) = metrics(path)
-    row = evaluate(study, str(path))["sites"][0]
+    path = run(study, SEEDED, "predict.with=mean", "train.rounds=1", "train.alone=false")
+    (line,), row = metrics(path, "S0"), evaluated(study, path)[0]
     assert (line["with"], row["with"]) == ("mean", "mean")
     assert line["merged"] == {key: row["models"]["mean"][key] for key in line["merged"]}
-    alone = run(study, "predict.with=proxy", "train.rounds=1", method="regular")
-    assert evaluate(study, str(alone))["sites"][0]["with"] == "private"
-    assert set(evaluate(study, str(alone))["sites"][0]["models"]) == {"private"}
+    refused(lambda: evaluated(study, path, "predict.with=alone"), "train.alone = false")
+    refused(lambda: evaluated(study, path, "predict.with=stack"), "trained without")
+    row = evaluated(study, run(study, "predict.with=proxy", "train.rounds=1", method="regular"))[0]
+    assert row["with"] == "private" and set(row["models"]) == {"private"}
 
 
-def test_without_rows_that_nobody_knows_by_heart_the_site_answers_as_it_would_alone(tmp_path):
+@pytest.mark.parametrize(("alone", "answer"), [("true", "alone"), ("false", "private")])
+def test_without_rows_that_nobody_knows_by_heart_the_site_answers_as_it_would_alone(tmp_path, alone, answer):
     study = make_study(tmp_path / "study", n_sites=2)
-    path = run(study, SEEDED, "train.rounds=1")
-    assert [row["with"] for row in evaluate(study, str(path))["sites"]] == ["alone"] * 2
-    path = run(study, SEEDED, "train.rounds=1", "train.alone=false")
-    assert [row["with"] for row in evaluate(study, str(path))["sites"]] == ["private"] * 2
-    refused(lambda: evaluate(study, str(path), overrides=["predict.with=alone"]), "train.alone = false")
-    row = dry_run(study, method="proxyfl", overrides=HELD)["sites"][0]
-    assert (row["n_train"], row["n_validation"]) == (24, 12)
-    row = dry_run(study, method="regular", overrides=HELD)["sites"][0]
-    assert (row["n_train"], row["n_validation"]) == (36, 0)  # nothing to choose
-
-
-# ---- by a stack of both models
+    path = run(study, SEEDED, "train.rounds=1", f"train.alone={alone}")
+    assert [row["with"] for row in evaluated(study, path)] == [answer] * 2
+    for method, n in (("proxyfl", (24, 12)), ("regular", (36, 0))):  # nothing to choose
+        row = dry_run(study, method=method, overrides=SPLIT[:2])["sites"][0]
+        assert (row["n_train"], row["n_validation"]) == n
 
 
 def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
-    path = run(study, SEEDED, *HELD, "predict.with=stack", "train.rounds=2")
-    document = evaluate(study, str(path))
-    for row in document["sites"]:
-        choice = json.loads((path / "sites" / row["site"] / "choice.json").read_text())
-        assert (
-            choice["with"] == choice["by"] == row["with"] == metrics(path, row["site"])[-1]["with"] == "stack"
-        )
+    path = run(study, *SPLIT, "predict.with=stack", "train.rounds=1")
+    for row in evaluated(study, path):
+        choice = choice_of(path, row["site"])
+        said = {choice["with"], choice["by"], row["with"], metrics(path, row["site"])[-1]["with"]}
+        assert said == {"stack"} and 0 <= choice["stack"]["weight"] <= 1
         assert row["accuracy"] == row["models"]["stack"]["accuracy"]
-        assert 0 <= choice["stack"]["weight"] <= 1
-    without = run(study, SEEDED, *HELD, "train.rounds=1", "train.alone=false")
-    refused(lambda: evaluate(study, str(without), overrides=["predict.with=stack"]), "trained without")
 
 
 def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
@@ -195,25 +174,14 @@ def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path, monkeypatch):
+def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
-    settings = [SEEDED, *HELD, "predict.with=stack", "train.rounds=3", "privacy.sigma=0.05"]
+    settings = [*SPLIT, "predict.with=stack", "train.rounds=3", "privacy.sigma=0.05"]
     whole = run(study, *settings)
-    finish, calls = loop._log_round, []
-
-    def die(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return finish(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "_log_round", die)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_after(5):
         run(study, *settings)
-    monkeypatch.setattr(loop, "_log_round", finish)
     broken = sorted(study.runs.glob("0*"))[-1]
     resume(study, broken.name, backend="local")
     for site in study.site_names():
-        choices = [(path / "sites" / site / "choice.json").read_text() for path in (whole, broken)]
-        assert choices[0] == choices[1]
+        assert choice_of(whole, site) == choice_of(broken, site)
         assert [one["with"] for one in metrics(whole, site)] == [one["with"] for one in metrics(broken, site)]

@@ -53,15 +53,6 @@ def test_a_lock_is_held_by_one_and_goes_with_its_holder_even_when_that_is_killed
     assert path.read_bytes() == b"kept"
 
 
-def test_whoever_waits_gets_the_lock(tmp_path):
-    path = tmp_path / "lock"
-    command = [sys.executable, "-c", HOLDER.replace("sleep(60)", "sleep(0.3)"), str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout.readline() == "held\n"
-        with alone(path):
-            assert holder.wait() == 0
-
-
 def test_arrays_are_written_where_they_belong(tmp_path, where):
     path = tmp_path / "pixels"
     path.write_bytes(b"")

@@ -1,5 +1,7 @@
 """Metrics against their definitions, spelled out slowly."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from conftest import slow_intervals
@@ -20,88 +22,68 @@ def predictions(draw):
 
 
 @settings(deadline=None, max_examples=40)
-@given(predictions())
-def test_confusion_against_counting(case):
-    p, y = case
-    guess = [max(range(p.shape[1]), key=lambda c: row[c]) for row in p]
-    counts = confusion(p, y)
-    for t in range(p.shape[1]):
-        for g in range(p.shape[1]):
-            assert counts[t][g] == sum(a == t and b == g for a, b in zip(y, guess, strict=True))
-
-
-@settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12))
-def test_calibration_against_counting(case, n_bins):
+def test_confusion_and_calibration_against_counting(case, n_bins):
     p, y = case
+    guess, k = [max(range(p.shape[1]), key=lambda c: row[c]) for row in p], range(p.shape[1])
+    counted = [[sum(a == t and b == g for a, b in zip(y, guess, strict=True)) for g in k] for t in k]
+    assert np.array_equal(confusion(p, y), counted)
     ece = 0.0
     for b in range(n_bins):
-        mine = [k for k in range(len(y)) if min(int(p[k].max() * n_bins), n_bins - 1) == b]
+        mine = [i for i in range(len(y)) if min(int(p[i].max() * n_bins), n_bins - 1) == b]
         if mine:
-            right = np.mean([p[k].argmax() == y[k] for k in mine])
-            ece += len(mine) / len(y) * abs(right - np.mean([p[k].max() for k in mine]))
+            right = np.mean([guess[i] == y[i] for i in mine])
+            ece += len(mine) / len(y) * abs(right - np.mean([p[i].max() for i in mine]))
     found = calibration(p, y, n_bins)
-    assert found["ece"] == pytest.approx(ece)
-    assert sum(b["n"] for b in found["bins"]) == len(y)
-    brier = np.mean([sum((p[k, c] - (c == y[k])) ** 2 for c in range(p.shape[1])) for k in range(len(y))])
+    assert found["ece"] == pytest.approx(ece) and sum(b["n"] for b in found["bins"]) == len(y)
+    brier = np.mean([sum((p[i, c] - (c == y[i])) ** 2 for c in k) for i in range(len(y))])
     assert found["brier"] == pytest.approx(brier)
+
+
+UNKNOWN = dict.fromkeys(("accuracy", "macro_accuracy", "auroc"))
 
 
 def test_what_cannot_be_computed_is_none():
     nothing = np.empty((0, 2)), np.empty(0, np.int64)
-    assert scored(*nothing) == {"n": 0, "accuracy": None, "macro_accuracy": None, "auroc": None}
-    assert calibration(*nothing)["ece"] is None
-    one_class = np.array([[0.2, 0.8]] * 3), np.ones(3, np.int64)
-    assert scored(*one_class)["auroc"] is None
-    assert scored(*one_class)["accuracy"] == 1
+    assert scored(*nothing) == {"n": 0, **UNKNOWN} and calibration(*nothing)["ece"] is None
+    one_class = scored(np.array([[0.2, 0.8]] * 3), np.ones(3, np.int64))
+    assert one_class["auroc"] is None and one_class["accuracy"] == 1
     assert mean_and_sd([]) == mean_and_sd([0.5, None]) == {"mean": None, "sd": None}
     assert mean_and_sd([0.2, 0.4]) == {"mean": pytest.approx(0.3), "sd": pytest.approx(0.1)}
 
 
-def noisy_case(n_patients=20, per_patient=10, *, by_patient):
-    """Predictions right in 70 %: for whole patients, or for single patches."""
-    rng = np.random.default_rng(0)
-    cluster = np.repeat([f"p{k}" for k in range(n_patients)], per_patient)
-    y = np.tile([0, 1], n_patients * per_patient // 2)
-    if by_patient:
-        right = np.repeat(rng.permutation(n_patients) < 0.7 * n_patients, per_patient)
-    else:
-        right = rng.permutation(len(y)) < 0.7 * len(y)
-    score = np.where(right, y, 1 - y) * 0.6 + 0.2 + rng.uniform(-0.05, 0.05, len(y))
-    return np.stack([1 - score, score], 1), y, cluster
+def noisy_case(*, by_patient):
+    """Predictions right in 70 %, for whole patients or for single patches; twenty patients of ten patches."""
+    rng, y = np.random.default_rng(0), np.tile([0, 1], 100)
+    right = np.repeat(rng.permutation(20) < 14, 10) if by_patient else rng.permutation(200) < 140
+    score = np.where(right, y, 1 - y) * 0.6 + 0.2 + rng.uniform(-0.05, 0.05, 200)
+    return np.stack([1 - score, score], 1), y, np.repeat([f"p{k}" for k in range(20)], 10)
 
 
 def test_intervals_contain_the_estimate_and_are_wide_where_patients_differ():
     width = {}
     for by_patient in (True, False):
         p, y, cluster = noisy_case(by_patient=by_patient)
-        found = intervals(p, y, cluster, repeats=300)
-        for name, point in scored(p, y).items():
-            if name != "n":
-                low, high = found[name]
-                assert low <= point <= high
+        found, points = intervals(p, y, cluster, repeats=300), scored(p, y)
+        assert all(found[name][0] <= points[name] <= found[name][1] for name in UNKNOWN)
         width[by_patient] = np.ptp(found["accuracy"])
-        assert scored(p, y)["accuracy"] == pytest.approx(0.7)
-    sd_of_patients = (0.7 * 0.3 / 20) ** 0.5
-    assert width[True] == pytest.approx(2 * 1.96 * sd_of_patients, rel=0.25)
+        assert points["accuracy"] == pytest.approx(0.7)
+    assert width[True] == pytest.approx(2 * 1.96 * (0.7 * 0.3 / 20) ** 0.5, rel=0.25)
     assert width[True] > 2 * width[False]
 
 
 def test_intervals_repeat_with_their_seed_and_need_two_patients():
     p, y, cluster = noisy_case(by_patient=False)
     assert intervals(p, y, cluster, repeats=40) == intervals(p, y, cluster, repeats=40)
-    alone = intervals(p, y, np.full(len(y), "p"), repeats=40)
-    assert set(alone) == {"accuracy", "macro_accuracy", "auroc"}
-    assert set(alone.values()) == {None}
+    assert intervals(p, y, np.full(len(y), "p"), repeats=40) == UNKNOWN
     one_class = intervals(p, np.zeros_like(y), cluster, repeats=40)
-    assert one_class["auroc"] is None
-    assert one_class["accuracy"] is not None
+    assert one_class["auroc"] is None and one_class["accuracy"] is not None
 
 
 def slowly_scored(p, y):
     """Scores of rows that stand there as often as they were drawn, sorted anew."""
     if not len(y):
-        return {"accuracy": None, "macro_accuracy": None, "auroc": None}
+        return UNKNOWN
     right, present = p.argmax(1) == y, np.unique(y)
     areas = []
     for c in [1] if p.shape[1] == 2 else present:
@@ -116,21 +98,15 @@ def slowly_scored(p, y):
 
 
 @settings(deadline=None, max_examples=40)
-@given(predictions(), st.integers(1, 12))
-def test_intervals_are_those_of_sorting_every_resample_to_the_last_bit(case, n_patients):
+@given(predictions(), st.integers(1, 12), st.sampled_from([7, 10**6]))
+def test_intervals_are_those_of_sorting_every_resample_to_the_last_bit(case, n_patients, at_once):
+    """However many resamples are held at a time."""
     p, y = case
     cluster = np.random.default_rng(len(y)).integers(0, n_patients, len(y)).astype(str)
-    assert intervals(p, y, cluster, repeats=30) == slow_intervals(
-        lambda rows: slowly_scored(p[rows], y[rows]), cluster, repeats=30
-    )
+    slow = slow_intervals(lambda rows: slowly_scored(p[rows], y[rows]), cluster, repeats=30)
+    with patch("wsi_fl.learning.metrics._AT_ONCE", at_once * len(y)):
+        assert intervals(p, y, cluster, repeats=30) == slow
     assert {name: value for name, value in scored(p, y).items() if name != "n"} == slowly_scored(p, y)
-
-
-def test_intervals_do_not_depend_on_how_many_resamples_are_held_at_a_time(monkeypatch):
-    p, y, cluster = noisy_case(by_patient=True)
-    found = intervals(p, y, cluster, repeats=30)
-    monkeypatch.setattr("wsi_fl.learning.metrics._AT_ONCE", 7 * len(y))
-    assert intervals(p, y, cluster, repeats=30) == found
 
 
 def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tenth():

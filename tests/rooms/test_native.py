@@ -1,7 +1,5 @@
 """Native tiles: OpenSlide's pixels or OpenSlide itself, and damage that stays where it is."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct
@@ -9,12 +7,12 @@ import struct
 import numpy as np
 import pytest
 import tifffile
+from building import halves, tables_apart
 from conftest import SHARED
 from PIL import Image
 
 from wsi_fl.demo.phantom import tiff as writer
 from wsi_fl.slides.reading import native, sweep
-from wsi_fl.slides.reading.native import tiled_images
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.system import jpeg
@@ -28,15 +26,12 @@ _SPOTS = np.random.default_rng(0).integers(0, 90, (77, 92, 3)).repeat(8, 0).repe
 IMAGE = (np.stack([_X / 5, _Y / 4, (_X + _Y) / 9], -1) + _SPOTS).astype(np.uint8)
 
 
-def split(stream: bytes) -> tuple[bytes, bytes]:
-    """(tables, abbreviated stream without markers that tell the colour), as Aperio writes them."""
-    tables, rest, place = [], [], 2
-    while stream[place + 1] != 0xDA:
-        end = place + 2 + int.from_bytes(stream[place + 2 : place + 4])
-        if stream[place + 1] not in {0xE0, 0xEE}:
-            (tables if stream[place + 1] in {0xDB, 0xC4} else rest).append(stream[place:end])
-        place = end
-    return b"\xff\xd8" + b"".join(tables) + b"\xff\xd9", b"\xff\xd8" + b"".join(rest) + stream[place:]
+def stream_of(tile, *, apart, rgb, subsampling):
+    """(tables kept apart, a tile as JPEG): Aperio's have no markers that tell the colour."""
+    buffer = io.BytesIO()
+    options = {"keep_rgb": True} if rgb else {"subsampling": subsampling}
+    Image.fromarray(tile).save(buffer, "JPEG", quality=80, **options)
+    return tables_apart(buffer.getvalue(), {0xE0, 0xEE}) if apart else (b"", buffer.getvalue())
 
 
 def write_slide(path, levels=(IMAGE,), *, tile_px=64, apart=False, rgb=False, subsampling="4:2:0", vendor=""):
@@ -46,17 +41,11 @@ def write_slide(path, levels=(IMAGE,), *, tile_px=64, apart=False, rgb=False, su
         link = 8
         for number, level in enumerate(levels):
             starts, lengths, tables = [], [], b""
+            whole = np.pad(level, [(0, -extent % tile_px) for extent in level.shape[:2]] + [(0, 0)])
             for y in range(0, level.shape[0], tile_px):
                 for x in range(0, level.shape[1], tile_px):
-                    tile = np.zeros((tile_px, tile_px, 3), np.uint8)
-                    part = level[y : y + tile_px, x : x + tile_px]
-                    tile[: part.shape[0], : part.shape[1]] = part
-                    buffer = io.BytesIO()
-                    options = {"keep_rgb": True} if rgb else {"subsampling": subsampling}
-                    Image.fromarray(tile).save(buffer, "JPEG", quality=80, **options)
-                    stream = buffer.getvalue()
-                    if apart:
-                        tables, stream = split(stream)
+                    tile = whole[y : y + tile_px, x : x + tile_px]
+                    tables, stream = stream_of(tile, apart=apart, rgb=rgb, subsampling=subsampling)
                     starts.append(file.tell())
                     lengths.append(file.write(stream))
             mpp = MPP * levels[0].shape[1] / level.shape[1]
@@ -75,30 +64,28 @@ def write_slide(path, levels=(IMAGE,), *, tile_px=64, apart=False, rgb=False, su
     return path
 
 
-def halves(n):
-    levels = [IMAGE]
-    for _ in range(n - 1):
-        levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
-    return levels
-
-
-def where_tile_is(path, number, level=0):
+def place_of(path, number):
+    """(offset, bytes) of a tile of level 0."""
     with tifffile.TiffFile(path) as tif:
-        page = tif.pages[level]
-        return page.dataoffsets[number], page.databytecounts[number]
+        return tif.pages[0].dataoffsets[number], tif.pages[0].databytecounts[number]
 
 
-def damage(path, number, how="garbage"):
-    """Spoils one tile of level 0 in one of the ways that slides are spoilt."""
-    offset, n = where_tile_is(path, number)
+def damage(path, number, how, monkeypatch):
+    """Spoils one tile of level 0 in one of the ways that slides are spoilt, or lets the disk not give it."""
+    (start, n), original = place_of(path, number), os.pread
+
+    def pread(file, length, offset):
+        if offset < start + n and offset + length > start:
+            raise OSError(5, "Input/output error")
+        return original(file, length, offset)
+
+    if how == "disk":
+        return monkeypatch.setattr(native.os, "pread", pread)
+    garbage = np.random.default_rng(1).integers(0, 256, n).astype(np.uint8).tobytes()
+    tile = {"garbage": garbage, "zeros": bytes(n), "cut": b"\xff\xd9" + bytes(n - n // 2 - 2)}[how]
     with path.open("r+b") as file:
-        file.seek(offset + n // 2 if how == "cut" else offset)
-        if how == "garbage":
-            file.write(np.random.default_rng(1).integers(0, 256, n).astype(np.uint8).tobytes())
-        elif how == "zeros":
-            file.write(bytes(n))
-        else:
-            file.write(b"\xff\xd9" + bytes(n - n // 2 - 2))
+        file.seek(start + n - len(tile))
+        return file.write(tile)
 
 
 def grid(step, start=0):
@@ -152,7 +139,7 @@ def differences(path, n=40, seed=0, **given):
     ids=lambda kind: " ".join(f"{k}={str(v)[:6]}" for k, v in kind.items()) or "plain",
 )
 def test_pixels_are_openslides_whatever_the_tiles_and_their_colours(tmp_path, kind):
-    apart, mean = differences(write_slide(tmp_path / "s.tif", halves(3), **kind))
+    apart, mean = differences(write_slide(tmp_path / "s.tif", halves(IMAGE, 3), **kind))
     assert apart <= 2 and mean < 0.1
 
 
@@ -170,26 +157,25 @@ def test_real_slides_give_the_same_patches_through_both():
         assert outcomes[0] == outcomes[1], path.name
 
 
-@pytest.mark.parametrize(("how", "number"), [("garbage", 0), ("cut", 14), ("zeros", 119)])
-def test_a_damaged_tile_spoils_its_own_patches_alone(tmp_path, how, number):
+@pytest.mark.parametrize(("how", "number"), [("garbage", 0), ("cut", 14), ("zeros", 119), ("disk", 40)])
+def test_a_damaged_tile_spoils_its_own_patches_alone(tmp_path, monkeypatch, how, number):
     """Tile 0 and 119 are among those that are compared on opening."""
     whole = write_slide(tmp_path / "whole.tif")
     broken = write_slide(tmp_path / "broken.tif")
-    damage(broken, number, how)
-    column, row = number % 12, number // 12
+    damage(broken, number, how, monkeypatch)
     corners, spec = grid(50), GridSpec(50, MPP, 50)
     aside: dict[int, str] = {}
     with Slide(broken) as slide:
         assert slide.reader == "native"
     pixels = read_all(broken, corners, spec, threads=3, aside=aside)
-    near = np.abs(corners + 25 - (np.array([column, row]) * 64 + 32)) < 25 + 32
+    near = np.abs(corners + 25 - (np.array([number % 12, number // 12]) * 64 + 32)) < 25 + 32
     assert set(aside) == set(np.flatnonzero(near.all(1)).tolist())
     for k, reason in aside.items():
         place = f"({corners[k][0]}, {corners[k][1]})"
         assert reason.startswith(
             f"broken.tif: cannot be read at level-0 pixel {place}: native tile in column"
         )
-        assert "\n" not in reason
+        assert "\n" not in reason and (how != "disk" or "Input/output error" in reason)
     assert_openslides(whole, np.delete(corners, list(aside), 0), pixels)
     with pytest.raises(WsiFlError, match=r"broken\.tif: cannot be read at"):
         read_all(broken, corners, spec, threads=3)
@@ -198,8 +184,7 @@ def test_a_damaged_tile_spoils_its_own_patches_alone(tmp_path, how, number):
 @pytest.mark.parametrize("off", [3, 1])
 def test_tiles_that_decode_differently_are_left_to_openslide(tmp_path, monkeypatch, off):
     """A decoder that is off everywhere, by more than rounding or by little but too often."""
-    path = write_slide(tmp_path / "s.tif")
-    original = jpeg.decode
+    path, original = write_slide(tmp_path / "s.tif"), jpeg.decode
 
     def wrong(stream, out=None):
         picture = original(stream, out)
@@ -208,30 +193,20 @@ def test_tiles_that_decode_differently_are_left_to_openslide(tmp_path, monkeypat
 
     monkeypatch.setattr(jpeg, "decode", wrong)
     with Slide(path) as slide, Slide(path, reader="openslide") as judge:
-        assert slide.reader == "openslide"
-        assert slide.native_stream((0, 0), 64, MPP) is None
+        assert slide.reader == "openslide" and slide.native_stream((0, 0), 64, MPP) is None
         assert np.array_equal(slide.read((9, 9), 70, MPP), judge.read((9, 9), 70, MPP))
     with pytest.raises(WsiFlError, match=r"^s\.tif: reader = native cannot read level 0: [^\n]+$"):
         Slide(path, reader="native")
 
 
-def set_bytes(path, number, n_bytes):
-    """What the file says that a tile takes; 0 leaves it out."""
-    content = bytearray(path.read_bytes())
-    with tifffile.TiffFile(path) as tif:
-        place = tif.pages[0].tags[325].valueoffset + 8 * number
-    content[place : place + 8] = n_bytes.to_bytes(8, "little")
-    path.write_bytes(bytes(content))
-
-
 @pytest.mark.parametrize("kind", [{}, {"apart": True}, {"rgb": True, "apart": True}, {"rgb": True}])
 def test_a_native_stream_is_the_slides_own_bytes_and_decodes_to_the_patch(tmp_path, kind):
-    path = write_slide(tmp_path / "s.tif", halves(2), **kind)
+    path = write_slide(tmp_path / "s.tif", halves(IMAGE, 2), **kind)
     with Slide(path) as slide:
         for xy, mpp in (((0, 0), MPP), ((128, 64), MPP), ((128, 128), 2 * MPP)):
             stream = slide.native_stream(xy, 64, mpp)
             assert np.array_equal(jpeg.decode(stream), slide.read(xy, 64, mpp))
-        offset, n = where_tile_is(path, 0)
+        offset, n = place_of(path, 0)
         own = path.read_bytes()[offset : offset + n]
         stream = slide.native_stream((0, 0), 64, MPP)
         assert stream == own if not kind else stream.endswith(own[own.index(b"\xff\xda") :])
@@ -250,29 +225,25 @@ def test_there_is_no_native_stream_where_a_patch_is_not_one_whole_tile(tmp_path)
 
 @pytest.mark.parametrize(("threads", "stride"), [(1, 100), (4, 50)])
 def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, threads, stride):
-    path = write_slide(tmp_path / "s.tif", tile_px=48)
+    path, decoded, original = write_slide(tmp_path / "s.tif", tile_px=48), [], jpeg.decode
     corners = np.array([(x, y) for y in range(0, 600, stride) for x in range(0, 700, stride)])
-    decoded = []
-    original = jpeg.decode
     monkeypatch.setattr(jpeg, "decode", lambda *given: (decoded.append(1), original(*given))[1])
     with Slide(path):
         checking = len(decoded)
-    decoded.clear()
     assert len(read_all(path, corners, GridSpec(100, MPP, stride), threads=threads)) == len(corners)
     width, height = (
         -(-min(extent, last + 100) // 48) for extent, last in zip((730, 610), corners[-1], strict=True)
     )
-    assert len(decoded) == checking + width * height
+    assert len(decoded) == 2 * checking + width * height
 
 
-@pytest.mark.parametrize(("stride", "reach"), [(100, 1), (60, 40), (60, 10_000)])
+@pytest.mark.parametrize(("stride", "reach"), [(100, 1), (60, 40), (60, 10_000), (7, 3), (131, 2)])
 def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, monkeypatch, stride, reach):
     path = write_slide(tmp_path / "s.tif", tile_px=48)
-    corners = grid(stride, -30)
+    corners = grid(stride, -30)[:400]
     corners = np.random.default_rng(stride).permutation(np.concatenate([corners, corners[:9]]))
     monkeypatch.setattr(sweep, "_REACH_BYTES", reach * 100**2 * 3)
-    made: list[int] = []
-    original = sweep._Sweep._decode
+    made, original = [], sweep._Sweep._decode
 
     def decode(self, level, cuts, number):
         original(self, level, cuts, number)
@@ -284,58 +255,6 @@ def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, m
     assert_openslides(path, corners, pixels)
 
 
-@pytest.mark.parametrize("stride", [100, 50])
-def test_a_tile_that_the_disk_does_not_give_spoils_its_patches_alone(tmp_path, monkeypatch, stride):
-    path = write_slide(tmp_path / "s.tif")
-    begin, n_bytes = where_tile_is(path, 40)  # column 4, row 3
-    original = os.pread
-
-    def pread(file, n, offset):
-        if offset < begin + n_bytes and offset + n > begin:
-            raise OSError(5, "Input/output error")
-        return original(file, n, offset)
-
-    monkeypatch.setattr(native.os, "pread", pread)
-    corners = np.array([(x, y) for y in range(0, 510, stride) for x in range(0, 630, stride)])
-    aside = {}
-    n = len(read_all(path, corners, GridSpec(100, MPP, stride), aside=aside))
-    over = {k for k, (x, y) in enumerate(corners) if 156 < x < 320 and 92 < y < 256}
-    assert set(aside) == over and n == len(corners) - len(over)
-    assert all("Input/output error" in reason for reason in aside.values())
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_tiles_that_lie_together_are_one_read_and_each_fails_alone(tmp_path, monkeypatch, apart):
-    path = write_slide(tmp_path / "s.tif", apart=apart)
-    (image,) = tiled_images(path)
-    numbers, content = np.array([*range(10), 30, 29]), path.read_bytes()
-    places = [(int(image.offset[k]), int(image.n_bytes[k])) for k in numbers]
-    own = [jpeg.complete(content[start : start + n], image.tables) for start, n in places]
-    reads, bad, original = [], [], os.pread
-
-    def pread(file, n, offset):
-        reads.append(offset)
-        if any(offset < start + length and offset + n > start for start, length in bad):
-            raise OSError(5, "Input/output error")
-        return original(file, n, offset)
-
-    monkeypatch.setattr(native.os, "pread", pread)
-    with path.open("rb") as file:
-        level = native.NativeLevel(file.fileno(), image, (255, 255, 255))
-
-        def streams():
-            reads.clear()
-            return [bytes(stream) for stream in level.streams(numbers)]
-
-        assert streams() == own
-        assert reads == [places[k][0] for k in (0, 10, 11)]
-        bad.append(places[4])
-        assert streams() == [stream if k != 4 else b"" for k, stream in enumerate(own)]
-        bad.clear()
-        os.truncate(path, places[6][0] + 10)
-        assert streams() == [stream if k < 6 else b"" for k, stream in enumerate(own)]
-
-
 @pytest.mark.parametrize("downsample", [2, 3.01])
 def test_patches_of_a_lower_level_are_that_levels_own_pixels(tmp_path, downsample):
     """Where levels are not in whole proportion, some patches lie between pixels."""
@@ -345,15 +264,18 @@ def test_patches_of_a_lower_level_are_that_levels_own_pixels(tmp_path, downsampl
     with Slide(path) as slide:
         mpp = MPP * slide.level_downsamples[1]
         _, _, tiled = slide.native_positions(corners, 60, mpp)
-        assert slide._native.level(1) is not None and tiled.any()
-        assert tiled.all() == (downsample == 2)
+        assert slide._native.level(1) is not None and tiled.any() and tiled.all() == (downsample == 2)
     assert_openslides(path, corners, read_all(path, corners, GridSpec(60, mpp, 60)), mpp)
 
 
 @pytest.mark.parametrize("number", [0, 40])
 def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, monkeypatch, number):
     path = write_slide(tmp_path / "s.tif", vendor="Aperio Image\r\n730x610|MPP = 0.5", apart=True)
-    set_bytes(path, number, 0)
+    with tifffile.TiffFile(path) as tif:
+        place = tif.pages[0].tags[325].valueoffset + 8 * number
+    content = bytearray(path.read_bytes())
+    content[place : place + 8] = bytes(8)  # what the file says that the tile takes
+    path.write_bytes(content)
     monkeypatch.setattr(sweep, "_BATCH", 1)  # whole strips without tiles
     corners = grid(100)
     with Slide(path) as slide:

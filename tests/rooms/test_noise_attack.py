@@ -1,53 +1,39 @@
 """Noise whose bits are linear in a generator's state is solved for from one release; a cipher's is not."""
 
-from __future__ import annotations
-
-import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import DPTrainer
+from wsi_fl.types import Images
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from attacks.linear import Twister, tempered
+from attacks.noise import _ORTHONORMAL, MT19937, Release, attack, chunks_of, noise_of, words_of
+
 SIZES = (200 * 300, 203, 2)
 SIGMA, CLIP, BATCH_SIZE, LR, ADAM_EPS = 3.7, 0.01, 150, 1e-3, 1e-8
-BITS = 42_000
-"""More than twice as many as the state of MT19937 has."""
-
-
-def cipher_normals(n: int) -> np.ndarray:
-    """Normal float64[n] as noise is made of."""
-    return CipherStream.fresh().normal(n)
-
-
-@pytest.fixture(autouse=True)
-def _attacks(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 @pytest.fixture
 def small():
     """A Mersenne Twister like PyTorch's, of 521 bits, whose period is 2⁵²¹ − 1."""
-    from attacks.linear import Twister
-
     return Twister(n=17, m=8, r=23, a=0xC14C343C)
 
 
 def outputs(twister, n):
     """The first n outputs from one state: another would now and then let a certain sign be wrong."""
-    from attacks.linear import tempered
-
     first = np.random.default_rng(0).integers(1 << 32, size=twister.n, dtype=np.uint32)
     return tempered(twister.words(first, twister.n + n)[twister.n :])
 
 
 def released(noise, sizes):
     """What a peer knows after one step of Adam on gradients under this noise, float64[d] in units of σC."""
-    from attacks.noise import Release
-
     rng = np.random.default_rng(0)
     true = rng.standard_normal(len(noise))
     true *= 0.1 * BATCH_SIZE * CLIP / np.linalg.norm(true)  # gradients agree in part
@@ -74,38 +60,14 @@ def found_all(told):
     return told["found"] and told["cosine"] > 0.999
 
 
-def test_the_noise_of_a_linear_generator_is_taken_off_a_release(small):
-    from attacks.noise import attack, noise_of, words_of
-
-    release = released(noise_of(outputs(small, words_of(SIZES)), SIZES), SIZES)
-    told = attack(release, small)
-    assert told["rank"] == small.n_bits == 521
-    assert found_all(told)
-
-
-def test_the_noise_of_a_cipher_stays_on(small):
-    from attacks.noise import attack
-
-    assert found_nothing(attack(released(cipher_normals(sum(SIZES)), SIZES), small), small.n_bits)
-
-
-def test_linear_complexity_tells_a_twister_from_a_cipher(small):
-    from attacks.linear import linear_complexity
-
-    generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
-    assert linear_complexity(outputs(small, 3000) >> 23 & 1) == small.n_bits
-    assert linear_complexity((torch.rand(BITS, generator=generator) >= 0.5).tolist()) == 19_937
-    # random bits deviate from n / 2 with a variance of 86 / 81 (Rueppel, 1986), and by d or more about once in 4ᵈ times
-    assert abs(linear_complexity((cipher_normals(BITS) < 0).tolist()) - BITS // 2) < 15
-    assert linear_complexity([0, 0, 0, 1]) == 4
-    assert linear_complexity([1, 1, 1, 1]) == 1
+def test_the_noise_of_a_linear_generator_is_taken_off_a_release_and_that_of_a_cipher_stays_on(small):
+    told = attack(released(noise_of(outputs(small, words_of(SIZES)), SIZES), SIZES), small)
+    assert told["rank"] == small.n_bits == 521 and found_all(told)
+    assert found_nothing(attack(released(CipherStream.fresh().normal(sum(SIZES)), SIZES), small), 521)
 
 
 def test_the_noise_written_down_in_the_attack_was_pytorchs():
     """Sizes with even and uneven ends, of several chunks, and too small to be filled in blocks."""
-    from attacks.linear import tempered
-    from attacks.noise import _ORTHONORMAL, MT19937, chunks_of, noise_of, words_of
-
     sizes = (2, 100_000, 10, 200, 49_153, 37, 7)
     seeded = np.random.RandomState(5).get_state()[1].astype(np.uint32)  # as PyTorch takes 32 bits of a seed
     words = tempered(MT19937.words(seeded, 624 + words_of(sizes))[624:])
@@ -126,22 +88,13 @@ FULL = (200 * 12_288, 200, 200 * 200, 200, 400, 2)
 
 @pytest.mark.slow
 def test_the_whole_state_of_pytorchs_generator_follows_from_a_release():
-    from attacks.noise import MT19937, attack, noise_of, words_of
-
     told = attack(released(noise_of(outputs(MT19937, words_of(FULL)), FULL), FULL))
-    assert told["rank"] == 19_937
-    assert found_all(told)
+    assert told["rank"] == 19_937 and found_all(told)
 
 
 @pytest.mark.slow
 def test_nothing_follows_from_a_step_of_ours():
     """The step and its noise are wsi-fl's own, on a batch of nobody."""
-    from attacks.noise import Release, attack
-
-    from wsi_fl.models import build
-    from wsi_fl.privacy.dpsgd import DPTrainer
-    from wsi_fl.types import Images
-
     model = build("mlp", n_classes=2, shape=Images(3, 64), seed=0)
     vector = torch.nn.utils.parameters_to_vector
     before = vector(model.parameters()).detach().numpy().copy()

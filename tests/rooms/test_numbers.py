@@ -1,7 +1,11 @@
 """What DP-SGD promises, kept in floating point: noise without end or grid, norms that bound, no part for NaN."""
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
+from building import Net
 from conftest import refused
 from torch import nn
 from torch.nn import functional
@@ -47,9 +51,6 @@ def loss_for(y):
     return lambda logits: functional.cross_entropy(logits, y)
 
 
-# noise
-
-
 def test_noise_does_not_end_where_float32_numbers_do():
     """One in 10⁸ normal numbers lies beyond 5.77, where PyTorch's float32 ones end; this seed gives one."""
     drawn = gradient(nn.Linear(2048, 2048, bias=False), torch.zeros(0, 2048), torch.sum, sigma=1.0, seed=73)
@@ -64,49 +65,33 @@ def test_no_digit_of_a_sum_shows_through_the_noise():
     model = nn.Linear(1, n, bias=False)
     given = gradient(model, torch.ones(1, 1), lambda z: z.sum() * sum_, sigma=1e-3, clip=1e3).double()
     quarters = given[(given > -0.5) & (given < -0.25)] * 2**25
-    assert len(quarters) > 3000
-    assert torch.equal(quarters, quarters.round())
+    assert len(quarters) > 3000 and torch.equal(quarters, quarters.round())
     odd = (quarters / 2).remainder(2) == 1
     assert float(odd.double().mean()) == pytest.approx(0.25, abs=0.03)
+
+
+def rarely(_, x):
+    """Drops an example once in a thousand times, whatever the mode."""
+    return x * (torch.rand(len(x), 1) > 0.001)
+
+
+def forgetful(net, x):
+    """Drops inputs in a module that has parameters."""
+    return functional.linear(functional.dropout(x.flatten(1), 0.5, net.training), net.weight)
 
 
 def test_training_under_privacy_has_no_dropout():
     """What it drew would have to stay secret. The same noise gives the same step, whatever PyTorch's generator does."""
     model, x, y = made("linear", 4)
-    model = nn.Sequential(nn.Dropout(0.5), model)
-    found = []
+    model, found = nn.Sequential(nn.Dropout(0.5), model), []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        model.train()
-        found.append(gradient(model, x, loss_for(y)))
+        found.append(gradient(model.train(), x, loss_for(y)))
     assert torch.equal(*found) and float(found[0].norm()) > 0
-    rarely = nn.Sequential(nn.Flatten(), Rarely(), nn.Linear(16, N_CLASSES))
-    for drawing in (Forgetful(), rarely):
-        refused(
-            lambda drawing=drawing: dpsgd.check_per_example_gradients(drawing, (1, 4, 4), N_CLASSES),
-            "set its dropout to 0",
-        )
-
-
-class Rarely(nn.Module):
-    """Drops an example once in a thousand times, whatever the mode."""
-
-    def forward(self, x):
-        return x * (torch.rand(len(x), 1) > 0.001)
-
-
-class Forgetful(nn.Module):
-    """Drops inputs in a module that has parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(N_CLASSES, 16))
-
-    def forward(self, x):
-        return functional.linear(functional.dropout(x.flatten(1), 0.5, self.training), self.weight)
-
-
-# norms
+    drawing = Net(forgetful, weight=nn.Parameter(torch.randn(N_CLASSES, 16)))
+    for one in (drawing, nn.Sequential(nn.Flatten(), Net(rarely), nn.Linear(16, N_CLASSES))):
+        act = partial(dpsgd.check_per_example_gradients, one, (1, 4, 4), N_CLASSES)
+        refused(act, "set its dropout to 0")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -131,14 +116,15 @@ def test_positions_that_cancel_have_no_norm_below_their_sum():
 
 
 MODELS = {
-    "mlp": (lambda: build("mlp", n_classes=N_CLASSES, shape=Images(1, 16), seed=0), (1, 16, 16)),
+    "mlp": (partial(build, "mlp", n_classes=N_CLASSES, shape=Images(1, 16), seed=0), (1, 16, 16)),
     "gn_cnn_small": (
-        lambda: build("gn_cnn_small", n_classes=N_CLASSES, shape=Images(3, 16), seed=0),
+        partial(build, "gn_cnn_small", n_classes=N_CLASSES, shape=Images(3, 16), seed=0),
         (3, 16, 16),
     ),
-    "deepset": (lambda: deepset(N_CLASSES, 16, hidden=32), (5, 17)),
-    "linear": (lambda: nn.Linear(12, N_CLASSES), (12,)),
+    "deepset": (partial(deepset, N_CLASSES, 16, hidden=32), (5, 17)),
+    "linear": (partial(nn.Linear, 12, N_CLASSES), (12,)),
 }
+EVERY = pytest.mark.parametrize(("name", "way"), itertools.product(MODELS, WAYS))
 
 
 def made(name, b):
@@ -151,8 +137,7 @@ def made(name, b):
     return model(), x, torch.arange(b) % N_CLASSES
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@EVERY
 def test_one_example_moves_the_sum_by_at_most_C(name, way):
     for factor in (0.0, 1.0, 1e4, 1e12, 1e18, 1e30):
         model, x, y = made(name, 1)
@@ -160,11 +145,7 @@ def test_one_example_moves_the_sum_by_at_most_C(name, way):
         assert float(found.double().norm()) <= 0.3, factor
 
 
-# what is not finite
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@EVERY
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3e38, 1e25, "teacher"])
 def test_an_example_without_a_finite_gradient_has_no_part_in_the_step(name, way, value):
     model, x, y = made(name, 5)
@@ -198,8 +179,7 @@ def test_a_gradient_near_the_end_of_float32_is_clipped_to_C_too(clip):
         assert float(found.double().norm()) <= clip
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@EVERY
 def test_a_batch_without_finite_gradients_is_a_step_of_noise(name, way):
     model, x, y = made(name, 3)
     x.view(3, -1)[:, 0] = torch.nan

@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+import re
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from conftest import refused
 from test_comm import run_ranks
 
+from wsi_fl.federation.comm import PeerLate
 from wsi_fl.federation.documents import MOST_BYTES, NotAgreed, check_length, decoded
 from wsi_fl.federation.exchange import _problem, _too_far
 from wsi_fl.federation.message import Message
@@ -20,7 +20,7 @@ from wsi_fl.federation.preflight import Brought, compare
 from wsi_fl.federation.roster import Standing
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.ranks import SummaryRow
-from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError
+from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError
 
 BROUGHT = fuzz_peers.example_of(Brought) | fuzz_peers.SAMPLES["Brought"]
 
@@ -53,33 +53,29 @@ def test_every_kind_of_document_that_sites_gather_is_fuzzed():
     assert names - {"federation.loop", "stages.work.job"} <= {*fuzz_peers.MODULES, *fuzz_peers.SLOW_MODULES}
 
 
+def kept(values, rest=b""):
+    """What a site may tell of its standing, with these values."""
+    return b'{"kept": [%s], "returning": true%s}' % (values, rest)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (b"[" * 100_000, "recursion limit exceeded"),
         (b'{"kept":' * 100_000, "recursion limit exceeded"),
-        (
-            b'{"kept": ' + b"[" * 150 + b"]" * 150 + b', "returning": true}',
-            "kept.0: Input should be a valid integer",
-        ),
-        (b'{"kept": [NaN], "returning": true}', "kept.0: Input should be a valid integer"),
-        (b'{"kept": [Infinity], "returning": true}', "kept.0"),
-        (b'{"kept": [1e999], "returning": true}', "kept.0"),
-        (b'{"kept": [%s], "returning": true}' % (b"9" * 10_000), "number out of range"),
-        (b'{"kept": [2147483648], "returning": true}', "less than or equal to 2147483647"),
-        (b'{"kept": [true], "returning": true}', "kept.0: Input should be a valid integer"),
+        (kept(b"[" * 150 + b"]" * 150), "kept.0: Input should be a valid integer"),
+        (kept(b"NaN"), "kept.0: Input should be a valid integer"),
+        (kept(b"Infinity"), "kept.0"),
+        (kept(b"1e999"), "kept.0"),
+        (kept(b"9" * 10_000), "number out of range"),
+        (kept(b"2147483648"), "less than or equal to 2147483647"),
+        (kept(b"true"), "kept.0: Input should be a valid integer"),
         (b'{"kept": [], "returning": 0}', "returning: Input should be a valid boolean"),
-        (
-            b'{"kept": [%s], "returning": true}' % b",".join([b"1"] * 1001),
-            "kept: List should have at most 1000 items",
-        ),
-        (b'{"kept": [], "returning": true, "a\\nb\\u001b": 1}', "a?b?: Extra inputs are not permitted"),
-        (
-            b'{"kept": [], "returning": true, "%s": 1}' % (b"x" * 100_000),
-            "xxx: Extra inputs are not permitted",
-        ),
-        (b'{"kept": [], "returning": true, "\xff": 1}', "invalid unicode"),
-        ('{"kept": [], "returning": true}'.encode("utf-16"), "Invalid JSON"),
+        (kept(b",".join([b"1"] * 1001)), "kept: List should have at most 1000 items"),
+        (kept(b"", b', "a\\nb\\u001b": 1'), "a?b?: Extra inputs are not permitted"),
+        (kept(b"", b', "%s": 1' % (b"x" * 100_000)), "xxx: Extra inputs are not permitted"),
+        (kept(b"", b', "\xff": 1'), "invalid unicode"),
+        (kept(b"").decode().encode("utf-16"), "Invalid JSON"),
         (b"", "Invalid JSON: EOF"),
         (b"null", "Input should be an object"),
         (b"[]" * 9, "trailing characters"),
@@ -92,19 +88,14 @@ def test_a_text_that_is_not_what_was_agreed_on_is_refused_in_one_line(text, word
     with pytest.raises(NotAgreed) as caught:
         decoded(text, Standing, "C2")
     message = str(caught.value)
-    assert message.startswith("site C2 ")
-    assert words in message
-    assert len(message) <= 500
-    assert message.isprintable()
+    assert message.startswith("site C2 ") and words in message
+    assert len(message) <= 500 and message.isprintable()
 
 
 @pytest.mark.parametrize("n_bytes", [-5, -(2**63), MOST_BYTES + 1, 2 * 10**14, 2**63 - 1])
 def test_an_announced_length_is_refused_before_memory_is_taken(n_bytes):
-    refused(
-        lambda: check_length(n_bytes, "C2"),
-        f"site C2 announced a document of {n_bytes} bytes",
-        error=NotAgreed,
-    )
+    words = f"site C2 announced a document of {n_bytes} bytes"
+    refused(lambda: check_length(n_bytes, "C2"), words, error=NotAgreed)
 
 
 @pytest.mark.parametrize(
@@ -122,36 +113,37 @@ def test_an_announced_length_is_refused_before_memory_is_taken(n_bytes):
 )
 def test_what_a_site_brings_has_names_and_numbers_within_bounds(change, words):
     text = json.dumps(BROUGHT | change).encode()
-    refused(
-        lambda: decoded(text, Brought, "C2"), "site C2 told what was not agreed on", words, error=NotAgreed
-    )
+    told = ("site C2 told what was not agreed on", words)
+    refused(lambda: decoded(text, Brought, "C2"), *told, error=NotAgreed)
 
 
 def test_a_row_may_leave_out_what_a_real_site_keeps_to_itself():
     row = fuzz_peers.example_of(SummaryRow)
     assert row["trained_seconds"] is None and row["communication_seconds"] is None
     assert decoded(json.dumps(row).encode(), SummaryRow, "C1") == row
-    text = json.dumps(row | {"epsilon": -1.0}).encode()
-    refused(
-        lambda: decoded(text, SummaryRow, "C1"),
+    text, words = (
+        json.dumps(row | {"epsilon": -1.0}).encode(),
         "epsilon: Input should be greater than or equal to 0",
-        error=NotAgreed,
     )
+    refused(lambda: decoded(text, SummaryRow, "C1"), words, error=NotAgreed)
 
 
-def test_settings_are_compared_one_by_one_and_named():
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"settings": BROUGHT["settings"] | {"train.lr": 0.1}}, "0.1 as train.lr, the others 0.01"),
+        (
+            {"settings": {k: v for k, v in BROUGHT["settings"].items() if k != "train.lr"}},
+            "nothing as train.lr, the others 0.01",
+        ),
+        ({"run": "77aa"}, "77aa as the run's identity, the others 5f0e"),
+    ],
+)
+def test_settings_are_compared_one_by_one_and_named(change, words):
     three = [BROUGHT | {"site": f"C{k}"} for k in (1, 2, 3)]
     compare(three)
-    three[2] = three[2] | {"settings": BROUGHT["settings"] | {"train.lr": 0.1}}
-    refused(
-        lambda: compare(three),
-        "sites disagree: C3 brings 0.1 as train.lr, the others 0.01",
-        error=NoCommonPlan,
-    )
-    three[2] = three[2] | {"settings": {k: v for k, v in BROUGHT["settings"].items() if k != "train.lr"}}
-    refused(lambda: compare(three), "C3 brings nothing as train.lr, the others 0.01")
-    three[2] = three[2] | {"settings": BROUGHT["settings"], "run": "77aa"}
-    refused(lambda: compare(three), "C3 brings 77aa as the run's identity, the others 5f0e")
+    three[2] |= change
+    refused(lambda: compare(three), f"sites disagree: C3 brings {words}", error=NoCommonPlan)
 
 
 def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
@@ -162,31 +154,31 @@ def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
     ]
     with pytest.raises(NoCommonPlan) as caught:
         compare(many)
-    assert len(str(caught.value)) <= 500
-    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= 500 and str(caught.value).isprintable()
     few = [BROUGHT | {"site": f"C{k}", "mpp": k if k > 4 else 0.5} for k in range(1, 11)]
-    refused(
-        lambda: compare(few),
-        "C5 brings 5; C6 brings 6; C7 brings 7; 3 more bring something else as the resol",
-    )
+    words = "C5 brings 5; C6 brings 6; C7 brings 7; 3 more bring something else as the resol"
+    refused(lambda: compare(few), words)
 
 
 def test_what_may_be_told_to_other_sites_keeps_its_exit_code():
-    assert issubclass(NoCommonPlan, KnownToAll) and issubclass(NoCommonPlan, UsageError)
-    assert issubclass(NotAgreed, KnownToAll) and not issubclass(NotAgreed, UsageError)
-    from wsi_fl.federation.comm import PeerLate
+    assert all(issubclass(one, KnownToAll) for one in (NoCommonPlan, NotAgreed, PeerLate))
+    assert [issubclass(one, UsageError) for one in (NoCommonPlan, NotAgreed, PeerLate)] == [
+        True,
+        False,
+        False,
+    ]
 
-    assert issubclass(PeerLate, KnownToAll) and issubclass(PeerLate, WsiFlError)
 
-
-def test_a_limit_that_other_sites_do_not_know_is_not_in_what_they_may_be_told():
-    poor = [{"site": f"C{k}", "affordable": 0} for k in (1, 2)]
-    with pytest.raises(NoCommonPlan, match=r"^sites/C1\.toml: max_epsilon is enough for 0 of 3 rounds"):
-        check_budgets(poor, {"C1": 0.25}, 3)
-    with pytest.raises(
-        NoCommonPlan, match=r"^sites/C1\.toml: max_epsilon = 0\.25 is enough for 0 of 3 rounds"
-    ):
-        check_budgets(poor, {"C1": 0.25, "C2": 0.5}, 3)
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        ({"C1": 0.25}, r"^sites/C1\.toml: max_epsilon is enough for 0 of 3 rounds"),
+        ({"C1": 0.25, "C2": 0.5}, r"^sites/C1\.toml: max_epsilon = 0\.25 is enough for 0 of 3 rounds"),
+    ],
+)
+def test_a_limit_that_other_sites_do_not_know_is_not_in_what_they_may_be_told(known, words):
+    with pytest.raises(NoCommonPlan, match=words):
+        check_budgets([{"site": f"C{k}", "affordable": 0} for k in (1, 2)], known, 3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -196,51 +188,31 @@ def test_a_model_without_weight_or_values_is_no_model():
     assert "lies nan from" in _too_far(nothing, np.ones(4, np.float32), ())
 
 
-MEMORY = """
-import re, sys
-from pathlib import Path
-from wsi_fl.federation.documents import MOST_BYTES, decoded
-from wsi_fl.federation.roster import Standing
-from wsi_fl.types import WsiFlError
-
-most, values = MOST_BYTES - 40, (1 << 18) - 2
-texts = [
-    lambda: b"[[]" + b",[]" * (values // 2 - 1) + b"]",
-    lambda: b"[" + b"[]," * (most // 3) + b"[]]",
-    lambda: b"[" * most,
-    lambda: b"{" + b",".join(b'"%d":1' % k for k in range(values)) + b"}",
-    lambda: b'{"kept": [' + b"-1," * (values - 2) + b'-1], "returning": true}',
-    lambda: b'{"kept": "' + b"x" * most + b'"}',
-    lambda: b'{"kept": ["' + b"\\\\u20ac" * (most // 6) + b'"]}',
-    lambda: b'{"' + b"k" * most + b'": 1}',
-    lambda: b"9" * most,
-]
-
-def megabytes(what):
-    return int(re.search(what + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
-
-for make in texts:
-    text = make()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
-    before = megabytes("VmRSS")
-    try:
-        decoded(text, Standing, "C2")
-        sys.exit("taken")
-    except WsiFlError as error:
-        assert len(str(error)) <= 500
-        print(megabytes("VmHWM") - before, str(error)[:100])
-"""
-
-
 @pytest.mark.slow
 def test_no_document_takes_much_more_memory_than_the_longest_text():
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    taken = [int(line.split()[0]) for line in done.stdout.splitlines()]
-    assert len(taken) == 9
-    assert max(taken) < 200, done.stdout
+    most, values = MOST_BYTES - 40, (1 << 18) - 2
+    texts = [
+        lambda: b"[[]" + b",[]" * (values // 2 - 1) + b"]",
+        lambda: b"[" + b"[]," * (most // 3) + b"[]]",
+        lambda: b"[" * most,
+        lambda: b"{" + b",".join(b'"%d":1' % k for k in range(values)) + b"}",
+        lambda: kept(b"-1," * (values - 2) + b"-1"),
+        lambda: b'{"kept": "' + b"x" * most + b'"}',
+        lambda: b'{"kept": ["' + b"\\u20ac" * (most // 6) + b'"]}',
+        lambda: b'{"' + b"k" * most + b'": 1}',
+        lambda: b"9" * most,
+    ]
+
+    def megabytes(what):
+        return int(re.search(what + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+
+    for make in texts:
+        text = make()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
+        before = megabytes("VmRSS")
+        with pytest.raises(NotAgreed) as caught:
+            decoded(text, Standing, "C2")
+        assert len(str(caught.value)) <= 500 and megabytes("VmHWM") - before < 200
 
 
 HOSTILE = """
@@ -312,21 +284,17 @@ def test_a_rank_that_lies_about_lengths_is_refused_in_one_line_and_not_received(
     done = run_ranks(tmp_path, HOSTILE, 2)
     assert (tmp_path / "said.json").exists(), done.stderr[-2000:]
     said = json.loads((tmp_path / "said.json").read_text())
+    other = "NotAgreed: site B sent something else than the {} values it announced".format
     expected = [
         "NotAgreed: site B announced a document of 200000000000000 bytes; at most 16777216",
         "NotAgreed: site B announced a document of -5 bytes; at most 16777216",
         "NotAgreed: site B told what was not agreed on: Invalid JSON: recursion limit exceeded",
         "NotAgreed: site B told what was not agreed on: Invalid JSON: expected value at line 1 column 1",
-        "NotAgreed: site B sent something else than the 10 values it announced",
-        "NotAgreed: site B sent something else than the 1011 values it announced",
+        *map(other, (10, 1011)),
         "[{'site': 0}, {'site': 1}]",
-        "NotAgreed: site B sent something else than the 64 values it announced",
-        "NotAgreed: site B sent something else than the 64 values it announced",
-        "NotAgreed: site B sent something else than the 3000 values it announced",
-        "NotAgreed: site B sent something else than the 3000 values it announced",
+        *map(other, (64, 64, 3000, 3000)),
         "3000",
     ]
     for (text, _), beginning in zip(said, expected, strict=True):
-        assert text.startswith(beginning)
-        assert len(text) < 200
+        assert text.startswith(beginning) and len(text) < 200
     assert max(seconds for _, seconds in said) < 5

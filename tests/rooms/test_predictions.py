@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import make_study, refused
+from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
@@ -21,10 +21,7 @@ from wsi_fl.types import WsiFlError
 
 def table_of(task, truth, outputs, **about):
     n, rng = len(truth), np.random.default_rng(0)
-    said = {
-        model: rng.random((n, len(outputs))).astype(np.float32).astype(float)
-        for model in ("private", "proxy")
-    }
+    said = {m: rng.random((n, len(outputs))).astype(np.float32).astype(float) for m in ("private", "proxy")}
     names = np.array(['a, "b"\nc', "ünder 1%d", "plain", "plain"])[np.arange(n) % 4]
     part = np.array(["S1", "S0"])[np.arange(n) // 3 % 2]
     return Predictions("S0", "proxy", part, names, names[::-1], truth, said, outputs, task, about)
@@ -50,33 +47,27 @@ def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
     assert np.array_equal(found.truth.astype(truth.dtype), truth)
     assert found.about["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
     assert (len(found.own), len(found.others), [*found.by("part")]) == (3, 3, ["S1", "S0"])
-    other = Number(0, 1) if task is CLASSES else CLASSES
-    assert read_predictions(folder, other) is None and (read_answers(folder, "own") is None) == (
-        task is not CLASSES
-    )
+    assert read_predictions(folder, Number(0, 1) if task is CLASSES else CLASSES) is None
+    assert (read_answers(folder, "own") is None) == (task is not CLASSES)
     assert read_predictions(SiteFolder(tmp_path / "S1"), task) is None
 
 
-def test_a_table_of_nothing_is_read_as_nothing(tmp_path):
+def test_a_table_of_nothing_is_read_as_nothing_and_one_of_another_version_is_refused(tmp_path):
     folder = SiteFolder(tmp_path / "S0")
     write_predictions(folder, table_of(CLASSES, np.zeros(0, np.int64), ("a", "b")))
     found = read_predictions(folder)
     unknown = dict.fromkeys(("accuracy", "macro_accuracy", "auroc"))
     assert len(found) == 0 and found.scores() == {"n": 0, **unknown}
-
-
-def test_a_table_of_another_version_is_refused(tmp_path):
-    folder = SiteFolder(tmp_path / "S0")
-    folder.path.mkdir()
     (folder.path / "predictions.csv").write_text("site,slide,patient,label,p_a,p_b\nS0,s,p,a,0.6,0.4\n")
     refused(lambda: read_predictions(folder), "evaluate the run again", error=WsiFlError)
 
 
-def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(tmp_path):
+def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(pair):
     pandas = pytest.importorskip("pandas")
-    study = make_study(tmp_path / "study", n_sites=2)
-    run = train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
-    document = evaluate(study, run)
+    run = train(
+        pair, method="proxyfl", overrides=["privacy.enabled=false", "train.rounds=1"], backend="local"
+    )
+    document, folders = evaluate(pair, run["run"]), RunFolder(pair.run(run["run"]))
 
     def scores(rows):
         best = rows.filter(like="p_").idxmax(axis=1).str.removeprefix("p_")
@@ -87,26 +78,17 @@ def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(tmp_path):
             "auroc": pytest.approx(roc_auc_score(rows.truth == "tumor", rows.p_tumor)),
         }
 
-    folders = RunFolder(study.run(run))
-    table = pandas.concat(
-        pandas.read_csv(folders.site(row["site"]).path / "predictions.csv") for row in document["sites"]
-    )
-    answering = table[table.answers]
     for row in document["sites"]:
-        mine = answering[answering.site == row["site"]]
-        assert {name: row[name] for name in scores(mine)} == scores(mine)
+        table = pandas.read_csv(folders.site(row["site"]).path / "predictions.csv")
+        mine = table[table.answers]
+        own = mine.part == row["site"]
+        for rows, told in ((mine, row), (mine[own], row["own"]), (mine[~own], row["external"])):
+            assert {name: told[name] for name in scores(rows)} == scores(rows)
         assert {part: scores(rows) for part, rows in mine.groupby("part")} == row["parts"]
-        own = scores(mine[mine.part == row["site"]])
-        assert {name: row["own"][name] for name in own} == own
-        others = scores(mine[mine.part != row["site"]])
-        assert {name: row["external"][name] for name in others} == others
-        assert table[table.site == row["site"]].groupby("model").apply(scores).to_dict() == {
+        assert table.groupby("model").apply(scores).to_dict() == {
             model: {name: one[name] for name in ("n", "accuracy", "macro_accuracy", "auroc")}
             for model, one in row["models"].items()
         }
-
-
-# ---- many sites' predictions as one, against their definitions by loops
 
 
 @st.composite
@@ -142,24 +124,16 @@ def test_votes_are_what_counting_says(case):
 @settings(max_examples=30, deadline=None)
 def test_means_are_means(case):
     sites, weights = case
-    choice, mean = _decided(sites, "mean", weights)
-    assert np.allclose(mean, sum(sites) / len(sites)), "weights are not for this rule"
-    assert (choice == mean.argmax(1)).all()
     by_hand = sum(w * p for w, p in zip(weights, sites, strict=True)) / weights.sum()
-    choice, mean = _decided(sites, "weighted_mean", weights)
-    assert np.allclose(mean, by_hand)
-    assert (choice == by_hand.argmax(1)).all()
+    for rule, wanted in (("mean", sum(sites) / len(sites)), ("weighted_mean", by_hand)):
+        choice, mean = _decided(sites, rule, weights)  # which are not for the first
+        assert np.allclose(mean, wanted) and (choice == mean.argmax(1)).all()
 
 
-def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean():
+def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean_and_what_is_rejected_is_wrong():
     sites = [np.array([[0.99, 0.01]]), np.array([[0.45, 0.55]]), np.array([[0.45, 0.55]])]
     assert _decided(sites, "relative")[0].tolist() == _decided(sites, "absolute")[0].tolist() == [1]
     assert _decided(sites, "mean")[0].tolist() == [0]
     assert _decided(sites, "weighted", [5, 1, 1])[0].tolist() == [0]
-
-
-def test_what_is_rejected_is_wrong():
-    sites = [np.eye(3)[[0, 0]], np.eye(3)[[1, 0]], np.eye(3)[[2, 0]]]
-    found = aggregated_scores(sites, np.array([0, 0]), [1, 1, 1])
-    assert found["absolute"]["rejected"] == 1
-    assert found["absolute"]["accuracy"] == 0.5
+    found = aggregated_scores([np.eye(3)[[k, 0]] for k in range(3)], np.array([0, 0]), [1, 1, 1])
+    assert (found["absolute"]["rejected"], found["absolute"]["accuracy"]) == (1, 0.5)

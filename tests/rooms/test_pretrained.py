@@ -3,16 +3,16 @@
 import pytest
 import timm
 import torch
-from conftest import published
+from building import assert_sums, clipped, each_gradient, norms_of, vary
+from conftest import published, refused
 from safetensors.torch import save_file
 from torch.nn import functional
 
 from wsi_fl.models import Start, build, schema, started_from
-from wsi_fl.models.cnn import FrozenNorm
 from wsi_fl.models.weights import fit, read_weights
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer, _summed_by_patient, check_per_example_gradients
-from wsi_fl.privacy.gradients import ENGINES, _gradients_of, trained
+from wsi_fl.privacy.gradients import ENGINES, trained
 from wsi_fl.types import Images, UsageError, Vectors, WsiFlError
 
 SIZE, N_CLASSES = 32, 3
@@ -55,59 +55,23 @@ def test_features_are_those_of_timm_in_evaluation_mode_bit_for_bit_in_either_mod
 @pytest.mark.parametrize("train", PARTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_clipped_sums_of_the_trained_part_are_those_of_a_loop(files, name, train):
-    """The oracle is a loop over single examples, of rows by the engine that a learner gets and of patients."""
+    """Of rows by the engine that a learner gets and by hooks, and of patients."""
     model = made(files[name], train)
     engine = check_per_example_gradients(model, (3, SIZE, SIZE), N_CLASSES)
     assert engine == ("hooks" if (name, train) == ("test_vit", "all") else "ghost")
-    model.train()
-    with torch.no_grad():
-        for p in trained(model):
-            if p.min() == p.max():  # an adapter that says nothing yet
-                p.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(0))
+    vary(model.train(), -0.1, 0.1)  # adapters say nothing yet
     x, y = batch(4)
-    rows = []
-    for k in range(4):
-        loss = functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1])
-        rows.append(torch.autograd.grad(loss, trained(model)))
-    each = [torch.stack(column) for column in zip(*rows, strict=True)]
-    norms = torch.stack([g.flatten(1).norm(dim=1) for g in each]).norm(dim=0)
-    clip = float(norms.median())
-    assert 0 < int((norms > clip).sum()) < 4
-    c = (clip / norms).clamp(max=1.0)
-
-    def weigh(found):
-        return (clip / found).clamp(max=1.0)
-
-    def loss_of(logits):
-        return functional.cross_entropy(logits, y)
-
+    each = each_gradient(model, x, y)
+    clip = float(norms_of(each).median())
+    assert 0 < int((norms_of(each) > clip).sum()) < 4
+    rest = (lambda logits: functional.cross_entropy(logits, y), lambda found: (clip / found).clamp(max=1.0))
     for sums, _ in (
-        ENGINES[engine](model, x, loss_of, weigh),
-        ENGINES["hooks"](model, x, loss_of, weigh),
-        _summed_by_patient(model, x, torch.arange(4), loss_of, weigh),
+        ENGINES[engine](model, x, *rest),
+        ENGINES["hooks"](model, x, *rest),
+        _summed_by_patient(model, x, torch.arange(4), *rest),
     ):
-        for g, total in zip(each, sums, strict=True):
-            wanted = torch.einsum("n,n...->...", c, g)
-            assert float((total - wanted).norm()) <= 1e-3 * float(wanted.norm()) + 1e-6 * clip
+        assert_sums(sums, clipped(each, clip), clip)
     assert len(trained(model)) < len(list(model.parameters())) or train == "all"
-
-
-@pytest.mark.parametrize("shape", [(4, 6), (4, 6, 5), (4, 6, 5, 3)])
-def test_gradients_of_a_frozen_norm_are_sums_over_positions(shape):
-    torch.manual_seed(0)
-    norm = (torch.nn.BatchNorm1d if len(shape) < 4 else torch.nn.BatchNorm2d)(6)
-    with torch.no_grad():
-        for one in (norm.running_mean, norm.running_var, norm.weight, norm.bias):
-            one.uniform_(0.5, 2)
-    frozen, x, g = FrozenNorm(norm), torch.randn(shape), torch.randn(shape)
-    norm.eval()
-    each = [torch.autograd.grad(norm(x[k : k + 1]), [norm.weight, norm.bias], g[k : k + 1]) for k in range(4)]
-    found = _gradients_of(frozen, [(x, g)])
-    squares = torch.stack([sum(one.square().sum() for one in row) for row in each])
-    torch.testing.assert_close(found.squares, squares.double(), rtol=1e-4, atol=0.0)
-    sums = found.weighted(torch.ones(4), slice(None))
-    for k, parameter in enumerate((frozen.weight, frozen.bias)):
-        torch.testing.assert_close(sums[parameter], torch.stack([row[k] for row in each]).sum(0))
 
 
 @pytest.mark.parametrize("train", ["head", "norm", "lora"])
@@ -127,32 +91,27 @@ def test_each_part_is_what_it_is_called(files):
         model = made(files[name], train).model
         return {key.replace(".0.weight", ".weight") for key, p in model.named_parameters() if p.requires_grad}
 
-    assert names("test_vit", "head") == {"head.weight", "head.bias"}
+    head = {"head.weight", "head.bias"}
+    assert names("test_vit", "head") == head
     assert {key.split(".")[0] for key in names("test_resnet", "last")} == {"layer4", "fc"}
-    last = names("test_vit", "last")
-    assert {key for key in last if not key.startswith("blocks.5.")} == {
-        *("norm.weight", "norm.bias", "head.weight", "head.bias")
-    }
+    last = {key for key in names("test_vit", "last") if not key.startswith("blocks.5.")}
+    assert last == head | {"norm.weight", "norm.bias"}
     assert all("norm" in key or key.startswith("head.") for key in names("test_vit", "norm"))
     lora = names("test_vit", "lora")
-    assert {key for key in lora if ".down." not in key and ".up." not in key} == {"head.weight", "head.bias"}
+    assert {key for key in lora if ".down." not in key and ".up." not in key} == head
     assert {"blocks.0.attn.qkv.down.weight", "blocks.5.mlp.fc2.up.weight"} < lora
 
 
-def test_adapters_say_nothing_at_first_and_all_sites_begin_alike(files):
-    for name in NAMES:
-        plain, adapted = made(files[name]), made(files[name], "lora")
-        fc = plain.model.get_classifier()
-        adapted.model.get_classifier().load_state_dict(fc.state_dict())
-        x, _ = batch(2)
-        with torch.no_grad():
-            torch.testing.assert_close(adapted(x), plain(x))
-        again, other = made(files[name], "lora"), made(files[name], "lora", seed=1)
-        vectors = [
-            torch.cat([p.flatten() for p in trained(one)]) for one in (again, made(files[name], "lora"))
-        ]
-        assert torch.equal(*vectors)
-        assert not torch.equal(other.model.get_classifier().weight, again.model.get_classifier().weight)
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_say_nothing_at_first_and_all_sites_begin_alike(files, name):
+    plain, adapted, again = made(files[name]), made(files[name], "lora"), made(files[name], "lora")
+    other = made(files[name], "lora", seed=1)
+    assert all(map(torch.equal, trained(adapted), trained(again)))
+    assert not torch.equal(other.model.get_classifier().weight, again.model.get_classifier().weight)
+    adapted.model.get_classifier().load_state_dict(plain.model.get_classifier().state_dict())
+    x, _ = batch(2)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(x), plain(x))
 
 
 def test_what_did_not_start_alike_cannot_be_mixed(files, tmp_path):
@@ -165,8 +124,7 @@ def test_what_did_not_start_alike_cannot_be_mixed(files, tmp_path):
     whole = made(path, "norm")
     bare.load_state_dict(whole.state_dict())
     x, _ = batch(2)
-    assert torch.equal(bare.eval()(x), whole.eval()(x))
-    assert schema(bare) == schema(whole)
+    assert torch.equal(bare.eval()(x), whole.eval()(x)) and schema(bare) == schema(whole)
     assert started_from(build("gn_cnn", n_classes=2, shape=Images(3, SIZE), seed=0)) == ""
 
 
@@ -191,22 +149,18 @@ def test_resnet18_takes_the_weights_of_torchvision(tmp_path):
         torch.testing.assert_close(ours(x), theirs((x * 0.5 + 0.5 - ours.mean) / ours.sd))
 
 
-def test_what_cannot_start_is_refused_in_one_line(files, tmp_path):
-    path = files["test_resnet"]
-
-    images = Images(3, SIZE)
-
-    def refused(error, words, name="timm:test_resnet", shape=images, start=None):
-        start = start or Start("norm", path)
-        with pytest.raises(error, match=words) as caught:
-            build(name, n_classes=2, shape=shape, seed=0, start=start)
-        assert "\n" not in str(caught.value)
-
-    refused(UsageError, "'mlp' starts from no weights", name="mlp")
-    refused(UsageError, "'linear_head' starts from no weights", name="linear_head", shape=Vectors(8))
-    refused(UsageError, "3 channels, and these have 1", shape=Images(1, SIZE))
-    refused(UsageError, "knows no model 'no_such_net'", name="timm:no_such_net")
-    refused(WsiFlError, "does not fit the encoder test_vit", name="timm:test_vit")
-    refused(WsiFlError, "no such file", start=Start("norm", tmp_path / "none.safetensors"))
-    vit = Start("norm", files["test_vit"])
-    refused(UsageError, "of images of 8 px", name="timm:test_vit", shape=Images(3, 8), start=vit)
+@pytest.mark.parametrize(
+    ("name", "shape", "start", "error", "words"),
+    [
+        ("mlp", Images(3, SIZE), "test_resnet", UsageError, "'mlp' starts from no weights"),
+        ("linear_head", Vectors(8), "test_resnet", UsageError, "'linear_head' starts from no weights"),
+        ("timm:test_resnet", Images(1, SIZE), "test_resnet", UsageError, "3 channels, and these have 1"),
+        ("timm:no_such_net", Images(3, SIZE), "test_resnet", UsageError, "knows no model 'no_such_net'"),
+        ("timm:test_vit", Images(3, SIZE), "test_resnet", WsiFlError, "does not fit the encoder test_vit"),
+        ("timm:test_resnet", Images(3, SIZE), "none", WsiFlError, "no such file"),
+        ("timm:test_vit", Images(3, 8), "test_vit", UsageError, "of images of 8 px"),
+    ],
+)
+def test_what_cannot_start_is_refused_in_one_line(files, name, shape, start, error, words):
+    start = Start("norm", files["test_vit"].parent / f"{start}.safetensors")
+    refused(lambda: build(name, n_classes=2, shape=shape, seed=0, start=start), words, error=error)

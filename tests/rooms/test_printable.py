@@ -1,6 +1,5 @@
 """What others wrote reaches a terminal or a page as letters alone: nothing moves a cursor, hides or turns round."""
 
-import io
 import json
 
 import pytest
@@ -21,46 +20,10 @@ def shown(text):
     return text
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    out = io.StringIO()
-    monkeypatch.setattr(console, "stderr", Console(file=out, width=200, highlight=False))
-    return out
-
-
 def test_what_letters_say_stays():
     text = "Universitätsklinik 病院, site\tC1\nε = 1.0\u00a0(δ)"
-    assert printable(text) == text
-    assert len(printable(EVIL)) == len(EVIL)
+    assert printable(text) == text and len(printable(EVIL)) == len(EVIL)
     shown(printable(EVIL + "\ud800"))
-
-
-def test_a_line_for_people_has_no_escapes(terminal):
-    console.say(EVIL)
-    with console.Bars("work") as bars:
-        bars.update("C1", 1, 2, EVIL)
-        bars._say()
-    assert "[bold red]C1[/]" in shown(terminal.getvalue())
-
-
-def test_a_table_has_no_escapes_and_takes_no_orders(capsys):
-    console.render([console.Table(EVIL, [EVIL, "b"], [["x", EVIL]])])
-    assert shown(capsys.readouterr().err).count("[bold red]C1[/]") == 3
-
-
-def test_the_reason_of_a_failure_has_no_escapes(capsys, monkeypatch):
-    def fails(**_):
-        raise WsiFlError(EVIL)
-
-    monkeypatch.setattr(program, "app", fails)
-    with pytest.raises(SystemExit):
-        program.main()
-    assert "[bold red]C1[/]" in shown(capsys.readouterr().err)
-
-
-def test_json_means_the_same_and_has_no_escapes(capsys):
-    show({"said": EVIL}, True, print)
-    assert json.loads(shown(capsys.readouterr().out)) == {"said": EVIL}
 
 
 def test_a_page_has_no_escapes():
@@ -69,3 +32,38 @@ def test_a_page_has_no_escapes():
     sums = {"messages": 1, "bytes": 1, "seconds": 1.0}
     summary = {"run": EVIL, "method": "proxyfl", "seconds": 1.0, "sites": [row], "losses": [loss]}
     shown(render_coordinator(summary | {"communication": sums}, None))
+
+
+def bars():
+    with console.Bars("work") as bars:
+        bars.update("C1", 1, 2, EVIL)
+        bars._say()
+
+
+def fails(**_):
+    raise WsiFlError(EVIL)
+
+
+def failure():
+    with pytest.raises(SystemExit):
+        program.main()
+
+
+@pytest.mark.parametrize(
+    ("tell", "times"),
+    [
+        (lambda: console.say(EVIL), 1),
+        (bars, 1),
+        (lambda: console.render([console.Table(EVIL, [EVIL, "b"], [["x", EVIL]])]), 3),
+        (failure, 1),
+        (lambda: show({"said": EVIL}, True, print), 1),
+    ],
+    ids=["line", "bars", "table", "failure", "json"],
+)
+def test_nothing_on_a_terminal_has_escapes_or_takes_orders(capsys, monkeypatch, tell, times):
+    monkeypatch.setattr(console, "stderr", Console(stderr=True, width=200, highlight=False))
+    monkeypatch.setattr(program, "app", fails)
+    tell()
+    said = capsys.readouterr()
+    assert shown(said.out + said.err).count("[bold red]C1[/]") == times
+    assert not said.out or json.loads(said.out) == {"said": EVIL}

@@ -1,9 +1,8 @@
 """A slide that lies ends a child process, never the command; damaged slides give no wrong pixel."""
 
-from __future__ import annotations
-
 import io
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import refused
+from building import refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
@@ -23,7 +22,6 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.study.folder import Study
-from wsi_fl.types import WsiFlError
 
 OPENSLIDE = """
 import sys, openslide
@@ -61,6 +59,11 @@ def archive(tmp_path_factory):
     return phantom.paint_archive(folder, n_sites=1, patients_per_site=1, size_px=512)
 
 
+@pytest.fixture(scope="module")
+def slide(archive):
+    return next(archive.rglob("*.tif"))
+
+
 LIES = {"bytes": {"n_bytes": 1 << 40}, "pixels": {"tile_px": 1 << 20}}
 
 
@@ -70,56 +73,33 @@ def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
     bare = subprocess.run([sys.executable, "-c", OPENSLIDE, path], capture_output=True, check=False)
     if bare.returncode != -signal.SIGABRT:  # what would become of the command
         pytest.skip("this machine has the memory")
-    refused(
-        lambda: check_opens_safely(path),
-        "a.tif",
-        "ended the reader (SIGABRT); the file is damaged",
-        error=WsiFlError,
-    )
+    refused(lambda: check_opens_safely(path), "a.tif", "ended the reader (SIGABRT); the file is damaged")
     check_opens_safely(lying(tmp_path / "b.tif"))
-
-
-def test_one_child_serves_many_slides_and_each_once(archive, tmp_path, fresh):
-    slides = [tmp_path / f"{k}.tif" for k in range(5)]
-    for path in slides:
-        path.write_bytes(next(archive.rglob("*.tif")).read_bytes())
-        check_opens_safely(path)
-    child = fresh._process
-    for path in slides:
-        check_opens_safely(path)
-    assert fresh._process is child and len(probe._FINE) == 5
-    lying(tmp_path / "lie.tif", n_bytes=1 << 40)
-    with pytest.raises(WsiFlError):
-        check_opens_safely(tmp_path / "lie.tif")
-    os.utime(slides[0], (0, 0))  # another file, for all that is known
-    check_opens_safely(slides[0])
-    assert fresh._process is not child and len(probe._FINE) == 6
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("signal.alarm(1); time.sleep(60)", r"takes more than 60 s; is its disk slow\?$"),
-        ("input(); os.kill(os.getpid(), 9)", r"killed twice \(SIGKILL\); is there too little memory\?$"),
+        ("signal.alarm(1); time.sleep(60)", "takes more than 60 s; is its disk slow?"),
+        ("input(); os.kill(os.getpid(), 9)", "killed twice (SIGKILL); is there too little memory?"),
     ],
 )
 def test_a_slide_over_which_the_child_waits_or_is_killed_twice_is_set_aside(
-    archive, fresh, monkeypatch, code, said
+    slide, fresh, monkeypatch, code, said
 ):
     command = [sys.executable, "-c", f"import os, signal, time; print('ready', flush=True); {code}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     monkeypatch.setattr(probe, "_started", lambda: subprocess.Popen(command, **pipes))
-    with pytest.raises(WsiFlError, match=said):
-        check_opens_safely(next(archive.rglob("*.tif")))
+    refused(lambda: check_opens_safely(slide), said)
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_child_that_was_killed_costs_no_slide(archive, fresh, seen):
+def test_a_child_that_was_killed_costs_no_slide(slide, fresh, seen):
     child = fresh._running()
     child.kill()
     if seen:
         child.wait()
-    check_opens_safely(next(archive.rglob("*.tif")))
+    check_opens_safely(slide)
 
 
 def test_what_needs_too_much_memory_is_set_aside_whoever_reads_it(tmp_path, fresh):
@@ -132,53 +112,42 @@ def test_what_needs_too_much_memory_is_set_aside_whoever_reads_it(tmp_path, fres
     group.attrs["ome"] = {"version": "0.5", "multiscales": [{"axes": axes, "datasets": [scale]}]}
     chunk = path / "0/c/0/0/0"
     chunk.parent.mkdir(parents=True)
-    with chunk.open("wb") as file:
-        file.truncate(3 * 40_000 * 40_000)
-    with pytest.raises(WsiFlError, match=r"^a\.zarr: opening it needs more than 2 GB$"):
-        check_opens_safely(path)
+    chunk.touch()
+    os.truncate(chunk, 3 * 40_000 * 40_000)
+    refused(lambda: check_opens_safely(path), "a.zarr: opening it needs more than 2 GB")
 
 
-def test_the_child_runs_nothing_of_the_current_folder(archive, tmp_path):
+def test_the_child_runs_nothing_of_the_current_folder(slide, tmp_path):
     (tmp_path / "resource.py").write_text("open('ran', 'w')\n")
     code = "import sys, os; from pathlib import Path; from wsi_fl.slides.reading.probe import check_opens_safely\n"
     code += "sys.path.insert(0, os.getcwd()); check_opens_safely(Path(sys.argv[1]))"
-    slide = next(archive.rglob("*.tif"))
     subprocess.run([sys.executable, "-c", code, slide], cwd=tmp_path, check=True)
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_child_goes_when_its_parent_is_killed(archive):
+def test_the_child_goes_when_its_parent_is_killed(slide):
     code = "import sys, time; from pathlib import Path; from wsi_fl.slides.reading import probe\n"
     code += "probe.check_opens_safely(Path(sys.argv[1])); print(probe._CHILD._process.pid, flush=True); time.sleep(60)"
-    path = next(archive.rglob("*.tif"))
-    parent = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", code, slide], stdout=subprocess.PIPE, text=True) as parent:
+        state = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+        parent.kill()
     for _ in range(200):
-        state = Path(f"/proc/{child}/stat")
         if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            break
+            return
         time.sleep(0.02)
-    else:
-        pytest.fail("the child lives on")
+    pytest.fail("the child lives on")
 
 
-def test_tile_sets_a_lying_slide_aside_and_goes_on(archive, tmp_path):
+def test_tile_sets_a_lying_slide_aside_and_goes_on(archive, slide, tmp_path):
     init(tmp_path / "study", archive=archive)
-    study = Study(tmp_path / "study")
-    folder = tmp_path / "slides"
+    study, folder = Study(tmp_path / "study"), tmp_path / "slides"
     folder.mkdir()
-    (folder / "good.tif").write_bytes(next(archive.rglob("*.tif")).read_bytes())
+    shutil.copy(slide, folder / "good.tif")
     lying(folder / "lie.tif", n_bytes=1 << 40)
-    (study.root / "slides.csv").write_text(
-        "slide,patient,site,label\ngood.tif,p,G,normal\nlie.tif,q,G,normal\n"
-    )
-    (study.root / "sites" / "G.toml").write_text(
-        f'name = "G"\nreal = false\nslides = "{folder}/*.tif"\nlayout = "generic"\nlabels = "slides.csv"\n'
-    )
+    rows = "slide,patient,site,label\ngood.tif,p,G,normal\nlie.tif,q,G,normal\n"
+    (study.root / "slides.csv").write_text(rows)
+    site = f'name = "G"\nreal = false\nslides = "{folder}/*.tif"\nlayout = "generic"\nlabels = "slides.csv"\n'
+    (study.root / "sites" / "G.toml").write_text(site)
     settings = ["tile.size_px=32", "tile.mpp=1.0", "tile.balance=false"]
     row = tile(study, site="G", overrides=settings)["sites"][0]
     (aside,) = row["failed"]
@@ -186,11 +155,10 @@ def test_tile_sets_a_lying_slide_aside_and_goes_on(archive, tmp_path):
 
 
 @pytest.mark.slow
-def test_damaged_slides_give_no_wrong_pixel(tmp_path):
+def test_damaged_slides_give_no_wrong_pixel():
     script = Path(__file__).parents[2] / "benchmarks" / "slides_fuzz.py"
-    done = subprocess.run(
-        [sys.executable, script, "--files", "25", "--seed", "7"], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, script, "--files", "25", "--seed", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert '"WRONG": 0' in done.stdout and '"refused": 0' not in done.stdout
     assert done.stderr.split("\n", 1)[1] == ""  # and nothing but the seed is said
@@ -199,4 +167,4 @@ def test_damaged_slides_give_no_wrong_pixel(tmp_path):
 def test_a_pipe_is_no_slide_and_nobody_waits_for_it(tmp_path):
     os.mkfifo(tmp_path / "a.svs")
     check_opens_safely(tmp_path / "a.svs")
-    refused(lambda: Slide(tmp_path / "a.svs"), "a.svs", "neither a file nor a folder", error=WsiFlError)
+    refused(lambda: Slide(tmp_path / "a.svs"), "a.svs", "neither a file nor a folder")

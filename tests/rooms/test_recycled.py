@@ -1,12 +1,8 @@
 """Memory that is used again, and only then."""
 
-from __future__ import annotations
-
-import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 import torch
 
 from wsi_fl.system.bulk import ALIGNMENT, BufferPool
@@ -40,44 +36,24 @@ def test_what_lives_keeps_its_values_while_others_come_and_go():
 
     def work(seed):
         for k in range(40):
-            array = memory.empty((3, MB), np.uint8)
-            array[:] = (seed * 40 + k) % 251
+            array, value = memory.empty((3, MB), np.uint8), (seed * 40 + k) % 251
+            array[:] = value
             if k % 7 == 0:
-                kept.append(((seed * 40 + k) % 251, array[1:]))
+                kept.append((value, array[1:]))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(kept) == 24
-    assert all((array == value).all() for value, array in kept)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    assert len(kept) == 24 and all((array == value).all() for value, array in kept)
 
 
-@pytest.mark.slow
-def test_little_arrays_do_not_hold_the_memory_of_great_ones():
-    memory = BufferPool(most=1)
-    sizes = []
-    for n in (40, 30, 16):
-        array = memory.empty((n, MB), np.uint8)
-        del array
-        gc.collect()
-        sizes.append(len(memory._free[0]) // MB)
-    assert sizes == [45, 45, 18]
-
-
-def test_only_so_much_is_kept():
-    memory = BufferPool(most=2)
-    arrays = [memory.empty((2, MB), np.uint8) for _ in range(5)]
-    assert len({place(array) for array in arrays}) == 5
-    del arrays
-    assert len(memory._free) == 2
-
-
-def test_small_and_empty_arrays_are_ordinary_ones():
+def test_only_so_much_is_kept_and_nothing_of_small_and_empty_arrays():
     memory = BufferPool(most=2)
     for shape in ((0, 5), (7, 3), ()):
         array = memory.empty(shape, np.float32)
         assert array.shape == shape and array.dtype == np.float32
     del array
     assert memory._free == []
+    arrays = [memory.empty((2, MB), np.uint8) for _ in range(5)]
+    assert len({place(array) for array in arrays}) == 5
+    del arrays
+    assert len(memory._free) == 2

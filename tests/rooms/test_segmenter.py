@@ -1,7 +1,5 @@
 """A segmenter that a group has takes the place of the classical measures for the faults that it knows."""
 
-from __future__ import annotations
-
 import json
 
 import h5py
@@ -28,7 +26,7 @@ SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("segmenter")
-    archive = phantom.paint_archive(folder / "archive", n_sites=1, patients_per_site=1, size_px=1024)
+    archive = phantom.paint_archive(folder / "archive", n_sites=1, patients_per_site=1, size_px=768)
     init(folder / "study", archive=archive)
     return Study(folder / "study")
 

@@ -1,42 +1,38 @@
 """Patch stores: what goes in comes out, and nothing else ever does."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import conftest
 import h5py
 import numpy as np
 import pytest
+from conftest import nightly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from wsi_fl.stores import shards
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore, SlideSource
-from wsi_fl.stores.shards import (
-    ShardMeta,
-    content_of,
-    pack,
-    why_stale,
-    write_columns,
-    write_positions,
-    write_shard,
-    write_streams,
-)
+from wsi_fl.stores.shards import ShardMeta, pack, write_columns, write_shard, write_streams
 from wsi_fl.system import jpeg
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
 
+refused = partial(conftest.refused, error=WsiFlError)
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SPEC = GridSpec(8, 0.5, 4)
+META = StoreMeta("C1", CLASSES, SPEC)
+SHARD = ShardMeta("a", "p", "train", SPEC, "hash")
 NAMES = ("plain", "two words", "Gewebe ü 组织", "🔬 slide", "per%cent #1", "dots.in.name")
 
 
-def table_of(slide: str, n: int, seed: int = 0, split: str = "train") -> PatchTable:
+def table_of(slide: str, n: int, seed: int = 0) -> PatchTable:
     rng = np.random.default_rng(seed)
     return PatchTable(
         rng.integers(0, 1 << 40, (n, 2)),
@@ -44,7 +40,7 @@ def table_of(slide: str, n: int, seed: int = 0, split: str = "train") -> PatchTa
         rng.random(n).astype(np.float32),
         np.full(n, slide),
         np.full(n, f"patient of {slide}"),
-        np.full(n, split),
+        np.full(n, "train"),
     )
 
 
@@ -52,27 +48,38 @@ def pixels_of(n: int, seed: int = 0, size: int = 8) -> np.ndarray:
     return np.random.default_rng(seed + 1000).integers(0, 256, (n, size, size, 3), np.uint8)
 
 
-def add_shard(folder: Path, slide: str, n: int, seed: int = 0) -> Path:
-    table = table_of(slide, n, seed)
-    shard = folder / "slides" / f"{slide}.h5"
+def streams_of(n: int, seed: int = 0) -> list[bytes]:
+    return [jpeg.encode(patch, 90) for patch in pixels_of(n, seed)]
+
+
+def add_shard(folder: Path, slide: str, n: int, seed: int = 0, *, streams: bool = False) -> Path:
+    table, shard = table_of(slide, n, seed), folder / "slides" / f"{slide}.h5"
     meta = ShardMeta(slide, f"patient of {slide}", "train", SPEC, "")
-    write_shard(shard, meta, table, iter([pixels_of(n, seed)]))
+    if streams:
+        write_streams(shard, replace(meta, wanted="native"), table, iter(streams_of(n, seed)))
+    else:
+        write_shard(shard, meta, table, iter([pixels_of(n, seed)]))
     return shard
 
 
-def make_store(folder: Path, counts: dict[str, int]) -> tuple[Path, np.ndarray]:
-    """A store, and the pixels of all its rows."""
-    shards = [add_shard(folder, slide, n, seed) for seed, (slide, n) in enumerate(counts.items())]
+def make_store(folder: Path, counts: dict[str, int], *, streams: bool = False) -> tuple[Path, np.ndarray]:
+    """A store, of JPEG streams or not, and the pixels of all its rows."""
+    shards = [
+        add_shard(folder, slide, n, seed, streams=streams) for seed, (slide, n) in enumerate(counts.items())
+    ]
     path = folder / "patches.h5"
-    write_columns(path, StoreMeta("C1", CLASSES, SPEC), shards)
-    return path, np.concatenate([pixels_of(n, seed) for seed, n in enumerate(counts.values())])
+    write_columns(path, META, shards)
+    pixels = [pixels_of(n, seed) for seed, n in enumerate(counts.values())]
+    if streams:
+        pixels = [
+            [jpeg.decode(stream) for stream in streams_of(n, seed)] for seed, n in enumerate(counts.values())
+        ]
+    return path, np.concatenate(pixels)
 
 
-def one_line(caught: pytest.ExceptionInfo[WsiFlError], *words: str) -> None:
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
+def read(path: Path, rows, *how) -> np.ndarray:
+    with PatchStore(path, *how) as store:
+        return store.read(np.array(rows, np.int64))
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +96,7 @@ def test_linked_and_packed_stores_give_back_what_was_written(odd_names):
     parts = [table_of(name, k + 1, k) for k, name in enumerate(NAMES)]
     for path in (linked, packed):
         with PatchStore(path) as store:
-            assert store.meta == StoreMeta("C1", CLASSES, SPEC)
-            assert tuple(store.slides) == NAMES
-            assert len(store) == 21
+            assert (store.meta, tuple(store.slides), len(store)) == (META, NAMES, 21)
             for name in ("xy_l0", "label", "tumor_fraction", "slide", "patient", "split"):
                 found = getattr(store.table, name)
                 wanted = np.concatenate([getattr(part, name) for part in parts])
@@ -103,31 +108,21 @@ def test_linked_and_packed_stores_give_back_what_was_written(odd_names):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.integers(0, 20), max_size=30), packed=st.booleans())
 def test_rows_come_in_the_order_asked_for_with_repeats(odd_names, rows, packed):
-    with PatchStore(odd_names[int(packed)]) as store:
-        found = store.read(np.array(rows, np.int64))
+    found = read(odd_names[int(packed)], rows)
     assert found.dtype == np.uint8 and found.shape == (len(rows), 8, 8, 3)
     np.testing.assert_array_equal(found, odd_names[2][rows])
 
 
-def test_missing_shard_raises_and_never_reads_black(tmp_path):
-    path, pixels = make_store(tmp_path, {"a": 3, "b": 2})
-    (tmp_path / "slides" / "a.h5").unlink()
-    with PatchStore(path) as store:
-        np.testing.assert_array_equal(store.read(np.array([3, 4])), pixels[3:])
-        with pytest.raises(WsiFlError) as caught:
-            store.read(np.array([4, 0]))
-    one_line(caught, "patches.h5", "the shard of slide a is missing; ", "wsi-fl tile")
-    assert str(caught.value).count(str(tmp_path)) == 1
-
-
-def test_missing_shard_is_not_taken_from_the_current_folder(tmp_path, monkeypatch):
+def test_a_missing_shard_raises_and_is_not_taken_from_the_current_folder(tmp_path, monkeypatch):
     """HDF5 looks there when a link's target is missing: it would read another hospital's slide."""
-    path, _ = make_store(tmp_path / "C1", {"a": 3})
+    path, pixels = make_store(tmp_path / "C1", {"a": 3, "b": 2})
     make_store(tmp_path / "C2", {"a": 3})
     (tmp_path / "C1" / "slides" / "a.h5").unlink()
     monkeypatch.chdir(tmp_path / "C2")
-    with PatchStore(path) as store, pytest.raises(WsiFlError, match="missing"):
-        store.read(np.array([0]))
+    with PatchStore(path) as store:
+        np.testing.assert_array_equal(store.read(np.array([3, 4])), pixels[3:])
+        words = ("patches.h5", "the shard of slide a is missing; ", "wsi-fl tile")
+        refused(lambda: store.read(np.array([4, 0])), *words)
 
 
 def test_truncated_shard_raises(tmp_path):
@@ -136,37 +131,26 @@ def test_truncated_shard_raises(tmp_path):
     whole = shard.read_bytes()
     for kept in (0, len(whole) // 2):
         shard.write_bytes(whole[:kept])
-        with PatchStore(path) as store, pytest.raises(WsiFlError) as caught:
-            store.read(np.arange(40))
-        one_line(caught, "slide a", "damaged")
+        refused(lambda: read(path, range(40)), "slide a", "damaged")
 
 
 @pytest.mark.parametrize("change", ["other rows", "other labels", "fewer rows", "other grid"])
 def test_shard_written_after_its_columns_is_refused(tmp_path, change):
     """`tile` with other parameters, killed half-way: old columns, new pixels."""
     path, _ = make_store(tmp_path, {"a": 4, "b": 4})
-    table, spec = table_of("a", 4), SPEC
-    if change == "other rows":
-        table = table_of("a", 4, seed=9)
-    elif change == "other labels":
+    table = table_of("a", 4, seed=9 if change == "other rows" else 0)
+    if change == "other labels":
         table = replace(table, label=1 - table.label)
-    elif change == "fewer rows":
-        table = table.take(np.arange(3))
-    else:
-        spec = GridSpec(8, 0.25, 4)
+    table = table.take(np.arange(3 if change == "fewer rows" else 4))
+    spec = GridSpec(8, 0.25, 4) if change == "other grid" else SPEC
     meta = ShardMeta("a", "patient of a", "train", spec, "")
     write_shard(tmp_path / "slides" / "a.h5", meta, table, [pixels_of(len(table))])
-    with PatchStore(path) as store:
-        store.read(np.array([4]))
-        with pytest.raises(WsiFlError) as caught:
-            store.read(np.array([0]))
-    one_line(caught, "slide a", "other patches", "wsi-fl tile")
+    read(path, [4])
+    refused(lambda: read(path, [0]), "slide a", "other patches", "wsi-fl tile")
 
 
 def test_what_is_no_store_of_this_version_is_refused_in_one_line(tmp_path):
-    with pytest.raises(WsiFlError) as caught:
-        PatchStore(tmp_path / "patches.h5")
-    one_line(caught, str(tmp_path), "wsi-fl tile")
+    refused(lambda: PatchStore(tmp_path / "patches.h5"), str(tmp_path), "wsi-fl tile")
     path, _ = make_store(tmp_path, {"a": 2})
     for name, value, words in (
         ("version", 2, ("version 2", "reads version 1", "update wsi-fl")),
@@ -174,47 +158,39 @@ def test_what_is_no_store_of_this_version_is_refused_in_one_line(tmp_path):
     ):
         with h5py.File(path, "a") as file:
             file.attrs[name] = value
-        with pytest.raises(WsiFlError) as caught:
-            PatchStore(path)
-        one_line(caught, str(path), *words)
+        refused(lambda: PatchStore(path), str(path), *words)
 
 
-def open_files() -> list[str]:
-    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+def n_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_a_hundred_slides_are_read_where_the_system_allows_64_open_files(tmp_path):
     path, pixels = make_store(tmp_path, {f"s{k}": 1 for k in range(100)})
     rows = np.random.default_rng(0).permutation(100)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = len(open_files())  # a GPU's driver holds some
+    opened = n_open()  # a GPU's driver holds some
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(64, opened + 48), hard))
         with PatchStore(path) as store:
-            assert len(open_files()) < opened + 48
+            assert n_open() < opened + 48
             found = store.read(rows)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     np.testing.assert_array_equal(found, pixels[rows])
 
 
-class Interrupted(Exception):
-    pass
-
-
-def interrupted(n: int):
-    yield pixels_of(n)
-    raise Interrupted
+def interrupted():
+    yield pixels_of(2)
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("had_one", [False, True])
 def test_interrupted_write_leaves_what_was_there(tmp_path, had_one):
-    shard = tmp_path / "slides" / "a.h5"
-    if had_one:
-        add_shard(tmp_path, "a", 3)
+    shard = add_shard(tmp_path, "a", 3) if had_one else tmp_path / "slides" / "a.h5"
     before = shard.read_bytes() if had_one else None
-    with pytest.raises(Interrupted):
-        write_shard(shard, ShardMeta("a", "p", "test", SPEC, ""), table_of("a", 5), interrupted(2))
+    with pytest.raises(KeyboardInterrupt):
+        write_shard(shard, SHARD, table_of("a", 5), interrupted())
     assert [p.name for p in shard.parent.iterdir()] == (["a.h5"] if had_one else [])
     assert not had_one or shard.read_bytes() == before
 
@@ -229,66 +205,49 @@ def test_interrupted_write_leaves_what_was_there(tmp_path, had_one):
     ],
 )
 def test_pixels_that_do_not_fit_the_columns_are_refused(tmp_path, batches, words):
-    with pytest.raises(WsiFlError) as caught:
-        write_shard(tmp_path / "a.h5", ShardMeta("a", "p", "train", SPEC, ""), table_of("a", 3), batches)
-    one_line(caught, "a.h5", *words)
+    refused(lambda: write_shard(tmp_path / "a.h5", SHARD, table_of("a", 3), batches), "a.h5", *words)
     assert list(tmp_path.iterdir()) == []
 
 
 WRITER = """
-import sys, time
+import sys
 from pathlib import Path
+from resource import RLIMIT_FSIZE, setrlimit
 import numpy as np
 sys.path[:0] = {tests!r}
-from test_stores import SPEC, pixels_of, table_of
-from wsi_fl.stores.shards import ShardMeta, write_shard
-def slowly():
-    yield pixels_of(2)
-    print("writing", flush=True)
-    time.sleep(60)
-write_shard(Path({path!r}), ShardMeta("a", "p", "test", SPEC, ""), table_of("a", 5), {pixels})
+from test_stores import SHARD, table_of
+from wsi_fl.stores.shards import write_shard
+for path, limit in (({room!r}, 200_000), ({path!r}, {limit})):
+    setrlimit(RLIMIT_FSIZE, (limit, 200_000))
+    write_shard(Path(path), SHARD, table_of("a", 5), [np.zeros((1, 8, 8, 3), np.uint8)] * 5)
+    print("written")
 """
 
 
-def writer(path: Path, pixels: str, before: str = "") -> subprocess.Popen[str]:
-    code = before + WRITER.format(
-        tests=[str(p) for p in Path(__file__).parents[:2]], path=str(path), pixels=pixels
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-@pytest.mark.parametrize("limit_bytes", [pytest.param(500, marks=pytest.mark.slow), 6_000])
+@pytest.mark.parametrize("limit_bytes", [*nightly(500), 6_000])
 def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_bytes):
     shard = add_shard(tmp_path, "a", 3)
-    before = shard.read_bytes()
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
-    big = "[np.zeros((1, 8, 8, 3), np.uint8)] * 5"
-    with writer(shard, big, limit) as process:
-        assert process.wait(60) == 0, "the limit itself leaves room enough"
-    add_shard(tmp_path, "a", 3)
-    with writer(shard, big, limit.replace("200_000", str(limit_bytes))) as process:
-        error = process.stderr.read() if process.stderr else ""
-    assert process.returncode == 1, "HDF5 took the process down"
-    assert error.strip().split("\n")[-1].startswith("wsi_fl.types.DiskFull: ") and "disk is full" in error
-    assert str(shard) in error.strip().split("\n")[-1]
-    assert shard.read_bytes() == before
-    assert [p.name for p in shard.parent.iterdir()] == ["a.h5"]
-
-
-META = ShardMeta("a", "p", "train", SPEC, "hash")
+    before, tests = shard.read_bytes(), [str(p) for p in Path(__file__).parents[:2]]
+    code = WRITER.format(tests=tests, room=str(tmp_path / "room.h5"), path=str(shard), limit=limit_bytes)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == "written\n", "the limit itself leaves room enough"
+    assert done.returncode == 1, "HDF5 took the process down"
+    error = done.stderr.strip().split("\n")[-1]
+    assert error.startswith("wsi_fl.types.DiskFull: ") and "disk is full" in error and str(shard) in error
+    assert shard.read_bytes() == before and [p.name for p in shard.parent.iterdir()] == ["a.h5"]
 
 
 def test_fingerprint_tells_every_parameter_apart(tmp_path):
     table = table_of("a", 3)
-    write_shard(tmp_path / "a.h5", META, table, [pixels_of(3)])
-    assert why_stale(tmp_path / "a.h5", META, table_of("a", 3)) is None
-    assert why_stale(tmp_path / "b.h5", META, table) == ""
+    write_shard(tmp_path / "a.h5", SHARD, table, [pixels_of(3)])
+    assert shards.why_stale(tmp_path / "a.h5", SHARD, table_of("a", 3)) is None
+    assert shards.why_stale(tmp_path / "b.h5", SHARD, table) == ""
     grids = [{"spec": GridSpec(*grid)} for grid in ((16, 0.5, 4), (8, 0.25, 4), (8, 0.5, 8))]
     for change in (*grids, {"slide": "b"}, {"patient": "q"}, {"split": "test"}, {"quickhash": ""}):
-        meta = replace(META, **change)
-        assert why_stale(tmp_path / "a.h5", meta, table) == "parameters or slide changed", change
+        meta = replace(SHARD, **change)
+        assert shards.why_stale(tmp_path / "a.h5", meta, table) == "parameters or slide changed", change
 
 
 def test_same_content_is_the_same_bytes(tmp_path):
@@ -296,29 +255,13 @@ def test_same_content_is_the_same_bytes(tmp_path):
         path, _ = make_store(tmp_path / name, {"a": 3, "🔬 b": 2})
         pack(path, tmp_path / name / "packed.h5")
         if name == "first":
-            time.sleep(1.1)  # HDF5 can keep times, in seconds
+            time.sleep(1.05 - time.time() % 1)  # HDF5 can keep times, in seconds
     for file in ("patches.h5", "slides/a.h5", "slides/🔬 b.h5", "packed.h5"):
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
 
 
-def streams_of(n: int, seed: int = 0, size: int = 8) -> list[bytes]:
-    return [jpeg.encode(patch, 90) for patch in pixels_of(n, seed, size)]
-
-
-def make_streams(folder: Path, counts: dict[str, int], content: str = "native") -> tuple[Path, np.ndarray]:
-    """A store of JPEG streams, and what they decode to."""
-    shards, pixels = [], []
-    for seed, (slide, n) in enumerate(counts.items()):
-        shards.append(folder / "slides" / f"{slide}.h5")
-        meta = ShardMeta(slide, f"patient of {slide}", "train", SPEC, "", wanted=content)
-        write_streams(shards[-1], meta, table_of(slide, n, seed), iter(streams_of(n, seed)))
-        pixels += [jpeg.decode(stream) for stream in streams_of(n, seed)]
-    write_columns(folder / "patches.h5", StoreMeta("C1", CLASSES, SPEC), shards)
-    return folder / "patches.h5", np.stack(pixels)
-
-
 def test_streams_come_back_decoded_linked_and_packed(tmp_path):
-    path, pixels = make_streams(tmp_path, {"a": 7, "süd 2": 5})
+    path, pixels = make_store(tmp_path, {"a": 7, "süd 2": 5}, streams=True)
     pack(path, tmp_path / "packed.h5")
     rows = np.random.default_rng(0).integers(0, 12, 50)
     for one in (path, tmp_path / "packed.h5"):
@@ -331,63 +274,40 @@ def test_streams_come_back_decoded_linked_and_packed(tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "start", "other size"])
 def test_a_damaged_stream_raises_and_names_its_row(tmp_path, damage):
-    path, pixels = make_streams(tmp_path, {"a": 6})
+    path, pixels = make_store(tmp_path, {"a": 6}, streams=True)
     with h5py.File(tmp_path / "slides" / "a.h5", "a") as file:
-        data, start = file["bytes"], file["start"][:].astype(int)
+        first, end = file["start"][4:6].astype(int)
         if damage == "cut":
-            data[(start[4] + start[5]) // 2 : start[5]] = 0
+            file["bytes"][(first + end) // 2 : end] = 0
         elif damage == "garbage":
-            data[start[4] : start[5]] = 7
+            file["bytes"][first:end] = 7
         elif damage == "start":
-            file["start"][-1] = start[-1] + 9
+            file["start"][-1] += 9
         else:
             smaller = np.frombuffer(jpeg.encode(np.zeros((4, 4, 3), np.uint8), 5), np.uint8)
-            data[start[4] : start[5]] = np.pad(smaller, (0, max(0, start[5] - start[4] - len(smaller))))[
-                : start[5] - start[4]
-            ]
-    with PatchStore(path) as store:
-        with pytest.raises(WsiFlError) as caught:
-            store.read(np.array([0, 5, 4, 1]))
-        one_line(caught, "slide a", "damaged", *(() if damage == "start" else ("patch 4",)))
-        if damage != "start":
-            np.testing.assert_array_equal(store.read(np.array([3])), pixels[3:4])
+            file["bytes"][first:end] = np.pad(smaller, (0, max(0, end - first - len(smaller))))[: end - first]
+    named = ("slide a", "damaged", *(() if damage == "start" else ("patch 4",)))
+    refused(lambda: read(path, [0, 5, 4, 1]), *named)
+    if damage != "start":
+        np.testing.assert_array_equal(read(path, [3]), pixels[3:4])
 
 
 @pytest.mark.parametrize("kind", ["raw", "native", "none"])
 def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
     table, unread = table_of("a", 5), {1: "cut short", 3: "garbled ü"}
-    kept = np.array([0, 2, 4])
-    meta = replace(META, wanted=kind)
-    shard = tmp_path / "slides" / "a.h5"
+    kept, meta, shard = np.array([0, 2, 4]), replace(SHARD, wanted=kind), tmp_path / "slides" / "a.h5"
     if kind == "raw":
         write_shard(shard, meta, table, [pixels_of(5)[kept]], unread=unread)
     elif kind == "native":
         write_streams(shard, meta, table, [streams_of(5)[k] for k in kept], unread=unread)
     else:
         source = SlideSource("a", "slides/a.tif", "hash", None, "auto")
-        write_positions(shard, meta, table, source, unread=unread)
-    assert why_stale(shard, meta, table) is None
+        shards.write_positions(shard, meta, table, source, unread=unread)
+    assert shards.why_stale(shard, meta, table) is None
     corners = table.xy_l0[[1, 3]].tolist()
-    assert content_of(shard) == (kind, ((*corners[0], "cut short"), (*corners[1], "garbled ü")))
-    found = write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])
+    assert shards.content_of(shard) == (kind, ((*corners[0], "cut short"), (*corners[1], "garbled ü")))
+    found = write_columns(tmp_path / "patches.h5", META, [shard])
     np.testing.assert_array_equal(found.xy_l0, table.xy_l0[kept])
-
-
-def test_a_store_without_pixels_reads_through_whoever_reads_slides(tmp_path):
-    shard = tmp_path / "slides" / "a.h5"
-    source = SlideSource("a", "slides/a.tif", "hash", 0.25, "openslide")
-    write_positions(shard, replace(META, wanted="none"), table_of("a", 4), source)
-    write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])
-    asked = []
-
-    def read(source, xy_l0, spec):
-        asked.append((source, spec))
-        return np.repeat(xy_l0[:, :1, None, None] % 251, 8 * 8 * 3, 1).reshape(-1, 8, 8, 3).astype(np.uint8)
-
-    with PatchStore(tmp_path / "patches.h5", read) as store:
-        rows = np.array([2, 0, 3, 2])
-        assert store.read(rows)[:, 0, 0, 0].tolist() == (store.table.xy_l0[rows, 0] % 251).tolist()
-    assert asked == [(source, SPEC)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -397,29 +317,22 @@ def test_a_store_of_version_1_opens(tmp_path, packed):
     if packed:
         pack(path, path := tmp_path / "packed.h5")
 
-    def read(source, xy_l0, spec):
-        asked.append(source)
-        return np.full((len(xy_l0), 8, 8, 3), 9, np.uint8)
+    def slides(source, xy_l0, spec):
+        asked.append((source, spec))
+        return np.broadcast_to(xy_l0[:, :1, None, None], (len(xy_l0), 8, 8, 3)).astype(np.uint8)
 
-    with PatchStore(path, read) as store:
+    ramp = np.arange(8)[:, None] * 9 + 40 * np.arange(3)[:, None, None, None] + np.zeros((8, 1, 3), int)
+    with PatchStore(path, slides) as store:
         assert store.slides == ["raw", "native", "lossy", "positions"]
         assert [bool(store.shard(name).attrs["lossy"]) for name in ("native", "lossy")] == [False, True]
         assert store.table.xy_l0[:, 0].tolist() == [0, 8, 16, 0, 16, 0, 8, 16, 0, 8, 16]
-        pixels = store.read(np.arange(11))
-        ramp = v1_pixels()
+        pixels = store.read(np.arange(11)).astype(int)
         np.testing.assert_array_equal(pixels[:3], ramp)
-        assert np.abs(pixels[3:5].astype(int) - ramp[[0, 2]]).max() <= 8
-        assert np.abs(pixels[5:8].astype(int) - ramp).max() <= 8
-        assert (pixels[8:] == 9).all()
-    assert asked == [SlideSource("positions", "slides/positions.svs", "ab12", None, "auto")]
-
-
-def v1_pixels() -> np.ndarray:
-    """Smooth, so that JPEG keeps them."""
-    x = np.arange(8)
-    return np.stack([np.broadcast_to((x * 9 + 40 * k)[None, :, None], (8, 8, 3)) for k in range(3)]).astype(
-        np.uint8
-    )
+        assert np.abs(pixels[3:8] - ramp[[0, 2, 0, 1, 2]]).max() <= 8
+        assert pixels[8:, 0, 0, 0].tolist() == [0, 8, 16]
+        assert store.read(np.array([10, 8, 10]))[:, 0, 0, 0].tolist() == [16, 0, 16]
+    source = SlideSource("positions", "slides/positions.svs", "ab12", None, "auto")
+    assert asked == [(source, GridSpec(8, 0.5, 8))] * 2
 
 
 def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(tmp_path):
@@ -429,12 +342,10 @@ def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(t
         mine = replace(table, slide=np.full(4, slide), patient=np.full(4, slide), split=np.full(4, split))
         shards.append(tmp_path / "slides" / f"{slide}.h5")
         write_shard(shards[-1], ShardMeta(slide, slide, split, SPEC, ""), mine, [pixels_of(4, seed=k)])
-    write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), shards)
-    shards[0].rename(tmp_path / "x")
-    shards[1].rename(shards[0])
-    (tmp_path / "x").rename(shards[1])
+    write_columns(tmp_path / "patches.h5", META, shards)
+    for source, target in ((shards[0], tmp_path / "x"), (shards[1], shards[0]), (tmp_path / "x", shards[1])):
+        source.rename(target)
     for slide in "ab":
         for act in (PatchStore.verify, PatchStore.shard):
-            with PatchStore(tmp_path / "patches.h5") as store, pytest.raises(WsiFlError) as caught:
-                act(store, slide)
-            one_line(caught, f"slide {slide}", "other patches", "wsi-fl tile")
+            with PatchStore(tmp_path / "patches.h5") as store:
+                refused(partial(act, store, slide), f"slide {slide}", "other patches", "wsi-fl tile")

@@ -5,32 +5,25 @@ import json
 import numpy as np
 import pytest
 from conftest import refused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wsi_fl.federation import topology as graphs
 from wsi_fl.federation.message import GRAPH_HOPS
 from wsi_fl.federation.topology import (
-    TOPOLOGIES,
-    Edge,
-    Graph,
     exponential,
-    from_file,
-    handover,
     named,
     over,
     parse_graph,
     random_permutation,
     receivers,
-    ring,
     senders,
-    star,
-    welcome,
 )
 
 n_sites = st.integers(2, 64)
 rounds = st.integers(0, 40)
 self_weights = st.sampled_from([0.0, 0.25, 0.5])
-topologies = st.builds(named, st.sampled_from(list(TOPOLOGIES)), st.integers(0, 2**32))
+topologies = st.builds(named, st.sampled_from(list(graphs.TOPOLOGIES)), st.integers(0, 2**32))
 
 
 def names_of(n):
@@ -38,8 +31,7 @@ def names_of(n):
 
 
 def assert_column_stochastic(matrix, n):
-    assert matrix.shape == (n, n)
-    assert (matrix >= 0).all()
+    assert matrix.shape == (n, n) and (matrix >= 0).all()
     np.testing.assert_allclose(matrix.sum(axis=0), 1, rtol=0, atol=1e-12)
 
 
@@ -52,31 +44,16 @@ def documents(draw, n):
         edges = {(k, (k + 1) % n) for k in range(n)}
         edges |= {(int(a), int(b)) for a, b in rng.integers(0, n, (draw(st.integers(0, 6)), 2)) if a != b}
         weigh, degree = rng.random(n) < 0.4, np.bincount([a for a, _ in edges], minlength=n)
-        chosen.append(
-            [
-                [f"S{a + 1}", f"S{b + 1}", *([rng.uniform(0.1, 0.9) / int(degree[a])] if weigh[a] else [])]
-                for a, b in sorted(edges)
-            ]
-        )
+        weights = {a: [rng.uniform(0.1, 0.9) / int(degree[a])] if weigh[a] else [] for a in range(n)}
+        chosen.append([[f"S{a + 1}", f"S{b + 1}", *weights[a]] for a, b in sorted(edges)])
     return {"rounds": chosen}
 
 
-# every named topology
-
-
 @given(topologies, st.integers(1, 17), rounds, self_weights)
-def test_every_column_sums_to_one(topology, n, round_, self_weight):
+def test_every_column_sums_to_one_and_one_site_alone_sends_nothing(topology, n, round_, self_weight):
     for matrix in topology(n, round_, self_weight):
         assert_column_stochastic(matrix, n)
-
-
-@given(topologies, rounds)
-def test_one_site_alone_sends_nothing(topology, round_):
-    assert topology(1, round_, 0.5) == []
-    assert named("none")(4, round_, 0.0) == []
-
-
-# permutations
+    assert topology(1, round_, 0.5) == named("none")(4, round_, 0.0) == []
 
 
 permutations = st.one_of(st.just(exponential), st.builds(random_permutation, st.integers(0, 2**32)))
@@ -90,8 +67,7 @@ def test_every_site_sends_one_message_and_gets_one(topology, n, round_, self_wei
     assert self_weight or set(np.unique(matrix)) == {0.0, 1.0}  # then models only travel
     for site in range(n):
         (to,) = receivers(matrix, site)
-        assert to != site
-        assert senders(matrix, to) == [site]
+        assert to != site and senders(matrix, to) == [site]
 
 
 @given(n_sites, st.integers(0, 9))
@@ -103,14 +79,7 @@ def test_peers_are_powers_of_two_away_in_turn(n, start):
     assert strides == [powers[(start + t) % len(powers)] % n for t in range(len(strides))]
 
 
-@given(n_sites)
-def test_everyone_has_heard_of_everyone_after_log2_n_rounds(n):
-    known = np.eye(n)
-    for round_ in range(int(np.ceil(np.log2(n)))):
-        known = exponential(n, round_, 0.5)[0] @ known
-    assert (known > 0).all()
-
-
+@settings(max_examples=10)
 @given(st.integers(2, 12), st.integers(0, 2**32), st.integers(0, 100))
 def test_random_peers_meet_everybody_sooner_or_later(n, seed, start):
     drawn = random_permutation(seed)
@@ -118,17 +87,14 @@ def test_random_peers_meet_everybody_sooner_or_later(n, seed, start):
     assert met == set(range(1, n))
 
 
-def test_random_peers_differ_between_rounds_and_seeds():
-    at = [[random_permutation(seed)(9, t, 0.0)[0].argmax(0).tolist() for t in range(20)] for seed in range(3)]
-    flat = [tuple(peers) for one in at for peers in one]
-    assert len(set(flat)) == len(flat)
-
-
-def test_random_peers_are_the_same_on_every_machine():
+def test_random_peers_differ_between_rounds_and_seeds_and_are_the_same_on_every_machine():
+    drawn = {
+        tuple(random_permutation(seed)(9, t, 0.0)[0].argmax(0).tolist())
+        for seed in range(3)
+        for t in range(20)
+    }
+    assert len(drawn) == 60
     assert random_permutation(7)(6, 2, 0.0)[0].argmax(axis=0).tolist() == [2, 0, 5, 4, 1, 3]
-
-
-# those present
 
 
 @st.composite
@@ -153,11 +119,11 @@ def test_among_those_present_it_is_the_smaller_graph_and_the_absent_keep_what_th
         assert np.array_equal(hop[absent], np.eye(n)[absent])
 
 
-def test_the_hub_of_a_star_is_the_first_site_present():
-    gather, broadcast = over(star, 5, [4, 2, 3], 0)
+def test_the_hub_of_a_star_is_the_first_site_present_and_a_ring_goes_round_those():
+    gather, broadcast = over(graphs.star, 5, [4, 2, 3], 0)
     assert [senders(gather, site) for site in range(5)] == [[], [], [3, 4], [], []]
     assert receivers(broadcast, 2) == [3, 4]
-    assert [receivers(over(ring, 5, [0, 2, 3], 0)[0], site) for site in (0, 2, 3)] == [[2], [3], [0]]
+    assert [receivers(over(graphs.ring, 5, [0, 2, 3], 0)[0], site) for site in (0, 2, 3)] == [[2], [3], [0]]
 
 
 @st.composite
@@ -171,7 +137,7 @@ def coming_and_going(draw):
 def test_who_leaves_hands_all_to_the_next_present_site(who, listed):
     """`present` may or may not list the leaving ones still."""
     n, leaving, present = who
-    matrix = handover(n, leaving, present + leaving if listed else present)
+    matrix = graphs.handover(n, leaving, present + leaving if listed else present)
     assert_column_stochastic(matrix, n)
     for site in range(n):
         heir = site
@@ -183,7 +149,7 @@ def test_who_leaves_hands_all_to_the_next_present_site(who, listed):
 @given(coming_and_going(), st.booleans())
 def test_who_returns_shares_evenly_with_the_site_before_it_and_others_of_its_guests(who, listed):
     n, returning, present = who
-    matrix = welcome(n, returning, present + returning if listed else present)
+    matrix = graphs.welcome(n, returning, present + returning if listed else present)
     assert_column_stochastic(matrix, n)
     host = {}
     for site in returning if present else []:
@@ -195,9 +161,6 @@ def test_who_returns_shares_evenly_with_the_site_before_it_and_others_of_its_gue
         wanted = np.zeros(n)
         wanted[party] = 1 / len(party)
         np.testing.assert_allclose(matrix[:, site], wanted)
-
-
-# graphs from a file
 
 
 @given(st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), documents(n))), rounds, self_weights)
@@ -216,11 +179,11 @@ def test_a_file_gives_each_edge_its_weight_or_an_equal_part_of_what_is_not_kept(
 
 def test_a_site_without_edges_keeps_all_and_a_round_without_edges_sends_nothing():
     graph = parse_graph({"rounds": [[["S1", "S2"], ["S2", "S1"]], []]}, names_of(3))
-    assert graph(3, 0, 0.0)[0].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
-    assert graph(3, 1, 0.5) == []
+    assert graph(3, 0, 0.0)[0].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]] and graph(3, 1, 0.5) == []
     assert graph(3, 4, 0.0)[0].tolist() == graph(3, 0, 0.0)[0].tolist()
 
 
+@settings(max_examples=20)
 @given(
     st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), documents(n), st.sets(st.integers(0, n - 1)))),
     self_weights,
@@ -230,42 +193,35 @@ def test_whoever_is_absent_from_a_file_no_weight_runs_dry(case, self_weight):
     n, document, present = case
     graph = parse_graph(document, names_of(n))
     weight = np.ones(n)
-    for round_ in range(200):
+    for round_ in range(80):
         for hop in over(graph, n, sorted(present), round_, self_weight or 0.5):
             assert_column_stochastic(hop, n)
             absent = sorted(set(range(n)) - present)
             assert np.array_equal(hop[absent], np.eye(n)[absent])
             weight = hop @ weight
-    assert weight.min() > 1e-9
-    assert weight.sum() == pytest.approx(n)
+    assert weight.min() > 1e-9 and weight.sum() == pytest.approx(n)
 
 
-def test_what_was_meant_for_the_absent_goes_to_the_other_receivers():
-    both_ways = [["S1", "S2", 0.2], ["S1", "S3", 0.4], ["S2", "S1"], ["S2", "S3"], ["S3", "S1"], ["S3", "S2"]]
-    graph = parse_graph({"rounds": [both_ways]}, names_of(3))
-    without = over(graph, 3, [0, 2], 0, 0.25)[0]
-    np.testing.assert_allclose(without, [[0.4, 0, 0.75], [0, 1, 0], [0.6, 0, 0.25]])
+CIRCLE = [["S1", "S2"], ["S2", "S3"], ["S3", "S1"]]
+BOTH_WAYS = [["S1", "S2", 0.2], ["S1", "S3", 0.4], ["S2", "S1"], ["S2", "S3"], ["S3", "S1"], ["S3", "S2"]]
+
+
+@pytest.mark.parametrize(
+    ("edges", "present", "self_weight", "wanted"),
+    [
+        (BOTH_WAYS, [0, 2], 0.25, [[[0.4, 0, 0.75], [0, 1, 0], [0.6, 0, 0.25]]]),
+        # a site that stays keeps half while others are missing
+        ([*CIRCLE, ["S2", "S1"]], [0, 1], 0.0, [[[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]]),
+        # edges without a way back rest until the absent return
+        (CIRCLE, [0, 1], 0.5, []),
+        (CIRCLE, [0], 0.5, []),
+        (CIRCLE, [], 0.5, []),
+    ],
+)
+def test_what_was_meant_for_the_absent_goes_to_the_other_receivers(edges, present, self_weight, wanted):
+    graph = parse_graph({"rounds": [edges]}, names_of(3))
+    np.testing.assert_allclose(over(graph, 3, present, 0, self_weight), wanted)
     assert over(graph, 3, [0, 1, 2], 0, 0.25)[0].tolist() == graph(3, 0, 0.25)[0].tolist()
-
-
-def test_without_self_weight_a_site_that_stays_keeps_half_while_others_are_missing():
-    graph = parse_graph({"rounds": [[["S1", "S2"], ["S2", "S3"], ["S3", "S1"], ["S2", "S1"]]]}, names_of(3))
-    assert over(graph, 3, [0, 1], 0, 0.0)[0].tolist() == [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]
-
-
-def test_edges_without_a_way_back_rest_until_the_absent_return():
-    circle = parse_graph({"rounds": [[["S1", "S2"], ["S2", "S3"], ["S3", "S1"]]]}, names_of(3))
-    assert over(circle, 3, [0, 1], 0, 0.5) == []
-    assert over(circle, 3, [0], 0, 0.5) == []
-    assert over(circle, 3, [], 0, 0.5) == []
-
-
-# what is wrong with a file
-
-
-def written(folder, document, name="graph.json"):
-    (folder / name).write_text(document if isinstance(document, str) else json.dumps(document))
-    return folder / name
 
 
 TWO = [["S1", "S2"], ["S2", "S1"]]
@@ -275,7 +231,6 @@ TWO = [["S1", "S2"], ["S2", "S1"]]
     ("document", "words"),
     [
         ("", ["not valid JSON"]),
-        ("{'rounds': []}", ["not valid JSON"]),
         ([TWO], ['write {"rounds": ']),
         ({}, ['write {"rounds": ']),
         ({"rounds": {"1": TWO}}, ['write {"rounds": ']),
@@ -284,7 +239,6 @@ TWO = [["S1", "S2"], ["S2", "S1"]]
         ({"rounds": [[], []]}, ["no edges in any round"]),
         ({"rounds": [TWO, "S1"]}, ["round 2", '"S1" is no list']),
         ({"rounds": [["S1", "S2"]]}, ["round 1", '"S1" is no edge', '["sender", "receiver"]']),
-        ({"rounds": [TWO, [["S1"]]]}, ["round 2", '["S1"] is no edge']),
         ({"rounds": [[["S1", "S2", 0.5, 1]]]}, ["round 1", "no edge"]),
         ({"rounds": [[["S1", "C4"]]]}, ["round 1", 'unknown site "C4"', "S1, S2, S3"]),
         ({"rounds": [[[1, "S2"]]]}, ["round 1", "unknown site 1"]),
@@ -303,42 +257,39 @@ TWO = [["S1", "S2"], ["S2", "S1"]]
     ],
 )
 def test_a_file_that_is_no_graph_is_refused_in_one_line(tmp_path, document, words):
-    path = written(tmp_path, document)
-    refused(lambda: from_file(path, names_of(3)), "graph.json", *words)
+    path = tmp_path / "graph.json"
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    refused(lambda: graphs.from_file(path, names_of(3)), "graph.json", *words)
 
 
 def test_whether_weights_run_dry_depends_on_the_self_weight_and_on_all_rounds_together():
-    merge = Graph(("A", "B"), ((Edge(0, 1),),), "g.json")
+    merge = graphs.Graph(("A", "B"), ((graphs.Edge(0, 1),),), "g.json")
     refused(lambda: merge.check(0.0), "g.json: round 1", "A sends all")
     refused(lambda: merge.check(0.5), "A sends gets to B")
-    there_and_back = Graph(("A", "B"), ((Edge(0, 1),), (Edge(1, 0),)))
+    there_and_back = graphs.Graph(("A", "B"), ((graphs.Edge(0, 1),), (graphs.Edge(1, 0),)))
     there_and_back.check(0.5)
     refused(lambda: there_and_back.check(0.0), "round 1", "A sends all")
-    Graph(tuple("ABCD"), ((Edge(0, 1), Edge(1, 0), Edge(2, 3), Edge(3, 2)),)).check(0.0)
+    graphs.Graph(
+        tuple("ABCD"), ((graphs.Edge(0, 1), graphs.Edge(1, 0), graphs.Edge(2, 3), graphs.Edge(3, 2)),)
+    ).check(0.0)
 
 
 def test_the_order_of_rounds_can_drain_a_site_though_every_edge_has_a_way_back():
     """Without self-weight what A and B have is never where the edges to C begin."""
-    rounds_ = [["B", "C"], ["C", "B"]], [["A", "B"], ["B", "A"], ["B", "C"], ["C", "A"]]
-    graph = parse_graph({"rounds": list(rounds_)}, ["A", "B", "C"])
-    weight = np.ones(3)
-    for round_ in range(60):
-        weight = graph(3, round_, 0.0)[0] @ weight
-    assert weight[2] < 1e-8
+    drain = [["B", "C"], ["C", "B"]], [["A", "B"], ["B", "A"], ["B", "C"], ["C", "A"]]
+    graph = parse_graph({"rounds": list(drain)}, ["A", "B", "C"])
     refused(lambda: graph.check(0.0), "what C sends gets to A")
     graph.check(0.25)
 
 
-def hops_of(number):
-    """A topology that sends around a ring so many times in a round."""
-    return lambda n_sites, round_, self_weight=0.0: ring(n_sites, round_) * number
-
-
 def test_a_graph_has_no_more_hops_than_a_round_has_room_for():
-    assert len(over(hops_of(GRAPH_HOPS), 4, range(4), 2)) == GRAPH_HOPS
+    def hops(number):
+        return lambda n_sites, round_, self_weight=0.0: graphs.ring(n_sites, round_) * number
+
+    assert len(over(hops(GRAPH_HOPS), 4, range(4), 2)) == GRAPH_HOPS
     words = f"the graph of round 3 has {GRAPH_HOPS + 1} hops, and a round has room for {GRAPH_HOPS}"
-    refused(lambda: over(hops_of(GRAPH_HOPS + 1), 4, range(4), 2), words)
-    refused(lambda: over(hops_of(2), 4, range(4), 2, room=1), "has 2 hops, and a round has room for 1")
+    refused(lambda: over(hops(GRAPH_HOPS + 1), 4, range(4), 2), words)
+    refused(lambda: over(hops(2), 4, range(4), 2, room=1), "has 2 hops, and a round has room for 1")
 
 
 def test_who_listens_sends_nothing_in_a_graph_of_names_either():

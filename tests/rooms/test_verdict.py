@@ -13,42 +13,41 @@ from wsi_fl.learning.verdict import Estimate, estimate, of_repetitions, ratio, v
 from wsi_fl.models.shared_head import SharedHead
 
 
+def of(values, names=None, noise=None, weights=1.0):
+    """The estimate of values, of a patient each."""
+    values = np.atleast_2d(values)
+    names = np.arange(values.shape[1]) if names is None else names
+    return estimate(values, np.full_like(values, weights), names.astype(str), noise)
+
+
 def test_with_an_example_each_it_is_the_interval_of_student_but_for_those_who_matter_little():
-    values = np.random.default_rng(0).choice([-1.0, 1.0], 400)[None]
-    found = estimate(values, np.ones_like(values), np.arange(400).astype(str))
-    low, high = stats.t.interval(0.95, 399, values.mean(), stats.sem(values[0]))
+    values = np.random.default_rng(0).choice([-1.0, 1.0], 400)
+    found = of(values)
+    low, high = stats.t.interval(0.95, 399, values.mean(), stats.sem(values))
     assert (found.low, found.high) == pytest.approx((low, high), rel=2e-3)
-    assert found.patients == pytest.approx(stats.sem(values[0])) and found.seeds is found.noise is None
+    assert found.patients == pytest.approx(stats.sem(values)) and found.seeds is found.noise is None
 
 
 def test_patients_vary_together_and_one_alone_has_no_interval():
-    rng = np.random.default_rng(1)
-    values = np.repeat(rng.normal(size=20), 10)[None]
-    own, shared = np.arange(200).astype(str), np.repeat(np.arange(20), 10).astype(str)
-    alone, together = (estimate(values, np.ones_like(values), names) for names in (own, shared))
-    assert together.patients / alone.patients == pytest.approx(10**0.5, rel=0.05)
-    assert estimate(values, np.ones_like(values), np.full(200, "a")) == Estimate(values.mean(), None, None)
+    values = np.repeat(np.random.default_rng(1).normal(size=20), 10)
+    together = of(values, np.repeat(np.arange(20), 10))
+    assert together.patients / of(values).patients == pytest.approx(10**0.5, rel=0.05)
+    assert of(values, np.full(200, "a")) == Estimate(values.mean(), None, None)
 
 
 def test_where_one_patient_decides_nothing_is_shown():
-    values = np.zeros((1, 100))
-    values[0, 0] = 5.0
-    found = estimate(values, np.ones_like(values), np.arange(100).astype(str))
+    found = of(np.where(np.arange(100) == 0, 5.0, 0.0))
     assert found.low < 0 and verdict(found, None) == "not shown"
 
 
 def test_seeds_and_noise_add_their_variance_and_noise_is_the_least_that_seeds_have():
-    rng = np.random.default_rng(2)
-    same = np.tile(rng.normal(size=300), (4, 1))
-    names, ones = np.arange(300).astype(str), np.ones((4, 300))
-    assert estimate(same, ones, names).seeds == pytest.approx(0, abs=1e-12)
-    apart = same + np.array([-0.3, 0.1, 0.0, 0.2])[:, None]
-    found = estimate(apart, ones, names)
-    assert found.seeds == pytest.approx(stats.sem([-0.3, 0.1, 0.0, 0.2]))
-    noisy = estimate(same, ones, names, np.full(4, 0.2))
+    same, moves = np.tile(np.random.default_rng(2).normal(size=300), (4, 1)), [-0.3, 0.1, 0.0, 0.2]
+    assert of(same).seeds == pytest.approx(0, abs=1e-12)
+    assert of(same + np.array(moves)[:, None]).seeds == pytest.approx(stats.sem(moves))
+    noisy = of(same, noise=np.full(4, 0.2))
     half = stats.norm.ppf(0.975) * np.hypot(0.1, noisy.patients)
     assert noisy.noise == pytest.approx(0.1) and noisy.high - noisy.mean == pytest.approx(half, rel=5e-3)
-    single = estimate(same[:1], ones[:1], names, np.array([0.2]))
+    single = of(same[0], noise=np.array([0.2]))
     assert single.noise == pytest.approx(0.2) and single.seeds is None
 
 
@@ -76,24 +75,19 @@ def test_what_each_example_adds_has_the_score_as_its_mean():
     rng = np.random.default_rng(4)
     said, truth = rng.dirichlet([1, 1], 40), rng.integers(2, size=40)
     assert CLASSES.each(said, truth).mean() == CLASSES.scored(said, truth)["accuracy"]
-    numbers = rng.normal(5, 2, 60)
+    numbers, task = rng.normal(5, 2, 60), Number(0, 10)
     guess = (numbers + rng.normal(size=60))[:, None]
-    each = Number(0, 10).each(guess, numbers)
-    assert each.mean() == pytest.approx(Number(0, 10).scored(guess, numbers)["r2"])
+    assert task.each(guess, numbers).mean() == pytest.approx(task.scored(guess, numbers)["r2"])
+    assert task.each(guess[:1], numbers[:1]) is None
     times = np.stack([rng.exponential(10, 300), rng.random(300) < 0.7], axis=1)
-    curves = np.minimum.accumulate(
-        np.clip(0.3 + times[:, :1] / 40 + 0.2 * rng.random((300, 3)), 0, 1), axis=1
-    )
-    task = Survival((5.0, 10.0, 20.0))
-    each = task.each(curves, times)
-    risk = -(curves @ np.array([5.0, 5.0, 10.0]))
+    curves = np.clip(0.3 + times[:, :1] / 40 + 0.2 * rng.random((300, 3)), 0, 1)
+    curves, task = np.minimum.accumulate(curves, axis=1), Survival((5.0, 10.0, 20.0))
+    each, risk = task.each(curves, times), -(curves @ np.array([5.0, 5.0, 10.0]))
     known = concordance_index_censored(times[:, 1] > 0.5, times[:, 0], risk)[0]
     assert each.mean() == pytest.approx(known, abs=1e-6)
-    again = [
-        task.scored(curves[rows], times[rows])["concordance"] for rows in rng.integers(300, size=(300, 300))
-    ]
+    draws = rng.integers(300, size=(300, 300))
+    again = [task.scored(curves[rows], times[rows])["concordance"] for rows in draws]
     assert each.std(ddof=1) / 300**0.5 == pytest.approx(np.std(again), rel=0.15)
-    assert Number(0, 10).each(guess[:1], numbers[:1]) is None
 
 
 def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
@@ -121,10 +115,10 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
     def scatter(said):
         return float(torch.stack(said).std(0).mean())
 
-    fresh = scatter([says(exchanged(sd)) for _ in range(200)])
+    fresh = scatter([says(exchanged(sd)) for _ in range(100)])
     around = [
-        scatter([says(exchanged(sd).redrawn(rng))] + [says(heads[0].redrawn(rng)) for _ in range(40)])
-        for _ in range(5)
+        scatter([says(exchanged(sd).redrawn(rng))] + [says(heads[0].redrawn(rng)) for _ in range(25)])
+        for _ in range(4)
     ]
     assert np.mean(around) == pytest.approx(fresh, rel=0.2)
     head, again = heads[0], heads[0].redrawn(rng)
@@ -135,26 +129,24 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
 
 
 def test_how_many_are_of_a_class_is_no_chance_where_all_classes_count_alike():
-    n, right = {0: 900, 1: 100}, {0: 0.95, 1: 0.4}
-    label = np.repeat([0, 1], [n[0], n[1]])
-    values = np.concatenate([np.arange(n[k]) < right[k] * n[k] for k in n]).astype(float)
-    weights = 1000 / 2 / np.array([n[k] for k in label])
-    names = np.arange(1000).astype(str)
-    found = estimate(values[None], weights[None], names)
-    known = np.sqrt(sum(right[k] * (1 - right[k]) / n[k] for k in n)) / 2
+    n, right = np.array([900, 100]), np.array([0.95, 0.4])
+    values = np.concatenate([np.arange(n[k]) < right[k] * n[k] for k in (0, 1)]).astype(float)
+    weights = np.repeat(1000 / 2 / n, n)
+    found = of(values, weights=weights)
+    known = np.sqrt((right * (1 - right) / n).sum()) / 2
     assert found.mean == pytest.approx(0.675) and found.patients == pytest.approx(known, rel=0.02)
-    drawn_too = ratio((values * weights)[None], weights[None], names)
+    drawn_too = ratio((values * weights)[None], weights[None], np.arange(1000).astype(str))
     assert drawn_too.patients > 1.1 * known
 
 
 def test_three_of_three_right_prove_little():
     label = np.repeat([0, 1], [40, 3])
     weights = 43 / 2 / np.array([40, 3])[label]
-    found = estimate((label == 1).astype(float)[None], weights[None], np.arange(43).astype(str))
+    found = of((label == 1).astype(float), weights=weights)
     assert found.mean == pytest.approx(0.5) and 0.2 < found.high - found.low < 1
 
 
 def test_no_share_of_right_answers_is_said_to_be_above_all_of_them():
-    found = estimate(np.ones((1, 6)), np.ones((1, 6)), np.arange(6).astype(str), np.array([0.3]))
+    found = of(np.ones(6), noise=np.array([0.3]))
     assert found.high > 1 and found.between(0.0, 1.0) == replace(found, high=1.0)
     assert Estimate(0.5, None, None).between(0.0, 1.0) == Estimate(0.5, None, None)

@@ -95,9 +95,6 @@ def test_gains_are_paired_by_seed_and_test_row(worth):
         worth.gain({0: lone[0]}, {0: lone[1]})
 
 
-# ---- what follows for a hospital
-
-
 def around(mean, half):
     return Estimate(mean, mean - half, mean + half)
 

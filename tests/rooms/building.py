@@ -1,0 +1,87 @@
+"""What files of this folder build: networks of any layers, gradients of a loop, pyramids, JPEG tables."""
+
+from functools import partial
+
+import conftest
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from torch.nn import functional
+
+from wsi_fl.types import WsiFlError
+
+refused = partial(conftest.refused, error=WsiFlError)
+"""What fails in one line that holds these words, whoever is to blame."""
+
+
+class Net(nn.Module):
+    """Layers and parameters by name, and a function of the module and images that uses them."""
+
+    def __init__(self, run, **layers):
+        super().__init__()
+        self.run = run
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def vary(model, low=0.5, high=1.5):
+    """Draws weights that are constant: a gain of 0 hides the rest."""
+    with torch.no_grad():
+        for p in trainable(model):
+            if p.min() == p.max():
+                p.uniform_(low, high, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def each_gradient(model, x, y):
+    """The gradients [b, …] of cross-entropy by each trained parameter, one example at a time."""
+    rows = []
+    for k in range(len(x)):
+        loss = functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1])
+        rows.append(torch.autograd.grad(loss, trainable(model)))
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def norms_of(each):
+    """float[b]: how long each example's gradient is."""
+    return torch.stack([g.flatten(1).norm(dim=1) for g in each]).norm(dim=0)
+
+
+def clipped(each, clip):
+    """Σ_i g_i · min(1, C / |g_i|) for each parameter."""
+    c = (clip / norms_of(each)).clamp(max=1.0)
+    return [torch.einsum("n,n...->...", c, g) for g in each]
+
+
+def assert_sums(found, wanted, clip, rtol=1e-3):
+    """Sums of clipped gradients are those that are wanted, parameter by parameter."""
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        assert float((one - other).norm()) <= rtol * float(other.norm()) + 1e-6 * clip
+
+
+def halves(picture, n=3):
+    """Levels of a pyramid, each half as wide as the one before."""
+    levels = [picture]
+    for _ in range(n - 1):
+        levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
+    return levels
+
+
+def tables_apart(stream, without=()):
+    """(tables, the JPEG stream without them and without some markers), as TIFF keeps them."""
+    tables, rest, place = [], [], 2
+    while stream[place + 1] != 0xDA:
+        end = place + 2 + int.from_bytes(stream[place + 2 : place + 4])
+        if stream[place + 1] not in without:
+            (tables if stream[place + 1] in {0xDB, 0xC4} else rest).append(stream[place:end])
+        place = end
+    return b"\xff\xd8" + b"".join(tables) + b"\xff\xd9", b"\xff\xd8" + b"".join(rest) + stream[place:]
