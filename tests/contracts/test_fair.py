@@ -107,7 +107,7 @@ def test_strength_is_chosen_on_patients_that_were_held_out():
 
 @pytest.mark.slow
 def test_balance_makes_rare_classes_count_as_much(skewed):
-    settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.01"]
+    settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.003"]
 
     def reached(seed, balance):
         more = [f"train.seed={seed}", f"train.balance={balance}", "train.eval_every=20"]
