@@ -19,9 +19,7 @@ SETTINGS = [f"train.rounds={ROUNDS}", *BASE[1:3], "comm.timeout_s=90", "train.at
 
 
 def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation):
-    share = tmp_path / "share"
-    share.mkdir()
-    group = Group(tmp_path / "group", "proxyfl", SETTINGS, federation, share, sites=MANY)
+    group = Group(tmp_path / "group", "proxyfl", SETTINGS, federation, sites=MANY)
     group.jobs = group.jobs[:17]
     for k, job in enumerate(group.jobs):
         job["begins_s"] = k % 5
@@ -37,22 +35,20 @@ def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation)
         assert all("did not answer for 90 s" in one or one == "gone, as other sites say" for one in reasons)
         assert [round_ for round_, _ in charged(group.study(site), site)] == list(range(1, ROUNDS + 1))
         assert [row["attended"] for row in summary["sites"]] == [[[1, ROUNDS]]] * 17
-    print(json.dumps(summary["communication"]), sum(f.stat().st_size for f in share.rglob("*.letter")))
+    print(json.dumps(summary["communication"]), sum(f.stat().st_size for f in group.share.rglob("*.letter")))
 
 
 def test_a_tenth_of_twenty_is_away_in_each_round(tmp_path, federation):
     """Who is away comes back soon, or after the others went on without it."""
-    share, dice, seen = tmp_path / "share", random.Random(1), {}
-    share.mkdir()
-    settings = [*SETTINGS, "comm.timeout_s=20"]
-    group = Group(tmp_path / "group", "proxyfl", settings, federation, share, sites=MANY)
+    dice, seen = random.Random(1), {}
+    group = Group(tmp_path / "group", "proxyfl", [*SETTINGS, "comm.timeout_s=20"], federation, sites=MANY)
     for job in group.jobs:
         away = next((round_ for round_ in range(1, ROUNDS + 1) if dice.random() < 0.1), None)
         if away is not None:
             where = dice.choice(("_train_round", "_communicate"))
             job |= {"kill": {"where": where, "round": away}, "back_s": dice.uniform(2, 60)}
     began = time.monotonic()
-    with watched(share, partial(note, seen)):
+    with watched(group.share, partial(note, seen)):
         start(tmp_path, [group])
     went = [site for site in MANY if (group.root / site / "killed").exists()]
     print(f"{time.monotonic() - began:.0f} s, {len(went)} went away")

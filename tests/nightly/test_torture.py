@@ -20,16 +20,10 @@ def attacks(monkeypatch):
 
 def test_a_minute_of_torture_loses_nothing(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "torture.py"), "--turns", "2", "--seed", "3"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    given = {"capture_output": True, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    done = subprocess.run([*command, "--out", str(tmp_path)], check=False, **given)
     told = json.loads(done.stdout)
-    assert told["failures"] == [], done.stderr
-    assert done.returncode == 0
+    assert told["failures"] == [] and done.returncode == 0, done.stderr
     assert told["attempts"] == {"kill": 2, "flip": 8, "malformed": 28}
     assert told["kills"] >= 1
     assert told["ends"]["flip"].get("refused", 0) >= 1  # a flip that nobody notices proves nothing

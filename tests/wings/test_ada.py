@@ -26,19 +26,12 @@ class Scripted(_Draws):
         return self.values.pop(0)
 
 
-def test_without_probability_nothing_is_touched():
-    x, generator = images(), seeded()
-    before = generator.get_state()
-    assert augmented(x, 0.0, generator) is x
-    assert torch.equal(generator.get_state(), before)
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_images_that_nothing_is_drawn_for_stay_bit_for_bit(channels):
-    x = images(200, channels=channels)
-    found = augmented(x, 0.01, seeded())
-    same = [torch.equal(a, b) for a, b in zip(x, found, strict=True)]
-    assert 100 < sum(same) < 200
+    x, generator = images(200, channels=channels), seeded()
+    before = generator.get_state()
+    assert augmented(x, 0.0, generator) is x and torch.equal(generator.get_state(), before)
+    assert 100 < sum(map(torch.equal, x, augmented(x, 0.01, generator))) < 200
 
 
 @pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -61,35 +54,29 @@ def test_turns_mirrors_and_moves_are_exact():
     assert torch.equal(moved[:, :, 0, :-2], x[:, :, 1, 2:])  # reflected
 
 
-def test_warping_by_whole_turns_and_pixels_is_what_blitting_does():
-    x = torch.zeros(3, 1, 16, 16)
+def test_warping_by_whole_turns_pixels_and_twice_is_what_blitting_does():
+    x, neutral, none = torch.zeros(3, 1, 16, 16), [1.0] * 3, [0.0] * 3
     x[:, :, 6:10, 3:9] = 1.0
-    neutral = [1.0] * 3
-    none = [0.0] * 3
-    half = torch.pi
-    found = _warped(x, Scripted(neutral, [half, 0.0, 0.0], neutral, none, [0.0, 0.25, 0.0], none))
+    found = _warped(x, Scripted(neutral, [torch.pi, 0.0, 0.0], neutral, none, [0.0, 0.25, 0.0], none))
     blurred = _warped(x, Scripted(neutral, none, neutral, none, [1e-9] * 3, none))
     assert torch.allclose(found[0], blurred[0].flip((1, 2)), atol=1e-5)
     assert torch.allclose(found[1][:, :, 2:-2], blurred[1].roll(2, 2)[:, :, 2:-2], atol=1e-5)
     assert torch.equal(found[2], x[2])
     assert float((blurred - x).abs().mean()) < 0.06
-
-
-def test_scaling_by_two_doubles_what_is_seen():
-    x = torch.zeros(1, 1, 32, 32)
-    x[:, :, 12:20, 12:20] = 1.0
-    found = _warped(x, Scripted([2.0], [0.0], [1.0], [0.0], [0.0], [0.0]))
-    assert float(found.sum()) == pytest.approx(4 * 64, rel=0.05)
+    small = torch.zeros(1, 1, 32, 32)
+    small[:, :, 12:20, 12:20] = 1.0
+    doubled = _warped(small, Scripted([2.0], [0.0], [1.0], [0.0], [0.0], [0.0]))
+    assert float(doubled.sum()) == pytest.approx(4 * 64, rel=0.05)
 
 
 def test_colours_follow_their_definitions():
     x = images(5)
-    brightness = [0.25, 0.0, 0.0, 0.0, 0.0]
-    contrast = [1.0, 1.5, 1.0, 1.0, 1.0]
-    flip = [0.0, 0.0, 1.0, 0.0, 0.0]
-    hue = [0.0, 0.0, 0.0, 2 * torch.pi / 3, 0.0]
-    saturation = [1.0, 1.0, 1.0, 1.0, 0.0]
-    found = _coloured(x, Scripted(brightness, contrast, flip, hue, saturation))
+    neutral = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])[:, None].repeat(
+        1, 5
+    )  # of each transform, for each image
+    for k, value in enumerate((0.25, 1.5, 1.0, 2 * torch.pi / 3, 0.0)):
+        neutral[k, k] = value
+    found = _coloured(x, Scripted(*neutral.tolist()))
     grey = x.mean(dim=1, keepdim=True)
     assert torch.allclose(found[0], x[0] + 0.25, atol=1e-6)
     assert torch.allclose(found[1], x[1] * 1.5, atol=1e-6)

@@ -5,19 +5,18 @@ import os
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from conftest import refused
 from opened import Opened
+from wires import needs_flare
 
 from wsi_fl.hospitals.demo import Place, children, federation_demo
 from wsi_fl.types import WsiFlError
 
 pytestmark = pytest.mark.story
 
-needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 WAITS = """
 import os, pathlib, sys, time
 pathlib.Path("pid").write_text(str(os.getpid()))

@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 from hospitals import Bed, digests
 from opened import opening
+from wires import needs_flare
 
 from wsi_fl.hospitals.demo import free_port
 from wsi_fl.hospitals.trust.kit import LIST, Kit, look
@@ -15,17 +15,14 @@ from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.trust.root import revoke, take_list
 from wsi_fl.privacy.ledger_file import LedgerFile
 
-pytestmark = [
-    pytest.mark.story,
-    pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'"),
-]
+pytestmark = [pytest.mark.story, needs_flare]
 
 
 def test_two_hospitals_learn_together_over_flare(tmp_path):
     bed = Bed(tmp_path, 2)
     plan = bed.sign("proxyfl", "train.rounds=2")
     with bed.running(watched=True):
-        said = bed.submit("--plan", str(bed.root / "S0" / "federation" / "plan.json"))
+        said = bed.submit("--plan", bed.plan_file())
     assert said.returncode == 0, said.stderr
     summary = json.loads(said.stdout)
     expected = bed.locally("proxyfl", "train.rounds=2")
@@ -35,7 +32,6 @@ def test_two_hospitals_learn_together_over_flare(tmp_path):
         other = next(name for name in bed.sites if name != site)
         assert not list((bed.root / site / "runs").rglob(f"sites/{other}/*"))
         entries = LedgerFile(bed.study(site).ledger(site)).entries
-        assert entries
         assert {entry.agreement for entry in entries if entry.mechanism} == {plan.digest}
     local = json.loads((bed.simulated / summary["run"] / "summary.json").read_text())
     assert summary["communication"]["bytes"] == local["communication"]["bytes"]
@@ -50,9 +46,8 @@ def _nobody_opened_a_file_of_another(bed):
         assert bed.root / "kits" / name / "startup" / "rootCA.pem" in seen
         if name in bed.sites:
             assert bed.root / name / "federation" / "plan.json" in seen
-            assert (
-                bed.study(name).store(name) in seen or not bed.opened.strace
-            )  # HDF5 is read by a library of C
+            # HDF5 is read by a library of C
+            assert bed.study(name).store(name) in seen or not bed.opened.strace
     store = bed.study("S1").store("S1")
     subprocess.run(bed.opened.watched("S0", opening(store)), check=True)
     assert bed.strangers("S0") == [store]
