@@ -17,19 +17,8 @@ from test_mpcpa import make_study
 
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.ddpm import (
-    DdpmShape,
-    DdpmState,
-    Sampling,
-    UNet,
-    _ema_decay,
-    _predicted_noise,
-    _scheduler_of,
-    denoiser_from,
-    drawn,
-    step,
-    vector_of,
-)
+from wsi_fl.synthesis import ddpm
+from wsi_fl.synthesis.ddpm import DdpmShape, DdpmState, Sampling, UNet, denoiser_from, drawn, step, vector_of
 from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.stages.ddpm import KIND
 from wsi_fl.synthesis.stages.sample import sample
@@ -84,11 +73,11 @@ def test_the_moving_average_is_the_recursion():
     mean = [p.clone() for p in state.average.parameters()]
     for number in range(4):
         step(state, *pictures())
-        kept, present = _ema_decay(number, 0.5), state.denoiser.parameters()
+        kept, present = ddpm._ema_decay(number, 0.5), state.denoiser.parameters()
         mean = [kept * m + (1 - kept) * p.detach() for m, p in zip(mean, present, strict=True)]
     average = state.average.parameters()
     assert all(torch.allclose(m, p, atol=1e-6) for m, p in zip(mean, average, strict=True))
-    assert [_ema_decay(k, 0.999) for k in (0, 90)] == [0.1, 0.91]
+    assert [ddpm._ema_decay(k, 0.999) for k in (0, 90)] == [0.1, 0.91]
 
 
 def test_guidance_is_the_formula():
@@ -98,7 +87,7 @@ def test_guidance_is_the_formula():
         named = denoiser(x, t, y).sample
         unnamed = denoiser(x, t, torch.full((3,), SHAPE.null)).sample
         for g in (1.0, 0.0, 2.5):
-            found = _predicted_noise(denoiser, x, t, y, g)
+            found = ddpm._predicted_noise(denoiser, x, t, y, g)
             assert torch.allclose(found, unnamed + g * (named - unnamed), atol=1e-5)
 
 
@@ -109,7 +98,7 @@ class Oracle(torch.nn.Module):
         super().__init__()
         self.shape = shape
         self.anchor = torch.nn.Parameter(torch.zeros(()))
-        self.kept = _scheduler_of(shape, Sampling("ddpm", 1)).alphas_cumprod
+        self.kept = ddpm._scheduler_of(shape, Sampling("ddpm", 1)).alphas_cumprod
 
     def forward(self, x, t, y):
         clean = (y.float() - 0.5)[:, None, None, None].expand_as(x)

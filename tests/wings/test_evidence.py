@@ -8,19 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
-from wsi_fl.synthesis.evidence import (
-    COPY,
-    _compared,
-    _over_usual,
-    doubts,
-    frechet_distance,
-    judged,
-    kernel_distance,
-    moved,
-    nearest,
-    nearest_other,
-    spread,
-)
+from wsi_fl.synthesis import evidence
+from wsi_fl.synthesis.evidence import COPY, doubts, judged, nearest, nearest_other
 
 
 def normal(n, d, seed=0, shift=0.0, scale=1.0):
@@ -33,15 +22,15 @@ def test_fid_is_the_formula_with_matrix_roots():
     root = sqrtm(np.cov(x.T) @ np.cov(y.T)).real
     difference = x.mean(0) - y.mean(0)
     expected = difference @ difference + np.trace(np.cov(x.T) + np.cov(y.T) - 2 * root)
-    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
-    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
+    assert evidence.frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
+    assert evidence.frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
 
 
 def test_kid_is_unbiased():
     """Zero on average between two samples of one distribution, however small; loops of the definition agree."""
-    values = [kernel_distance(normal(12, 4, 2 * k), normal(15, 4, 2 * k + 1)) for k in range(300)]
+    values = [evidence.kernel_distance(normal(12, 4, 2 * k), normal(15, 4, 2 * k + 1)) for k in range(300)]
     assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(300)
-    assert kernel_distance(normal(50, 4), normal(50, 4, 1, 2.0)) > 1
+    assert evidence.kernel_distance(normal(50, 4), normal(50, 4, 1, 2.0)) > 1
     a, b = normal(5, 3), normal(4, 3, 1)
 
     def k(u, v):
@@ -49,7 +38,7 @@ def test_kid_is_unbiased():
 
     within = [np.mean([k(u, v) for u, v in permutations(x, 2)]) for x in (a, b)]
     between = np.mean([k(u, v) for u in a for v in b])
-    assert kernel_distance(a, b) == pytest.approx(sum(within) - 2 * between, rel=1e-5)
+    assert evidence.kernel_distance(a, b) == pytest.approx(sum(within) - 2 * between, rel=1e-5)
 
 
 def distances(n, seed, low=0.1):
@@ -57,7 +46,9 @@ def distances(n, seed, low=0.1):
 
 
 def test_a_generator_of_the_distribution_passes():
-    found = [_compared(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)]
+    found = [
+        evidence._compared(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)
+    ]
     failed = [one for one in found if one.reasons("nearest sample")]
     assert len(failed) <= 1
     assert doubts({"nearest sample": found[0]}, 200) == []
@@ -71,10 +62,12 @@ def test_a_generator_of_the_distribution_passes():
 def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all(memorised, word):
     training = distances(300, 0)
     training[: round(memorised * 300)] *= 0.05
-    found = _compared(training, distances(200, 1), copy_below=COPY * float(np.median(distances(200, 2))))
+    found = evidence._compared(
+        training, distances(200, 1), copy_below=COPY * float(np.median(distances(200, 2)))
+    )
     reasons = doubts({"projection": found}, 200)
     assert any(word in reason for reason in reasons), reasons
-    nearer = _compared(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
+    nearer = evidence._compared(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
     assert nearer.copies_training == 0 and nearer.nearer > 0.6 and doubts({"nearest sample": nearer}, 200)
 
 
@@ -88,8 +81,12 @@ def test_without_held_out_images_or_a_comparison_nothing_passes():
 
 def test_spread_and_paired_shift():
     before = distances(60, 0)
-    assert spread(before).q05 == pytest.approx(np.quantile(before, 0.05))
-    up, down, same = moved(before + 0.01, before), moved(before - 0.01, before), moved(before, before)
+    assert evidence.spread(before).q05 == pytest.approx(np.quantile(before, 0.05))
+    up, down, same = (
+        evidence.moved(before + 0.01, before),
+        evidence.moved(before - 0.01, before),
+        evidence.moved(before, before),
+    )
     assert (up.raised, down.raised) == (1.0, 0.0)
     assert up.p < 1e-6 and down.p > 0.99 and same.p is None
     assert up.median_difference == pytest.approx(0.01)
@@ -163,7 +160,7 @@ def test_the_nearest_other_is_never_oneself(n, seed, memory):
 
 
 def quotients(images, others, usual):
-    return _over_usual(nearest(images, others).distance, usual)
+    return evidence._over_usual(nearest(images, others).distance, usual)
 
 
 def numbered(images):
@@ -173,7 +170,7 @@ def numbered(images):
 def relative(training, patient, held_out, generated):
     """The comparison as the check makes it."""
     usual = nearest_other(training, patient), nearest(held_out, training).distance
-    return _compared(*map(quotients, (training, held_out), (generated, generated), usual))
+    return evidence._compared(*map(quotients, (training, held_out), (generated, generated), usual))
 
 
 def of_patients(n, each, seed):
@@ -213,11 +210,13 @@ def test_a_chance_split_is_no_verdict_but_remembering_is():
     odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
     among, outside = nearest_other(training, numbered(training)), nearest(odd, training).distance
     honest = films(300, 3)
-    bare = _compared(nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0)
+    bare = evidence._compared(
+        nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0
+    )
     assert bare.reasons("bare"), "this is what dividing is for"
     over = [quotients(training, honest, among), quotients(odd, honest, outside)]
-    assert _compared(*over, copy_below=COPY).reasons("over") == []
+    assert evidence._compared(*over, copy_below=COPY).reasons("over") == []
     noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
     remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
     over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
-    assert _compared(*over, copy_below=COPY).reasons("over")
+    assert evidence._compared(*over, copy_below=COPY).reasons("over")

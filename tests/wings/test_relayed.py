@@ -22,16 +22,7 @@ from wsi_fl.federation.message import BYTES, Outgoing
 from wsi_fl.hospitals.lines import relayed
 from wsi_fl.hospitals.lines.relayed import Attendance, RelayedComm, SiteReturned, SitesGone
 from wsi_fl.hospitals.trust import certificates
-from wsi_fl.hospitals.trust.certificates import (
-    Identity,
-    NotTrusted,
-    approved,
-    fingerprint,
-    new_key,
-    new_request,
-    new_root,
-    verified,
-)
+from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified
 from wsi_fl.hospitals.trust.letters import Letter, Writer
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.types import KnownToAll
@@ -191,7 +182,7 @@ def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):
         return real() + (86400 if threading.current_thread().name == "C1" else 0)
 
     monkeypatch.setattr(relayed.time, "time", clock)
-    found = together(identities, lambda comm: None, timeout_s=3.0)
+    found = together(identities, lambda comm: None, timeout_s=1.0)
     assert any("the clock of C1 is 24.0 h ahead" in str(one) for one in found.values()), found
 
 
@@ -231,13 +222,17 @@ def test_a_key_whose_exponent_was_chosen_is_refused_everywhere(federation, monke
     monkeypatch.setattr(
         certificates, "generate_private_key", lambda public_exponent, key_size: usual(3, key_size)
     )
-    chosen = new_key()
-    request = new_request(chosen, "C1", "org")
-    refused(lambda: approved(request, federation.key, federation.root, role="hospital"), "exponent", "65537")
+    chosen = certificates.new_key()
+    request = certificates.new_request(chosen, "C1", "org")
+    refused(
+        lambda: certificates.approved(request, federation.key, federation.root, role="hospital"),
+        "exponent",
+        "65537",
+    )
     monkeypatch.setattr(certificates, "_EXPONENT", 3)  # a federation that does not look
-    theirs = approved(request, federation.key, federation.root, role="hospital")
-    root = new_root(chosen, "a federation")
-    below = approved(request, chosen, root, role="hospital")
+    theirs = certificates.approved(request, federation.key, federation.root, role="hospital")
+    root = certificates.new_root(chosen, "a federation")
+    below = certificates.approved(request, chosen, root, role="hospital")
     monkeypatch.setattr(certificates, "_EXPONENT", 65537)
     refused(lambda: verified(theirs, federation.root), "of C1", "exponent 3", error=NotTrusted)
     refused(lambda: verified(below, root), "exponent 3", error=NotTrusted)
@@ -385,7 +380,7 @@ def test_old_hellos_may_stop_a_run_and_never_change_it(identities, folder, kept)
     def play_back(sender, to, name, letter):
         return [kept[sender, to, name], letter] if name == "hello" else [letter]
 
-    found = together(identities, rounds_of(folder, 2), meddle=play_back, timeout_s=4.0)
+    found = together(identities, rounds_of(folder, 2), meddle=play_back, timeout_s=2.0)
     for me, name in enumerate(NAMES):
         values = [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in (1, 2)]
         assert isinstance(found[name], KnownToAll) or found[name][0] == values

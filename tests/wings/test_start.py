@@ -76,27 +76,13 @@ def test_nothing_goes_on_after_what_started_it_was_killed(module):
         time.sleep(0.05)
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from wsi_fl.hospitals.trust.kit import Kit
-with Kit.open(Path(sys.argv[1])).alone():
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.fixture(scope="module")
-def held(tmp_path_factory):
-    """A kit that another process has."""
-    folder = tmp_path_factory.mktemp("held")
-    provision(folder, federation="one", server="localhost:1", sites=["C1"])
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder / "C1")], stdout=subprocess.PIPE)
-    assert holder.stdout.readline()
-    yield Kit.open(folder / "C1")
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
+@pytest.fixture
+def held(tmp_path):
+    """A kit that somebody has."""
+    provision(tmp_path / "kits", federation="one", server="localhost:1", sites=["C1"])
+    kit = Kit.open(tmp_path / "kits" / "C1")
+    with kit.alone():
+        yield kit
 
 
 @needs_flare

@@ -8,22 +8,12 @@ import torch
 from conftest import same
 from scipy.signal import convolve2d, upfirdn
 
+from wsi_fl.synthesis import stylegan2
 from wsi_fl.synthesis.gan import GanState, _path_penalty, _r1_penalty, projected, sampled, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, load_lpips
 from wsi_fl.synthesis.state import balanced_labels, to_pixels
-from wsi_fl.synthesis.stylegan2 import (
-    Discriminator,
-    GanShape,
-    Generator,
-    _demodulation,
-    _EqualConv,
-    _EqualLinear,
-    _modulated_conv,
-    _with_minibatch_std,
-    downsampled,
-    upsampled,
-)
+from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator, downsampled, upsampled
 
 TINY = GanShape(16, 3, 2, z_dim=6, w_dim=6, mapping_layers=2, channel_base=96, channel_max=12)
 
@@ -41,15 +31,17 @@ def test_modulation_is_each_image_under_its_own_filters(demodulate):
         if demodulate:
             filters = filters / filters.square().sum(dim=(1, 2, 3), keepdim=True).add(1e-8).sqrt()
         expected.append(torch.conv2d(image[None], filters, padding=1))
-    assert torch.allclose(_modulated_conv(x, weight, style, demodulate=demodulate), torch.cat(expected))
+    assert torch.allclose(
+        stylegan2._modulated_conv(x, weight, style, demodulate=demodulate), torch.cat(expected)
+    )
 
 
 def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
     x, weight, style = double(2, 3, 4, 4), double(2, 3, 3, 3, seed=1), double(2, 3, seed=2)
-    found = _modulated_conv(x, weight, style, up=True).numpy()
+    found = stylegan2._modulated_conv(x, weight, style, up=True).numpy()
     taps = np.array([1, 3, 3, 1]) / 8
     kernel = 4 * np.outer(taps, taps)
-    scale = _demodulation(weight, style).numpy()
+    scale = stylegan2._demodulation(weight, style).numpy()
     for b in range(2):
         for o in range(2):
             total = np.zeros((9, 9))
@@ -78,20 +70,20 @@ def test_the_learning_rate_is_equalised():
     torch.manual_seed(0)
     x = torch.randn(4000, 64)
     for multiplier in (1.0, 0.01):
-        layer = _EqualLinear(64, 64, multiplier=multiplier)
+        layer = stylegan2._EqualLinear(64, 64, multiplier=multiplier)
         assert (layer.weight * multiplier).std().item() == pytest.approx(1, abs=0.05)
         assert layer(x).std().item() == pytest.approx(1, abs=0.05)
-    conv = _EqualConv(16, 8, 3, active=False)
+    conv = stylegan2._EqualConv(16, 8, 3, active=False)
     assert conv(torch.randn(8, 16, 16, 16))[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1, abs=0.15)
 
 
 def test_minibatch_std_is_the_mean_spread_within_groups():
     x = double(8, 3, 2, 2)
-    found = _with_minibatch_std(x.float(), 4)
+    found = stylegan2._with_minibatch_std(x.float(), 4)
     for start in (0, 1):  # image k of group k % 2
         expected = np.sqrt(x[start::2].numpy().var(axis=0) + 1e-8).mean()
         assert np.allclose(found[start::2, 3].numpy(), expected, atol=1e-5)
-    assert _with_minibatch_std(torch.randn(7, 3, 2, 2), 4).shape == (7, 4, 2, 2)
+    assert stylegan2._with_minibatch_std(torch.randn(7, 3, 2, 2), 4).shape == (7, 4, 2, 2)
 
 
 @pytest.mark.parametrize(("resolution", "channels"), [(16, 3), (64, 1)])

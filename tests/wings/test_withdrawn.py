@@ -22,14 +22,7 @@ from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans.signed import Plan, approvals, approve, check_key, check_withdrawn
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
-from wsi_fl.hospitals.trust.certificates import (
-    Identity,
-    NotTrusted,
-    fingerprint,
-    longer_list,
-    verified,
-    withdrawn,
-)
+from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified, withdrawn
 from wsi_fl.hospitals.trust.kit import LIST, ROOT, Kit, look, refuse_withdrawn
 from wsi_fl.hospitals.trust.making import approve_request, approved_lines, join, provision, renew, request
 from wsi_fl.hospitals.trust.root import Root, exchange_list, revoke, take_list
@@ -261,7 +254,7 @@ def people(federation):
 
 def listed(federation, *identities):
     more = {verified(one.certificate, one.root).number: fingerprint(one.certificate) for one in identities}
-    return f"{federation.root}\n{longer_list(federation.root, federation.key, more)}"
+    return f"{federation.root}\n{certificates.longer_list(federation.root, federation.key, more)}"
 
 
 def test_the_hello_of_a_withdrawn_key_is_refused(federation, people):
