@@ -31,7 +31,7 @@ class Federation:
         certificate = approved(new_request(key, name, "org"), self.key, self.root, role="hospital", **given)
         return Identity.load(key, certificate, self.root)
 
-    def kit(self, folder, name, identity=None, **more):
+    def kit(self, folder, name, identity=None, /, **more):
         """The folder of a hospital's kit, as far as tests need one."""
         identity = identity or self.identity(name)
         startup = folder / "startup"

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from base64 import b64encode
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hospitals import one_installation  # noqa: F401
 from test_oneshot import make_hospitals, rows_of
 from test_receive import unlabelled
 from test_release import HEADS, NOISE, rewritten, sums_at
-from wires import Federation, Wire, at_once
+from wires import Wire, at_once
 
 from wsi_fl.federation.documents import NotAgreed
 from wsi_fl.hospitals.dossier import page
@@ -39,8 +40,8 @@ SENT = [*NOISE, "train.releases=true"]
 class Hospitals:
     """Hospitals with a study and a store each, and the study of whoever makes their plans."""
 
-    def __init__(self, root, receiver=False):
-        self.root, self.federation, self.identities = root, Federation(), {}
+    def __init__(self, root, identity, receiver=False):
+        self.root, self.identity, self.identities = root, identity, {}
         self.whole = make_hospitals(root / "whole")
         if receiver:
             unlabelled(self.whole, "S3")
@@ -54,7 +55,7 @@ class Hospitals:
         """Give a hospital a study of its own."""
         others = [one for one in self.whole.site_names() if one != name]
         shutil.copytree(self.whole.root, self.root / name, ignore=shutil.ignore_patterns(*others, "plan"))
-        self.identities[name] = self.federation.identity(name)
+        self.identities[name] = self.identity(name)
 
     def study(self, name):
         return Study(self.root / name)
@@ -103,9 +104,14 @@ class Hospitals:
             assert before == (study.ledger(name).read_bytes() if study.ledger(name).exists() else b"")
 
 
+@pytest.fixture(scope="module")
+def identity(federation):
+    return cache(federation.identity)
+
+
 @pytest.fixture
-def hospitals(tmp_path):
-    return Hospitals(tmp_path)
+def hospitals(tmp_path, identity):
+    return Hospitals(tmp_path, identity)
 
 
 @pytest.fixture
@@ -226,8 +232,8 @@ def test_a_letter_without_noise_is_sent_only_by_who_allows_it_still(hospitals):
     refused(lambda: look(hospitals.study("S1"), plan, "S1"), *words)
 
 
-def test_a_receiver_gets_all_letters_and_sends_none(tmp_path):
-    hospitals = Hospitals(tmp_path, receiver=True)
+def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
+    hospitals = Hospitals(tmp_path, identity, receiver=True)
     hospitals.release("S0", "S1", "S2")
     plan = hospitals.plan()
     assert look(hospitals.study("S3"), plan, "S3").cost.epsilon is None

@@ -50,8 +50,7 @@ def test_a_generator_of_the_distribution_passes():
         evidence._compared(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)
     ]
     failed = [one for one in found if one.reasons("nearest sample")]
-    assert len(failed) <= 1
-    assert doubts({"nearest sample": found[0]}, 200) == []
+    assert len(failed) <= 1 and doubts({"nearest sample": found[0]}, 200) == []
     assert 0.4 < found[0].nearer < 0.6
 
 
@@ -113,8 +112,7 @@ def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, 256, (k, side, side, 3)).astype(np.uint8) for k in (n, m))
     found, every = nearest(a, b, memory_bytes=memory), apart(a, b)
-    assert np.allclose(found.distance, every.min(1))
-    assert (found.row == every.argmin(1)).all()
+    assert np.allclose(found.distance, every.min(1)) and (found.row == every.argmin(1)).all()
     usual = 0.5 * np.sort(every, axis=1)[:, :50].mean(1)
     assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
 
@@ -127,8 +125,7 @@ def test_a_memoriser_is_caught_and_an_honest_generator_is_not():
     copies = training.astype(int) + np.random.default_rng(4).integers(-3, 4, training.shape)
     planted = np.concatenate([films(190, 5), copies[:10].clip(0, 255).astype(np.uint8)])
     caught = judged(nearest(planted, training), calibration, 0)
-    assert caught.copies == 10
-    assert "10 of 200 generated images are copies" in caught.reasons[0]
+    assert caught.copies == 10 and "10 of 200 generated images are copies" in caught.reasons[0]
 
 
 def test_a_fixed_threshold_would_have_failed_the_honest_one():

@@ -94,8 +94,7 @@ def test_four_hospitals_come_to_a_matrix_and_open_no_file_of_another(tmp_path, m
     for page in (document["report"], *document["reports"].values()):
         assert "<html" in Path(page).read_text()
     for name in (*names, "coordinator", "server"):
-        assert opened.below(root, name, but=[])
-        assert not opened.below(root, name, but=[root / name])
+        assert opened.below(root, name, but=[]) and not opened.below(root, name, but=[root / name])
     page = Path(document["report"]).read_text()
     assert "patient_0" not in page and str(tmp_path) not in page
     assert not subprocess.run(["pgrep", "-f", str(root)], check=False, capture_output=True).stdout

@@ -105,8 +105,7 @@ def test_a_letter_is_carried_and_collected(share, line_of, where):
     receiver.listen(desk)
     sender.listen(Desk())
     assert sender.send("C2", "g0", b"content" * 1000, 5.0) == ""
-    assert desk.seen == [b"content" * 1000]
-    assert sender.written_bytes == 7000
+    assert desk.seen == [b"content" * 1000] and sender.written_bytes == 7000
     fs, root = fsspec.core.url_to_fs(address or str(share))
     assert [path for path in fs.find(root) if "/inbox-" not in path and "/_alive/" not in path] == []
 
@@ -128,8 +127,7 @@ def test_no_letter_is_seen_before_it_is_whole(share, line_of, monkeypatch):
     assert "No space left" in said and "\n" not in said
     assert seen and all(name.startswith(".") for name in seen)
     assert (desk.seen, letters(share, "C2")) == ([], [])
-    assert sender.send("C2", "g0", b"x" * 100, 5.0) == ""
-    assert desk.seen == [b"x" * 100]
+    assert sender.send("C2", "g0", b"x" * 100, 5.0) == "" and desk.seen == [b"x" * 100]
 
 
 def test_half_a_file_is_left_until_it_is_whole_and_refused_if_it_never_is(share, line_of):
@@ -189,8 +187,7 @@ def test_a_refusal_that_a_listing_missed_is_no_collection(share, line_of, monkey
         return there
 
     monkeypatch.setattr(sender._sending, "entries", misses)
-    assert sender.send("C2", "g0", b"a", 5.0) == "site C2 refused it"
-    assert missed
+    assert sender.send("C2", "g0", b"a", 5.0) == "site C2 refused it" and missed
 
 
 def test_a_hello_stays_for_whoever_begins_later_and_goes_with_its_sender(share, line_of):
@@ -221,8 +218,7 @@ def test_who_lives_gives_signs_and_who_was_killed_is_not_waited_for(share, line_
     assert looks.silent_s("C3") < 0.5 and looks.waiting() == {"C2", "C3"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starting, "_LEAVING_S", 0.3)
-        assert not starting._still_wait(looks, {"C2"})
-        assert starting._still_wait(looks, {"C2", "C3"})
+        assert not starting._still_wait(looks, {"C2"}) and starting._still_wait(looks, {"C2", "C3"})
     (hello,) = inbox(share, "C1").glob("C3~hello~*")
     hello.unlink()  # another process of C3 gives signs, and says another hello
     until(lambda: looks.silent_s("C3") > 0.5)
@@ -253,8 +249,7 @@ def test_rubbish_hides_no_letter(share, line_of):
     (folder / name_of("C1", "g9", b"nowhere")).symlink_to("/nowhere")
     os.mkfifo(folder / name_of("C1", "g6", b"a pipe"))
     line_of("C2").listen(desk)
-    assert sender.send("C2", "g0", b"a", 5.0) == ""
-    assert desk.seen == [b"a"]
+    assert sender.send("C2", "g0", b"a", 5.0) == "" and desk.seen == [b"a"]
 
 
 def test_a_share_that_vanishes_for_a_while_has_collected_nothing(share, line_of):
@@ -271,8 +266,7 @@ def test_a_share_that_vanishes_for_a_while_has_collected_nothing(share, line_of)
     shutil.rmtree(share)
     away.rename(share)
     desk.answer = "taken"
-    assert sender.send("C2", "g0", b"a", 5.0) == ""
-    assert sender.send("C2", "g1", b"b", 5.0) == ""
+    assert sender.send("C2", "g0", b"a", 5.0) == "" and sender.send("C2", "g1", b"b", 5.0) == ""
     assert desk.seen[-2:] == [b"a", b"b"]
 
 
@@ -533,8 +527,7 @@ def test_who_was_killed_after_its_last_letter_is_helped_to_finish(tmp_path, fede
     for site in SITES:
         assert group.result(site)["lost"] == []
         (charge,) = charged(group.study(site), site)
-        assert charge[0] == 1
-        assert (group.run(site) / "summary.json").exists()
+        assert charge[0] == 1 and (group.run(site) / "summary.json").exists()
 
 
 @pytest.mark.slow

@@ -79,8 +79,7 @@ def test_a_new_name_and_a_new_kit_need_a_fingerprint(founded, tmp_path):
     take = ("join", kit / "certificate-C10.json", "--kit", kit)
     for more in ((), ("--fingerprint", "")):
         assert "have the coordinator read the root's fingerprint out" in said(*take, *more)
-    assert not (kit / "federation.json").exists()
-    assert says(*take, "--unchecked").exit_code == 0
+    assert not (kit / "federation.json").exists() and says(*take, "--unchecked").exit_code == 0
     assert says(*take).exit_code == 0  # it knows the root
 
 

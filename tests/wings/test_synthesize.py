@@ -131,8 +131,7 @@ def test_a_checkpoint_that_is_gone_is_said_in_one_line_and_made_again(trained, h
     (line,), (damaged,) = said_of(study)
     assert line == damaged and newest.name in line and "goes on from iteration 4" in line and "\n" not in line
     assert folder.iterations() == [4, 6] and same(tensors(study), tensors(trained))
-    assert folder.metrics()[-1]["iteration"] == 6
-    assert said_of(study) == ([], [])
+    assert folder.metrics()[-1]["iteration"] == 6 and said_of(study) == ([], [])
 
 
 def test_a_checkpoint_in_another_s_place_is_refused(halfway):

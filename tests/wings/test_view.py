@@ -281,11 +281,9 @@ def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_d
         wanted = [f"slides/{k % len(paths)}/tiles/10/{k % 2}_{k // 2 % 2}.jpg" for k in range(64)]
         found = list(pool.map(lambda path: asked(running, path), wanted))
         assert {status for status, *_ in found} == {200}
-        assert len({body for _, _, body in found}) == len(set(wanted))
-        assert len(shown._lent) == 1
+        assert len({body for _, _, body in found}) == len(set(wanted)) and len(shown._lent) == 1
         with shown.lent(0) as first, shown.lent(1):
-            assert {0, 1} <= set(shown._lent)
-            assert read_tile(first, 10, 0, 0) is not None
+            assert {0, 1} <= set(shown._lent) and read_tile(first, 10, 0, 0) is not None
         assert len(shown._lent) == 1
         bodies = {
             body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))
@@ -365,8 +363,7 @@ def test_a_site_shows_its_own_slides_and_what_its_store_kept_or_that_it_has_none
 ):
     study, _ = predicted
     shown = gallery(study, site="C1")
-    assert [one.path for one in shown.exhibits] == slides_of(archive, 0)
-    assert shown.patients_of == ()
+    assert [one.path for one in shown.exhibits] == slides_of(archive, 0) and shown.patients_of == ()
     drawn = layers_of(shown, ILL)
     assert list(drawn) == ["kept patches", "tissue", "annotation"]
     with open_store(study, "C1") as store:
