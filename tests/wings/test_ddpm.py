@@ -1,9 +1,6 @@
 """The diffusion model: noise prediction, moving average, guidance, samplers, and training that goes on bit for bit."""
 
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,9 +11,9 @@ import torch
 from conftest import check, refused, same, train_generator
 from safetensors.torch import load_file
 from test_mpcpa import make_study
+from test_synthesize import interrupted
 
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study.folder import Study
 from wsi_fl.synthesis import ddpm
 from wsi_fl.synthesis.ddpm import DdpmShape, DdpmState, Sampling, UNet, denoiser_from, drawn, step, vector_of
 from wsi_fl.synthesis.keys import Ddpm
@@ -169,24 +166,13 @@ def test_sampling_waits_for_a_passed_check(study):
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_bit_for_bit(study, tmp_path):
+def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
     """SIGKILL between checkpoints, then the same command; against a training that nobody disturbed."""
     more = ["ddpm.steps=12", "ddpm.checkpoint_every=3"]
-    whole = make_study(tmp_path / "whole", n_sites=2, n=60)
+    whole, other = (make_study(tmp_path / name, n_sites=2, n=60) for name in ("whole", "other"))
     train_generator(whole, site="S1", overrides=more)
-    other = make_study(tmp_path / "other", n_sites=2, n=60)
-    command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1", "--generator", "ddpm"]
-    command += [word for one in more for word in ("--set", one)]
-    process = subprocess.Popen(command, cwd=other.root, stderr=subprocess.DEVNULL)
-    folder = KIND.folder(Study(other.root), "S1")
-    deadline = time.monotonic() + 60
-    while max(folder.iterations(), default=0) < 3:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not folder.document()["finished"]
+    interrupted(other, more, signal.SIGKILL, 2, KIND)
     train_generator(other, site="S1", overrides=more)
     assert same(*(load_file(one.denoiser("S1") / "denoiser.safetensors") for one in (whole, other)))
-    lines = [line["iteration"] for line in folder.metrics()]
+    lines = [line["iteration"] for line in KIND.folder(other, "S1").metrics()]
     assert lines == sorted(set(lines))

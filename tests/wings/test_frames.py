@@ -43,6 +43,16 @@ def study(tmp_path):
     return larger_study(tmp_path / "S0", n_sites=2, site_extra=REAL)
 
 
+@pytest.fixture
+def me(identities):
+    return identities["S0"]
+
+
+@pytest.fixture
+def plan(study, identities):
+    return made(study, identities)
+
+
 def made(study, identities, *overrides, method="proxyfl", out="plan.json", **keys):
     known = {name: fingerprint(one.certificate) for name, one in identities.items()} | keys
     given = [*PATIENTS, *overrides]
@@ -68,13 +78,11 @@ def together(studies, identities, plan):
         given = {"plan": plan.digest, "brought": plan}
         return take_part(studies[name], identities[name], Wire(name, ends), **given)
 
-    return {
-        name: came if isinstance(came, dict) else str(came) for name, came in at_once(be, studies).items()
-    }
+    found = at_once(be, studies)
+    return {name: came if isinstance(came, dict) else str(came) for name, came in found.items()}
 
 
-def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, identities):
-    plan = made(study, identities)
+def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, identities, plan):
     frame = framed(study, identities, plan)
     allows = frame["allows"]
     said = {"method": "proxyfl", "unit": "patient", "delta": 1e-5, "guarantee": "guaranteed"}
@@ -116,8 +124,7 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
     assert why() == why(**costs(framed_runs=2, framed=3.0)) == ""
 
 
-def test_what_a_frame_cannot_allow(study, identities):
-    plan = made(study, identities)
+def test_what_a_frame_cannot_allow(study, identities, plan):
     for much in (51.0, 0.0, float("nan")):
         refused(lambda much=much: framed(study, identities, plan, epsilon=much), "S0.toml: max_epsilon = 50")
     refused(lambda: framed(study, identities, plan, until="soon"), "--until 2027-03-31")
@@ -128,8 +135,7 @@ def test_what_a_frame_cannot_allow(study, identities):
     assert len(two["allows"]["partners"]) == 2  # its own too
 
 
-def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, identities, capsys):
-    me, plan = identities["S0"], made(study, identities)
+def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, identities, me, plan, capsys):
     admit(study, me, plan)  # without a frame nothing changes
     assert not approval_path(study, "S0").exists() and not log_of(study).exists()
     frame = framed(study, identities, plan)
@@ -154,8 +160,7 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     assert approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
 
 
-def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities):
-    plan = made(study, identities)
+def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities, plan):
     frame = framed(study, identities, plan)
     path = frame_path(study)
     path.write_text(path.read_text().replace('"runs": 3', '"runs": 4'))
@@ -165,10 +170,9 @@ def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities)
     refused(lambda: admit(study, identities["S0"], plan), "not a frame of S0")
 
 
-def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
-    study, identities, monkeypatch
+def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(
+    study, identities, me, plan, monkeypatch
 ):
-    me, plan = identities["S0"], made(study, identities)
     frame = framed(study, identities, plan)
     admit(study, me, plan)
     with monkeypatch.context() as patch:
@@ -189,15 +193,14 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
     assert approved_plan(study, me)
 
 
-def test_others_are_not_told_what_follows_from_a_single_patient(study, identities, monkeypatch):
-    plan = made(study, identities)
+def test_others_are_not_told_what_follows_from_a_single_patient(study, identities, me, plan, monkeypatch):
     framed(study, identities, plan)
-    looked = look(study, plan, "S0", open_frame(study, identities["S0"]))
+    looked = look(study, plan, "S0", open_frame(study, me))
     group = {"rows": 700, "epsilon": 99.0, "delta": 1e-5}
     dear = replace(looked, cost=replace(looked.cost, group=group, lifetime_group=group))
     monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *_: dear)
     with pytest.raises(UsageError) as told:
-        admit(study, identities["S0"], plan)
+        admit(study, me, plan)
     assert "its own federation/frame.log says why" in str(told.value) and "patient" not in str(told.value)
     assert "above your max_epsilon" in log_of(study).read_text()
 
@@ -211,9 +214,8 @@ def spend(study, me, run, rounds):
         ledger.sending(ledger.record(None, Mechanism(5.0, 1.0, 1.0, 1), "kept 0"), "0")
 
 
-def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities):
+def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities, me, plan):
     """A run goes on beside one that was begun later: each fitted as its plan came, and together they do not."""
-    me, plan = identities["S0"], made(study, identities)
     framed(study, identities, plan, epsilon=2.0, runs=2)
     admit(study, me, plan)
     spend(study, me, "a" * 32, 2)
@@ -230,9 +232,10 @@ def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities)
     refused(lambda: approved_plan(study, me), "began 3 runs in a frame for 2")
 
 
-def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, identities, monkeypatch):
+def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(
+    study, identities, me, plan, monkeypatch
+):
     """Lines on the ledger would name another approval than that of the plan that is done."""
-    me, plan = identities["S0"], made(study, identities)
     sign(study, look(study, plan, "S0"), me)  # by a person
     framed(study, identities, plan)
     other, seen = made(study, identities, "comm.timeout_s=1", out="other.json"), []
@@ -247,8 +250,7 @@ def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, ide
     refused(part, "approved another plan just now", error=NoCommonPlan)
 
 
-def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, monkeypatch):
-    me, plan = identities["S0"], made(study, identities)
+def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, me, plan, monkeypatch):
     frame = framed(study, identities, plan)
     admit(study, me, plan)
     for name in ("signed", "admitting", "making"):
@@ -259,7 +261,7 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
     assert _outside(listed, look(study, plan, "S0", listed), TODAY) == ""
     refused(lambda: look(study, plan, "S0"), "install the plan's version")  # a person approves one code
-    part = lambda: take_part(study, me, Wire("S0", {}), plan=plan.digest)  # noqa: E731
+    part = partial(take_part, study, me, Wire("S0", {}), plan=plan.digest)
     monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._introduced", lambda *_, **__: 1 / 0)
     with monkeypatch.context() as patch:  # a list of code says nothing of what its guarantee rests on
         patch.setattr("wsi_fl.hospitals.plans.signed.code_digest", lambda: frame["allows"]["code"][0])
@@ -269,8 +271,8 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
         part()
 
 
-def test_a_plan_that_lies_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, study, identities):
-    me, plan, share = identities["S0"], made(study, identities), tmp_path / "share"
+def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, study, identities, me, plan):
+    share = tmp_path / "share"
     share.mkdir()
     (share / "plan.json").write_text(plan.text)
     _take_laid(study, me, str(share))
@@ -329,8 +331,8 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
         assert 2.5 < spent <= 3.0 < 10 * epsilon(applied(entries)[:1], 1e-5)  # composed, not added
 
 
+@pytest.mark.usefixtures("plan")
 def test_the_commands_sign_show_and_withdraw(study, tmp_path, wsi_fl, federation, identities):
-    made(study, identities)
     kit = federation.kit(tmp_path / "kit", "S0", identities["S0"])
     given = ("federation", "frame", "--kit", kit, "--plan", study.root / "plan.json", "--epsilon", "2")
     assert "say --until DATE" in wsi_fl(*given, cwd=study.root).stderr

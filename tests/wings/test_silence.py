@@ -81,13 +81,8 @@ def together(folders, *arguments):
     for k, folder in enumerate(folders):
         command += [":"] * (k > 0) + ["-n", "1", "--wdir", str(folder), sys.executable, str(recorder)]
         command += ["train", *arguments, "--set", "train.rounds=2", "--set", "privacy.sigma=4"]
-    given = {
-        "capture_output": True,
-        "text": True,
-        "timeout": 240,
-        "env": launch.rank_environment(len(folders)),
-    }
-    return subprocess.run(command, check=False, **given)
+    given = {"capture_output": True, "text": True, "env": launch.rank_environment(len(folders))}
+    return subprocess.run(command, check=False, timeout=240, **given)
 
 
 @pytest.fixture(scope="module")

@@ -172,12 +172,22 @@ def test_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
     refused(lambda: train_generator(changed, site="S1"), "other settings of the privacy loss")
 
 
-def interrupted(study, settings, how, after):
+def interrupted(study, settings, how, after, kind=KIND):
     """The command line, ended by a signal once a checkpoint later than iteration `after` is there; what it said."""
-    command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1"]
+    command = [
+        sys.executable,
+        "-m",
+        "wsi_fl",
+        "synthesize",
+        "train",
+        "--site",
+        "S1",
+        "--generator",
+        kind.name,
+    ]
     command += [word for one in settings for word in ("--set", one)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.PIPE, text=True)
-    folder = GeneratorFolder(study.generator("S1"))
+    folder = kind.folder(study, "S1")
     deadline = time.monotonic() + 60
     while max(folder.iterations(), default=0) <= after:
         assert process.poll() is None, process.stderr.read()
@@ -185,7 +195,7 @@ def interrupted(study, settings, how, after):
         time.sleep(0.005)
     process.send_signal(how)
     said = process.communicate()[1]
-    refused(lambda: KIND.trained(study, "S1"), "has not finished", error=WsiFlError)
+    refused(lambda: kind.trained(study, "S1"), "has not finished", error=WsiFlError)
     return process.returncode, said
 
 
