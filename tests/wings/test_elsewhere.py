@@ -34,8 +34,8 @@ from wsi_fl.system.tensors import load_tensors, load_weights
 from wsi_fl.types import WsiFlError
 
 N, D = 6, 4
-BOMB_ROWS = 120_000
-"""Of 1024 float32: half a GB."""
+BOMB_ROWS = 60_000
+"""Of 1024 float32: a quarter of a GB."""
 
 
 def write(path, features=None, **layout):

@@ -57,11 +57,11 @@ def by_definition(lpips: Lpips, a, b):
 
 @pytest.mark.parametrize("memory_bytes", [1, 1 << 30])
 def test_the_squared_length_is_the_definition_of_all_pairs_in_chunks_of_any_size(lpips, memory_bytes):
-    a, b = images(7, 16), images(5, 16, seed=1)
-    expected = torch.stack([by_definition(lpips, a, b[k].expand_as(a)) for k in range(5)], dim=1)
+    a, b = images(3, 16), images(2, 16, seed=1)
+    expected = torch.stack([by_definition(lpips, a, b[k].expand_as(a)) for k in range(2)], dim=1)
     found = _pairwise_lpips(lpips, a, b, memory_bytes=memory_bytes)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(paired_lpips(lpips, a, a), torch.zeros(7))
+    assert torch.equal(paired_lpips(lpips, a, a), torch.zeros(3))
 
 
 def test_the_nearest_other_image_is_not_the_image_itself(lpips):
