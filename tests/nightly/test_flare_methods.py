@@ -61,7 +61,6 @@ def test_a_method_over_flare(tmp_path, method, settings, given):
     expected = bed.locally(method, *settings)
     for site in bed.sites:
         assert expected[site] and digests(bed.root / site / summary["run"], site) == expected[site]
-    print(method, summary["communication"])
 
 
 def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_nothing(tmp_path):

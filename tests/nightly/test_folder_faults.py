@@ -81,7 +81,6 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
     with watched(group.share, do):
         start(tmp_path, [group])
     said = {site: json.loads((group.root / site / "result.json").read_text()) for site in SITES}
-    print({site: one.get("error") for site, one in said.items()})
     lost = "site S1 has a certificate that was withdrawn on"
     withdrew = "site S1 withdrew the frame of this plan; the run ends here", "site S1 withdrew its approval"
     mine, theirs = withdrew if what == "frame" else (lost, lost)

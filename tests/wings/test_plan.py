@@ -486,49 +486,35 @@ def test_whatever_a_ledger_released_names_the_plan(plan, signed, identities):
     assert promised.cost.lifetime_epsilon > row["epsilon"]  # once more, on top of what was spent
 
 
-def without_an_approval(signed, patch):
-    (signed["S0"].root / "federation" / "approval-S0.json").unlink()
-
-
-def an_altered_plan_file(signed, patch):
-    path = plan_path(signed["S0"])
-    data = bytearray(path.read_bytes())
-    data[data.index(b"rounds") + 9] ^= 1
-    path.write_bytes(data)
-
-
-def an_approval_of_another_site(signed, patch):
-    there = signed["S0"].root / "federation" / "approval-S0.json"
-    there.write_text((signed["S1"].root / "federation" / "approval-S1.json").read_text())
-
-
-def a_site_file_that_was_changed_after_signing(signed, patch):
-    path = signed["S0"].root / "sites" / "S0.toml"
-    path.write_text(path.read_text() + '\nallow = ["model"]\n')
-
-
-def other_code(signed, patch):
-    patch.setattr(signed_plans, "code_digest", lambda: "2" * 64)
-
-
-def an_expired_certificate(signed, patch):
-    later = SimpleNamespace(now=lambda zone=None: datetime.now(UTC) + timedelta(days=800))
-    patch.setattr(certificates, "datetime", later)
-
-
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (without_an_approval, ("S0 has approved no plan", "federation approve")),
-        (an_altered_plan_file, ("signed another plan than",)),
-        (an_approval_of_another_site, ("S0 has signed another plan",)),
-        (a_site_file_that_was_changed_after_signing, ("says allow = [] of S0", "made with your site file")),
-        (other_code, (f"has {__version__} (22222222)", "install the plan's version")),
-        (an_expired_certificate, ("S0 cannot be used: the certificate of S0 holds from",)),
+        ("no approval", ("S0 has approved no plan", "federation approve")),
+        ("an altered plan file", ("signed another plan than",)),
+        ("an approval of another site", ("S0 has signed another plan",)),
+        ("a site file that was changed", ("says allow = [] of S0", "made with your site file")),
+        ("other code", (f"has {__version__} (22222222)", "install the plan's version")),
+        ("an expired certificate", ("S0 cannot be used: the certificate of S0 holds from",)),
     ],
 )
 def test_nobody_takes_part_with(harm, words, signed, identities, monkeypatch):
-    harm(signed, monkeypatch)
+    here, there = (approval_path(signed[name], name) for name in ("S0", "S1"))
+    file, plan = signed["S0"].root / "sites" / "S0.toml", plan_path(signed["S0"])
+    if harm == "no approval":
+        here.unlink()
+    elif harm == "an altered plan file":
+        data = bytearray(plan.read_bytes())
+        data[data.index(b"rounds") + 9] ^= 1
+        plan.write_bytes(data)
+    elif harm == "an approval of another site":
+        here.write_text(there.read_text())
+    elif harm == "a site file that was changed":
+        file.write_text(file.read_text() + '\nallow = ["model"]\n')
+    elif harm == "other code":
+        monkeypatch.setattr(signed_plans, "code_digest", lambda: "2" * 64)
+    else:
+        later = SimpleNamespace(now=lambda zone=None: datetime.now(UTC) + timedelta(days=800))
+        monkeypatch.setattr(certificates, "datetime", later)
     refused(part(signed, identities), *words)
 
 

@@ -387,14 +387,14 @@ def test_a_run_goes_on_after_a_kill_to_the_same_bytes(study, variant, moment):
 @pytest.mark.parametrize("variant", ["replay", *nightly("central")])
 def test_who_was_lost_comes_back_and_gets_buffers_again(study, variant):
     with cut("S2", 2, "before the checkpoint"):
-        run(study, variant, "train.rounds=5")
+        run(study, variant, "train.rounds=6")
     with cut("S2", 4, "before the checkpoint"):
         resume(study, "1", without=["S1"], backend="local")
     summary = resume(study, "1", backend="local")
     assert [row["site"] for row in summary["sites"]] == SITES
     path = study.root / summary["run"]
     last = metrics(path, "S1")[-1]
-    assert (last["round"], last["takes_part"]) == (5, True) and last["loss"]["private"] is not None
+    assert (last["round"], last["takes_part"]) == (6, True) and last["loss"]["private"] is not None
     if variant != "central":
         assert {metrics(path, site)[-1]["messages"] for site in SITES} == {2}
     assert [row["rejected"] for row in summary["sites"]] == [0, 0, 0]
