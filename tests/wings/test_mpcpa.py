@@ -9,6 +9,7 @@ import torch
 from conftest import SHARED, check, patches_of, refused, train_generator
 from safetensors.numpy import load_file
 
+from wsi_fl.hospitals.plans.making import document_of, make_plan
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.partition import partition
@@ -153,6 +154,15 @@ def test_a_real_site_must_allow_both_by_name_and_were_that_forgotten_the_ledger_
     monkeypatch.setattr("wsi_fl.stages.training.checks._check_leave", lambda *_: None)
     words = "sites/S2.toml", "generator without differential privacy"
     refused(lambda: run(own), *words, error=WsiFlError)
+
+
+def test_the_longest_letter_is_bounded_by_the_package_of_all_generators(own):
+    for site in SITES:
+        real(own, site, ["model", "generator"])
+    plan = make_plan(own, method="mpcpa", out=own.root / "plan.json")
+    one, package, classifier = [row for row in document_of(plan)["leaves"] if row["large"]]
+    assert package["bytes"] == 2 * one["bytes"] > classifier["bytes"] > 0
+    assert plan.most_bytes == 2 * package["bytes"] + 32_000_000
 
 
 def test_a_memorising_denoiser_is_caught_and_stays_at_home(own, monkeypatch):

@@ -149,16 +149,6 @@ def test_how_often_a_sum_may_be_tried_stands_in_the_plan_and_is_priced(tmp_path,
     refused(lambda: look(own, often, "S0"), "(leaves)", "changed by hand")
 
 
-def test_the_longest_letter_is_bounded_by_the_package_of_all_generators(tmp_path):
-    allowed = 'real = true\nallow = ["model", "generator"]'
-    study = make_study(tmp_path / "study", n_sites=5, site_extra=allowed)
-    small = ("ddpm.resolution=8", "ddpm.channels=[8, 8]")
-    plan = made(study, tmp_path, "mpcpa", "privacy.enabled=false", *small)
-    own, package, classifier = [row for row in document_of(plan)["leaves"] if row["large"]]
-    assert package["bytes"] == 4 * own["bytes"] > classifier["bytes"] > 0
-    assert plan.most_bytes == 2 * package["bytes"] + 32_000_000
-
-
 def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(
     plan, file, tmp_path, kits, wsi_fl
 ):
