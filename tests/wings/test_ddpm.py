@@ -61,7 +61,7 @@ def test_the_loss_is_noise_prediction():
     torch.nn.init.zeros_(state.denoiser.conv_out.weight)
     torch.nn.init.zeros_(state.denoiser.conv_out.bias)
     assert step(state, *pictures()) == pytest.approx(1, abs=0.15)
-    last = [step(state, *pictures()) for _ in range(60)][-10:]
+    last = [step(state, *pictures()) for _ in range(30)][-10:]
     assert np.mean(last) < 0.8
 
 

@@ -34,8 +34,8 @@ from wsi_fl.system.tensors import load_tensors, load_weights
 from wsi_fl.types import WsiFlError
 
 N, D = 6, 4
-BOMB_ROWS = 60_000
-"""Of 1024 float32: a quarter of a GB."""
+BOMB_ROWS = 70_000
+"""Of 1024 float32: a quarter of a GB and more, which is not harmless any more."""
 
 
 def write(path, features=None, **layout):
