@@ -174,21 +174,12 @@ def test_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
 
 def interrupted(study, settings, how, after, kind=KIND):
     """The command line, ended by a signal once a checkpoint later than iteration `after` is there; what it said."""
-    command = [
-        sys.executable,
-        "-m",
-        "wsi_fl",
-        "synthesize",
-        "train",
-        "--site",
-        "S1",
-        "--generator",
-        kind.name,
-    ]
+    command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1"]
+    command += ["--generator", kind.name]
     command += [word for one in settings for word in ("--set", one)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.PIPE, text=True)
     folder = kind.folder(study, "S1")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while max(folder.iterations(), default=0) <= after:
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
