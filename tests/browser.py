@@ -56,10 +56,8 @@ class Page:
         text, _, self._buffer = self._buffer.partition(b"\0")
         found = json.loads(text)
         params = found.get("params", {})
-        if (
-            params.get("entry", {}).get("level") == "error"
-            or found.get("method") == "Runtime.exceptionThrown"
-        ):
+        level = params.get("entry", {}).get("level")
+        if level == "error" or found.get("method") == "Runtime.exceptionThrown":
             self.said.append(json.dumps(params)[:600])
         if found.get("method") == "Network.requestWillBeSent":
             self.asked.append(params["request"]["url"])
@@ -119,21 +117,9 @@ def browser(profile: Path):
     """A page of a new Chromium, which ends with it."""
     (theirs_in, send), (receive, theirs_out) = os.pipe(), os.pipe()
     third_and_fourth = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'  # where Chromium reads and writes
-    process = subprocess.Popen(
-        [
-            "bash",
-            "-c",
-            third_and_fourth,
-            "bash",
-            CHROMIUM,
-            *_FLAGS,
-            f"--user-data-dir={profile}",
-            "about:blank",
-        ],
-        pass_fds=(theirs_in, theirs_out),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command = ["bash", "-c", third_and_fourth, "bash", CHROMIUM, *_FLAGS, f"--user-data-dir={profile}"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*command, "about:blank"], pass_fds=(theirs_in, theirs_out), **quiet)
     os.close(theirs_in)
     os.close(theirs_out)
     try:

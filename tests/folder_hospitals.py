@@ -70,9 +70,7 @@ def be(job, killed):
             found = starting.take_part_by_folder(
                 Study(study), Kit.open(Path(job["kit"])), without=job.get("without", ())
             )
-        while (
-            job.get("until") and not Path(job["until"]).exists()
-        ):  # cron calls again, until somebody has finished
+        while job.get("until") and not Path(job["until"]).exists():  # cron calls, until somebody has finished
             time.sleep(0.2)
             found = starting.take_part_by_folder(Study(study), Kit.open(Path(job["kit"])))
         document = {"summary": found}
@@ -101,14 +99,15 @@ def _suffer(study):
     if (study / "code").exists():
         signed.code_digest = taking_part.code_digest = lambda: "0" * 64
     if (study / "full").exists():
-        limit_files(os.getpid(), int((study / "full").read_text()))
+        limit_files([os.getpid()], int((study / "full").read_text()))
 
 
-def limit_files(pid, n_bytes):
-    """Let a process write no longer files, as where a disk is full; -1 ends it."""
-    with suppress(ProcessLookupError):
-        _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (n_bytes, most))
+def limit_files(pids, n_bytes):
+    """Let processes write no longer files, as where a disk is full; -1 ends it."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (n_bytes, most))
 
 
 def _take_your_time(seconds):
@@ -205,13 +204,11 @@ def strike(fault, pid, job, dice, share, alive):
     if fault == "full":
         n_bytes = dice.choice((0, 500, 20_000))
         (study / fault).write_text(str(n_bytes))
-        limit_files(pid, n_bytes)
+        limit_files([pid], n_bytes)
 
         def mend():
             (study / fault).unlink()
-            for one in alive:
-                if alive[one] == k:
-                    limit_files(one, -1)
+            limit_files([one for one in alive if alive[one] == k], -1)
 
         return mend
     if fault == "ended":

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from functools import cache
@@ -25,7 +24,7 @@ from wsi_fl import plugins
 from wsi_fl.hospitals.demo import free_port
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import make_plan
-from wsi_fl.hospitals.plans.signed import Plan, code_digest
+from wsi_fl.hospitals.plans.signed import Plan, code_digest, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.trust.root import Root
@@ -51,17 +50,7 @@ def one_installation():
 class Bed:
     """A federation of hospitals S0, S1, … in one folder; what each may see is in a folder of its own."""
 
-    def __init__(
-        self,
-        root: Path,
-        n: int = 2,
-        *,
-        folder: str | None = None,
-        server: str | None = None,
-        extra: str = "",
-        furnish=None,
-        whole=None,
-    ) -> None:
+    def __init__(self, root, n=2, *, folder=None, server=None, extra="", furnish=None, whole=None) -> None:
         if whole is None:
             whole = make_study(root / "whole", n, extra)
             for k in range(n if furnish else 0):
@@ -111,29 +100,17 @@ class Bed:
             for name in list(self.processes):
                 self.stop(name)
 
-    def start(
-        self,
-        name: str,
-        wait: bool = True,
-        watched: bool = False,
-        file_limit: int | None = None,
-        env: Mapping[str, str] = MappingProxyType({}),
-    ) -> subprocess.Popen[str]:
+    def start(self, name, wait=True, watched=False, file_limit=None, env=MappingProxyType({})):
         place = [] if name == "server" else ["--study", str(self.root / name)]
         command = [*FEDERATION, "start", str(self.root / "kits" / name), *place]
-        process = subprocess.Popen(
-            self.opened.watched(name, command) if watched else command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=self.root,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | env,
-        )
+        command = self.opened.watched(name, command) if watched else command
+        given = {"cwd": self.root, "env": os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | env}
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, **given, **out)
         if file_limit is not None:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (file_limit, file_limit))
         self.processes[name] = process
         if wait:
-            assert process.stdout is not None
             line = process.stdout.readline()
             assert "Ctrl-C ends it" in line, line + process.stdout.read()
         return process
@@ -150,19 +127,13 @@ class Bed:
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
-        if process.stdout is not None:
-            process.stdout.close()
+        process.stdout.close()
 
     def commanding(self, *arguments: str) -> subprocess.Popen[str]:
         """A command that is under way."""
-        return subprocess.Popen(
-            [*FEDERATION, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self.root / self.sites[0],
-            env=os.environ | {"COLUMNS": "200"},
-        )
+        given = {"cwd": self.root / self.sites[0], "env": os.environ | {"COLUMNS": "200"}, "text": True}
+        command = [*FEDERATION, *map(str, arguments)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **given)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         process = self.commanding(*arguments)
@@ -175,6 +146,10 @@ class Bed:
 
     def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.command("submit", "--kit", self.root / "kits" / "coordinator", "--json", *arguments)
+
+    def plan_file(self) -> str:
+        """Where a signed plan lies at the first hospital."""
+        return str(plan_path(self.study(self.sites[0])))
 
     def rounds(self, site: str, run: str) -> int:
         """How many rounds a site has finished."""
@@ -216,8 +191,7 @@ class Earlier(datetime):
 
 def digests(run: Path, site: str) -> dict[str, str]:
     """SHA-256 of every model that a run left at a site."""
-    return {
-        path.name: sha256(path.read_bytes()).hexdigest()
-        for path in sorted((run / "sites" / site).glob("*.safetensors"))
-        if path.stem in {"private", "proxy", "central", "model"}
-    }
+    files = [
+        run / "sites" / site / f"{role}.safetensors" for role in ("central", "model", "private", "proxy")
+    ]
+    return {path.name: sha256(path.read_bytes()).hexdigest() for path in files if path.exists()}

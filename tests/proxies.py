@@ -35,28 +35,9 @@ def proxying(folder, password=None):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rules.py").write_text(RULES)
     told, log = folder / "port", folder / "proxy.log"
-    command = [
-        sys.executable,
-        "-m",
-        "proxy",
-        "--hostname",
-        "127.0.0.1",
-        "--port",
-        "0",
-        "--port-file",
-        str(told),
-    ]
-    command += [
-        "--num-workers",
-        "1",
-        "--num-acceptors",
-        "1",
-        "--threaded",
-        "--timeout",
-        "90",
-        "--plugins",
-        "rules.Rules",
-    ]
+    command = [sys.executable, "-m", "proxy", "--hostname", "127.0.0.1", "--port", "0", "--threaded"]
+    command += ["--num-workers", "1", "--num-acceptors", "1", "--timeout", "90"]
+    command += ["--port-file", str(told), "--plugins", "rules.Rules"]
     command += ["--basic-auth", f"user:{password}"] if password else []
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out)

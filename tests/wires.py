@@ -1,19 +1,26 @@
-"""A federation's certificates, and a line within one process, to try what lines do to letters."""
+"""A federation's certificates and kits, and a line within one process, to try what lines do to letters."""
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from math import inf
+
+import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from wsi_fl.hospitals.lines.relayed import Answer
 from wsi_fl.hospitals.trust.certificates import Identity, approved, new_key, new_request, new_root
 from wsi_fl.hospitals.trust.letters import Buffer
 
 NAMES = ("C1", "C2", "C3")
+needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 
 
 class Federation:
-    """A root, and the identities of sites."""
+    """A root, and the identities and kits of sites."""
 
     def __init__(self) -> None:
         self.key = new_key()
@@ -23,6 +30,37 @@ class Federation:
         key = new_key()
         certificate = approved(new_request(key, name, "org"), self.key, self.root, role="hospital", **given)
         return Identity.load(key, certificate, self.root)
+
+    def kit(self, folder, name, identity=None, /, **more):
+        """The folder of a hospital's kit, as far as tests need one."""
+        identity = identity or self.identity(name)
+        startup = folder / "startup"
+        startup.mkdir(parents=True)
+        key = identity.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        (startup / "client.key").write_bytes(key)
+        (startup / "client.crt").write_text(identity.certificate)
+        (startup / "rootCA.pem").write_text(self.root)
+        (folder / "federation.json").write_text(json.dumps({"name": name, "role": "hospital", **more}))
+        return folder
+
+
+def at_once(work, names, limit_s=120.0):
+    """What the work of each site returned or raised, by name; each works in a thread that bears its name."""
+    found = {}
+
+    def be(name):
+        try:
+            found[name] = work(name)
+        except Exception as error:
+            found[name] = error
+
+    threads = [threading.Thread(target=be, args=(name,), name=name, daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit_s)
+        assert not thread.is_alive()
+    return found
 
 
 class Wire:

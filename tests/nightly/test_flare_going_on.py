@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -12,12 +11,13 @@ import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from folder_hospitals import limit_files
 from hospitals import Bed, Earlier, digests
 from proxies import KNOWN, CutLine
+from wires import needs_flare
 
 import wsi_fl
 from wsi_fl.hospitals.demo import free_port
@@ -28,10 +28,7 @@ from wsi_fl.hospitals.trust.certificates import approved, new_request
 from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.privacy.ledger_file import LedgerFile
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'"),
-]
+pytestmark = [pytest.mark.slow, needs_flare]
 SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "120")), 60
 SEEDS = range(1, 1 + int(os.environ.get("WSI_FL_FAULT_SEEDS", "2")))
 SETTINGS = (f"train.rounds={ROUNDS}", "comm.timeout_s=20", "train.batch_size=4", "train.at_least=2")
@@ -78,13 +75,6 @@ def send(pids, sign):
             os.kill(pid, sign)
 
 
-def limit_files(pids, n_bytes):
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (n_bytes, most))
-
-
 @contextmanager
 def struck(bed, fault, name, machine, line, dice):
     """Let a hospital, or the server, suffer one of `FAULTS` meanwhile."""
@@ -126,6 +116,11 @@ def struck(bed, fault, name, machine, line, dice):
         send(everything(), signal.SIGKILL)
 
 
+def paid_by(bed, site):
+    """The rounds that are on a hospital's ledger."""
+    return [entry.round for entry in LedgerFile(bed.study(site).ledger(site)).entries if entry.mechanism]
+
+
 def other_code(bed):
     """An installation beside, of which one file has one line more."""
     package = Path(wsi_fl.__file__).parent
@@ -164,7 +159,7 @@ def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, monkeypatch,
             bed.start(site, env=machines[site])
         cron = Cron(bed, machines)
         cron.start()
-        process = bed.submitting("--plan", str(bed.root / "S0" / "federation" / "plan.json"))
+        process = bed.submitting("--plan", bed.plan_file())
         ends = time.monotonic() + SECONDS
         time.sleep(30)
         while process.poll() is None and time.monotonic() < ends:
@@ -186,8 +181,7 @@ def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, monkeypatch,
     assert {row["site"] for row in summary["sites"]} | set(summary["lost"]) == set(bed.sites)
     assert len(summary["sites"]) >= 2
     for row in summary["sites"]:
-        book = LedgerFile(bed.study(row["site"]).ledger(row["site"]))
-        paid = [entry.round for entry in book.entries if entry.mechanism]
+        paid = paid_by(bed, row["site"])
         assert len(paid) == len(set(paid)) == row["rounds"]
     if all(row["attended"] == [[1, ROUNDS]] for row in summary["sites"]) and not summary["lost"]:
         expected, run = bed.locally("proxyfl", *SETTINGS), summary["run"]
@@ -203,7 +197,7 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_its_hospital_alone(tmp_path,
     study, identity = bed.study("S1"), bed.kit("S1").identity()
     write_frame(study, make_frame(study, plan, "S1", epsilon=None, until="2099-01-31", runs=1), identity)
     with bed.running():
-        process = bed.submitting("--plan", str(bed.root / "S0" / "federation" / "plan.json"))
+        process = bed.submitting("--plan", bed.plan_file())
         bed.wait_for(lambda: bed.rounds("S1", "00001-proxyfl-small") >= 3 or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
         if what == "frame":
@@ -214,14 +208,10 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_its_hospital_alone(tmp_path,
         out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     print(err)
-    assert {"frame": "site S1 withdrew", "certificate": "site S1 has a certificate that was withdrawn"}[
-        what
-    ] in err
+    words = {"frame": "site S1 withdrew", "certificate": "site S1 has a certificate that was withdrawn"}
+    assert words[what] in err
     summary = json.loads(out)
     assert summary["lost"] == ["S1"] and [row["site"] for row in summary["sites"]] == ["S0", "S2"]
-    paid = {
-        site: [one.round for one in LedgerFile(bed.study(site).ledger(site)).entries if one.mechanism]
-        for site in bed.sites
-    }
-    assert paid["S0"] == paid["S2"] == list(range(1, ROUNDS + 1))
-    assert 3 <= len(paid["S1"]) < ROUNDS and paid["S1"] == paid["S0"][: len(paid["S1"])]
+    assert paid_by(bed, "S0") == paid_by(bed, "S2") == list(range(1, ROUNDS + 1))
+    some = paid_by(bed, "S1")
+    assert 3 <= len(some) < ROUNDS and some == list(range(1, len(some) + 1))

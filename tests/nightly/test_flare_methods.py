@@ -1,7 +1,6 @@
 """Every method over NVIDIA FLARE makes the models that it makes in one process."""
 
 import json
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -10,16 +9,14 @@ from conftest import write_features
 from hospitals import INSECURE, Bed, digests
 from test_oneshot import HEADS, rows_of
 from test_replay import plant
+from wires import needs_flare
 
 from wsi_fl.stages.training.release import release
 from wsi_fl.stages.training.train import train
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import UNLABELLED
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'"),
-]
+pytestmark = [pytest.mark.slow, needs_flare]
 NO_DP = ("privacy.enabled=false",)
 
 
@@ -58,14 +55,12 @@ def test_a_method_over_flare(tmp_path, method, settings, given):
     bed = Bed(tmp_path, **{"n": 3} | given)
     bed.sign(method, *settings)
     with bed.running():
-        said = bed.submit("--plan", str(bed.study(bed.sites[0]).root / "federation" / "plan.json"))
+        said = bed.submit("--plan", bed.plan_file())
     assert said.returncode == 0, said.stderr
     summary = json.loads(said.stdout)
     expected = bed.locally(method, *settings)
     for site in bed.sites:
-        assert expected[site]
-        assert digests(bed.root / site / summary["run"], site) == expected[site]
-    print(method, summary["communication"])
+        assert expected[site] and digests(bed.root / site / summary["run"], site) == expected[site]
 
 
 def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_nothing(tmp_path):
@@ -77,7 +72,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_not
         release(bed.study(site), site=site, pipeline_name=bed.pipeline, overrides=settings)
     bed.sign("oneshot", *settings)
     with bed.running():
-        said = bed.submit("--plan", str(bed.study(bed.sites[0]).root / "federation" / "plan.json"))
+        said = bed.submit("--plan", bed.plan_file())
     assert said.returncode == 0, said.stderr
     summary = json.loads(said.stdout)
     assert list(summary["letters"]) == members
@@ -88,9 +83,6 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_not
             assert study.release(one).read_bytes() == bed.study(one).release(one).read_bytes()
         by_files = train(study, overrides=[*INSECURE, *settings], **given)
         assert digests(study.root / by_files["run"], site) == digests(study.root / summary["run"], site) != {}
-        spent = [line for line in _lines(study, site) if "mechanism" in line]
+        ledger = study.ledger(site)
+        spent = [line for line in (read_lines(ledger) if ledger.exists() else []) if "mechanism" in line]
         assert len(spent) == (site in members)
-
-
-def _lines(study, site):
-    return read_lines(study.ledger(site)) if study.ledger(site).exists() else []

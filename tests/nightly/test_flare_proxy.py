@@ -2,19 +2,15 @@
 
 import json
 import time
-from importlib.util import find_spec
 
 import pytest
 from hospitals import Bed
 from proxies import KNOWN, needs_proxy, proxying
+from wires import needs_flare
 
 from wsi_fl.hospitals.demo import free_port
-from wsi_fl.hospitals.plans.signed import plan_path
 
-pytestmark = [
-    needs_proxy,
-    pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'"),
-]
+pytestmark = [needs_proxy, needs_flare]
 
 WRITTEN, PASSWORD = "s%3Acr%40t%25", "s:cr@t%"
 
@@ -30,11 +26,10 @@ def test_hospitals_learn_through_a_proxy_that_alone_knows_the_server(tmp_path, m
             bed.start("S0")
             assert time.monotonic() - began < 30
             bed.start("S1")
-            checked = bed.command("check", str(bed.root / "kits" / "coordinator"), "--json")
-            assert checked.returncode == 0, checked.stdout + checked.stderr
-            assert f"127.0.0.1:{port}" in checked.stdout
+            checked = bed.command("check", bed.root / "kits" / "coordinator", "--json")
+            assert checked.returncode == 0 and f"127.0.0.1:{port}" in checked.stdout, checked
             shown = "".join(line for line in _command_lines() if "--basic-auth" not in line)
-            said = bed.submit("--plan", str(plan_path(bed.study("S0"))))
+            said = bed.submit("--plan", bed.plan_file())
         assert said.returncode == 0, said.stderr
         assert json.loads(said.stdout)["sites"]
     written = b"".join(path.read_bytes() for path in bed.root.rglob("*.txt")) + shown.encode()

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
-from conftest import refused
+from conftest import metrics, refused
 from hospitals import Earlier
 from test_folder_line import BASE, SITES, Group, charged, meddling, note, plan_of, require_the_same, start
 from wires import Federation
@@ -53,15 +53,10 @@ def left_by(seen):
 @pytest.mark.parametrize("what", ["frame", "certificate"])
 def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, federation, what, least):
     """The hospital sends nothing more; the others go on where the plan allows it, or end in one line."""
-    share, rounds = tmp_path / "share", 8
-    share.mkdir()
-    settings = [
-        f"train.rounds={rounds}",
-        *BASE[1:3],
-        "comm.timeout_s=20",
-        *[f"train.at_least={least}"] * bool(least),
-    ]
-    group = Group(tmp_path / "group", "proxyfl", settings, federation, share)
+    rounds = 8
+    settings = [f"train.rounds={rounds}", *BASE[1:3], "comm.timeout_s=20"]
+    settings += [f"train.at_least={least}"] * bool(least)
+    group = Group(tmp_path / "group", "proxyfl", settings, federation)
     study, kit = group.study("S1"), Kit.open(group.root / "kit-S1")
     limits = {"epsilon": 5000.0, "runs": 1, "until": "2099-01-31", "allows": {"delta": [1e-5], "code": []}}
     frame = {"format": FORMAT, "id": "f" * 32, "site": "S1", **limits}
@@ -80,25 +75,18 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
             else:
                 key = kit.identity().certificate
                 more = {verified(key, federation.root).number: fingerprint(key)}
-                (share / LIST).write_text(longer_list(federation.root, federation.key, more))
+                (group.share / LIST).write_text(longer_list(federation.root, federation.key, more))
         return note(seen, path)
 
-    with watched(share, do):
+    with watched(group.share, do):
         start(tmp_path, [group])
     said = {site: json.loads((group.root / site / "result.json").read_text()) for site in SITES}
-    print({site: one.get("error") for site, one in said.items()})
     lost = "site S1 has a certificate that was withdrawn on"
-    mine, theirs = {
-        "frame": (
-            "site S1 withdrew the frame of this plan; the run ends here",
-            "site S1 withdrew its approval",
-        ),
-        "certificate": (lost, lost),
-    }[what]
+    withdrew = "site S1 withdrew the frame of this plan; the run ends here", "site S1 withdrew its approval"
+    mine, theirs = withdrew if what == "frame" else (lost, lost)
     assert mine in said["S1"]["error"]
-    paid = [
-        round_ for round_, _ in charged(study, "S1")
-    ]  # before it is sent; the list is read every few seconds
+    # charged before it is sent; the list is read every few seconds
+    paid = [round_ for round_, _ in charged(study, "S1")]
     assert paid == list(range(1, len(paid) + 1))
     assert {round_ for site, round_ in left_by(seen) if site == "S1"} <= set(paid)
     assert len(paid) <= {"frame": ended[0] + 1, "certificate": rounds - 1}[what]
@@ -116,22 +104,20 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
 @pytest.mark.parametrize(("seed", "least"), [(1, 2), (2, 2), (3, 3), (4, 3)])
 def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_path, monkeypatch, seed, least):
     """Where all are needed nobody is left out, and the models are those of a run that nothing happened to."""
-    share = tmp_path / "share"
-    share.mkdir()
     settings = [*SETTINGS, f"train.at_least={least}"]
     with monkeypatch.context() as patch:  # certificates that a clock that is days behind knows too
         patch.setattr(certificates, "datetime", Earlier)
         federation = Federation()
-        group = Group(tmp_path / "group", "proxyfl", settings, federation, share)
+        group = Group(tmp_path / "group", "proxyfl", settings, federation)
         for job, site in zip(group.jobs, SITES, strict=True):
             job["slow_s"] = 1.0
             startup = group.root / f"kit-{site}" / "startup"
             asked, ends = new_request((startup / "client.key").read_text(), site, "org"), {"days": 99}
             ended = approved(asked, federation.key, federation.root, role="hospital", **ends)
             (startup / "ended.crt").write_text(ended)
-    faults, seen = {"seed": seed, "seconds": SECONDS, "share": str(share)}, {}
+    faults, seen = {"seed": seed, "seconds": SECONDS, "share": str(group.share)}, {}
     group.jobs = {"jobs": group.jobs, "faults": faults}
-    with watched(share, partial(note, seen)):
+    with watched(group.share, partial(note, seen)):
         suffered = start(tmp_path, [group])
     print(f"{len(suffered)} faults: {Counter(suffered)}")
     assert len(suffered) > SECONDS / 12
@@ -141,8 +127,7 @@ def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_pa
         paid = [round_ for round_, _ in charged(group.study(site), site)]
         assert paid == sorted(set(paid)), "a round was charged twice"
         assert {round_ for name, round_ in left if name == site} <= set(paid)
-        lines = (group.run(site) / "sites" / site / "metrics.jsonl").read_text().splitlines()
-        assert json.loads(lines[-1])["round"] == ROUNDS
+        assert metrics(group.run(site), site)[-1]["round"] == ROUNDS
     assert sum(len(charged(group.study(site), site)) == ROUNDS for site in SITES) >= 1
     if least == len(SITES):
         require_the_same(group)

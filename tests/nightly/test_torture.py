@@ -20,18 +20,11 @@ def attacks(monkeypatch):
 
 def test_a_minute_of_torture_loses_nothing(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "torture.py"), "--turns", "2", "--seed", "3"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    given = {"capture_output": True, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    done = subprocess.run([*command, "--out", str(tmp_path)], check=False, **given)
     told = json.loads(done.stdout)
-    assert told["failures"] == [], done.stderr
-    assert done.returncode == 0
-    assert told["attempts"] == {"kill": 2, "flip": 8, "malformed": 28}
-    assert told["kills"] >= 1
+    assert told["failures"] == [] and done.returncode == 0, done.stderr
+    assert told["attempts"] == {"kill": 2, "flip": 8, "malformed": 28} and told["kills"] >= 1
     assert told["ends"]["flip"].get("refused", 0) >= 1  # a flip that nobody notices proves nothing
     assert told["ends"]["malformed"].get("refused", 0) >= 10
 
@@ -55,5 +48,4 @@ def test_the_judge_of_torture_sees_what_no_command_may_do(attacks, ended, fault)
 
     calm = {"code": 0, "said": "", "told": "", "seconds": 1.0, "n_bytes": 10, "killed": False}
     wrong = Ended(**(calm | ended)).wrong()
-    assert wrong.startswith(fault)
-    assert bool(wrong) == bool(fault)
+    assert wrong.startswith(fault) and bool(wrong) == bool(fault)

@@ -61,8 +61,7 @@ def test_what_was_lost_comes_back_and_goes_on(bed):
         shutil.rmtree(folder)
     said = restore(root / "S0.tar", kit.path, Study(root / "study"))
     assert (said["kept"], len(said["restored"])) == (0, made["files"])
-    key = kit.path / "startup" / "client.key"
-    assert key.stat().st_mode & 0o777 == 0o600
+    assert (kit.path / "startup" / "client.key").stat().st_mode & 0o777 == 0o600
     assert approved_plan(study, Kit.open(kit.path).identity()).digest == digest
     spend(study, 3)
     assert [entry.round for entry in ledger_of(study).entries] == [1, 2, 3]
@@ -70,12 +69,10 @@ def test_what_was_lost_comes_back_and_goes_on(bed):
 
 def test_restore_says_what_its_ledger_knows(bed):
     root, study, kit = bed
-    line = {"run": "00002 b", "site": "S0", "real": True, "unit": "patient", "delta": 1e-5}
-    line |= {
-        "mechanism": {"sigma": 4.0, "clip": 1.0, "sample_rate": 0.1, "steps": 5},
-        "time": "2026-07-01T09:30:00+00:00",
-    }
-    line |= {"plan": {"n": 80, "batch_size": 8, "mode": "strict"}, "round": 1, "guarantee": "guaranteed"}
+    line = {"run": "00002 b", "site": "S0", "real": True, "unit": "patient", "delta": 1e-5, "round": 1}
+    line |= {"mechanism": {"sigma": 4.0, "clip": 1.0, "sample_rate": 0.1, "steps": 5}}
+    line |= {"plan": {"n": 80, "batch_size": 8, "mode": "strict"}, "guarantee": "guaranteed"}
+    line |= {"time": "2026-07-01T09:30:00+00:00"}
     with (ledger := ledger_of(study)).locked():
         ledger.append(line)
     backup(kit, study, root / "S0.tar")

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from test_advice import PACKAGE, _parses, _texts, ast
 from test_dossier import words_of
 from test_plan import made
 from test_report import Document
+from test_submit import checks, known_to_all, submitting, train
 from typer.testing import CliRunner
 
 from wsi_fl import __version__
@@ -24,6 +26,7 @@ from wsi_fl.hospitals.board.page import _gather, board_lines, make_board
 from wsi_fl.hospitals.board.steps import _COMMANDS, _REMEDIES, Facts, Member, next_steps
 from wsi_fl.hospitals.lines.folder_line import FolderLine
 from wsi_fl.hospitals.plans.approving import look, sign
+from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import Plan, code_digest
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Writer
@@ -49,16 +52,14 @@ READY = Facts(
         "C1": hospital("C1"),
         "C2": hospital("C2"),
     },
-    now=NOW,
-    me="coordinator",
-    over="server",
-    plan="plan.json",
-    sha256="a" * 64,
-    sites=("C1", "C2"),
-    method="proxyfl",
-    rounds=3,
-    patience_s=600.0,
-    kit="fed/coordinator",
+    **{"now": NOW, "me": "coordinator", "over": "server", "plan": "plan.json", "sha256": "a" * 64},
+    **{
+        "sites": ("C1", "C2"),
+        "method": "proxyfl",
+        "rounds": 3,
+        "patience_s": 600.0,
+        "kit": "fed/coordinator",
+    },
 )
 
 
@@ -69,8 +70,6 @@ def with_c2(**given):
 def steps(facts):
     return [f"{one.who}: {one.what}: {one.command}" for one in next_steps(facts)]
 
-
-# what is to be done next
 
 SIGN = (
     "sign the plan, and send the approval to the coordinator: wsi-fl federation approve plan.json --kit KIT"
@@ -83,57 +82,56 @@ REPORT = "result-1/report.html"
 SUBMIT = "wsi-fl federation submit --kit fed/coordinator --plan plan.json"
 
 
+START = "wsi-fl federation start KIT --study DIR"
+
+
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        (READY, [f"coordinator: all have signed: submit: {SUBMIT}"]),
-        (
-            replace(READY, plan=""),
-            [f"coordinator: {PLANNING}"],
-        ),
-        (
-            with_c2(signed=False),
-            [f"C2: {SIGN}"],
-        ),
-        (with_c2(connected=False), ["C2: not connected: start: wsi-fl federation start KIT --study DIR"]),
-        (with_c2(signed=None), [f"coordinator: submit, once all have signed and started: {SUBMIT}"]),
-        (replace(READY, job="1", running=True), ["everybody: wait: the hospitals work: "]),
-        (replace(READY, run="runs/1", report=REPORT), [f"coordinator: done: open {REPORT}: "]),
+        (READY, f"coordinator: all have signed: submit: {SUBMIT}"),
+        (replace(READY, plan=""), f"coordinator: {PLANNING}"),
+        (with_c2(signed=False), f"C2: {SIGN}"),
+        (with_c2(connected=False), f"C2: not connected: start: {START}"),
+        (with_c2(signed=None), f"coordinator: submit, once all have signed and started: {SUBMIT}"),
+        (replace(READY, job="1", running=True), "everybody: wait: the hospitals work: "),
+        (replace(READY, run="runs/1", report=REPORT), f"coordinator: done: open {REPORT}: "),
         (
             replace(READY, me="C1", run="runs/00001-proxyfl-a b"),
-            ["C1: done: make the report: wsi-fl report 'runs/00001-proxyfl-a b'"],
+            "C1: done: make the report: wsi-fl report 'runs/00001-proxyfl-a b'",
         ),
-        (replace(READY, me="C1", over="folder", trouble=["the sky fell"]), ["C1: the sky fell: "]),
+        (replace(READY, me="C1", over="folder", trouble=["the sky fell"]), "C1: the sky fell: "),
         (
             replace(with_c2(signed=False), me="C2", kit="/srv/my kit", plan="federation/plan.json"),
-            [f"C2: {SIGN.replace('plan.json --kit KIT', OWN)}"],
+            f"C2: {SIGN.replace('plan.json --kit KIT', OWN)}",
         ),
         (
             with_c2(signed=False, withdrawn=True, until=NOW),
-            [
-                "coordinator: the key of C2 was withdrawn: make a plan without it, or with its new key: "
-                "wsi-fl federation plan --method proxyfl --kit FOUNDED"
-            ],
+            "coordinator: the key of C2 was withdrawn: make a plan without it, or with its new key: "
+            "wsi-fl federation plan --method proxyfl --kit FOUNDED",
         ),
-        (replace(READY, me=""), [": say --kit too: without it nothing is known of signatures, server and folder: "]),
+        (
+            replace(READY, me=""),
+            ": say --kit too: without it nothing is known of signatures, server and folder: ",
+        ),
+        (replace(with_c2(connected=None), over="folder"), f"C2: if it has not run yet: {START}"),
+        (replace(with_c2(connected=False), over="folder"), f"C2: not connected: start: {START}"),
+        (
+            replace(READY, members=READY.members | {"C9": Member("C9", "hospital", until=YEAR)}),
+            f"coordinator: all have signed: submit: {SUBMIT}",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_next_steps_follow_from_the_facts(facts, said):
-    assert steps(facts) == said
+    """Also: over a folder nobody knows who is connected, and who is not in the plan holds nobody up."""
+    assert steps(facts) == [said]
 
 
 def test_a_certificate_that_ends_soon_is_renewed_by_two(tmp_path):
     renew, join, submit = next_steps(with_c2(until=NOW + timedelta(days=12, hours=1)))
-    assert renew[:2] == (
-        "coordinator",
-        "the certificate of C2 ends in 12 days: approve its request again, send it back",
-    )
-    assert renew.command == "wsi-fl federation approve request-C2.json --kit FOUNDED"
-    assert join == (
-        "C2",
-        "put the new certificate into the kit",
-        "wsi-fl federation join certificate-C2.json --kit KIT",
-    )
+    ends = "the certificate of C2 ends in 12 days: approve its request again, send it back"
+    assert renew == ("coordinator", ends, "wsi-fl federation approve request-C2.json --kit FOUNDED")
+    put = "wsi-fl federation join certificate-C2.json --kit KIT"
+    assert join == ("C2", "put the new certificate into the kit", put)
     assert submit.what == "all have signed: submit"
     assert "ended on 2026-06-30" in next_steps(with_c2(until=NOW - timedelta(days=1)))[0].what
 
@@ -141,26 +139,15 @@ def test_a_certificate_that_ends_soon_is_renewed_by_two(tmp_path):
 def test_a_failed_job_says_who_mends_it_and_how_it_goes_on():
     facts = replace(READY, job="1", reason="site C2 was lost: it fell silent before the others")
     assert steps(facts) == [
-        "C2: start again, unless it runs: wsi-fl federation start KIT --study DIR",
+        f"C2: start again, unless it runs: {START}",
         f"coordinator: go on from the last common round: {SUBMIT} --resume last",
     ]
     log, _ = steps(replace(facts, reason="site C2 failed; its own log says why (runs/C2.log)"))
     assert log == "C2: look into your own log, runs/C2.log, and mend what it says: "
-    assert steps(replace(facts, over="folder"))[1] == (
-        "everybody: start; to start again is always right: wsi-fl federation start KIT --study DIR"
+    assert (
+        steps(replace(facts, over="folder"))[1]
+        == f"everybody: start; to start again is always right: {START}"
     )
-
-
-def test_over_a_folder_nobody_knows_who_is_connected():
-    unknown = replace(with_c2(connected=None), over="folder")
-    start = "wsi-fl federation start KIT --study DIR"
-    assert steps(unknown) == [f"C2: if it has not run yet: {start}"]
-    assert steps(replace(with_c2(connected=False), over="folder")) == [f"C2: not connected: start: {start}"]
-
-
-def test_who_is_not_in_the_plan_holds_nobody_up():
-    facts = replace(READY, members=READY.members | {"C9": Member("C9", "hospital", until=YEAR)})
-    assert steps(facts) == [f"coordinator: all have signed: submit: {SUBMIT}"]
 
 
 def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_asked_for_nothing(founded, tmp_path):
@@ -188,9 +175,6 @@ def test_over_a_folder_silence_is_longer_than_others_wait():
     assert steps(replace(with_c2(heard=NOW - timedelta(seconds=599)), over="folder")) == []
 
 
-# every known problem has its remedy here
-
-
 NAME = r"(?P<site>[\w.-]+)"
 
 
@@ -202,22 +186,16 @@ def test_every_remedy_is_for_something_that_is_said():
         assert re.search(problem.replace(NAME, "(?:1|S1)"), said), problem
 
 
-def test_every_failure_that_the_pages_name_has_a_remedy():
+def test_every_failure_that_the_pages_name_has_a_remedy_whose_commands_can_be_given():
     table = (DOCS / "index.md").read_text("utf-8").split("## When something fails")[1].split("\n## ")[0]
-    told = [re.findall(r"\*([^*]+)\*", row.split("|")[2]) for row in table.splitlines() if row.count("|") > 3]
-    lines = [one for row in told for one in row]
+    rows = [row.split("|")[2] for row in table.splitlines() if row.count("|") > 3]
+    lines = [one for row in rows for one in re.findall(r"\*([^*]+)\*", row)]
     assert len(lines) >= 8
     for line in lines:
         assert any(re.search(problem, line) for problem, _ in _REMEDIES), line
-
-
-def test_commands_of_remedies_can_be_given():
     for command in _COMMANDS.values():
         _parses(command.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
     assert {step.command for _, steps in _REMEDIES for step in steps} <= {*_COMMANDS, ""}
-
-
-# what is known at one place
 
 
 @pytest.fixture(scope="module")
@@ -229,10 +207,8 @@ def founded(tmp_path_factory):
         (root / "share").mkdir()
         provision(root / "kits", federation="one", shared_folder=str(root / "share"), sites=["S0", "S1"])
         study = larger_study(root / "study", n_sites=2, site_extra=REAL)
-        from wsi_fl.hospitals.plans.making import make_plan
-
         keys = Root.open(root / "kits").keys()
-        plan = make_plan(study, method="proxyfl", overrides=(), out=study.root / "plan.json", keys=keys)
+        plan = make_plan(study, method="proxyfl", out=study.root / "plan.json", keys=keys)
         sign(study, look(study, plan, "S0"), Kit.open(root / "kits" / "S0").identity())
         yield root, study, plan
 
@@ -247,8 +223,7 @@ def seen_by(founded, name):
 
 def test_a_hospital_sees_itself_and_what_nobody_sent_stays_unknown(founded):
     facts = seen_by(founded, "S0")
-    members = facts.members
-    me, other = members["S0"], members["S1"]
+    me, other = facts.members["S0"], facts.members["S1"]
     assert (me.signed, me.connected, me.version) == (True, False, __version__)
     assert (me.spent, me.budget, me.labels) == (0.0, 50.0, ("healthy", "tumor"))
     assert abs(me.until - facts.now - timedelta(days=730)) < timedelta(hours=1)
@@ -258,60 +233,41 @@ def test_a_hospital_sees_itself_and_what_nobody_sent_stays_unknown(founded):
 
 def test_the_coordinator_sees_who_has_not_signed(founded):
     facts = seen_by(founded, "coordinator")
-    assert {one.name: one.signed for one in facts.members.values()} == {
-        "coordinator": None,
-        "S0": True,
-        "S1": False,
-    }
-    assert [(one.who, one.what.partition(",")[0]) for one in next_steps(facts)] == [
-        ("S0", "if it has not run yet"),
-        ("S1", "sign the plan"),
-    ]
-    assert (
-        "connected"
-        in make_board(founded[1], kit=kit_of(founded, "coordinator").path)["unknown"]["the hospital"]
-    )
+    signed = {one.name: one.signed for one in facts.members.values()}
+    assert signed == {"coordinator": None, "S0": True, "S1": False}
+    asked = [(one.who, one.what.partition(",")[0]) for one in next_steps(facts)]
+    assert asked == [("S0", "if it has not run yet"), ("S1", "sign the plan")]
+    board = make_board(founded[1], kit=kit_of(founded, "coordinator").path)
+    assert "connected" in board["unknown"]["the hospital"]
 
 
-def greet(founded, name, plan=None, by=None):
-    """The line of a site that said hello to S0, and the hello."""
-    digest = plan or founded[2].digest
-    identity = kit_of(founded, by or name).identity()
-    line = FolderLine(str(founded[0] / "share"), name, founded[2].digest)
-    said = {
-        "certificate": identity.certificate,
-        "public": Writer(identity).public,
-        "time": 1.78e9,
-        "version": "9.9",
-        "code": code_digest(),
-        "gone": {},
-    }
-    assert line.send("S0", "hello", Writer(identity).hello(said, digest), 0.0) == ""
-    return line
+@contextmanager
+def greeted(founded, plan=None, by="S1"):
+    """The line of S1, which has said hello to S0."""
+    digest, identity = plan or founded[2].digest, kit_of(founded, by).identity()
+    line, writer = FolderLine(str(founded[0] / "share"), "S1", founded[2].digest), Writer(identity)
+    said = {"certificate": identity.certificate, "public": writer.public, "time": 1.78e9, "version": "9.9"}
+    hello = writer.hello({**said, "code": code_digest(), "gone": {}}, digest)
+    assert line.send("S0", "hello", hello, 0.0) == ""
+    yield line
+    line.close()
+    shutil.rmtree(next((founded[0] / "share").iterdir()))
 
 
 def test_a_hello_in_the_folder_says_version_and_since_when(founded):
-    line = greet(founded, "S1")
-    try:
+    with greeted(founded) as line:
         line.send("S0", "x2.0", b"a letter", 0.0)
         one = seen_by(founded, "S0").members["S1"]
-        assert (one.connected, one.version, one.round) == (True, "9.9", 2)
-        assert one.since == datetime.fromtimestamp(1.78e9, UTC)
-        assert abs(one.heard - datetime.now(UTC)) < timedelta(minutes=1)
-    finally:
-        line.close()
-        shutil.rmtree(next((founded[0] / "share").iterdir()))
+    assert (one.connected, one.version, one.round) == (True, "9.9", 2)
+    assert one.since == datetime.fromtimestamp(1.78e9, UTC)
+    assert abs(one.heard - datetime.now(UTC)) < timedelta(minutes=1)
 
 
 @pytest.mark.parametrize("wrong", [{"plan": "f" * 64}, {"by": "coordinator"}])
 def test_a_hello_of_another_plan_or_of_a_stranger_is_none(founded, wrong):
-    line = greet(founded, "S1", **wrong)
-    try:
+    with greeted(founded, **wrong):
         one = seen_by(founded, "S0").members["S1"]
-        assert (one.connected, one.version) == (None, None)
-    finally:
-        line.close()
-        shutil.rmtree(next((founded[0] / "share").iterdir()))
+    assert (one.connected, one.version) == (None, None)
 
 
 def test_a_hospital_that_runs_is_connected_and_looking_changes_nothing(founded):
@@ -329,33 +285,25 @@ def test_what_is_wrong_here_is_a_trouble_with_its_remedy(founded, monkeypatch):
     share.rename(founded[0] / "away")
     try:
         facts = seen_by(founded, "S0")
-        assert len(facts.trouble) == 1 and "mount the share" in facts.trouble[0]
-        assert next_steps(facts)[0].what == "mount the share, or give its address"
     finally:
         (founded[0] / "away").rename(share)
+    assert len(facts.trouble) == 1 and "mount the share" in facts.trouble[0]
+    assert next_steps(facts)[0].what == "mount the share, or give its address"
     monkeypatch.setattr("wsi_fl.hospitals.plans.signed.code_digest", lambda: "0" * 64)
     assert next_steps(seen_by(founded, "S0"))[0].what.startswith("install what the plan names")
-
-
-# results, and the page
 
 
 @pytest.fixture(scope="module")
 def finished(founded, tmp_path_factory):
     """(coordinator's kit, its study) after a job that has come back, with scores; a server that says who is there."""
-    from test_submit import submitting, train
-
-    from wsi_fl.hospitals.work.taking_part import known_to_all
-    from wsi_fl.stages.training import checks
-
     root = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
         patch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
         provision(root / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
         study = make_study(root / "study", 2, site_extra=REAL + '\nallow = ["scores"]')
-        plan = made(study, study.root, "proxyfl", "train.rounds=1", "privacy.sigma=4")
         overrides = ["train.rounds=1", "privacy.sigma=4"]
+        plan = made(study, study.root, "proxyfl", *overrides)
         summary = train(study, method="proxyfl", overrides=overrides, backend="local")
         answers = {site: known_to_all(study, site, dict(summary)) for site in ("S0", "S1")}
         patch.setattr(submitting, "_run", lambda *_: answers)
@@ -363,11 +311,8 @@ def finished(founded, tmp_path_factory):
         submitting.submit(kit, plan, beside=study.root)
         submitting._note_asked(kit, "job-1", plan, {"what": "work"}, plan.sites)
         submitting._note_ended(kit, "job-1", run=summary["run"])
-        here = {
-            "connected": ["S0"],
-            "jobs": [{"id": "job-1", "status": "FINISHED:COMPLETED", "reason": None}],
-        }
-        patch.setattr(looking, "status", lambda _: here)
+        job = {"id": "job-1", "status": "FINISHED:COMPLETED", "reason": None}
+        patch.setattr(looking, "status", lambda _: {"connected": ["S0"], "jobs": [job]})
         patch.setattr(looking, "look", lambda _: iter(()))
         yield root / "kits" / "coordinator", study, summary
 
@@ -375,18 +320,16 @@ def finished(founded, tmp_path_factory):
 @pytest.fixture(scope="module")
 def board(finished, tmp_path_factory):
     out = tmp_path_factory.mktemp("page") / "board.html"
-    kit, study, _ = finished
-    return make_board(study, kit=kit, out=out), out
+    return make_board(finished[1], kit=finished[0], out=out), out
 
 
 def test_the_finished_run_has_its_matrix_and_its_report(finished, board):
-    found, _ = board
-    run = finished[2]["run"]
-    assert found["run"] == run and found["next"][-1]["what"].startswith("done: open result-")
+    found, summary = board[0], finished[2]
+    assert found["run"] == summary["run"] and found["next"][-1]["what"].startswith("done: open result-")
     assert set(found["scores"]["models"]) == {"S0", "S1"}
     members = {one["name"]: one for one in found["members"]}
     assert (members["S0"]["connected"], members["S1"]["connected"]) == (True, False)
-    row = next(row for row in finished[2]["sites"] if row["site"] == "S1")
+    row = next(row for row in summary["sites"] if row["site"] == "S1")
     assert members["S1"]["spent"] == pytest.approx(row["lifetime_epsilon"]) and members["S1"]["round"] == 1
     assert json.loads(json.dumps(found)) == found
 
@@ -419,30 +362,24 @@ def test_a_job_that_runs_is_waited_for(finished, monkeypatch):
     assert make_board(study, kit=kit)["next"][-1]["command"].endswith("--resume last")
 
 
-def test_the_page_stands_alone_and_names_cannot_break_it(board, finished):
+def test_the_page_stands_alone_and_names_cannot_break_it_and_the_terminal_says_the_same(
+    board, finished, capsys
+):
     html = board[1].read_text()
     assert not {"script", "link", "iframe", "img"} & {tag for tag, _ in Document(html).tags}
     assert str(finished[1].root) not in html
     said = words_of(html)
     assert "done: open result-" in said and "outlined cells are models" in said
     assert "The hospital can know: " in said and "ε spent" in said
-    from wsi_fl.hospitals.board.page import _render as render_page
-
-    assert "<script>" not in render_page(board[0] | {"trouble": ["<script>alert(1)</script>"]})
-
-
-def test_the_terminal_shows_everybody_what_is_unknown_and_what_is_next(board, capsys):
+    assert "<script>" not in looking._render(board[0] | {"trouble": ["<script>alert(1)</script>"]})
     render(board_lines(board[0]))
     said = capsys.readouterr().err
-    assert (
-        re.search(r"S0 .* yes .*", said) and "next:" in said and "  coordinator: done: open result-" in said
-    )
-    assert "is known by the hospital: version" in said
+    assert "next:" in said and "  coordinator: done: open result-" in said
+    assert re.search(r"S0 .* yes .*", said) and "is known by the hospital: version" in said
 
 
 def test_the_command_prints_the_json_and_writes_the_page(founded, tmp_path, monkeypatch):
-    root, study, _ = founded
-    out = tmp_path / "board.html"
+    root, study, out = *founded[:2], tmp_path / "board.html"
     given = ["--kit", root / "kits" / "S0", "--study", study.root, "--out", out, "--json"]
     done = CliRunner().invoke(app, ["federation", "board", *map(str, given)])
     assert done.exit_code == 0, done.output

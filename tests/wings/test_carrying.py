@@ -4,17 +4,18 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from base64 import b64encode
+from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from conftest import REAL, model, refused, same, write_features
 from hospitals import one_installation  # noqa: F401
 from test_oneshot import make_hospitals, rows_of
 from test_receive import unlabelled
 from test_release import HEADS, NOISE, rewritten, sums_at
-from wires import Federation, Wire
+from wires import Wire, at_once
 
 from wsi_fl.federation.documents import NotAgreed
 from wsi_fl.hospitals.dossier import page
@@ -23,6 +24,7 @@ from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.rehearsing import rehearse
 from wsi_fl.hospitals.work.taking_part import LAST, take_part
 from wsi_fl.privacy.ledger_file import digest
+from wsi_fl.stages.site.account import head_of_user
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import as_file
 from wsi_fl.stages.training import carrying, launch
@@ -38,16 +40,14 @@ SENT = [*NOISE, "train.releases=true"]
 class Hospitals:
     """Hospitals with a study and a store each, and the study of whoever makes their plans."""
 
-    def __init__(self, root, receiver=False):
-        self.root, self.federation, self.identities = root, Federation(), {}
+    def __init__(self, root, identity, receiver=False):
+        self.root, self.identity, self.identities = root, identity, {}
         self.whole = make_hospitals(root / "whole")
-        for k in range(3):
-            file = self.whole.root / f"sites/S{k}.toml"
-            file.write_text(file.read_text().replace("real = false", REAL))
         if receiver:
             unlabelled(self.whole, "S3")
-            file = self.whole.root / "sites/S3.toml"
-            file.write_text(file.read_text().replace("real = false", "real = true"))
+        for file in (self.whole.root / "sites").glob("*.toml"):
+            real = "real = true" if file.stem == "S3" else REAL
+            file.write_text(file.read_text().replace("real = false", real))
         for name in self.whole.site_names():
             self.join(name)
 
@@ -55,7 +55,7 @@ class Hospitals:
         """Give a hospital a study of its own."""
         others = [one for one in self.whole.site_names() if one != name]
         shutil.copytree(self.whole.root, self.root / name, ignore=shutil.ignore_patterns(*others, "plan"))
-        self.identities[name] = self.federation.identity(name)
+        self.identities[name] = self.identity(name)
 
     def study(self, name):
         return Study(self.root / name)
@@ -75,25 +75,16 @@ class Hospitals:
 
     def run(self, *names, **given):
         """What each hospital that takes part returned or raised, each in a thread of its own."""
-        ends, found = {}, {}
+        ends = {}
 
         def be(name):
-            try:
-                found[name] = take_part(self.study(name), self.identities[name], Wire(name, ends), **given)
-            except Exception as error:
-                found[name] = error
+            return take_part(self.study(name), self.identities[name], Wire(name, ends), **given)
 
-        threads = [threading.Thread(target=be, args=(name,), daemon=True) for name in names]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(120)
-        return found
+        return at_once(be, names)
 
     def charges(self, name):
-        return [
-            line["mechanism"] for line in read_lines(self.study(name).ledger(name)) if "mechanism" in line
-        ]
+        lines = read_lines(self.study(name).ledger(name))
+        return [line["mechanism"] for line in lines if "mechanism" in line]
 
     def head(self, name, summary):
         return model(self.study(name).root / summary["run"], name, "proxy")
@@ -101,35 +92,45 @@ class Hospitals:
     def require_heads_of_files(self, found, letters, at=()):
         """Each hospital's files are those of their sites, and `train` makes the same heads of them, for nothing."""
         known = {one: sums_at(self.study(one).release(one)).digest[:8] for one in letters}
-        assert all(isinstance(summary, dict) and summary["letters"] == known for summary in found.values()), (
-            found
-        )
+        for summary in found.values():
+            assert isinstance(summary, dict) and summary["letters"] == known, found
         for name in at or found:
-            summary = found[name]
             study = self.study(name)
             for one in letters:
                 assert study.release(one).read_bytes() == self.study(one).release(one).read_bytes()
             before = study.ledger(name).read_bytes() if study.ledger(name).exists() else b""
             by_files = train(study, method="oneshot", backend="local", overrides=SENT)
-            assert same(self.head(name, summary), self.head(name, by_files))
+            assert same(self.head(name, found[name]), self.head(name, by_files))
             assert before == (study.ledger(name).read_bytes() if study.ledger(name).exists() else b"")
 
 
+@pytest.fixture(scope="module")
+def identity(federation):
+    return cache(federation.identity)
+
+
 @pytest.fixture
-def hospitals(tmp_path):
-    return Hospitals(tmp_path)
+def hospitals(tmp_path, identity):
+    return Hospitals(tmp_path, identity)
 
 
-def words(lines):
+@pytest.fixture
+def all_released(hospitals):
+    hospitals.release("S0", "S1", "S2")
+    return hospitals
+
+
+def said_at(hospitals, name, plan):
+    """What people read before they sign."""
+    lines = look_lines(look(hospitals.study(name), plan, name))
     return "\n".join(line.text for line in lines if hasattr(line, "text"))
 
 
-def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(hospitals):
-    hospitals.release("S0", "S1", "S2")
+def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_released):
+    hospitals = all_released
     plan = hospitals.plan()
-    looked = look(hospitals.study("S0"), plan, "S0")
-    assert looked.cost.epsilon == 0 and looked.cost.letter == looked.cost.lifetime_epsilon > 0
-    said = words(look_lines(looked))
+    cost, said = look(hospitals.study("S0"), plan, "S0").cost, said_at(hospitals, "S0", plan)
+    assert cost.epsilon == 0 and cost.letter == cost.lifetime_epsilon > 0
     assert "sends the letter that it released" in said and "nothing more is spent" in said
     assert "letter that was released before" in said and "no ε is spent" in said
     refused(lambda: rehearse(hospitals.study("S0"), plan, "S0"), "nothing to rehearse")
@@ -139,16 +140,17 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(hospitals)
     for name in found:
         assert len(hospitals.charges(name)) == 1
         row = next(row for row in found[name]["sites"] if row["site"] == name)
-        assert row["epsilon"] == row["lifetime_epsilon"] == pytest.approx(looked.cost.letter)
+        assert row["epsilon"] == row["lifetime_epsilon"] == pytest.approx(cost.letter)
         _, once, again = read_lines(hospitals.study(name).ledger(name))
         assert once["sending"] and again["sending"] and again["again"] and again["agreement"] == plan.digest
-    (account,) = page._accounts(hospitals.study("S0"), "S0", _entries(hospitals, "S0"), 1e-5, None)
-    assert page._released(hospitals.study("S0"), "S0", account)["to"] == ["S1", "S2"]
+    study = hospitals.study("S0")
+    (account,) = page._accounts(study, "S0", page.LedgerFile(study.ledger("S0")).entries, 1e-5, None)
+    assert page._released(study, "S0", account)["to"] == ["S1", "S2"]
 
 
 @pytest.mark.slow
-def test_a_fourth_hospital_joins_by_a_new_plan_and_pays_alone(hospitals):
-    hospitals.release("S0", "S1", "S2")
+def test_a_fourth_hospital_joins_by_a_new_plan_and_pays_alone(all_released):
+    hospitals = all_released
     plan = hospitals.plan()
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", plan=plan.digest)
@@ -170,10 +172,6 @@ def test_a_fourth_hospital_joins_by_a_new_plan_and_pays_alone(hospitals):
     assert all(int(head["n_sites"]) == 4 and np.array_equal(head["sums"], heads[0]["sums"]) for head in heads)
 
 
-def _entries(hospitals, name):
-    return page.LedgerFile(hospitals.study(name).ledger(name)).entries
-
-
 def test_a_hospital_is_told_to_release_before_it_signs_and_before_it_begins(hospitals):
     hospitals.release("S0", "S1")
     plan, advice = hospitals.plan(), ("S2 has released no letter yet", "`wsi-fl release --site S2`")
@@ -187,8 +185,8 @@ def test_a_hospital_is_told_to_release_before_it_signs_and_before_it_begins(hosp
     assert len(hospitals.charges("S2")) == 1
 
 
-def test_only_what_the_ledger_knows_as_final_may_leave(hospitals):
-    hospitals.release("S0", "S1", "S2")
+def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
+    hospitals = all_released
     plan, study = hospitals.plan(), hospitals.study("S2")
     hospitals.sign(plan)
     file = study.release("S2")
@@ -202,36 +200,23 @@ def test_only_what_the_ledger_knows_as_final_may_leave(hospitals):
         file.write_bytes(good)
 
     sums = sums_at(file)
-    rewritten(file, {"sums": 1.5 * _torch(sums.vector)})
+    rewritten(file, {"sums": torch.from_numpy(1.5 * np.float32(sums.vector))})
     no_go("releases/S2.safetensors", "edited since")
     other = sums.vector.copy()
     other[0] += 1
-    rewritten(file, {"sums": _torch(other)}, digest=digest(other))
+    rewritten(file, {"sums": torch.from_numpy(np.float32(other))}, digest=digest(other))
     no_go("lacks the release of releases/S2.safetensors", error=UsageError)
     file.write_bytes(hospitals.study("S1").release("S1").read_bytes())
     no_go("these are the sums of site S1")
     lines = study.ledger("S2").read_text().splitlines(keepends=True)
     assert json.loads(lines[1])["sending"]
     study.ledger("S2").write_text(lines[0])  # as where the machine stopped before
-    for head in (study.store("S2").parent / "ledger.head.json", _head("S2")):
+    for head in (study.store("S2").parent / "ledger.head.json", head_of_user("S2")):
         head.unlink()
-    refused(
-        lambda: look(study, plan, "S2"), "does not say that it may leave", "wsi-fl release", error=WsiFlError
-    )
+    words = "does not say that it may leave", "wsi-fl release"
+    refused(lambda: look(study, plan, "S2"), *words, error=WsiFlError)
     hospitals.release("S2")
     assert look(study, plan, "S2").cost.letter
-
-
-def _head(name):
-    from wsi_fl.stages.site.account import head_of_user
-
-    return head_of_user(name)
-
-
-def _torch(vector):
-    import torch
-
-    return torch.from_numpy(np.asarray(vector, np.float32))
 
 
 def test_a_letter_without_noise_is_sent_only_by_who_allows_it_still(hospitals):
@@ -243,17 +228,16 @@ def test_a_letter_without_noise_is_sent_only_by_who_allows_it_still(hospitals):
     for root in (hospitals.whole.root, hospitals.root / "S1"):
         for one in root.glob("sites/*.toml"):
             one.write_text(one.read_text().replace('allow = ["model"]', ""))
-    refused(
-        lambda: look(hospitals.study("S1"), hospitals.plan(), "S1"), "S1.toml", "without differential privacy"
-    )
+    plan, words = hospitals.plan(), ("S1.toml", "without differential privacy")
+    refused(lambda: look(hospitals.study("S1"), plan, "S1"), *words)
 
 
-def test_a_receiver_gets_all_letters_and_sends_none(tmp_path):
-    hospitals = Hospitals(tmp_path, receiver=True)
+def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
+    hospitals = Hospitals(tmp_path, identity, receiver=True)
     hospitals.release("S0", "S1", "S2")
     plan = hospitals.plan()
     assert look(hospitals.study("S3"), plan, "S3").cost.epsilon is None
-    assert "letter that was" not in words(look_lines(look(hospitals.study("S3"), plan, "S3")))
+    assert "letter that was" not in said_at(hospitals, "S3", plan)
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", "S3", plan=plan.digest)
     hospitals.require_heads_of_files(found, ["S0", "S1", "S2"], at=["S3"])
@@ -263,8 +247,8 @@ def test_a_receiver_gets_all_letters_and_sends_none(tmp_path):
     assert np.array_equal(*heads)
 
 
-def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_the_same_heads(hospitals):
-    hospitals.release("S0", "S1", "S2")
+def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_the_same_heads(all_released):
+    hospitals = all_released
     plan = hospitals.plan("train.at_least=2")
     hospitals.sign(plan)
     theirs = hospitals.study("S2").release("S2")
@@ -274,10 +258,8 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
         assert list(found[name]["letters"]) == ["S0", "S1"]  # S1 has no letter of S2, who alone may send it
     assert not hospitals.study("S1").release("S2").exists()
     back = hospitals.run("S0", "S1", "S2", resume=LAST, plan=plan.digest)
-    for name in back:
-        assert back[name]["run"] == found["S0"]["run"] and list(back[name]["letters"]) == ["S0", "S1"], back[
-            name
-        ]
+    for one in back.values():
+        assert one["run"] == found["S0"]["run"] and list(one["letters"]) == ["S0", "S1"], one
     assert np.array_equal(*(hospitals.head(name, back[name])["sums"] for name in ("S0", "S2")))
     assert hospitals.study("S1").release("S2").read_bytes() == theirs.read_bytes()
     hospitals.sign(plan)  # once more, which costs nothing
@@ -289,11 +271,11 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
 def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals):
     further = "which costs ε again"
     plan = hospitals.plan("train.releases=false", "privacy.sigma=5.0")
-    assert further not in words(look_lines(look(hospitals.study("S0"), plan, "S0")))
+    assert further not in said_at(hospitals, "S0", plan)
     hospitals.release("S0")
-    assert further in words(look_lines(look(hospitals.study("S0"), plan, "S0")))
+    assert further in said_at(hospitals, "S0", plan)
     hospitals.release("S1", "S2")
-    assert further not in words(look_lines(look(hospitals.study("S0"), hospitals.plan(), "S0")))
+    assert further not in said_at(hospitals, "S0", hospitals.plan())
     for file in hospitals.whole.root.glob("sites/*.toml"):
         file.write_text(file.read_text() + 'allow = ["shared"]\n')
     refused(lambda: hospitals.plan("privacy.noise=shared"), "noise = 'own'")
@@ -331,8 +313,8 @@ def test_letters_that_all_have_or_that_fewer_sites_began_with():
 
 
 @pytest.mark.slow
-def test_ranks_with_a_study_of_their_own_each_carry_letters_too(hospitals):
-    hospitals.release("S0", "S1", "S2")
+def test_ranks_with_a_study_of_their_own_each_carry_letters_too(all_released):
+    hospitals = all_released
     command = [launch.find_mpiexec(), "--oversubscribe", "--bind-to", "none"]
     for k, name in enumerate(hospitals.identities):
         command += [":"] * (k > 0) + ["-n", "1", "--wdir", str(hospitals.root / name)]

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from conftest import make_study, refused
-from test_plan import Root
 from wires import Federation
 
 from wsi_fl.hospitals.plans.census import _ENOUGH, _exact_counts, _noisy, collect, read_census, take_census
@@ -67,21 +66,16 @@ def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
     entries = LedgerFile(study.ledger("S0")).entries
     assert len(applied(entries)) == 1 and [entry.sending for entry in entries] == [False, True]
     assert epsilon(applied(entries), 1e-5) == pytest.approx(0.3, rel=1e-3) and entries[0].unit == "patient"
-    assert list(first["counts"]) == ["grade", "her2"] and list(first["counts"]["grade"]) == [
-        "low",
-        "high",
-        "other",
-    ]
-    assert "secret" not in json.dumps(first)
-    take_census(study, identity, {"grade": ["low", "high"]}, epsilon=0.3)
+    assert list(first["counts"]) == ["grade", "her2"]
+    assert list(first["counts"]["grade"]) == ["low", "high", "other"] and "secret" not in json.dumps(first)
+    asked, found = [ASKED, {"grade": ["low", "high"]}], []
+    take_census(study, identity, asked[1], epsilon=0.3)
     spent = epsilon(applied(LedgerFile(study.ledger("S0")).entries), 1e-5)
     assert 0.3 < spent < 0.6
     refused(lambda: take_census(study, identity, ASKED, epsilon=0.95), "above its 1", error=WsiFlError)
     assert epsilon(applied(LedgerFile(study.ledger("S0")).entries), 1e-5) == spent
     kept = next((study.root / "federation" / "census").glob("*.json"))
     kept.write_text(kept.read_text().replace('"low": ', '"low": 1'))
-    asked = [ASKED, {"grade": ["low", "high"]}]
-    found = []
     for one in asked:
         try:
             found.append(take_census(study, identity, one, epsilon=0.3))
@@ -122,22 +116,20 @@ def test_the_coordinator_sees_who_can_answer_and_who_would_receive(tmp_path, fed
     assert grade["receivers"] == ["S2"] and list(grade["expected"]) == ["S0", "S1"]
     assert "0 to 0.03 more than alone" in grade["expected"]["S0"]
     assert grade["pipeline"].splitlines()[2] == 'classes = ["low", "high"]'
-    assert her2["lacks"]["S0"] == ["pos"]
-    assert collect(taken[:1])["questions"][0]["all"] is True
+    assert her2["lacks"]["S0"] == ["pos"] and collect(taken[:1])["questions"][0]["all"] is True
     assert collect([taken[0], {**taken[1], "counts": {}}])["questions"] == []
     refused(lambda: collect([*taken, taken[1]]), "S1 answered twice")
-    refused(
-        lambda: read_census(tmp_path / "S0.json", Federation().root), "does not belong to this federation"
-    )
+    other = Federation().root
+    refused(lambda: read_census(tmp_path / "S0.json", other), "does not belong to this federation")
     (tmp_path / "S0.json").write_text((tmp_path / "S0.json").read_text().replace('"S0"', '"S1"'))
     refused(lambda: read_census(tmp_path / "S0.json", federation.root), "cannot be used", "not signed")
 
 
-def test_the_commands_take_and_collect(tmp_path, wsi_fl):
-    root, files = Root(), []
+def test_the_commands_take_and_collect(tmp_path, wsi_fl, federation):
+    files = []
     for name in ("S0", "S1"):
         study = hospital(tmp_path / name, many(300, 300), name)
-        kit = root.kit(tmp_path / "kits" / name, name)
+        kit = federation.kit(tmp_path / "kits" / name, name)
         given = ("federation", "census", "--kit", kit, "--epsilon", "0.5", "--only-enough")
         assert "which column?" in wsi_fl(*given, cwd=study.root).stderr
         done = wsi_fl(*given, "--column", "grade=low,high", "--json", cwd=study.root)

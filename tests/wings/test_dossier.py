@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import contextmanager
 from functools import partial
 from html import unescape
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 from conftest import REAL, larger_study, refused
 from hospitals import one_installation  # noqa: F401
-from test_plan import Root, hospital, made
+from test_plan import hospital, made
 from test_report import Document
 from typer.testing import CliRunner
+from wires import Federation
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.dossier import evidence as writing
@@ -30,19 +32,13 @@ from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.report.between import render_coordinator
 from wsi_fl.stages.site.account import open_ledger
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import write_json, write_sealed
+from wsi_fl.system.files import append_line, write_json, write_sealed
 from wsi_fl.types import WsiFlError
 
 RUN = "00001-proxyfl-small"
-SUMMARY = {
-    "run": f"runs/{RUN}",
-    "method": "proxyfl",
-    "seconds": 1.0,
-    "sites": [],
-    "lost": [],
-    "losses": [],
-    "communication": {"messages": 1, "bytes": 1, "seconds": 1.0},
-}
+SUMMARY = {"run": f"runs/{RUN}", "method": "proxyfl", "seconds": 1.0, "lost": [], "losses": []}
+SUMMARY |= {"communication": {"messages": 1, "bytes": 1, "seconds": 1.0}}
+ROUND = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
 
 
 def spend(study, plan, rounds=2):
@@ -50,44 +46,31 @@ def spend(study, plan, rounds=2):
     terms = Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",))
     given = {"site": "S0", "run": f"{RUN} {'a' * 32}", "named": {"agreement": plan.digest}}
     ledger = PrivacyLedger(study.ledger("S0"), terms=terms, **given)
-    round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
     for number in range(1, rounds + 1):
-        ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=round_, content="model")
+        ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=ROUND, content="model")
     counts = np.arange(8, dtype=np.uint8)  # of test patients, whom no ε covers
     ledger.release(rounds + 1, counts, schema="x", mechanism=None, content="scores")
     folder = study.runs / RUN
     write_sealed(folder / "manifest.json", {"id": "a" * 32, "config_sha256": ""})
-    (folder / "sites" / "S0").mkdir(parents=True)
     cost = {"seconds": 0.5, "epsilon": 1.0, "takes_part": True, "messages": 1, "communication_seconds": 0.1}
-    lines = [{"round": number, "bytes": 1000 + number, **cost} for number in range(1, rounds + 1)]
-    (folder / "sites" / "S0" / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    for number in range(1, rounds + 1):
+        line = {"round": number, "bytes": 1000 + number, **cost}
+        append_line(folder / "sites" / "S0" / "metrics.jsonl", line)
     own = {"auroc": 0.51, "interval": [0.45, 0.57]}
     model = {"model": "proxy", "membership": {"own": own}, "canaries": {"epsilon_lower": 0.2}}
-    others = {"site": "S1", "models": [model]}
-    write_json(
-        folder / "audit" / "audit.json",
-        {"run": f"runs/{RUN}", "sites": [{"site": "S0", "models": [model]}, others]},
-    )
+    sites = [{"site": site, "models": [model]} for site in ("S0", "S1")]
+    write_json(folder / "audit" / "audit.json", {"run": f"runs/{RUN}", "sites": sites})
     return ledger
 
 
 @pytest.fixture(scope="module")
-def own_state(tmp_path_factory):
-    """Heads of ledgers of this module alone: other tests have a site S0 too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def signed(tmp_path_factory, own_state):
-    """(study of S0, its kit, the plan that it signed), with releases and an audit."""
-    folder, root = tmp_path_factory.mktemp("dossier"), Root()
+def signed(tmp_path_factory, federation):
+    """(study of S0, its kit, the plan that it signed, its ledger), with releases and an audit."""
+    folder = tmp_path_factory.mktemp("dossier")
     plan = made(larger_study(folder / "coordinator", n_sites=3, site_extra=REAL), folder)
-    kit, study = root.kit(folder / "kit", "S0"), hospital(folder, "S0")
+    kit, study = federation.kit(folder / "kit", "S0", federation="trial"), hospital(folder, "S0")
     sign(study, look(study, plan, "S0"), Kit.open(kit).identity())
-    ledger = spend(study, plan)
-    return study, kit, plan, ledger
+    return study, kit, plan, spend(study, plan)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +86,6 @@ def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossi
     assert json.loads(out.with_suffix(".json").read_text()) == found
     assert (found["site"], found["signed"], set(found["missing"])) == ("S0", ["S0"], {"S1", "S2"})
     assert found["plan_sha256"] == plan.digest and found["plan"] == document_of(plan)
-    assert found["spent"] is not None
     assert found["spent"] == pytest.approx(ledger.epsilon(lifetime=True))
     (account,) = found["accounts"]
     assert (account["plan"], account["guarantee"], account["unit"]) == (plan.digest, "guaranteed", "row")
@@ -129,22 +111,33 @@ def test_the_page_needs_nothing_beside_it_and_names_no_slide_or_patient(signed, 
         assert str(signed[0].root) not in file.read_text()
 
 
-def test_names_cannot_break_the_page(dossier):
-    found = dict(dossier[0]) | {"not_protected": ["<script>alert(1)</script>"]}
-    assert "<script>" not in _render(found)
+def make(study, kit, tmp_path, **given):
+    """The facts of a dossier, and its page as people read it."""
+    out = tmp_path / "d.html"
+    found = make_dossier(study, **{"site": None, "kit": kit, "out": out, **given})
+    return found, words_of(out.read_text())
 
 
-def test_what_was_not_done_is_said(signed, dossier, tmp_path):
-    bare = dict(dossier[0]) | {"accounts": [], "audits": [], "spent": None, "missing": None, "signed": []}
-    html = _render(bare)
+@contextmanager
+def without(path):
+    """Within it a file is away."""
+    away = path.rename(path.with_name("away"))
+    yield
+    away.rename(path)
+
+
+def test_what_was_not_done_is_said_and_names_cannot_break_the_page(signed, dossier, tmp_path):
+    bare = {"accounts": [], "audits": [], "spent": None, "missing": None, "signed": []}
+    html = _render(dossier[0] | bare | {"not_protected": ["<script>alert(1)</script>"]})
     assert "Nothing has left this site" in html and "No run of this study was audited" in html
-    assert "known with --kit" in html
-    study = signed[0]
-    refused(lambda: make_dossier(study, site=None, kit=None, out=tmp_path / "d.html"), "of which hospital")
-    refused(lambda: make_dossier(study, site="S9", kit=None, out=tmp_path / "d.html"), "S9 is not in this")
+    assert "known with --kit" in html and "<script>" not in html
     (tmp_path / "empty" / "sites").mkdir(parents=True)
-    empty = Study(tmp_path / "empty")
-    refused(lambda: make_dossier(empty, site="S0", kit=None, out=tmp_path / "d.html"), "no plan lies here")
+    for study, site, words in (
+        (signed[0], None, "of which hospital"),
+        (signed[0], "S9", "S9 is not in this"),
+        (Study(tmp_path / "empty"), "S0", "no plan lies here"),
+    ):
+        refused(partial(make, study, None, tmp_path, site=site), words)
 
 
 def test_the_command_prints_the_json(signed, tmp_path, wsi_fl):
@@ -155,9 +148,6 @@ def test_the_command_prints_the_json(signed, tmp_path, wsi_fl):
     assert json.loads(done.stdout) == json.loads(out.with_suffix(".json").read_text())
 
 
-# the dossier says nothing that is not so
-
-
 def words_of(html):
     """What people read on a page, in one line."""
     text = re.sub(r"<style>.*?</style>|<[^>]+>", " ", html, flags=re.DOTALL)
@@ -166,8 +156,7 @@ def words_of(html):
 
 def test_beside_epsilon_per_row_stands_what_it_is_worth_to_a_patient(signed, dossier):
     found, page = dossier[0], words_of(dossier[1].read_text())
-    round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
-    worth = group_epsilon([round_] * 2, 1e-5, 12)
+    worth = group_epsilon([ROUND] * 2, 1e-5, 12)
     assert worth == pytest.approx(68.7, abs=0.1)
     assert found["group"] == found["accounts"][0]["group"] == {"rows": 12, "epsilon": worth, "delta": 1e-5}
     assert "so far, per row 3.23" in page and "68.7 12 rows together" in page
@@ -178,32 +167,19 @@ def test_beside_epsilon_per_row_stands_what_it_is_worth_to_a_patient(signed, dos
     assert said in found["assessment"][2]["facts"]
 
 
-def test_what_is_not_known_of_patients_is_not_said(signed, tmp_path):
+def test_what_is_not_known_of_patients_is_not_said_nor_are_bounds_of_an_audit_that_was_not_made(
+    signed, dossier, tmp_path
+):
     study, kit, *_ = signed
-    cost = study.root / "federation" / "cost-S0.json"
-    kept = cost.read_text()
-    cost.unlink()
-    try:
-        found = make_dossier(study, site=None, kit=kit, out=tmp_path / "d.html")
-    finally:
-        cost.write_text(kept)
+    with without(study.root / "federation" / "cost-S0.json"):
+        found, page = make(study, kit, tmp_path)
     assert (found["group"], found["cost"]) == (None, None)
     assert any("how much less is not known here" in one for one in found["not_protected"])
-    assert "not known: it was signed without the store" in words_of((tmp_path / "d.html").read_text())
-
-
-def test_an_audit_that_was_not_made_has_no_bounds_above(signed, dossier, tmp_path):
-    study, kit, *_ = signed
+    assert "not known: it was signed without the store" in page
     assert any("their bounds are above" in one for one in dossier[0]["assessment"][3]["facts"])
-    audit = study.runs / RUN / "audit" / "audit.json"
-    audit.rename(tmp_path / "audit.json")
-    try:
-        facts = make_dossier(study, site=None, kit=kit, out=tmp_path / "d.html")["assessment"][3]["facts"]
-    finally:
-        (tmp_path / "audit.json").rename(audit)
-    assert not any("bounds" in one for one in facts) and any(
-        "No model of the site was audited" in f for f in facts
-    )
+    with without(study.runs / RUN / "audit" / "audit.json"):
+        facts = " ".join(make(study, kit, tmp_path)[0]["assessment"][3]["facts"])
+    assert "bounds" not in facts and "No model of the site was audited" in facts
 
 
 def with_a_plan(tmp_path, said):
@@ -217,7 +193,7 @@ def with_a_plan(tmp_path, said):
 
 def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_drawing(tmp_path):
     study, _ = with_a_plan(tmp_path, f'{REAL}\nallow = ["scores"]')
-    found = make_dossier(study, site="S0", kit=None, out=tmp_path / "d.html")
+    found, _ = make(study, None, tmp_path, site="S0")
     (said,) = [one for one in found["assessment"][0]["facts"] if "computed of records" in one]
     for row in found["plan"]["leaves"]:
         assert (row["what"] in said) == (not row["what"].startswith(("documents", "tallies"))), row["what"]
@@ -226,22 +202,19 @@ def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_draw
     assert "counts of test examples by score and class" in drawing and "private model" in drawing
 
 
-def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path):
     study, plan = with_a_plan(tmp_path, REAL)
     terms = Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed")
     ledger = open_ledger(study, study.site("S0"), f"{RUN} {'a' * 32}", terms)
-    round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
     for number in (1, 2, 3):
-        ledger.record(number, round_)
-    assert make_dossier(study, site="S0", kit=None, out=tmp_path / "d.html")["warning"] == ""
+        ledger.record(number, ROUND)
+    assert make(study, None, tmp_path, site="S0")[0]["warning"] == ""
     lines = study.ledger("S0").read_text().splitlines(keepends=True)
     study.ledger("S0").write_text("".join(lines[:1]))
     refused(lambda: look(study, plan, "S0"), "ledgers/S0.jsonl", error=WsiFlError)
-    warning = make_dossier(study, site="S0", kit=None, out=tmp_path / "d.html")["warning"]
-    assert warning.startswith("ledgers/S0.jsonl") and str(study.root) not in warning
-    page = words_of((tmp_path / "d.html").read_text())
-    assert f"This ledger is not to be believed: {warning}" in page
+    found, page = make(study, None, tmp_path, site="S0")
+    assert found["warning"].startswith("ledgers/S0.jsonl") and str(study.root) not in found["warning"]
+    assert f"This ledger is not to be believed: {found['warning']}" in page
 
 
 @pytest.mark.parametrize(
@@ -255,25 +228,20 @@ def test_the_coordinators_page_says_whom_epsilon_is_about(unit, said, not_said):
     assert "ε is about the patients" not in page
 
 
-def named(kit):
-    """The kit, as `join` would have made it."""
-    return Kit(kit, {**Kit.open(kit).document, "federation": "trial"})
-
-
 def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
-    study, kit, plan, ledger = signed
+    (study, _, plan, ledger), kit = signed, Kit.open(signed[1])
     study = Study(shutil.copytree(study.root, tmp_path / "study"))
     approval = approval_path(study, "S0")
-    first = leave(study, named(kit), out=tmp_path / "leaving.json")
+    first = leave(study, kit, out=tmp_path / "leaving.json")
     assert approval.exists() and any(str(approval) in said for said in first["says"])
-    again = partial(leave, study, named(kit), out=tmp_path / "leaving.json", delete_approval=True)
-    with Kit.open(kit).alone():
+    again = partial(leave, study, kit, out=tmp_path / "leaving.json", delete_approval=True)
+    with kit.alone():
         refused(again, "end it first", error=WsiFlError)
     assert approval.exists()
     found = again()
     assert json.loads((tmp_path / "leaving.json").read_text()) == json.loads(json.dumps(found))
     assert not approval.exists()
-    refused(lambda: approved_plan(study, Kit.open(kit).identity()), "has approved no plan")
+    refused(lambda: approved_plan(study, kit.identity()), "has approved no plan")
     (run,) = found["runs"]
     assert run["plan"] == plan.digest and run["epsilon"] == pytest.approx(ledger.epsilon())
     assert run["releases"] == []  # noted, and never sent
@@ -290,16 +258,11 @@ def test_what_was_sent_stays_with_the_other_sites_of_its_run(signed, tmp_path):
     (study.runs / RUN / "config.toml").write_text('sites = ["S0", "S1", "S2"]\n')
     manifest = {"id": "a" * 32, "config_sha256": "", "method": "proxyfl"}
     write_sealed(study.runs / RUN / "manifest.json", manifest)
-    found = leave(study, named(kit), out=tmp_path / "leaving.json")
+    found = leave(study, Kit.open(kit), out=tmp_path / "leaving.json")
     (run,) = found["runs"]
     assert (run["method"], run["to"], len(run["releases"])) == ("proxyfl", ["S1", "S2"], 1)
-    words = (
-        f"{RUN}: S1, S2 may hold 1 releases of S0 (scores; rounds 3 to 3; ε = {ledger.epsilon():.2f} per row)"
-    )
-    assert found["says"][0].startswith(words)
-
-
-# evidence: what others ask on forms of theirs; what is not known is not claimed, and the folder is signed
+    held = f"1 releases of S0 (scores; rounds 3 to 3; ε = {ledger.epsilon():.2f} per row)"
+    assert found["says"][0].startswith(f"{RUN}: S1, S2 may hold {held}")
 
 
 @pytest.fixture(scope="module")
@@ -335,9 +298,7 @@ def test_epsilon_of_the_page_is_the_ledgers(signed, evidence):
     assert json.loads((out / "evidence.json").read_text()) == document
 
 
-def test_figures_of_audits_are_those_of_the_audit_and_nothing_else_is_claimed(
-    signed, evidence, tmp_path, monkeypatch
-):
+def test_figures_are_those_of_the_audit_and_nothing_else_is_claimed(signed, evidence, tmp_path, monkeypatch):
     asked = answers(evidence[0], "Is a model")
     (membership,) = [row for key, row in asked.items() if "membership" in key]
     assert "AUROC of 0.51 " in membership["says"] and membership["shown"]
@@ -345,16 +306,11 @@ def test_figures_of_audits_are_those_of_the_audit_and_nothing_else_is_claimed(
         assert not next(row for key, row in asked.items() if words in key)["shown"]
     assert not answers(evidence[0], "European")["Article 68, data permit"]["shown"]
     study, kit, *_ = signed
-    audit = study.runs / RUN / "audit" / "audit.json"
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
-    audit.rename(tmp_path / "audit.json")
-    try:
+    with without(study.runs / RUN / "audit" / "audit.json"):
         document = make_evidence(study, Kit.open(kit), tmp_path / "bare")
-    finally:
-        (tmp_path / "audit.json").rename(audit)
-    assert not next(row for key, row in answers(document, "Is a model").items() if "membership" in key)[
-        "shown"
-    ]
+    asked = answers(document, "Is a model")
+    assert not next(row for key, row in asked.items() if "membership" in key)["shown"]
 
 
 def test_every_place_of_a_sheet_is_a_fact_and_tools_that_are_missing_are_named(evidence):
@@ -367,8 +323,7 @@ def test_every_place_of_a_sheet_is_a_fact_and_tools_that_are_missing_are_named(e
 
 
 def test_an_epsilon_that_is_nominal_is_not_called_a_guarantee(signed, tmp_path):
-    study, kit, *_ = signed
-    found = make_dossier(study, site=None, kit=kit, out=tmp_path / "d.html")
+    found, _ = make(*signed[:2], tmp_path)
     assert "every attack" in writing._facts(found)["worth"]
     accounts = [account | {"guarantee": "nominal"} for account in found["accounts"]]
     told = writing._facts(found | {"accounts": accounts})
@@ -384,6 +339,8 @@ def test_a_folder_as_it_was_signed_is_verified(signed, evidence):
     found = verify_evidence(evidence[1], root_of(signed))
     assert (found["site"], found["organization"]) == ("S0", "org")
     assert set(found["files"]) == {"index.html", "evidence.json", "dossier.html", "dossier.json"}
+    other = Federation().root
+    refused(lambda: verify_evidence(evidence[1], other), "does not belong to this federation")
 
 
 def edited(folder):
@@ -412,19 +369,12 @@ def test_a_folder_that_was_touched_is_refused(signed, copy, harm, word):
     refused(lambda: verify_evidence(copy, root_of(signed)), word)
 
 
-def test_a_folder_of_another_federation_is_refused(copy):
-    refused(lambda: verify_evidence(copy, Root().root), "does not belong to this federation")
-
-
 def test_without_a_kit_the_folder_s_own_root_vouches_and_no_word_may_be_changed(copy):
     assert verify_evidence(copy, None)["site"] == "S0"
     file = copy / "evidence.sig.json"
     said = json.loads(file.read_text())
-    for root, why in (
-        (Root().root, "does not belong"),
-        (f"{said['root']}\n", "not signed by"),
-        (7, "does not"),
-    ):
+    ours, other = said["root"], Federation().root
+    for root, why in ((other, "does not belong"), (f"{ours}\n", "not signed by"), (7, "does not")):
         file.write_text(json.dumps(said | {"root": root}))
         refused(lambda: verify_evidence(copy, None), why)
     file.write_text(json.dumps({key: said[key] for key in said if key != "root"}))
@@ -437,22 +387,18 @@ def test_without_a_kit_the_folder_s_own_root_vouches_and_no_word_may_be_changed(
 def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch):
     study, kit, *_ = signed
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
-    out = tmp_path / "evidence"
-    given = ["federation", "evidence", "--kit", str(kit), "--study", str(study.root), "--out", str(out)]
-    done = CliRunner().invoke(app, given)
+    out, said = tmp_path / "evidence", "is as S0 (org) signed it"
+
+    def command(*given):
+        return CliRunner().invoke(app, ["federation", "evidence", *map(str, given)])
+
+    done = command("--kit", kit, "--study", study.root, "--out", out)
     assert (done.exit_code, done.stdout) == (0, f"{out / 'index.html'}\n"), done.output
-    done = CliRunner().invoke(app, [*given[:4], "--verify", str(out)])
-    assert done.exit_code == 0 and "is as S0 (org) signed it" in done.stdout
+    done = command("--kit", kit, "--verify", out)
+    assert done.exit_code == 0 and said in done.stdout
     assert "anybody can make such a root" not in done.output
-    done = CliRunner().invoke(app, ["federation", "evidence", "--verify", str(out)])
-    identity = Kit.open(kit).identity()
-    assert done.exit_code == 0 and "is as S0 (org) signed it" in done.stdout
-    for words in (
-        fingerprint(identity.certificate),
-        fingerprint(identity.root),
-        "anybody can make such a root",
-    ):
-        assert words in done.output
-    done = CliRunner().invoke(app, ["federation", "evidence"])
-    assert "give --kit DIR" in str(done.exception)
+    done, identity = command("--verify", out), Kit.open(kit).identity()
+    assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root" in done.output
+    assert fingerprint(identity.certificate) in done.output and fingerprint(identity.root) in done.output
+    assert "give --kit DIR" in str(command().exception)
     refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")

@@ -1,24 +1,15 @@
 """Evidence: distances of sets against closed forms, nearest images against brute force, and who is caught copying."""
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
-from wsi_fl.synthesis.evidence import (
-    COPY,
-    _compared,
-    _over_usual,
-    doubts,
-    frechet_distance,
-    judged,
-    kernel_distance,
-    moved,
-    nearest,
-    nearest_other,
-    spread,
-)
+from wsi_fl.synthesis import evidence
+from wsi_fl.synthesis.evidence import COPY, doubts, judged, nearest, nearest_other
 
 
 def normal(n, d, seed=0, shift=0.0, scale=1.0):
@@ -31,25 +22,23 @@ def test_fid_is_the_formula_with_matrix_roots():
     root = sqrtm(np.cov(x.T) @ np.cov(y.T)).real
     difference = x.mean(0) - y.mean(0)
     expected = difference @ difference + np.trace(np.cov(x.T) + np.cov(y.T) - 2 * root)
-    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
-    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
+    assert evidence.frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
+    assert evidence.frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
 
 
 def test_kid_is_unbiased():
     """Zero on average between two samples of one distribution, however small; loops of the definition agree."""
-    values = [kernel_distance(normal(12, 4, 2 * k), normal(15, 4, 2 * k + 1)) for k in range(300)]
+    values = [evidence.kernel_distance(normal(12, 4, 2 * k), normal(15, 4, 2 * k + 1)) for k in range(300)]
     assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(300)
-    assert kernel_distance(normal(50, 4), normal(50, 4, 1, 2.0)) > 1
+    assert evidence.kernel_distance(normal(50, 4), normal(50, 4, 1, 2.0)) > 1
     a, b = normal(5, 3), normal(4, 3, 1)
 
     def k(u, v):
         return (float(u @ v) / 3 + 1) ** 3
 
-    within = [
-        np.mean([k(x[i], x[j]) for i in range(len(x)) for j in range(len(x)) if i != j]) for x in (a, b)
-    ]
+    within = [np.mean([k(u, v) for u, v in permutations(x, 2)]) for x in (a, b)]
     between = np.mean([k(u, v) for u in a for v in b])
-    assert kernel_distance(a, b) == pytest.approx(sum(within) - 2 * between, rel=1e-5)
+    assert evidence.kernel_distance(a, b) == pytest.approx(sum(within) - 2 * between, rel=1e-5)
 
 
 def distances(n, seed, low=0.1):
@@ -57,10 +46,11 @@ def distances(n, seed, low=0.1):
 
 
 def test_a_generator_of_the_distribution_passes():
-    found = [_compared(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)]
+    found = [
+        evidence._compared(distances(300, k), distances(200, k + 100), copy_below=0.01) for k in range(40)
+    ]
     failed = [one for one in found if one.reasons("nearest sample")]
-    assert len(failed) <= 1
-    assert doubts({"nearest sample": found[0]}, 200) == []
+    assert len(failed) <= 1 and doubts({"nearest sample": found[0]}, 200) == []
     assert 0.4 < found[0].nearer < 0.6
 
 
@@ -68,39 +58,37 @@ def test_a_generator_of_the_distribution_passes():
     ("memorised", "word"),
     [(1.0, "of pairs"), (0.15, "% of the training images"), (0.02, "met almost exactly")],
 )
-def test_memorising_all_some_or_a_few_is_caught(memorised, word):
+def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all(memorised, word):
     training = distances(300, 0)
-    copied = round(memorised * 300)
-    training[:copied] *= 0.05
-    found = _compared(training, distances(200, 1), copy_below=COPY * float(np.median(distances(200, 2))))
+    training[: round(memorised * 300)] *= 0.05
+    found = evidence._compared(
+        training, distances(200, 1), copy_below=COPY * float(np.median(distances(200, 2)))
+    )
     reasons = doubts({"projection": found}, 200)
     assert any(word in reason for reason in reasons), reasons
-
-
-def test_being_somewhat_nearer_to_all_training_images_is_caught():
-    found = _compared(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
-    assert found.copies_training == 0
-    assert found.nearer > 0.6
-    assert doubts({"nearest sample": found}, 200)
+    nearer = evidence._compared(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
+    assert nearer.copies_training == 0 and nearer.nearer > 0.6 and doubts({"nearest sample": nearer}, 200)
 
 
 def test_without_held_out_images_or_a_comparison_nothing_passes():
-    assert "only 3 held-out" in doubts({}, 3)[0]
-    assert doubts({}, 200)
+    assert "only 3 held-out" in doubts({}, 3)[0] and doubts({}, 200)
+    training = films(40, 1)
+    for n in (0, 5):
+        found = judged(nearest(films(20, 3), training), nearest(films(n, 2), training), 0)
+        assert "held-out images" in found.reasons[0] and found.copy_below is None
 
 
 def test_spread_and_paired_shift():
     before = distances(60, 0)
-    assert spread(before).q05 == pytest.approx(np.quantile(before, 0.05))
-    up, down, same = moved(before + 0.01, before), moved(before - 0.01, before), moved(before, before)
+    assert evidence.spread(before).q05 == pytest.approx(np.quantile(before, 0.05))
+    up, down, same = (
+        evidence.moved(before + 0.01, before),
+        evidence.moved(before - 0.01, before),
+        evidence.moved(before, before),
+    )
     assert (up.raised, down.raised) == (1.0, 0.0)
-    assert up.p < 1e-6
-    assert down.p > 0.99
-    assert same.p is None
+    assert up.p < 1e-6 and down.p > 0.99 and same.p is None
     assert up.median_difference == pytest.approx(0.01)
-
-
-# ---- nearest images
 
 
 def films(n, seed, side=8):
@@ -111,6 +99,11 @@ def films(n, seed, side=8):
     return values.clip(0, 255).astype(np.uint8).reshape(n, side, side, 3)
 
 
+def apart(a, b):
+    """Distances [n, m] between images, by brute force."""
+    return np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(len(a), len(b), -1).mean(-1)) / 255
+
+
 @given(
     st.integers(1, 25), st.integers(1, 70), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 200_000)
 )
@@ -118,10 +111,8 @@ def films(n, seed, side=8):
 def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, 256, (k, side, side, 3)).astype(np.uint8) for k in (n, m))
-    found = nearest(a, b, memory_bytes=memory)
-    every = np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(n, m, -1).mean(-1)) / 255
-    assert np.allclose(found.distance, every.min(1))
-    assert (found.row == every.argmin(1)).all()
+    found, every = nearest(a, b, memory_bytes=memory), apart(a, b)
+    assert np.allclose(found.distance, every.min(1)) and (found.row == every.argmin(1)).all()
     usual = 0.5 * np.sort(every, axis=1)[:, :50].mean(1)
     assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
 
@@ -130,13 +121,11 @@ def test_a_memoriser_is_caught_and_an_honest_generator_is_not():
     training, held_out = films(150, 1), films(60, 2)
     calibration = nearest(held_out, training)
     honest = judged(nearest(films(200, 3), training), calibration, 0)
-    assert honest.reasons == []
-    assert honest.copies == 0
+    assert (honest.reasons, honest.copies) == ([], 0)
     copies = training.astype(int) + np.random.default_rng(4).integers(-3, 4, training.shape)
     planted = np.concatenate([films(190, 5), copies[:10].clip(0, 255).astype(np.uint8)])
     caught = judged(nearest(planted, training), calibration, 0)
-    assert caught.copies == 10
-    assert "10 of 200 generated images are copies" in caught.reasons[0]
+    assert caught.copies == 10 and "10 of 200 generated images are copies" in caught.reasons[0]
 
 
 def test_a_fixed_threshold_would_have_failed_the_honest_one():
@@ -144,9 +133,7 @@ def test_a_fixed_threshold_would_have_failed_the_honest_one():
     rng = np.random.default_rng(0)
     alike = [(128 + rng.normal(0, 8, (n, 16, 16, 3))).astype(np.uint8) for n in (150, 60, 100)]
     found = judged(nearest(alike[2], alike[0]), nearest(alike[1], alike[0]), 0)
-    assert found.below_paper == 100
-    assert found.held_out_below_paper == 60
-    assert found.reasons == []
+    assert (found.below_paper, found.held_out_below_paper, found.reasons) == (100, 60, [])
 
 
 def test_twins_among_real_images_do_not_condemn():
@@ -156,16 +143,7 @@ def test_twins_among_real_images_do_not_condemn():
     generated = films(200, 3)
     generated[:5] = training[10:15]
     found = judged(nearest(generated, training), nearest(held_out, training), 0)
-    assert (found.copies, found.held_out_copies) == (5, 6)
-    assert found.reasons == []
-
-
-@pytest.mark.parametrize("n", [0, 5])
-def test_without_held_out_images_nobody_passes(n):
-    training = films(40, 1)
-    found = judged(nearest(films(20, 3), training), nearest(films(n, 2), training), 0)
-    assert "held-out images" in found.reasons[0]
-    assert found.copy_below is None
+    assert (found.copies, found.held_out_copies, found.reasons) == (5, 6, [])
 
 
 @given(st.integers(2, 30), st.integers(0, 10**6), st.integers(0, 50_000))
@@ -173,13 +151,13 @@ def test_without_held_out_images_nobody_passes(n):
 def test_the_nearest_other_is_never_oneself(n, seed, memory):
     a = np.random.default_rng(seed).integers(0, 256, (n, 3, 3, 1)).astype(np.uint8)
     patient = np.random.default_rng(seed + 1).integers(0, 1 + n // 2, n).astype(str)
-    every = np.sqrt(((a[:, None].astype(float) - a[None]) ** 2).reshape(n, n, -1).mean(-1)) / 255
+    every = apart(a, a)
     every[(patient[:, None] == patient) | (every == 0)] = np.inf
     assert np.allclose(nearest_other(a, patient, memory_bytes=memory), every.min(1))
 
 
 def quotients(images, others, usual):
-    return _over_usual(nearest(images, others).distance, usual)
+    return evidence._over_usual(nearest(images, others).distance, usual)
 
 
 def numbered(images):
@@ -189,9 +167,7 @@ def numbered(images):
 def relative(training, patient, held_out, generated):
     """The comparison as the check makes it."""
     usual = nearest_other(training, patient), nearest(held_out, training).distance
-    return _compared(
-        *(quotients(one, generated, u) for one, u in zip((training, held_out), usual, strict=True))
-    )
+    return evidence._compared(*map(quotients, (training, held_out), (generated, generated), usual))
 
 
 def of_patients(n, each, seed):
@@ -207,8 +183,7 @@ def test_images_of_the_same_patient_hide_no_memory():
     training, patient = of_patients(20, 10, 1)
     held_out, honest = of_patients(20, 5, 2)[0], of_patients(40, 10, 3)[0]
     found = relative(training, patient, held_out, honest)
-    assert found.reasons("honest") == []
-    assert 0.35 < found.nearer < 0.65
+    assert found.reasons("honest") == [] and 0.35 < found.nearer < 0.65
     copies = np.concatenate([honest, (training[:20] // 2 * 2)])
     assert relative(training, patient, held_out, copies).reasons("twenty copies")
     rng = np.random.default_rng(4)
@@ -223,8 +198,7 @@ def test_training_images_with_a_twin_are_not_left_out():
     copier = np.concatenate([honest, training[:40]])
     assert relative(training, numbered(training), held_out, honest).copies_training == 0
     found = relative(training, numbered(training), held_out, copier)
-    assert found.copies_training == 80
-    assert found.reasons("twins")
+    assert found.copies_training == 80 and found.reasons("twins")
 
 
 def test_a_chance_split_is_no_verdict_but_remembering_is():
@@ -233,11 +207,13 @@ def test_a_chance_split_is_no_verdict_but_remembering_is():
     odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
     among, outside = nearest_other(training, numbered(training)), nearest(odd, training).distance
     honest = films(300, 3)
-    bare = _compared(nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0)
+    bare = evidence._compared(
+        nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0
+    )
     assert bare.reasons("bare"), "this is what dividing is for"
     over = [quotients(training, honest, among), quotients(odd, honest, outside)]
-    assert _compared(*over, copy_below=COPY).reasons("over") == []
+    assert evidence._compared(*over, copy_below=COPY).reasons("over") == []
     noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
     remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
     over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
-    assert _compared(*over, copy_below=COPY).reasons("over")
+    assert evidence._compared(*over, copy_below=COPY).reasons("over")

@@ -5,19 +5,18 @@ import os
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from conftest import refused
 from opened import Opened
+from wires import needs_flare
 
 from wsi_fl.hospitals.demo import Place, children, federation_demo
 from wsi_fl.types import WsiFlError
 
 pytestmark = pytest.mark.story
 
-needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 WAITS = """
 import os, pathlib, sys, time
 pathlib.Path("pid").write_text(str(os.getpid()))
@@ -95,8 +94,7 @@ def test_four_hospitals_come_to_a_matrix_and_open_no_file_of_another(tmp_path, m
     for page in (document["report"], *document["reports"].values()):
         assert "<html" in Path(page).read_text()
     for name in (*names, "coordinator", "server"):
-        assert opened.below(root, name, but=[])
-        assert not opened.below(root, name, but=[root / name])
+        assert opened.below(root, name, but=[]) and not opened.below(root, name, but=[root / name])
     page = Path(document["report"]).read_text()
     assert "patient_0" not in page and str(tmp_path) not in page
     assert not subprocess.run(["pgrep", "-f", str(root)], check=False, capture_output=True).stdout

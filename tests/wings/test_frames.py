@@ -1,15 +1,14 @@
 """Frames: plans within them run at a hospital without a further signature; nothing outside runs, nor after the end."""
 
 import json
-import threading
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
+from functools import partial
 
 import pytest
 from conftest import REAL, larger_study, refused
 from hospitals import INSECURE, Bed, one_installation  # noqa: F401
-from test_plan import Root
-from wires import Wire
+from wires import Wire, at_once
 
 from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans import frames
@@ -19,14 +18,14 @@ from wsi_fl.hospitals.plans.frames import frame_path, of_frame, open_frame, with
 from wsi_fl.hospitals.plans.making import make_plan
 from wsi_fl.hospitals.plans.signed import Plan, approval_path, approved_at, approved_plan
 from wsi_fl.hospitals.trust.certificates import fingerprint
-from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.root import Root as Founded
+from wsi_fl.hospitals.trust.root import Root
 from wsi_fl.hospitals.work.start import _take_laid
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.guarantee import Terms, applied
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import open_ledger
+from wsi_fl.system.files import read_lines
 from wsi_fl.types import NoCommonPlan, UsageError
 
 SITES = ("S0", "S1")
@@ -42,6 +41,16 @@ def identities(federation):
 @pytest.fixture
 def study(tmp_path):
     return larger_study(tmp_path / "S0", n_sites=2, site_extra=REAL)
+
+
+@pytest.fixture
+def me(identities):
+    return identities["S0"]
+
+
+@pytest.fixture
+def plan(study, identities):
+    return made(study, identities)
 
 
 def made(study, identities, *overrides, method="proxyfl", out="plan.json", **keys):
@@ -61,64 +70,61 @@ def framed(study, identities, plan, site="S0", **given):
     return frame
 
 
-def together(studies, identities, plan, *, meddle=None):
+def together(studies, identities, plan):
     """What came of a run of all hospitals, each of which is brought the plan: a summary, or the one-line error."""
-    ends, came = {}, {}
+    ends = {}
 
     def be(name):
-        try:
-            line = Wire(name, ends, meddle)
-            came[name] = take_part(studies[name], identities[name], line, plan=plan.digest, brought=plan)
-        except Exception as error:
-            came[name] = str(error)
+        given = {"plan": plan.digest, "brought": plan}
+        return take_part(studies[name], identities[name], Wire(name, ends), **given)
 
-    threads = [threading.Thread(target=be, args=(name,), daemon=True) for name in studies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return came
+    found = at_once(be, studies)
+    return {name: came if isinstance(came, dict) else str(came) for name, came in found.items()}
 
 
-def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, identities):
-    plan = made(study, identities)
+def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, identities, plan):
     frame = framed(study, identities, plan)
     allows = frame["allows"]
-    assert allows["method"] == ["proxyfl"] and allows["unit"] == ["patient"] and allows["delta"] == [1e-5]
-    assert allows["guarantee"] == ["guaranteed"] and allows["classes"] == [["healthy", "tumor"]]
+    said = {"method": "proxyfl", "unit": "patient", "delta": 1e-5, "guarantee": "guaranteed"}
+    assert {key: allows[key] for key in said} == {key: [value] for key, value in said.items()}
+    assert allows["classes"] == [["healthy", "tumor"]]
     assert [one.split()[0] for one in allows["partners"]] == list(SITES)
     assert "proxy model" in allows["leaves"] and not any("without diff" in one for one in allows["leaves"])
     looked = look(study, plan, "S0", frame)
-    assert _outside(frame, looked, TODAY) == ""
     assert open_frame(study, identities["S0"]) == frame
 
     def why(frame=frame, looked=looked, today=TODAY):
         return _outside(frame, looked, today)
 
     def only(**given):
-        return {**frame, "allows": {**allows, **given}}
+        return {"frame": {**frame, "allows": {**allows, **given}}}
+
+    def learned(**given):
+        return {"looked": replace(looked, learned={**looked.learned, **given})}
+
+    def costs(**given):
+        return {"looked": replace(looked, cost=replace(looked.cost, **given))}
 
     for what, changed in (
         ("last day was", {"today": date.fromisoformat(frame["until"]) + timedelta(1)}),
-        ("method", {"frame": only(method=["fedavg"])}),
-        ("partners", {"frame": only(partners=allows["partners"][:1])}),
-        ("leaves", {"frame": only(leaves=[])}),
-        ("encoder", {"looked": replace(looked, learned={**looked.learned, "encoder": "another"})}),
-        ("classes", {"looked": replace(looked, learned={**looked.learned, "classes": ["a", "b"]})}),
-        ("unit", {"frame": only(unit=["row"])}),
-        ("guarantee", {"frame": only(guarantee=[])}),
-        ("delta", {"frame": only(delta=[1e-6])}),
-        ("code", {"frame": only(code=["0" * 64])}),
+        ("method", only(method=["fedavg"])),
+        ("partners", only(partners=allows["partners"][:1])),
+        ("leaves", only(leaves=[])),
+        ("encoder", learned(encoder="another")),
+        ("classes", learned(classes=["a", "b"])),
+        ("unit", only(unit=["row"])),
+        ("guarantee", only(guarantee=[])),
+        ("delta", only(delta=[1e-6])),
+        ("code", only(code=["0" * 64])),
         ("not on this machine", {"looked": replace(looked, cost=None)}),
-        ("3 runs", {"looked": replace(looked, cost=replace(looked.cost, framed_runs=3))}),
-        ("ε = 3.01 of 3", {"looked": replace(looked, cost=replace(looked.cost, framed=3.01))}),
+        ("3 runs", costs(framed_runs=3)),
+        ("ε = 3.01 of 3", costs(framed=3.01)),
     ):
         assert what in why(**changed), what
-    assert why(looked=replace(looked, cost=replace(looked.cost, framed_runs=2, framed=3.0))) == ""
+    assert why() == why(**costs(framed_runs=2, framed=3.0)) == ""
 
 
-def test_what_a_frame_cannot_allow(study, identities):
-    plan = made(study, identities)
+def test_what_a_frame_cannot_allow(study, identities, plan):
     for much in (51.0, 0.0, float("nan")):
         refused(lambda much=much: framed(study, identities, plan, epsilon=much), "S0.toml: max_epsilon = 50")
     refused(lambda: framed(study, identities, plan, until="soon"), "--until 2027-03-31")
@@ -129,8 +135,7 @@ def test_what_a_frame_cannot_allow(study, identities):
     assert len(two["allows"]["partners"]) == 2  # its own too
 
 
-def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, identities, capsys):
-    me, plan = identities["S0"], made(study, identities)
+def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, identities, me, plan, capsys):
     admit(study, me, plan)  # without a frame nothing changes
     assert not approval_path(study, "S0").exists() and not log_of(study).exists()
     frame = framed(study, identities, plan)
@@ -155,22 +160,19 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     assert approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
 
 
-def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities):
-    plan = made(study, identities)
+def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities, plan):
     frame = framed(study, identities, plan)
     path = frame_path(study)
     path.write_text(path.read_text().replace('"runs": 3', '"runs": 4'))
-    refused(
-        lambda: admit(study, identities["S0"], plan), "federation/frame.json cannot be used", "not signed"
-    )
+    words = "federation/frame.json cannot be used", "not signed"
+    refused(lambda: admit(study, identities["S0"], plan), *words)
     write_frame(study, frame, identities["S1"])
     refused(lambda: admit(study, identities["S0"], plan), "not a frame of S0")
 
 
-def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
-    study, identities, monkeypatch
+def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(
+    study, identities, me, plan, monkeypatch
 ):
-    me, plan = identities["S0"], made(study, identities)
     frame = framed(study, identities, plan)
     admit(study, me, plan)
     with monkeypatch.context() as patch:
@@ -180,7 +182,6 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
     withdraw(study, me)
     refused(lambda: approved_plan(study, me), "withdrew the frame")
     refused(lambda: withdraw(study, me), "has signed no frame")
-    assert (study.root / "federation" / f"frame-{frame['id']}-withdrawn.json").exists()
     gone = study.root / "federation" / f"frame-{frame['id']}-withdrawn.json"
     frame_path(study).write_text(gone.read_text())  # as it comes back from a backup
     assert open_frame(study, me) is None
@@ -192,15 +193,14 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_its_approvals_are_void(
     assert approved_plan(study, me)
 
 
-def test_others_are_not_told_what_follows_from_a_single_patient(study, identities, monkeypatch):
-    plan = made(study, identities)
+def test_others_are_not_told_what_follows_from_a_single_patient(study, identities, me, plan, monkeypatch):
     framed(study, identities, plan)
-    looked = look(study, plan, "S0", open_frame(study, identities["S0"]))
+    looked = look(study, plan, "S0", open_frame(study, me))
     group = {"rows": 700, "epsilon": 99.0, "delta": 1e-5}
     dear = replace(looked, cost=replace(looked.cost, group=group, lifetime_group=group))
     monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *_: dear)
     with pytest.raises(UsageError) as told:
-        admit(study, identities["S0"], plan)
+        admit(study, me, plan)
     assert "its own federation/frame.log says why" in str(told.value) and "patient" not in str(told.value)
     assert "above your max_epsilon" in log_of(study).read_text()
 
@@ -214,9 +214,8 @@ def spend(study, me, run, rounds):
         ledger.sending(ledger.record(None, Mechanism(5.0, 1.0, 1.0, 1), "kept 0"), "0")
 
 
-def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities):
+def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities, me, plan):
     """A run goes on beside one that was begun later: each fitted as its plan came, and together they do not."""
-    me, plan = identities["S0"], made(study, identities)
     framed(study, identities, plan, epsilon=2.0, runs=2)
     admit(study, me, plan)
     spend(study, me, "a" * 32, 2)
@@ -233,9 +232,10 @@ def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities)
     refused(lambda: approved_plan(study, me), "began 3 runs in a frame for 2")
 
 
-def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, identities, monkeypatch):
+def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(
+    study, identities, me, plan, monkeypatch
+):
     """Lines on the ledger would name another approval than that of the plan that is done."""
-    me, plan = identities["S0"], made(study, identities)
     sign(study, look(study, plan, "S0"), me)  # by a person
     framed(study, identities, plan)
     other, seen = made(study, identities, "comm.timeout_s=1", out="other.json"), []
@@ -246,15 +246,11 @@ def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, ide
         return approved_plan(*given)
 
     monkeypatch.setattr("wsi_fl.hospitals.work.taking_part.approved_plan", meanwhile)
-    refused(
-        lambda: take_part(study, me, Wire("S0", {}), plan=other.digest),
-        "approved another plan just now",
-        error=NoCommonPlan,
-    )
+    part = partial(take_part, study, me, Wire("S0", {}), plan=other.digest)
+    refused(part, "approved another plan just now", error=NoCommonPlan)
 
 
-def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, monkeypatch):
-    me, plan = identities["S0"], made(study, identities)
+def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, me, plan, monkeypatch):
     frame = framed(study, identities, plan)
     admit(study, me, plan)
     for name in ("signed", "admitting", "making"):
@@ -264,10 +260,8 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     listed = open_frame(study, me)
     assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
     assert _outside(listed, look(study, plan, "S0", listed), TODAY) == ""
-    refused(
-        lambda: look(study, plan, "S0"), "install the plan's version"
-    )  # a person's approval is of one code
-    part = lambda: take_part(study, me, Wire("S0", {}), plan=plan.digest)  # noqa: E731
+    refused(lambda: look(study, plan, "S0"), "install the plan's version")  # a person approves one code
+    part = partial(take_part, study, me, Wire("S0", {}), plan=plan.digest)
     monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._introduced", lambda *_, **__: 1 / 0)
     with monkeypatch.context() as patch:  # a list of code says nothing of what its guarantee rests on
         patch.setattr("wsi_fl.hospitals.plans.signed.code_digest", lambda: frame["allows"]["code"][0])
@@ -277,8 +271,8 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
         part()
 
 
-def test_a_plan_that_lies_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, study, identities):
-    me, plan, share = identities["S0"], made(study, identities), tmp_path / "share"
+def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, study, identities, me, plan):
+    share = tmp_path / "share"
     share.mkdir()
     (share / "plan.json").write_text(plan.text)
     _take_laid(study, me, str(share))
@@ -303,26 +297,12 @@ def pair(tmp_path, identities):
     return studies, plan
 
 
-@pytest.mark.slow
-def test_withdrawn_in_the_middle_a_run_ends_at_its_next_round(pair, identities):
-    studies, _ = pair
-    plan, told = made(studies["S0"], identities, "train.rounds=3", out="three.json"), []
-
-    def meddle(sender, to, name, letter):
-        if name == "x1.0" and sender == "S1" and not told:
-            told.append(withdraw(studies["S1"], identities["S1"]))
-        return [letter]
-
-    came = together(studies, identities, plan, meddle=meddle)
-    assert came["S1"] == "site S1 withdrew the frame of this plan; the run ends here"
-    assert came["S0"] == "site S1 withdrew its approval of this plan"
-    for name, study in studies.items():
-        assert {entry.round for entry in LedgerFile(study.ledger(name)).entries} == {1}
-    refused(
-        lambda: take_part(studies["S1"], identities["S1"], Wire("S1", {}), plan=plan.digest, brought=plan),
-        "withdrew the frame of this plan",
-        error=NoCommonPlan,
-    )
+ODD = [
+    ("fedavg", "train.rounds=1"),
+    ("proxyfl", "privacy.unit='row'"),
+    ("proxyfl", "privacy.sigma=1"),
+    ("proxyfl", "privacy.enabled=false"),
+]
 
 
 @pytest.mark.slow
@@ -331,13 +311,7 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
     ran, refused_ = [], []
     for k in range(10):
         for inside in (True, False):
-            odd = {
-                0: ("fedavg", "train.rounds=1"),
-                1: ("proxyfl", "privacy.unit='row'"),
-                2: ("proxyfl", "privacy.sigma=1"),
-                3: ("proxyfl", "privacy.enabled=false"),
-            }[k % 4]
-            method, more = ("proxyfl", "privacy.sigma=5") if inside else odd
+            method, more = ("proxyfl", "privacy.sigma=5") if inside else ODD[k % 4]
             given = ("train.rounds=1", f"train.seed={k}", more)
             try:
                 plan = made(studies["S0"], identities, *given, method=method, out=f"{k}-{inside}.json")
@@ -357,11 +331,9 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
         assert 2.5 < spent <= 3.0 < 10 * epsilon(applied(entries)[:1], 1e-5)  # composed, not added
 
 
-def test_the_commands_sign_show_and_withdraw(tmp_path, wsi_fl):
-    study = larger_study(tmp_path / "S0", n_sites=2, site_extra=REAL)
-    root = Root()
-    kit, _ = kits = [root.kit(tmp_path / "kits" / name, name) for name in SITES]
-    made(study, {name: Kit.open(one).identity() for name, one in zip(SITES, kits, strict=True)})
+@pytest.mark.usefixtures("plan")
+def test_the_commands_sign_show_and_withdraw(study, tmp_path, wsi_fl, federation, identities):
+    kit = federation.kit(tmp_path / "kit", "S0", identities["S0"])
     given = ("federation", "frame", "--kit", kit, "--plan", study.root / "plan.json", "--epsilon", "2")
     assert "say --until DATE" in wsi_fl(*given, cwd=study.root).stderr
     done = wsi_fl(*given, "--until", "2099-01-31", "--yes", "--json", cwd=study.root)
@@ -380,12 +352,8 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
     file = tmp_path / "plan.json"
 
     def planned(method, seed):
-        given = [*INSECURE, f"train.seed={seed}"]
-        keys = Founded.open(bed.root / "kits").keys()
-        study = bed.study("S0")
-        return make_plan(
-            study, method=method, pipeline_name=bed.pipeline, overrides=given, out=file, keys=keys
-        )
+        given = {"overrides": [*INSECURE, f"train.seed={seed}"], "keys": Root.open(bed.root / "kits").keys()}
+        return make_plan(bed.study("S0"), method=method, pipeline_name=bed.pipeline, out=file, **given)
 
     for site in bed.sites:
         plan, limits = planned("proxyfl", 0), {"epsilon": None, "until": "2099-01-31", "runs": 5}
@@ -396,8 +364,8 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
         done = bed.submit("--plan", str(file))
         assert done.returncode == 0, done.stderr
         for site in bed.sites:
-            lines = [json.loads(line) for line in bed.study(site).ledger(site).read_text().splitlines()]
-            assert {line["agreement"] for line in lines if line.get("released")} == {plan.digest}
+            lines = [line for line in read_lines(bed.study(site).ledger(site)) if line.get("released")]
+            assert {line["agreement"] for line in lines} == {plan.digest}
         planned("fedavg", 2)
         done = bed.submit("--plan", str(file))
         assert done.returncode != 0 and "lies outside the frame of S" in done.stderr
@@ -417,7 +385,7 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
     share = tmp_path / "share"
     share.mkdir()
     bed = Bed(tmp_path, folder=str(share))
-    keys = Founded.open(bed.root / "kits").keys()
+    keys = Root.open(bed.root / "kits").keys()
     given = {"method": "proxyfl", "pipeline_name": bed.pipeline, "out": share / "plan.json", "keys": keys}
     like = make_plan(bed.study("S0"), overrides=[*INSECURE, "train.seed=9"], **given)
     for site in bed.sites:

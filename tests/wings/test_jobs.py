@@ -3,12 +3,12 @@
 import json
 import shutil
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import refused
+from wires import needs_flare
 
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
@@ -16,19 +16,14 @@ from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.stages.work.console import render
 from wsi_fl.types import UsageError, WsiFlError
 
-pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
+pytestmark = needs_flare
 
 SITES = ["C1", "C2"]
+SETTINGS = SimpleNamespace(comm=SimpleNamespace(timeout_s=300.0), train=SimpleNamespace(at_least=None))
 PLAN = SimpleNamespace(
-    sites=SITES,
-    keys={},
-    digest="ab" * 32,
-    method="proxyfl",
-    text="{}",
-    pipeline=lambda: SimpleNamespace(
-        comm=SimpleNamespace(timeout_s=300.0), train=SimpleNamespace(at_least=None)
-    ),
+    sites=SITES, keys={}, digest="ab" * 32, method="proxyfl", text="{}", pipeline=lambda: SETTINGS
 )
+FAILED = ("7", "FINISHED:EXECUTION_EXCEPTION")
 WORK = {"what": "work", "plan": PLAN.digest, "resume": None, "without": []}
 
 
@@ -79,10 +74,8 @@ class Server:
         return rows + [{"client_name": name, "status": "no_reply"} for name in away]
 
     def list_jobs(self, **_):
-        return [
-            {"job_id": job, "job_name": "wsi-fl work", "status": status, "submit_time": 1767322800.5}
-            for job, status in self._listed
-        ]
+        known = {"job_name": "wsi-fl work", "submit_time": 1767322800.5}
+        return [{"job_id": job, "status": status, **known} for job, status in self._listed]
 
     def download_job_result(self, job, place):
         self.fetched.append(job)
@@ -122,100 +115,71 @@ def submit(kit, job=WORK):
 def test_a_hospital_that_was_stopped_is_not_there_although_the_server_lists_it(asking, kit):
     server = asking(Server(status=lambda _: "SUBMITTED", away=lambda _: ("C2",)))
     refused(lambda: submit(kit), "C2 not connected", "(connected: C1)", error=UsageError)
-    assert server.now == 0
-    assert submitting.status(kit)["connected"] == ["C1"]
+    assert server.now == 0 and submitting.status(kit)["connected"] == ["C1"]
     asking(Server(status=lambda _: "", away=lambda now: "slow" if now < 2 else ("C1",)))
     assert submitting.status(kit)["connected"] == ["C2"]
 
 
-def test_a_hospital_that_leaves_before_the_job_begins_ends_it(asking, kit):
-    server = asking(Server(status=lambda _: "SUBMITTED", away=lambda now: ("C2",) if now > 5 else ()))
-    refused(lambda: submit(kit), "C2 not connected any more", "submit again", error=WsiFlError)
-    assert server.now < 60
-    assert server.ended == ["7"]
+AWAY = {"away": lambda now: ("C2",) if now > 5 else ()}
+LOST = {"away": lambda now: ("C2",) if now > 100 else ()}
+BEHIND = {"at_work": lambda now: ("6",) if now < 1000 else ()}
+STOPPED = {"at_work": lambda now: ("7",) if now < 100 else ()}
 
 
-def test_a_job_that_never_begins_is_withdrawn(asking, kit):
-    server = asking(Server(status=lambda _: "SUBMITTED", at_work=lambda _: ()))
-    refused(lambda: submit(kit), "has not begun within 120 s", error=WsiFlError)
-    assert 120 <= server.now < 150
-    assert server.ended == ["7"]
+@pytest.mark.parametrize(
+    ("status", "server", "words", "seconds"),
+    [
+        ("SUBMITTED", AWAY, ("C2 not connected any more", "submit again"), (0, 60)),
+        ("SUBMITTED", {"at_work": lambda _: ()}, ["has not begun within 120 s"], (120, 150)),
+        ("SUBMITTED", BEHIND, ["has not begun within 120 s"], (1100, 1150)),  # once the other one is done
+        ("RUNNING", LOST, ("site C2 was lost", "--resume last"), (430, 470)),
+        ("RUNNING", STOPPED, ("the server was stopped while job 7 ran", "--resume last"), (0, 150)),
+    ],
+    ids=["leaves before it begins", "never begins", "waits for another", "away for long", "server stopped"],
+)
+def test_a_job_that_cannot_go_on_is_ended_in_time_and_said(asking, kit, status, server, words, seconds):
+    asked = asking(Server(status=lambda _: status, **server))
+    refused(lambda: submit(kit), *words, error=WsiFlError)
+    assert seconds[0] <= asked.now < seconds[1] and asked.ended == ["7"]
 
 
-def test_a_job_waits_behind_another_as_long_as_that_takes(asking, kit):
-    def at_work(now):
-        return ("6",) if now < 1000 else ()
-
-    server = asking(Server(status=lambda _: "SUBMITTED", at_work=at_work))
-    refused(lambda: submit(kit), "has not begun within 120 s", error=WsiFlError)
-    assert 1100 <= server.now < 1150
-
-
-def test_a_hospital_that_is_away_for_long_from_a_running_job_is_lost(asking, kit):
-    done = {"site": "C1", "peers": [], "seconds": 0.5}
-    said = {"C1": done, "C2": {**done, "site": "C2"}}
+def test_a_hospital_that_comes_back_in_time_is_not_lost(asking, kit):
+    said = {site: {"site": site, "peers": [], "seconds": 0.5} for site in SITES}
     away = lambda now: ("C2",) if 100 < now < 350 else ()  # noqa: E731
     status = lambda now: "RUNNING" if now < 500 else "FINISHED:COMPLETED"  # noqa: E731
     asking(Server(status=status, away=away, said=said))
-    assert submit(kit, {"what": "check", "plan": PLAN.digest}) == said  # it came back in time
-    server = asking(Server(status=lambda _: "RUNNING", away=lambda now: ("C2",) if now > 100 else ()))
-    refused(lambda: submit(kit), "site C2 was lost", "--resume last", error=WsiFlError)
-    assert 430 <= server.now < 470
-    assert server.ended == ["7"]
-
-
-def test_a_job_whose_server_was_stopped_is_dead(asking, kit):
-    server = asking(Server(status=lambda _: "RUNNING", at_work=lambda now: ("7",) if now < 100 else ()))
-    refused(lambda: submit(kit), "the server was stopped while job 7 ran", "--resume last", error=WsiFlError)
-    assert server.now < 150
+    assert submit(kit, {"what": "check", "plan": PLAN.digest}) == said
 
 
 def test_status_calls_no_dead_job_running_and_says_why_jobs_failed(asking, kit, capsys):
-    said = {
-        "C1": {"error": "the job was ended by others"},
-        "C2": {"error": "site C2 failed; its own log says why"},
-    }
-    listed = [
-        ("9", "RUNNING"),
-        ("8", "RUNNING"),
-        ("7", "FINISHED:EXECUTION_EXCEPTION"),
-        ("6", "FINISHED:ABORTED"),
-    ]
+    why = "site C2 failed; its own log says why"
+    said = {"C1": {"error": "the job was ended by others"}, "C2": {"error": why}}
+    listed = [("9", "RUNNING"), ("8", "RUNNING"), FAILED, ("6", "FINISHED:ABORTED")]
     server = asking(Server(status=lambda _: "", at_work=lambda _: ("9",), said=said, listed=listed))
     document = submitting.status(kit)
     states = {job["id"]: job["status"] for job in document["jobs"]}
-    assert states == {
-        "9": "RUNNING",
-        "8": "DEAD",
-        "7": "FINISHED:EXECUTION_EXCEPTION",
-        "6": "FINISHED:ABORTED",
-    }
+    assert states == dict(listed) | {"8": "DEAD"}
     reasons = {job["id"]: job["reason"] for job in document["jobs"]}
-    assert reasons["9"] is None
+    assert (reasons["9"], reasons["7"], server.fetched) == (None, why, ["7", "6"])
     assert reasons["8"].startswith("the server was stopped while it ran")
-    assert reasons["7"] == "site C2 failed; its own log says why"
-    assert server.fetched == ["7", "6"]
     render(submitting.status_lines(document))
     shown = capsys.readouterr().err
-    assert "8: the server was stopped while it ran" in shown
-    assert "2026-01-02 03:00" in shown
+    assert "8: the server was stopped while it ran" in shown and "2026-01-02 03:00" in shown
 
 
 def test_status_knows_of_what_was_submitted_here(asking, kit):
     failed = {"C1": {}, "C2": {"error": "the clock of C2 is 26.0 h ahead; nothing was trained"}}
     asking(Server(status=lambda _: "FINISHED:EXECUTION_EXCEPTION", said=failed))
     refused(lambda: submit(kit), "the clock of C2", error=WsiFlError)
-    listed = [("7", "FINISHED:EXECUTION_EXCEPTION")]
-    server = asking(Server(status=lambda _: "", listed=listed))
+    server = asking(Server(status=lambda _: "", listed=[FAILED]))
     (job,) = submitting.status(kit)["jobs"]
     assert (job["what"], job["plan"], job["method"], job["sites"]) == ("work", PLAN.digest, "proxyfl", SITES)
-    assert job["reason"] == failed["C2"]["error"]
-    assert not server.fetched
+    assert job["reason"] == failed["C2"]["error"] and not server.fetched
 
 
 @pytest.mark.parametrize("said", [None, [], "x", {"C1": {"error": "\x1b[2J"}}, {"\x1b": {"error": "fine"}}])
 def test_a_server_that_says_something_else_of_a_failure_is_not_repeated(asking, kit, said):
-    server = asking(Server(status=lambda _: "", said=said, listed=[("7", "FINISHED:EXECUTION_EXCEPTION")]))
+    server = asking(Server(status=lambda _: "", said=said, listed=[FAILED]))
     (job,) = submitting.status(kit)["jobs"]
     assert server.fetched == ["7"]
     assert "no hospital said why" in job["reason"] or job["reason"] == "fine"

@@ -55,36 +55,28 @@ def by_definition(lpips: Lpips, a, b):
     return total
 
 
-def test_the_squared_length_is_the_definition(lpips):
-    a, b = images(3), images(3, seed=1)
-    assert torch.allclose(paired_lpips(lpips, a, b), by_definition(lpips, a, b), rtol=1e-4)
+@pytest.mark.parametrize("memory_bytes", [1, 1 << 30])
+def test_the_squared_length_is_the_definition_of_all_pairs_in_chunks_of_any_size(lpips, memory_bytes):
+    a, b = images(3, 16), images(2, 16, seed=1)
+    expected = torch.stack([by_definition(lpips, a, b[k].expand_as(a)) for k in range(2)], dim=1)
+    found = _pairwise_lpips(lpips, a, b, memory_bytes=memory_bytes)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(paired_lpips(lpips, a, a), torch.zeros(3))
 
 
-@pytest.mark.parametrize("memory_bytes", [1, 1 << 30])
-def test_chunks_of_any_size_give_all_pairs(lpips, memory_bytes):
-    a, b = images(7, 16), images(5, 16, seed=1)
-    expected = torch.stack([paired_lpips(lpips, a, b[k].expand_as(a)) for k in range(5)], dim=1)
-    found = _pairwise_lpips(lpips, a, b, memory_bytes=memory_bytes)
-    assert torch.allclose(found, expected, atol=1e-5)
-
-
 def test_the_nearest_other_image_is_not_the_image_itself(lpips):
-    images = torch.randint(
-        0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    given = {"dtype": torch.uint8, "generator": torch.Generator().manual_seed(0)}
+    images = torch.randint(0, 256, (6, 3, 32, 32), **given)
     units = to_images(images)
-    every = _pairwise_lpips(lpips, units, units).double()
+    wanted = _pairwise_lpips(lpips, units, units).double().numpy().copy()
     assert nearest_lpips(lpips, images, images).tolist() == [0.0] * 6
     whose = np.array(["a", "a", "b", "c", "d", "e"])
-    wanted = every.numpy().copy()
     wanted[whose[:, None] == whose] = np.inf
     found = nearest_lpips(lpips, images, images, (whose, whose))
     np.testing.assert_allclose(found, wanted.min(1), rtol=1e-6)
     twins, whose = torch.cat([images, images[:1]]), np.array(list("abcdefg"))
     assert (nearest_lpips(lpips, twins, twins, (whose, whose)) > 0.001).all(), "a twin is no measure"
-    alone = nearest_lpips(lpips, images[:1], images[:1], (whose[:1], whose[:1]))
-    assert alone.tolist() == [np.inf]
+    assert nearest_lpips(lpips, images[:1], images[:1], (whose[:1], whose[:1])).tolist() == [np.inf]
 
 
 def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path, lpips):
@@ -97,9 +89,7 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path, lpips):
     refused(lambda: lpips(images(1, 8)), "16 px", error=UsageError)
 
 
-@pytest.mark.skipif(
-    not (WEIGHTS.exists() and PCAM.exists()), reason="needs the VGG-16 weights and PatchCamelyon"
-)
+@pytest.mark.skipif(not (WEIGHTS.exists() and PCAM.exists()), reason="needs VGG-16 and PatchCamelyon")
 def test_blur_is_as_far_as_published():
     """Gaussian blur of σ 0.5, 1, 2, 4 on a few 96-px patches: 0.09, 0.34, 0.47, 0.54 with the real weights."""
     lpips = load_lpips(str(WEIGHTS))
@@ -114,37 +104,23 @@ def test_blur_is_as_far_as_published():
     assert found == pytest.approx([0.09, 0.34, 0.47, 0.54], abs=0.05)
 
 
-# the privacy loss
-
-
-def test_the_loss_is_the_sum_over_all_pairs(lpips):
+def test_the_loss_is_the_sum_over_all_pairs_and_kept_images_stand_for_those_of_the_batch(lpips):
     real, synthetic = images(3), images(4, seed=1)
-    distances = torch.stack(
-        [paired_lpips(lpips, real, synthetic[k].expand_as(real)) for k in range(4)], dim=1
-    )
+    distances = _pairwise_lpips(lpips, real, synthetic)
     margin = float(distances.median())
     expected = (1 - distances / margin).clamp_min(0).square().sum() / 4
     assert float(Keepaway(lpips, margin)(real, synthetic)) == pytest.approx(float(expected), rel=1e-3)
-
-
-def test_kept_images_stand_for_those_of_the_batch(lpips):
-    real, synthetic = images(5), images(2, seed=1)
-    kept = Keepaway(lpips, 0.9, embeddings(lpips, real, piece=2))
-    assert float(kept(images(1, seed=3), synthetic)) == pytest.approx(
-        float(Keepaway(lpips, 0.9)(real, synthetic)), rel=1e-4
-    )
+    kept = Keepaway(lpips, margin, embeddings(lpips, real, piece=2))(images(1, seed=3), synthetic)
+    assert float(kept) == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_the_loss_is_bounded_and_silent_beyond_the_margin():
     distances = torch.linspace(0, 100, 1001, requires_grad=True)
     loss = _hinged(distances, 0.7)
     loss.sum().backward()
-    assert loss.max().item() == 1.0
-    assert loss.min().item() == 0.0
+    assert (loss.max().item(), loss.min().item()) == (1.0, 0.0)
     assert bool((distances.grad[distances >= 0.7] == 0).all())
-    assert bool(
-        (distances.grad[distances < 0.7] < 0).all()
-    )  # lower loss is larger distance: apart, not together
+    assert bool((distances.grad[distances < 0.7] < 0).all()), "a lower loss is apart, not together"
     assert float(distances.grad[0]) == pytest.approx(-2 / 0.7)
 
 
@@ -162,6 +138,5 @@ def test_a_step_down_the_loss_moves_images_apart_and_then_stops(lpips):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert float(paired_lpips(lpips, real, clamped(synthetic)).min()) > 5 * first
-    assert losses[0] <= 2
+    assert float(paired_lpips(lpips, real, clamped(synthetic)).min()) > 5 * first and losses[0] <= 2
     assert losses[-1] < 0.2 * losses[0]

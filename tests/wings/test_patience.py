@@ -75,21 +75,22 @@ def failed(*blamed):
 
 
 def test_who_is_missing_is_waited_for_as_long_as_the_plan_says_and_then_left_out(world):
+    """People may leave one out at once, and name a run; below the plan's number all wait."""
     assert world({0: "ABC"}, [None]) == [(0.0, "ABC", None, "")]
     assert world({0: "AB"}, [None]) == [(60.0, "AB", None, "C")]
     assert world({0: "AB", 40: "ABC"}, [None]) == [(40.0, "ABC", None, "")]
+    assert world({0: "A", 5000: "AC"}, [None]) == [(5000.0, "AC", None, "B")]
+    assert world({0: "ABC"}, [None], resume="00003-x", sites=["A", "B"]) == [(0.0, "AB", "00003-x", "C")]
 
 
-def test_a_lost_hospital_costs_a_job_and_comes_back_to_the_run(world):
+def test_a_lost_hospital_costs_a_job_and_comes_back_to_the_run_and_a_lost_server_is_waited_for(world):
     back = SiteBack("C is there again; the job was ended")
     asked = world({0: "ABC", 20: "AB", 100: "ABC"}, [failed("C"), back, None])
     assert [one[1:] for one in asked] == [("ABC", None, ""), ("AB", "last", "C"), ("ABC", "last", "")]
     assert world.awaited == [{}, {"C": 0.0}, {}]
     assert any("C is there again" in said for said in world.said)
-
-
-def test_below_the_number_all_wait(world):
-    assert world({0: "A", 5000: "AC"}, [None]) == [(5000.0, "AC", None, "B")]
+    lost = JobFailed("the server was lost", again=True)
+    assert world({0: "ABC", 20: None, 300: "ABC"}, [lost, None])[1][0] >= 300
 
 
 def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried_again(world):
@@ -118,20 +119,9 @@ def test_whose_certificate_was_withdrawn_is_not_waited_for_though_it_is_connecte
         world({0: "ABC"}, [None], gone=["key of C", "key of B"])
 
 
-def test_a_server_that_is_gone_is_waited_for(world):
-    lost = JobFailed("the server was lost", again=True)
-    assert world({0: "ABC", 20: None, 300: "ABC"}, [lost, None])[1][0] >= 300
-
-
 def test_what_no_other_job_mends_ends_it(world):
-    with pytest.raises(JobFailed, match="another plan"):
-        world({0: "ABC"}, [JobFailed("C has approved another plan")])
-    with pytest.raises(JobFailed, match="no hospital said why"):
-        world({0: "ABC"}, [JobFailed("no hospital said why", again=True)])
+    for end in (JobFailed("C has approved another plan"), JobFailed("no hospital said why", again=True)):
+        with pytest.raises(JobFailed, match=str(end)):
+            world({0: "ABC"}, [end])
     with pytest.raises(WsiFlError, match="good until 2020-01-01"):
         world({0: "ABC"}, [None], until="2020-01-01")
-
-
-def test_people_may_leave_one_out_and_name_a_run(world):
-    asked = world({0: "ABC"}, [None], resume="00003-x", sites=["A", "B"])
-    assert asked == [(0.0, "AB", "00003-x", "C")]

@@ -2,37 +2,38 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REAL, refused
 from conftest import larger_study as larger_of
 from hospitals import one_installation  # noqa: F401
+from safetensors.torch import load_file, save_file
 from test_dossier import spend
-from test_plan import Root, hospital, made
+from test_plan import hospital, made
 from typer.testing import CliRunner
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.plans import rehearsing
 from wsi_fl.hospitals.plans.approving import look
 from wsi_fl.hospitals.plans.rehearsing import rehearse, rehearsed_lines
-from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.work.console import render
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory):
+def asked(tmp_path_factory, federation):
     """(study of S0 with releases on its ledger, a plan of three sites, the folder of S0's kit)."""
     root = tmp_path_factory.mktemp("rehearse")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
-        plan = made(
-            larger_of(root / "coordinator", n_sites=3, site_extra=REAL), root, "proxyfl", "train.rounds=1"
-        )
-        study = hospital(root, "S0")
-        spend(study, Plan(plan.text))
+        coordinator = larger_of(root / "coordinator", n_sites=3, site_extra=REAL)
+        plan, study = made(coordinator, root, "proxyfl", "train.rounds=1"), hospital(root, "S0")
+        spend(study, plan)
         look(study, plan, "S0")  # which makes the folder that remembers ledgers
-        yield study, plan, Root().kit(root / "kit", "S0")
+        yield study, plan, federation.kit(root / "kit", "S0")
 
 
 def files(*folders):
@@ -52,9 +53,10 @@ def rehearsed(asked, tmp_path_factory):
 
 
 def test_a_rehearsal_changes_no_byte_of_the_study_its_ledger_and_its_heads(asked, rehearsed):
-    before, after, *_ = rehearsed
-    assert before == after
-    assert asked[0].ledger("S0") in before, "there is a ledger"
+    before, after, _, keep = rehearsed
+    assert before == after and asked[0].ledger("S0") in before, "there is a ledger"
+    assert sorted(path.name for path in (keep / "sites").iterdir()) == ["S0", "S1", "S2"]
+    assert json.loads((keep / "sites" / "S1" / "ledger.json").read_text())["epsilon"] > 0
 
 
 def test_it_says_what_the_real_run_takes_and_costs(asked, rehearsed, capsys):
@@ -73,27 +75,13 @@ def test_it_says_what_the_real_run_takes_and_costs(asked, rehearsed, capsys):
     assert "not finite: S1/proxy; do not sign this" in capsys.readouterr().err
 
 
-def test_what_is_kept_is_the_run_with_noise_and_its_own_ledger(rehearsed):
-    keep = rehearsed[3]
-    assert sorted(path.name for path in (keep / "sites").iterdir()) == ["S0", "S1", "S2"]
-    ledger = json.loads((keep / "sites" / "S1" / "ledger.json").read_text())
-    assert ledger["epsilon"] > 0
-
-
-def test_a_number_that_is_none_is_noticed(rehearsed):
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from wsi_fl.runs.run import RunFolder
-
-    file = rehearsed[3] / "sites" / "S1" / "proxy.safetensors"
-    good, tensors = file.read_bytes(), load_file(file)
-    try:
-        name = next(iter(tensors))
-        save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, file)
-        assert rehearsing._not_finite(RunFolder(rehearsed[3])) == ["S1/proxy"]
-    finally:
-        file.write_bytes(good)
+def test_a_number_that_is_none_is_noticed(rehearsed, tmp_path):
+    run = shutil.copytree(rehearsed[3], tmp_path / "run")
+    file = run / "sites" / "S1" / "proxy.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, file)
+    assert rehearsing._not_finite(RunFolder(run)) == ["S1/proxy"]
 
 
 def test_a_rehearsal_that_fails_leaves_nothing_behind(asked, monkeypatch):

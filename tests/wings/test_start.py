@@ -1,17 +1,21 @@
-"""What `federation start` ends: the process, and the jobs that it started in groups of their own."""
+"""What `federation start` ends and keeps up for years: processes and jobs, logs that are rotated, units."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import refused
+from wires import needs_flare
 
+from wsi_fl.hospitals.demo import free_port
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.hospitals.work import start as starting
@@ -20,7 +24,6 @@ from wsi_fl.types import WsiFlError
 
 pytestmark = pytest.mark.story
 
-needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 
 PARENT = """
 import subprocess, sys, time
@@ -36,8 +39,7 @@ def test_a_job_ends_with_the_client_that_started_it():
     assert os.getpgid(job) == job != process.pid
     _end(process)
     process.stdout.close()
-    assert process.returncode is not None
-    assert _ended(job)
+    assert process.returncode is not None and _ended(job)
 
 
 STARTED = """
@@ -67,36 +69,20 @@ def test_nothing_goes_on_after_what_started_it_was_killed(module):
     starter.wait()
     starter.stdout.close()
     deadline = time.monotonic() + 10
-    while not _ended(started) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    try:
-        assert _ended(started)
-    finally:
-        if not _ended(started):
+    while not _ended(started):
+        if time.monotonic() > deadline:
             os.kill(started, signal.SIGKILL)
+            pytest.fail("it goes on")
+        time.sleep(0.05)
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from wsi_fl.hospitals.trust.kit import Kit
-with Kit.open(Path(sys.argv[1])).alone():
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.fixture(scope="module")
-def held(tmp_path_factory):
-    """A kit that another process has."""
-    folder = tmp_path_factory.mktemp("held")
-    provision(folder, federation="one", server="localhost:1", sites=["C1"])
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder / "C1")], stdout=subprocess.PIPE)
-    assert holder.stdout.readline()
-    yield Kit.open(folder / "C1")
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
+@pytest.fixture
+def held(tmp_path):
+    """A kit that somebody has."""
+    provision(tmp_path / "kits", federation="one", server="localhost:1", sites=["C1"])
+    kit = Kit.open(tmp_path / "kits" / "C1")
+    with kit.alone():
+        yield kit
 
 
 @needs_flare
@@ -123,3 +109,71 @@ def _ended(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def test_logs_are_rotated_and_five_older_ones_kept(tmp_path):
+    for number in range(8):
+        (tmp_path / "console.txt").write_text(f"start {number}")
+        (tmp_path / "audit.log").write_text("x" * (11 if number == 3 else 10))
+        (tmp_path / "C1.log").write_text("short")
+        starting._rotate(tmp_path / "console.txt", 0)
+        starting._rotate(tmp_path / "audit.log", 10)
+        starting._rotate(tmp_path / "C1.log")
+    kept = {path.name: path.read_text() for path in tmp_path.glob("console.txt*")}
+    assert kept == {f"console.txt.{k}": f"start {8 - k}" for k in range(1, 6)}
+    assert sorted(path.name for path in tmp_path.glob("*.log*")) == ["C1.log", "audit.log", "audit.log.1"]
+
+
+def test_the_newest_jobs_are_kept_and_nothing_but_jobs_goes(tmp_path):
+    jobs = [tmp_path / str(uuid.uuid4()) for _ in range(23)]
+    for age, folder in enumerate(jobs):
+        folder.mkdir()
+        (folder / "log.txt").write_text("x")
+        os.utime(folder, (1e9 - age, 1e9 - age))
+    for name in ("startup", "local", "transfer"):
+        (tmp_path / name).mkdir()
+    starting._forget_jobs(tmp_path)
+    assert [folder.exists() for folder in jobs] == [True] * 20 + [False] * 3
+    assert len(list(tmp_path.iterdir())) == 23
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("founded")
+    provision(folder, federation="one", server=f"localhost:{free_port()}")
+    return Kit.open(folder / "server")
+
+
+@needs_flare
+def test_a_server_whose_port_is_taken_says_so_before_it_starts(server, monkeypatch):
+    monkeypatch.setattr(starting, "_process", lambda *_: pytest.fail("it was started"))
+    port = int(server.document["server"].rpartition(":")[2])
+    words = f"port {port} cannot be opened", "end what has it"
+    with socket.create_server(("127.0.0.1", port)):
+        refused(lambda: starting.start(server, None, told=print), *words, error=WsiFlError)
+
+
+@needs_flare
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_the_usual_end(server, monkeypatch, sign):
+    popen, said = subprocess.Popen, []
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **given: popen(["sleep", "60"], **given))
+    monkeypatch.setattr(starting, "_until", lambda *_: None)
+    monkeypatch.setattr(starting, "_forget_jobs", lambda _: os.kill(os.getpid(), sign))
+    starting.start(server, None, told=said.append)
+    assert said[-1] == "server stopped" and (server.path / "console.txt").exists()
+
+
+@pytest.mark.parametrize("unit", sorted(DEPLOY.glob("*.service")), ids=lambda path: path.stem)
+def test_units_are_as_systemd_wants_them(unit, tmp_path):
+    text = unit.read_text()
+    assert "Restart=always" in text and ("CAP_NET_BIND_SERVICE" in text) == ("server" in unit.name)
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("needs systemd-analyze")
+    (tmp_path / unit.name).write_text(text.replace("/opt/wsi-fl/bin/wsi-fl", shutil.which("true")))
+    command = ["systemd-analyze", "verify", str(tmp_path / unit.name)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -1,44 +1,27 @@
-"""StyleGAN2 layer by layer, against definitions in double precision."""
+"""StyleGAN2 layer by layer, against definitions in double precision, and its adaptive augmentation."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from conftest import same
 from scipy.signal import convolve2d, upfirdn
+from torch.autograd import gradcheck, gradgradcheck
 
+from wsi_fl.synthesis import stylegan2
+from wsi_fl.synthesis.ada import Controller, _coloured, _Draws, _shifted, _warped, augmented
 from wsi_fl.synthesis.gan import GanState, _path_penalty, _r1_penalty, projected, sampled, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, load_lpips
 from wsi_fl.synthesis.state import balanced_labels, to_pixels
-from wsi_fl.synthesis.stylegan2 import (
-    Discriminator,
-    GanShape,
-    Generator,
-    _demodulation,
-    _EqualConv,
-    _EqualLinear,
-    _modulated_conv,
-    _with_minibatch_std,
-    downsampled,
-    upsampled,
-)
+from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator, downsampled, upsampled
 
 TINY = GanShape(16, 3, 2, z_dim=6, w_dim=6, mapping_layers=2, channel_base=96, channel_max=12)
 
 
 def double(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def test_a_demodulated_filter_has_unit_norm():
-    weight, style = double(5, 4, 3, 3), double(7, 4, seed=1)
-    filters = (
-        weight[None] * style[:, None, :, None, None] * _demodulation(weight, style)[:, :, None, None, None]
-    )
-    assert torch.allclose(
-        filters.square().sum(dim=(2, 3, 4)), torch.ones(7, 5, dtype=torch.float64), atol=1e-6
-    )
 
 
 @pytest.mark.parametrize("demodulate", [True, False])
@@ -50,15 +33,17 @@ def test_modulation_is_each_image_under_its_own_filters(demodulate):
         if demodulate:
             filters = filters / filters.square().sum(dim=(1, 2, 3), keepdim=True).add(1e-8).sqrt()
         expected.append(torch.conv2d(image[None], filters, padding=1))
-    assert torch.allclose(_modulated_conv(x, weight, style, demodulate=demodulate), torch.cat(expected))
+    assert torch.allclose(
+        stylegan2._modulated_conv(x, weight, style, demodulate=demodulate), torch.cat(expected)
+    )
 
 
 def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
     x, weight, style = double(2, 3, 4, 4), double(2, 3, 3, 3, seed=1), double(2, 3, seed=2)
-    found = _modulated_conv(x, weight, style, up=True).numpy()
+    found = stylegan2._modulated_conv(x, weight, style, up=True).numpy()
     taps = np.array([1, 3, 3, 1]) / 8
     kernel = 4 * np.outer(taps, taps)
-    scale = _demodulation(weight, style).numpy()
+    scale = stylegan2._demodulation(weight, style).numpy()
     for b in range(2):
         for o in range(2):
             total = np.zeros((9, 9))
@@ -71,15 +56,14 @@ def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
 
 
 @pytest.mark.parametrize(
-    ("resample", "gain", "rate", "first"), [(upsampled, 2, (2, 1), 1), (downsampled, 1, (1, 2), 1)]
+    ("resample", "gain", "rate"), [(upsampled, 2, (2, 1)), (downsampled, 1, (1, 2))], ids=["up", "down"]
 )
-def test_resampling_is_scipys(resample, gain, rate, first):
+def test_resampling_is_scipys(resample, gain, rate):
     x = double(2, 3, 8, 8)
-    expected = x.numpy()
-    n = 8 * rate[0] // rate[1]
+    expected, rows = x.numpy(), np.arange(1, 1 + 8 * rate[0] // rate[1])
     for axis in (2, 3):
         full = upfirdn(gain * np.array([1, 3, 3, 1]) / 8, expected, *rate, axis=axis)
-        expected = np.take(full, np.arange(first, first + n), axis=axis)
+        expected = np.take(full, rows, axis=axis)
     assert np.allclose(resample(x).numpy(), expected)
 
 
@@ -88,40 +72,30 @@ def test_the_learning_rate_is_equalised():
     torch.manual_seed(0)
     x = torch.randn(4000, 64)
     for multiplier in (1.0, 0.01):
-        layer = _EqualLinear(64, 64, multiplier=multiplier)
+        layer = stylegan2._EqualLinear(64, 64, multiplier=multiplier)
         assert (layer.weight * multiplier).std().item() == pytest.approx(1, abs=0.05)
         assert layer(x).std().item() == pytest.approx(1, abs=0.05)
-    conv = _EqualConv(16, 8, 3, active=False)
+    conv = stylegan2._EqualConv(16, 8, 3, active=False)
     assert conv(torch.randn(8, 16, 16, 16))[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1, abs=0.15)
 
 
 def test_minibatch_std_is_the_mean_spread_within_groups():
     x = double(8, 3, 2, 2)
-    found = _with_minibatch_std(x.float(), 4)
-    assert found.shape == (8, 4, 2, 2)
+    found = stylegan2._with_minibatch_std(x.float(), 4)
     for start in (0, 1):  # image k of group k % 2
-        group = x[start::2].numpy()
-        expected = np.sqrt(group.var(axis=0) + 1e-8).mean()
+        expected = np.sqrt(x[start::2].numpy().var(axis=0) + 1e-8).mean()
         assert np.allclose(found[start::2, 3].numpy(), expected, atol=1e-5)
-    assert _with_minibatch_std(torch.randn(7, 3, 2, 2), 4).shape == (7, 4, 2, 2)
+    assert stylegan2._with_minibatch_std(torch.randn(7, 3, 2, 2), 4).shape == (7, 4, 2, 2)
 
 
 @pytest.mark.parametrize(("resolution", "channels"), [(16, 3), (64, 1)])
-def test_every_resolution_has_its_shape(resolution, channels):
-    shape = GanShape(
-        resolution, channels, 3, z_dim=4, w_dim=4, mapping_layers=1, channel_base=64, channel_max=4
-    )
-    labels = torch.tensor([0, 2])
-    image = Generator(shape)(torch.randn(2, 4), labels)
-    assert image.shape == (2, channels, resolution, resolution)
-    assert Discriminator(shape)(image, labels).shape == (2,)
-
-
-def test_classes_and_latents_both_matter_to_both_networks():
+def test_classes_and_latents_both_matter_to_both_networks_at_every_resolution(resolution, channels):
     torch.manual_seed(0)
-    generator, discriminator = Generator(TINY), Discriminator(TINY)
+    shape = replace(TINY, resolution=resolution, channels=channels)
+    generator, discriminator = Generator(shape), Discriminator(shape)
     z, labels = torch.randn(1, 6), torch.tensor([0])
     image = generator(z, labels)
+    assert image.shape == (1, channels, resolution, resolution)
     assert torch.equal(image, generator(z, labels))
     assert not torch.allclose(image, generator(z, labels + 1))
     assert not torch.allclose(image, generator(torch.randn(1, 6), labels))
@@ -129,21 +103,21 @@ def test_classes_and_latents_both_matter_to_both_networks():
 
 
 def test_truncation_draws_styles_to_their_mean():
-    network = Generator(TINY)
+    network, z, labels = Generator(TINY), torch.randn(4, 6), torch.zeros(4, dtype=torch.int64)
     network.mapping.w_mean.fill_(0.5)
-    z, labels = torch.randn(4, 6), torch.zeros(4, dtype=torch.int64)
     full, half = network.styles(z, labels), network.styles(z, labels, 0.5)
-    assert torch.allclose(half, 0.5 + 0.5 * (full - 0.5))
-    assert network.styles(z, labels).shape == (4, TINY.n_styles, 6)
+    assert torch.allclose(half, 0.5 + 0.5 * (full - 0.5), atol=1e-6) and full.shape == (4, TINY.n_styles, 6)
 
 
-# losses
-
-
-def test_r1_of_the_discriminator_is_autograd_image_by_image():
+@pytest.fixture
+def judged():
+    """(discriminator, images, labels), in double precision."""
     torch.manual_seed(0)
-    network = Discriminator(TINY).double()
-    images, labels = double(4, 3, 16, 16), torch.tensor([0, 1, 0, 1])
+    return Discriminator(TINY).double(), double(4, 3, 16, 16), torch.tensor([0, 1, 0, 1])
+
+
+def test_r1_of_the_discriminator_is_autograd_image_by_image(judged):
+    network, images, labels = judged
     found = _r1_penalty(network, images, labels, 0.0, torch.Generator())
     jacobian = torch.autograd.functional.jacobian(lambda x: network(x, labels), images)
     # minibatch std ties the images of a batch: the gradient is of the sum of logits
@@ -151,19 +125,16 @@ def test_r1_of_the_discriminator_is_autograd_image_by_image():
     assert float(found.detach()) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_r1_can_be_learned_from():
+def test_r1_can_be_learned_from(judged):
     """Its derivative with respect to a weight, against finite differences: second derivatives are right."""
-    torch.manual_seed(0)
-    network = Discriminator(TINY).double()
-    images, labels = double(4, 3, 16, 16), torch.tensor([0, 1, 0, 1])
-    weight = network.blocks[0].first.weight
+    network, images, labels = judged
+    weight, values = network.blocks[0].first.weight, []
 
     def penalty():
         return _r1_penalty(network, images, labels, 1.0, torch.Generator().manual_seed(3))
 
     penalty().backward()
     derivative = float(weight.grad[0, 0, 1, 1])
-    values = []
     for move in (1e-5, -2e-5):
         with torch.no_grad():
             weight[0, 0, 1, 1] += move
@@ -180,9 +151,6 @@ def test_path_lengths_of_a_linear_generator():
     lengths = torch.einsum("chwd,bchw->bd", a, y).square().sum(dim=1).sqrt()
     assert mean == pytest.approx(2.0 + 0.01 * (float(lengths.mean()) - 2.0), rel=1e-6)
     assert float(penalty.detach()) == pytest.approx(float((lengths - mean).square().mean()), rel=1e-5)
-
-
-# training
 
 
 def tiny_state(seed=0, **terms):
@@ -209,10 +177,7 @@ def test_a_restored_state_goes_on_bit_for_bit():
             fresh = tiny_state(seed=99)
             fresh.load(broken.tensors(), broken.document())
             broken = fresh
-    one, other = straight.tensors(), broken.tensors()
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
-    assert straight.document() == broken.document()
+    assert same(straight.tensors(), broken.tensors()) and straight.document() == broken.document()
     assert straight.ada.p != 0.3
 
 
@@ -224,8 +189,7 @@ def test_training_depends_on_its_seed_alone():
         torch.manual_seed(disturbance)
         step(state, images, labels)
         found.append(sampled(state.average, balanced_labels(2, 2), seed=0))
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
 @pytest.mark.slow
@@ -233,19 +197,14 @@ def test_a_gan_learns_the_colour_of_each_class():
     """Red for class 0, blue for class 1: a claim about learning, not only about running."""
     images = torch.full((16, 3, 16, 16), 40, dtype=torch.uint8)
     labels = torch.arange(16) % 2
-    images[labels == 0, 0] = 220
-    images[labels == 1, 2] = 220
+    images[labels == 0, 0] = images[labels == 1, 2] = 220
     terms = Gan(batch_size=8, path_weight=0, ema_images=100, ada_target=1)
     state = GanState(TINY, terms, device=torch.device("cpu"))
     for _ in range(100):
         step(state, images, labels)
     made = sampled(state.average, balanced_labels(2, 8), seed=0).float().mean(dim=(2, 3))
     red, blue = made[0::2].mean(dim=0), made[1::2].mean(dim=0)
-    assert red[0] - red[2] > 60
-    assert blue[2] - blue[0] > 60
-
-
-# projection
+    assert red[0] - red[2] > 60 and blue[2] - blue[0] > 60
 
 
 @pytest.mark.slow
@@ -258,7 +217,101 @@ def test_a_projection_finds_an_image_that_the_generator_can_make():
     both = torch.cat([own, foreign])
     start, _ = projected(network, lpips, both, steps=0, candidates=16)
     found, made = projected(network, lpips, both, steps=40, candidates=16)
-    assert bool((found <= start).all())
-    assert bool((found[:2] < 0.1 * start[:2]).all())
+    assert bool((found <= start).all()) and bool((found[:2] < 0.1 * start[:2]).all())
     assert float(found[:2].max()) < 0.01 * float(found[2:].min())
     assert made.shape == both.shape and made.dtype == torch.uint8
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def images(b=4, size=8, channels=3, dtype=torch.float32):
+    return torch.rand(b, channels, size, size, dtype=dtype, generator=seeded(1)) * 2 - 1
+
+
+class Scripted(_Draws):
+    """_Draws what it is told, in order."""
+
+    def __init__(self, *values):
+        super().__init__(len(values[0]), 1.0, seeded())
+        self.values = [torch.tensor(value, dtype=torch.float32) for value in values]
+
+    def sometimes(self, value, neutral, p=None):
+        return self.values.pop(0)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_that_nothing_is_drawn_for_stay_bit_for_bit(channels):
+    x, generator = images(200, channels=channels), seeded()
+    before = generator.get_state()
+    assert augmented(x, 0.0, generator) is x and torch.equal(generator.get_state(), before)
+    assert 100 < sum(map(torch.equal, x, augmented(x, 0.01, generator))) < 200
+
+
+@pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_it_is_differentiable_twice(channels):
+    x = images(1, 4, channels, torch.float64).requires_grad_(True)
+    assert gradcheck(lambda y: augmented(y, 1.0, seeded()), x)
+    assert gradgradcheck(lambda y: augmented(y, 1.0, seeded()).square(), x)
+
+
+def test_turns_mirrors_and_moves_are_exact():
+    x = images(4)
+    zeros = [0.0] * 4
+    turned = _shifted(x, Scripted(zeros, [0.0, 1.0, 2.0, 3.0], zeros, zeros))
+    way = 1 if torch.equal(turned[1], torch.rot90(x[1], 1, (1, 2))) else -1
+    assert all(torch.equal(turned[k], torch.rot90(x[k], way * k, (1, 2))) for k in range(4))
+    mirrored = _shifted(x, Scripted([1.0] * 4, zeros, zeros, zeros))
+    assert torch.equal(mirrored, x.flip(3))
+    moved = _shifted(x, Scripted(zeros, zeros, [1.0] * 4, [-2.0] * 4))
+    assert torch.equal(moved[:, :, 1:, :-2], x[:, :, :-1, 2:])
+    assert torch.equal(moved[:, :, 0, :-2], x[:, :, 1, 2:])  # reflected
+
+
+def test_warping_by_whole_turns_pixels_and_twice_is_what_blitting_does():
+    x, neutral, none = torch.zeros(3, 1, 16, 16), [1.0] * 3, [0.0] * 3
+    x[:, :, 6:10, 3:9] = 1.0
+    found = _warped(x, Scripted(neutral, [torch.pi, 0.0, 0.0], neutral, none, [0.0, 0.25, 0.0], none))
+    blurred = _warped(x, Scripted(neutral, none, neutral, none, [1e-9] * 3, none))
+    assert torch.allclose(found[0], blurred[0].flip((1, 2)), atol=1e-5)
+    assert torch.allclose(found[1][:, :, 2:-2], blurred[1].roll(2, 2)[:, :, 2:-2], atol=1e-5)
+    assert torch.equal(found[2], x[2]) and float((blurred - x).abs().mean()) < 0.06
+    small = torch.zeros(1, 1, 32, 32)
+    small[:, :, 12:20, 12:20] = 1.0
+    doubled = _warped(small, Scripted([2.0], [0.0], [1.0], [0.0], [0.0], [0.0]))
+    assert float(doubled.sum()) == pytest.approx(4 * 64, rel=0.05)
+
+
+def test_colours_follow_their_definitions():
+    x = images(5)
+    neutral = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])[:, None].repeat(
+        1, 5
+    )  # of each transform, for each image
+    for k, value in enumerate((0.25, 1.5, 1.0, 2 * torch.pi / 3, 0.0)):
+        neutral[k, k] = value
+    found = _coloured(x, Scripted(*neutral.tolist()))
+    grey = x.mean(dim=1, keepdim=True)
+    assert torch.allclose(found[0], x[0] + 0.25, atol=1e-6)
+    assert torch.allclose(found[1], x[1] * 1.5, atol=1e-6)
+    assert torch.allclose(found[2], (x - 2 * grey)[2], atol=1e-6)  # luma turned over, hue and saturation kept
+    assert torch.allclose(found[3], x[3].roll(1, 0), atol=1e-6)  # a third of a turn exchanges the channels
+    assert torch.allclose(found[4], grey[4].expand(3, -1, -1), atol=1e-6)
+
+
+def test_the_probability_of_each_transform_is_p():
+    x = images(2000, 4)
+    changed = (_coloured(x, _Draws(2000, 0.2, seeded())) != x).flatten(1).any(dim=1).float().mean()
+    # flips are none half of the time; the other four always change a colour
+    expected = 1 - 0.8**4 * 0.9
+    assert float(changed) == pytest.approx(expected, abs=0.04)
+
+
+def test_p_rises_while_the_discriminator_is_too_sure_and_falls_else():
+    sure, unsure = torch.ones(8), torch.tensor([1.0, -1.0] * 4)
+    start = Controller(0.5, 0.6, 100)
+    assert start.observed(sure).moved().p == pytest.approx(0.58)
+    assert start.observed(unsure).observed(sure).moved().p == pytest.approx(0.34)
+    assert start.moved() == start and Controller(0.99, 0.6, 100).observed(sure).moved().p == 1.0
+    assert Controller(0.02, 0.6, 100).observed(unsure).moved().p == 0.0
+    assert Controller(0.5, None, 100).observed(sure).moved().p == 0.5

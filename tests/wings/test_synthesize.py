@@ -21,6 +21,7 @@ from wsi_fl.stages.prepare.check import check as check_stores
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training.release import release
+from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
@@ -30,47 +31,30 @@ from wsi_fl.synthesis.stages.gan import KIND, _load_gan
 from wsi_fl.synthesis.stages.sample import sample
 from wsi_fl.synthesis.state import to_pixels
 from wsi_fl.synthesis.stylegan2 import upsampled
-from wsi_fl.system.files import write_sealed
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.system.files import read_lines, write_sealed
+from wsi_fl.types import WsiFlError
 
 SMALL = """
-[gan]
-resolution = 16
-iterations = 4
-privacy_iterations = 2
-batch_size = 4
-z_dim = 8
-w_dim = 8
-mapping_layers = 2
-channel_base = 128
-channel_max = 16
-checkpoint_every = 2
-check_images = 40
-check_samples = 40
-projections = 6
-projection_steps = 3
-[lpips]
-weights = "random:0"
-[train]
-rounds = 1
-batch_size = 8
-augment = "none"
-[model]
-private = "cnn1"
-proxy = "mlp"
+gan = { resolution = 16, iterations = 4, privacy_iterations = 2, batch_size = 4, z_dim = 8, w_dim = 8, \
+mapping_layers = 2, channel_base = 128, channel_max = 16, checkpoint_every = 2, check_images = 40, \
+check_samples = 40, projections = 6, projection_steps = 3 }
+lpips = { weights = "random:0" }
+train = { rounds = 1, batch_size = 8, augment = "none" }
+model = { private = "cnn1", proxy = "mlp" }
 """
+
+
+def empty_study(root):
+    for name in ("pipelines", "sites"):
+        (root / name).mkdir(parents=True)
+    (root / "pipelines" / "gan.toml").write_text(SMALL)
+    return Study(root)
 
 
 def make_study(root, *, n=60, classes=2, seed=0, real=False):
     """One site S1 of n 16-px patches, 40 % of them held out."""
-    for name in ("pipelines", "sites"):
-        (root / name).mkdir(parents=True)
-    (root / "pipelines" / "gan.toml").write_text(SMALL)
-    rng = np.random.default_rng(seed)
-    y = np.arange(n) % classes
-    x = patches_of(rng, y % 2, 16, (0, 0, 0))
-    np.savez(root / "data.npz", x=x, y=y)
-    study = Study(root)
+    study, y = empty_study(root), np.arange(n) % classes
+    np.savez(root / "data.npz", x=patches_of(np.random.default_rng(seed), y % 2, 16, (0, 0, 0)), y=y)
     partition(study, root / "data.npz", n_sites=1, test_fraction=0.4, seed=seed)
     if real:
         (root / "sites" / "S1.toml").write_text('name = "S1"\nreal = true\n')
@@ -89,23 +73,24 @@ def checked(trained):
     return trained, check(trained, site="S1")
 
 
+def digest_of(study):
+    return KIND.trained(study, "S1")[0].digest("after")
+
+
 def tensors(study, phase="after"):
     return load_file(study.generator("S1") / f"{phase}.safetensors")
 
 
-# training
-
-
 def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
     folder, document = KIND.trained(trained, "S1")
-    assert document["finished"]
-    assert [document["phases"][phase]["iterations"] for phase in ("before", "after")] == [4, 6]
-    assert all(document["phases"][phase]["sha256"] == folder.digest(phase) for phase in ("before", "after"))
-    assert document["margin"] > 0
+    assert document["finished"] and document["margin"] > 0
+    for phase, iterations in (("before", 4), ("after", 6)):
+        assert document["phases"][phase]["iterations"] == iterations
+        assert document["phases"][phase]["sha256"] == folder.digest(phase)
     assert "UNTRAINED" in document["settings"]["privacy"]["lpips"]
     assert not same(tensors(trained, "before"), tensors(trained))
-    assert folder.metrics()[-1]["phase"] == "after"
-    assert folder.metrics()[-1]["privacy"] is not None
+    last = folder.metrics()[-1]
+    assert last["phase"] == "after" and last["privacy"] is not None
     picture = Image.open(sorted((folder.path / "samples").glob("*.png"))[-1])
     assert picture.size[0] > 8 * 16
     assert not [path for path in folder.path.rglob("*") if path.suffix in {".pt", ".pth", ".pkl"}]
@@ -146,8 +131,7 @@ def test_a_checkpoint_that_is_gone_is_said_in_one_line_and_made_again(trained, h
     (line,), (damaged,) = said_of(study)
     assert line == damaged and newest.name in line and "goes on from iteration 4" in line and "\n" not in line
     assert folder.iterations() == [4, 6] and same(tensors(study), tensors(trained))
-    assert folder.metrics()[-1]["iteration"] == 6
-    assert said_of(study) == ([], [])
+    assert folder.metrics()[-1]["iteration"] == 6 and said_of(study) == ([], [])
 
 
 def test_a_checkpoint_in_another_s_place_is_refused(halfway):
@@ -188,20 +172,21 @@ def test_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
     refused(lambda: train_generator(changed, site="S1"), "other settings of the privacy loss")
 
 
-def interrupted(study, settings, how, after):
+def interrupted(study, settings, how, after, kind=KIND):
     """The command line, ended by a signal once a checkpoint later than iteration `after` is there; what it said."""
     command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1"]
+    command += ["--generator", kind.name]
     command += [word for one in settings for word in ("--set", one)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.PIPE, text=True)
-    folder = GeneratorFolder(study.generator("S1"))
-    deadline = time.monotonic() + 60
+    folder = kind.folder(study, "S1")
+    deadline = time.monotonic() + 300
     while max(folder.iterations(), default=0) <= after:
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(how)
     said = process.communicate()[1]
-    refused(lambda: KIND.trained(study, "S1"), "has not finished", error=WsiFlError)
+    refused(lambda: kind.trained(study, "S1"), "has not finished", error=WsiFlError)
     return process.returncode, said
 
 
@@ -212,14 +197,12 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
     settings = ["gan.iterations=28", "gan.privacy_iterations=12", "gan.checkpoint_every=4"]
     train_generator(alone, site="S1", overrides=settings)
     code, said = interrupted(killed, settings, signal.SIGINT, 0)
-    assert code == 1
-    assert "start the same command again" in said
-    assert "Traceback" not in said
+    assert code == 1 and "start the same command again" in said and "Traceback" not in said
     interrupted(killed, settings, signal.SIGKILL, max(GeneratorFolder(killed.generator("S1")).iterations()))
     train_generator(killed, site="S1", overrides=settings)
     assert same(tensors(alone, "before"), tensors(killed, "before"))
     assert same(tensors(alone), tensors(killed))
-    lines = [json.loads(line) for line in (killed.generator("S1") / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(killed.generator("S1") / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [20, 40]
 
 
@@ -228,17 +211,11 @@ def test_a_real_site_gets_no_untrained_distance(tmp_path):
     refused(lambda: train_generator(study, site="S1"), "lpips.weights", "real")
 
 
-# the check
-
-
 def test_the_verdict_has_all_that_was_asked_for(checked):
     study, document = checked
     assert document["passed"], document["reasons"]
-    assert document == KIND.trained(study, "S1")[0].check()
-    assert document["generator"] == {
-        "phase": "after",
-        "sha256": KIND.trained(study, "S1")[0].digest("after"),
-    }
+    assert document == KIND.folder(study, "S1").check()
+    assert document["generator"] == {"phase": "after", "sha256": digest_of(study)}
     for phase in ("before", "after"):
         for what in ("nearest sample", "projection"):
             comparison = document["copying"][phase][what]
@@ -246,9 +223,8 @@ def test_the_verdict_has_all_that_was_asked_for(checked):
             assert 0 <= comparison["p_nearer"] <= 1
         assert document["projection"][phase]["q05"] <= document["projection"][phase]["median"]
     assert document["projection"]["moved"]["n"] == 6
-    assert any("UNTRAINED" in note for note in document["notes"])
-    assert any("not differential privacy" in note for note in document["notes"])
-    assert any("FID and KID were not computed" in note for note in document["notes"])
+    for words in ("UNTRAINED", "not differential privacy", "FID and KID were not computed"):
+        assert any(words in note for note in document["notes"])
 
 
 def test_a_generator_goes_on_and_is_checked_with_the_pixels_that_it_learned_from_alone(tmp_path):
@@ -263,17 +239,14 @@ def test_a_generator_goes_on_and_is_checked_with_the_pixels_that_it_learned_from
     refused(lambda: check(study, site="S1", overrides=few), "made anew")
 
 
-# sampling
-
-
-def copied(study, tmp_path):
+@pytest.fixture
+def own(checked, tmp_path):
     """The study as it is now, to be changed."""
-    shutil.copytree(study.root, tmp_path / "study")
-    return Study(tmp_path / "study")
+    return Study(shutil.copytree(checked[0].root, tmp_path / "study"))
 
 
-def test_without_a_check_of_this_generator_nothing_is_written(checked, tmp_path, wsi_fl):
-    study = copied(checked[0], tmp_path)
+def test_without_a_check_of_this_generator_nothing_is_written(own, wsi_fl):
+    study = own
     path = study.generator("S1") / "check.json"
     document = json.loads(path.read_text())
     document["generator"]["sha256"] = "0" * 64
@@ -284,29 +257,23 @@ def test_without_a_check_of_this_generator_nothing_is_written(checked, tmp_path,
     assert found.returncode == 1 and found.stderr.count("wsi-fl: error") == 1
     assert "`synthesize check` was not run" in found.stderr
     assert not (study.root / "stores" / "S1-synthetic").exists()
-    document = sample(study, site="S1", n_per_class=3, despite_failed_check=True)
-    assert document["generator"]["check"] == "not run"
+    told = sample(study, site="S1", n_per_class=3, despite_failed_check=True)
+    assert told["generator"]["check"] == "not run"
 
 
-def test_a_synthetic_store_is_a_patch_store_that_says_so(checked):
+def test_a_synthetic_store_is_a_patch_store_that_says_so_and_takes_the_place_of_no_real_one(checked):
     study, _ = checked
     document = sample(study, site="S1", n_per_class=5, name="twin", seed=3, as_site=True)
     with open_store(study, "twin") as store:
-        assert len(store) == 10
-        assert np.bincount(store.table.label).tolist() == [5, 5]
-        assert store.meta.spec.size_px == 16
-        assert len(np.unique(store.table.patient)) == 10
-        assert set(store.table.split) == {"train"}
+        table, provenance = store.table, json.loads(store.meta.generator)
+        assert (len(store), store.meta.spec.size_px, len(np.unique(table.patient))) == (10, 16, 10)
+        assert np.bincount(table.label).tolist() == [5, 5] and set(table.split) == {"train"}
         pixels = store.read(np.arange(10))
         assert pixels.std() > 1
-        provenance = json.loads(store.meta.generator)
-        assert provenance == document["generator"]
-        assert provenance["sha256"] == KIND.trained(study, "S1")[0].digest("after")
-        assert provenance["check"] == "passed"
-        assert provenance["differential_privacy"] is False
+    assert provenance == document["generator"] and provenance["differential_privacy"] is False
+    assert (provenance["sha256"], provenance["check"]) == (digest_of(study), "passed")
     with h5py.File(study.store("twin")) as file:
-        assert bool(file.attrs["synthetic"])
-        assert int(file.attrs["version"]) == 1
+        assert bool(file.attrs["synthetic"]) and int(file.attrs["version"]) == 1
     packed = study.root / "packed.h5"
     pack(study.store("twin"), packed)
     with PatchStore(packed) as store:
@@ -315,52 +282,42 @@ def test_a_synthetic_store_is_a_patch_store_that_says_so(checked):
     with open_store(study, "S1") as store:
         assert store.meta.generator is None
     refused(lambda: train_generator(study, site="twin"), "synthetic already")
+    refused(lambda: sample(study, site="S1", n_per_class=2, name="S1"), "real patches")
+    refused(lambda: sample(study, site="S1", n_per_class=0), "at least 1")
+    refused(lambda: sample(study, site="S2", n_per_class=2), "unknown site")
 
 
 def test_models_train_on_a_synthetic_store(checked):
-    from wsi_fl.stages.training.train import train
-
     study, _ = checked
     sample(study, site="S1", n_per_class=8, name="both", as_site=True)
-    given = {"overrides": ['sites=["both", "S1"]', "privacy.enabled=false"], "backend": "local"}
-    summary = train(study, method="fedavg", pipeline_name="gan", **given)
+    given = {"pipeline_name": "gan", "backend": "local"}
+    both = 'sites=["both", "S1"]'
+    summary = train(study, method="fedavg", overrides=[both, "privacy.enabled=false"], **given)
     assert {row["site"] for row in summary["sites"]} == {"both", "S1"}
-    given["overrides"] = ['sites=["both", "S1"]', "train.rounds=1"]
-    summary = train(study, method="proxyfl", pipeline_name="gan", **given)
+    summary = train(study, method="proxyfl", overrides=[both], **given)
     assert {row["site"]: row["guarantee"] for row in summary["sites"]} == {"both": "none", "S1": "guaranteed"}
 
 
-def test_features_of_synthetic_patches_say_so_too(checked, tmp_path):
-    study = copied(checked[0], tmp_path)
+def test_features_of_synthetic_patches_say_so_too(own):
+    study = own
     sample(study, site="S1", n_per_class=8, name="both", as_site=True)
     with open_store(study, "both") as store:
         meta, table = store.meta, store.table
     known = BagMeta("both", meta.classes, "e", meta.spec, "features", generator=meta.generator)
     write_patches_as_bags(study.features("both"), known, table, np.zeros((len(table), 3), np.float32))
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
-    assert (
-        release(study, site="both", pipeline_name="gan", overrides=heads)["sites"][0]["guarantee"] == "none"
-    )
+    (row,) = release(study, site="both", pipeline_name="gan", overrides=heads)["sites"]
+    assert row["guarantee"] == "none"
 
 
-def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(checked, tmp_path):
-    study = copied(checked[0], tmp_path)
+def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(own):
+    study = own
     path = study.root / "sites" / "S1.toml"
     path.write_text(path.read_text().replace("real = false", "real = true"))
     refused(lambda: sample(study, site="S1", n_per_class=2, as_site=True), "S1.toml", 'allow = ["generator"]')
     assert not study.store("S1-synthetic").exists()
     path.write_text(path.read_text() + '\nallow = ["generator"]\n')
     assert sample(study, site="S1", n_per_class=2, as_site=True)["site_file"]
-
-
-def test_real_patches_are_never_written_over(checked):
-    study, _ = checked
-    refused(lambda: sample(study, site="S1", n_per_class=2, name="S1"), "real patches")
-    refused(lambda: sample(study, site="S1", n_per_class=0), "at least 1")
-    refused(lambda: sample(study, site="S2", n_per_class=2), "unknown site", error=UsageError)
-
-
-# a generator that copies
 
 
 def soft_images(rng, n):
@@ -401,10 +358,7 @@ def plant_copier(study, coarse, labels):
 
 @pytest.mark.slow
 def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_fl):
-    for name in ("pipelines", "sites"):
-        (tmp_path / "study" / name).mkdir(parents=True)
-    study = Study(tmp_path / "study")
-    (study.root / "pipelines" / "gan.toml").write_text(SMALL)
+    study = empty_study(tmp_path / "study")
     coarse, soft = soft_images(np.random.default_rng(5), 64)
     x, y = to_pixels(soft).permute(0, 2, 3, 1).numpy(), np.arange(64) // 2 % 12
     np.savez(study.root / "data.npz", x_train=x[:24], y_train=y[:24], x_test=x[24:], y_test=y[24:])
@@ -416,15 +370,12 @@ def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_f
     found = wsi_fl(*command, cwd=study.root)
     assert found.returncode == 1, found.stderr
     document = json.loads(found.stdout)
-    assert not document["passed"]
-    assert document["copying"]["after"]["nearest sample"]["copies_training"] == 24
-    assert document["copying"]["after"]["nearest sample"]["copies_held_out"] == 0
+    honest, copying = (document["copying"][phase]["nearest sample"] for phase in ("before", "after"))
+    assert not document["passed"] and honest["copies_training"] == 0
+    assert (copying["copies_training"], copying["copies_held_out"]) == (24, 0)
     assert any("met almost exactly" in reason for reason in document["reasons"])
-    honest = document["copying"]["before"]["nearest sample"]
-    assert honest["copies_training"] == 0
     words = ("not passed", "--despite-failed-check")
     refused(lambda: sample(study, site="S1", n_per_class=2), *words, error=WsiFlError)
     assert not study.store("S1-synthetic").exists()
     told = sample(study, site="S1", n_per_class=2, despite_failed_check=True)
-    assert told["generator"]["check"] == "failed"
-    assert told["generator"]["reasons"]
+    assert told["generator"]["check"] == "failed" and told["generator"]["reasons"]

@@ -100,6 +100,10 @@ def served(shown, **how):
             thread.join()
 
 
+def gallery_of(*paths):
+    return Gallery("some", [Exhibit(path.stem, path) for path in paths])
+
+
 def asked(server, path, *, method="GET", host=None, token=True):
     """(status, headers, body) of a request whose path is sent as it is."""
     connection = http.client.HTTPConnection(ADDRESS, server.port, timeout=20)
@@ -112,16 +116,18 @@ def asked(server, path, *, method="GET", host=None, token=True):
     return answer.status, answer.headers, body
 
 
+@contextmanager
+def sent(server, head):
+    """A connection on which these bytes were sent, as no client would; HOST stands for the right name."""
+    with socket.create_connection((ADDRESS, server.port), timeout=20) as connection:
+        connection.sendall(head.replace("HOST", f"Host: {ADDRESS}:{server.port}").encode())
+        yield connection
+
+
 def status_of(server, path):
-    """The status of a request for a path that no client would send."""
-    connection = socket.create_connection((ADDRESS, server.port), timeout=20)
-    with connection, connection.makefile("rb") as answer:
-        head = f"GET {path} HTTP/1.1\r\nHost: {ADDRESS}:{server.port}\r\nConnection: close\r\n\r\n"
-        connection.sendall(head.encode())
+    head = f"GET {path} HTTP/1.1\r\nHOST\r\nConnection: close\r\n\r\n"
+    with sent(server, head) as connection, connection.makefile("rb") as answer:
         return int(answer.readline().split()[1])
-
-
-# pixels
 
 
 def read_tile(slide, level, column, row):
@@ -132,10 +138,8 @@ def read_tile(slide, level, column, row):
 def stitched(slide, level):
     """A level [h, w, 3] put together from its tiles."""
     width, height = Pyramid(slide.size_l0).size(level)
-    rows, columns = -(-height // TILE_PX), -(-width // TILE_PX)
-    return np.vstack(
-        [np.hstack([read_tile(slide, level, x, y) for x in range(columns)]) for y in range(rows)]
-    )
+    rows, columns = range(-(-height // TILE_PX)), range(-(-width // TILE_PX))
+    return np.vstack([np.hstack([read_tile(slide, level, x, y) for x in columns]) for y in rows])
 
 
 def test_tiles_put_together_are_the_slide_on_every_level(archive):
@@ -149,9 +153,6 @@ def test_tiles_put_together_are_the_slide_on_every_level(archive):
             slide.area((0.0, 0.0), float(pyramid.scale(level)), whole, overlapping=False)
             assert np.array_equal(stitched(slide, level), whole)
         assert np.array_equal(whole[:200, :300], slide._composed((0, 0), 0, (300, 200)))
-
-
-# the server
 
 
 @pytest.fixture(scope="module")
@@ -176,15 +177,6 @@ def test_the_page_the_list_a_slide_a_layer_and_a_tile_are_served(server, archive
     assert np.abs(apart).mean() < 4
 
 
-def test_without_the_token_or_with_one_that_is_almost_right_nothing_is_said(server):
-    for path in ("/", "//", "/slides.json", "/wrong/slides.json", "/../slides.json", "*", "x", "/ü/"):
-        assert status_of(server, path) == 403, path
-    for token in (server.token[:-1], server.token + "x", server.token.swapcase(), ""):
-        assert asked(server, f"/{token}/slides.json", token=False)[0] == 403
-    assert asked(server, f"/{server.token}", token=False)[0] == 404
-    assert len(server.token) >= 43, "256 bits in base64"
-
-
 NOT_FOUND = r"""
 slides slides/ page/ index.html viewer.py openseadragon.LICENSE slides.json/ slides.json?a=1 slides/1e0.json
 slides/4.json .. ../ ../slides.json slides/../slides.json ..%2f..%2fetc%2fpasswd %2e%2e/slides.json
@@ -194,23 +186,27 @@ slides/4/tiles/9/0_0.jpg slides/0/tiles/9/1_0.jpg slides/0/tiles/99/0_0.jpg slid
 """
 
 
-def test_paths_of_no_known_form_and_slides_that_are_not_there_are_not_found(server):
+def test_without_the_token_nothing_is_said_and_with_it_nothing_of_paths_and_slides_that_are_not_there(server):
+    for path in ("/", "//", "/slides.json", "/wrong/slides.json", "/../slides.json", "*", "x", "/ü/"):
+        assert status_of(server, path) == 403, path
+    for token in (server.token[:-1], server.token + "x", server.token.swapcase(), ""):
+        assert asked(server, f"/{token}/slides.json", token=False)[0] == 403
+    assert asked(server, f"/{server.token}", token=False)[0] == 404
+    assert len(server.token) >= 43, "256 bits in base64"
     for path in [*NOT_FOUND.split(), "slides/0.json\x00"]:
         assert status_of(server, f"/{server.token}/{path}") == 404, path
 
 
-def test_the_server_is_read_only_and_listens_on_this_machine_alone(server):
-    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"):
-        status, headers, _ = asked(server, "slides.json", method=method)
-        assert (status, headers["Allow"]) == (405, "GET, HEAD")
-    assert server.socket.getsockname()[0] == "127.0.0.1"
-
-
-def test_a_name_that_was_rebound_to_this_machine_gets_nothing_and_a_tunnel_may_say_localhost(server):
+def test_the_server_is_read_only_and_a_name_that_was_rebound_to_this_machine_gets_nothing(server):
+    """It listens on this machine alone; a tunnel may say localhost."""
     port = server.port
     for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", "127.0.0.1:1", f"[::1]:{port}", ""):
         assert asked(server, "slides.json", host=host)[0] == 403, host
     assert asked(server, "slides.json", host=f"localhost:{port}")[0] == 200
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"):
+        status, headers, _ = asked(server, "slides.json", method=method)
+        assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
 @pytest.mark.parametrize(
@@ -223,8 +219,7 @@ def test_a_name_that_was_rebound_to_this_machine_gets_nothing_and_a_tunnel_may_s
     ],
 )
 def test_what_is_no_request_is_answered_as_all_others_are(server, head, status):
-    with socket.create_connection((ADDRESS, server.port), timeout=20) as connection:
-        connection.sendall(head.encode())
+    with sent(server, head) as connection:
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         assert (answer.status, answer.headers["Cache-Control"]) == (status, "no-store")
@@ -233,28 +228,27 @@ def test_what_is_no_request_is_answered_as_all_others_are(server, head, status):
 
 
 def test_a_body_ends_the_connection_and_is_no_second_request(server):
-    with socket.create_connection((ADDRESS, server.port), timeout=20) as connection:
-        second = f"GET / HTTP/1.1\r\nHost: {ADDRESS}:{server.port}\r\n\r\n"
-        head = f"GET /{server.token}/slides.json HTTP/1.1\r\nHost: {ADDRESS}:{server.port}\r\n"
-        connection.sendall(f"{head}Content-Length: {len(second)}\r\n\r\n{second}".encode())
-        with connection.makefile("rb") as answers:
-            said = answers.read()
-        assert said.count(b"HTTP/1.1 ") == 1 and b"Connection: close" in said
+    second = "GET / HTTP/1.1\r\nHOST\r\n\r\n"
+    head = f"GET /{server.token}/slides.json HTTP/1.1\r\nHOST\r\nContent-Length: {len(second)}\r\n\r\n"
+    with sent(server, head + second) as connection:
+        said = connection.makefile("rb").read()
+    assert said.count(b"HTTP/1.1 ") == 1 and b"Connection: close" in said
 
 
 def test_a_head_that_does_not_end_and_a_crowd_are_hung_up_on(predicted, monkeypatch):
     monkeypatch.setattr(servers, "_HEAD_S", 0.2)
     monkeypatch.setattr(servers, "_MOST_CONNECTIONS", 3)
-    with served(Gallery("nothing", [])) as running:
-        slow = [socket.create_connection((ADDRESS, running.port), timeout=20) for _ in range(3)]
-        slow[0].sendall(b"GET / HTTP/1.1\r\nHost: ")
-        with socket.create_connection((ADDRESS, running.port), timeout=20) as more:
+    with (
+        served(gallery_of()) as running,
+        sent(running, "GET / HTTP/1.1\r\nHost: ") as slow,
+        sent(running, ""),
+        sent(running, ""),
+    ):
+        with sent(running, "") as more:
             assert more.recv(1) == b"", "one too many"
-        while slow[0].recv(1 << 16):
+        while slow.recv(1 << 16):
             pass
         assert asked(running, "slides.json")[0] == 200, "there is room again"
-        for one in slow:
-            one.close()
 
 
 def test_every_answer_forbids_other_origins_storing_and_inline_scripts(server):
@@ -269,41 +263,42 @@ def test_every_answer_forbids_other_origins_storing_and_inline_scripts(server):
 
 
 def test_a_port_that_is_taken_is_said_and_the_usual_one_gives_way(server, monkeypatch):
-    empty = Gallery("nothing", [])
+    empty = gallery_of()
     refused(lambda: ViewServer(empty, server.port), f"port {server.port} cannot be used", "--port")
     monkeypatch.setattr("wsi_fl.viewer.server._USUAL_PORT", server.port)
     with ViewServer(empty) as other:
         assert other.port != server.port
 
 
-def test_slides_that_are_being_read_stay_open_and_others_are_closed(archive, monkeypatch):
+def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_drawn_once(
+    archive, monkeypatch
+):
     monkeypatch.setattr(galleries, "_OPEN_SLIDES", 1)
-    paths = [path for centre in (0, 1) for path in slides_of(archive, centre)]
-    shown = Gallery("all", [Exhibit(path.stem, path) for path in paths])
+    paths, drawn = [path for centre in (0, 1) for path in slides_of(archive, centre)], []
+    overlay = Overlay("a", "outlines", lambda slide: drawn.append(slide) or {"rings": []})
+    shown = Gallery("all", [Exhibit(path.stem, path, overlays=[overlay]) for path in paths])
     with ThreadPoolExecutor(8) as pool, served(shown) as running:
         wanted = [f"slides/{k % len(paths)}/tiles/10/{k % 2}_{k // 2 % 2}.jpg" for k in range(64)]
         found = list(pool.map(lambda path: asked(running, path), wanted))
         assert {status for status, *_ in found} == {200}
-        assert len({body for _, _, body in found}) == len(set(wanted))
-        assert len(shown._lent) == 1
+        assert len({body for _, _, body in found}) == len(set(wanted)) and len(shown._lent) == 1
         with shown.lent(0) as first, shown.lent(1):
-            assert {0, 1} <= set(shown._lent)
-            assert read_tile(first, 10, 0, 0) is not None
+            assert {0, 1} <= set(shown._lent) and read_tile(first, 10, 0, 0) is not None
         assert len(shown._lent) == 1
+        bodies = {
+            body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))
+        }
+        assert (bodies, len(drawn)) == ({b'{"rings":[]}'}, 1)
     assert not shown._lent
 
 
 def test_a_slide_that_cannot_be_opened_says_so_and_the_others_go_on(tmp_path, archive):
     (tmp_path / "broken.tif").write_bytes(b"not a slide")
-    shown = Gallery(
-        "two", [Exhibit("broken", tmp_path / "broken.tif"), Exhibit("good", slides_of(archive, 0)[0])]
-    )
-    with served(shown) as running:
+    paths = [tmp_path / "broken.tif", slides_of(archive, 0)[0]]
+    with served(gallery_of(*paths)) as running:
         status, _, body = asked(running, "slides/0.json")
-        assert (status, json.loads(body)["error"]) == (
-            500,
-            "broken.tif: not a slide format that is known here",
-        )
+        said = json.loads(body)["error"]
+        assert (status, said) == (500, "broken.tif: not a slide format that is known here")
         assert asked(running, "slides/0/tiles/9/0_0.jpg")[0] == 500
         assert asked(running, "slides/1/tiles/9/0_0.jpg")[0] == 200
 
@@ -311,8 +306,7 @@ def test_a_slide_that_cannot_be_opened_says_so_and_the_others_go_on(tmp_path, ar
 def test_a_slide_that_opens_slowly_keeps_nobody_from_the_others(archive, monkeypatch):
     paths, go_on = slides_of(archive, 0)[:3], threading.Event()
     monkeypatch.setattr(galleries, "check_opens_safely", lambda path, *_: path == paths[0] and go_on.wait(20))
-    shown = Gallery("three", [Exhibit(path.stem, path) for path in paths])
-    with served(shown) as running, ThreadPoolExecutor(2) as pool:
+    with served(gallery_of(*paths)) as running, ThreadPoolExecutor(2) as pool:
         slow = [pool.submit(asked, running, "slides/0.json") for _ in range(2)]
         assert asked(running, "slides/1.json")[0] == asked(running, "slides/2/tiles/9/0_0.jpg")[0] == 200
         assert not any(one.done() for one in slow)
@@ -320,31 +314,13 @@ def test_a_slide_that_opens_slowly_keeps_nobody_from_the_others(archive, monkeyp
         assert [one.result()[0] for one in slow] == [200, 200]
 
 
-def test_a_layer_is_drawn_once_however_many_ask(archive):
-    drawn = []
-
-    def draw(slide):
-        drawn.append(1)
-        return {"rings": []}
-
-    shown = Gallery(
-        "one", [Exhibit("x", slides_of(archive, 0)[0], overlays=[Overlay("a", "outlines", draw)])]
-    )
-    with ThreadPoolExecutor(4) as pool, served(shown) as running:
-        bodies = [
-            body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))
-        ]
-    assert (set(bodies), drawn) == ({b'{"rings":[]}'}, [1])
-
-
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory):
     """A slide of 6144 pixels a side without a pyramid."""
     path = tmp_path_factory.mktemp("flat") / "flat.tif"
     picture = phantom.paint_slide(phantom.plan_slides(1, 1, 1024, 0)[1])
-    write_levels(
-        path, [(6144, 6144, list(jpeg_tiles(np.tile(picture, (6, 6, 1)), 80, TILE_PX)))], 0.5, TILE_PX
-    )
+    tiles = list(jpeg_tiles(np.tile(picture, (6, 6, 1)), 80, TILE_PX))
+    write_levels(path, [(6144, 6144, tiles)], 0.5, TILE_PX)
     return path
 
 
@@ -365,8 +341,7 @@ def test_a_slide_without_a_pyramid_is_read_once_for_all_coarse_tiles(flat, monke
 
 
 def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
-    began, gone = threading.Event(), threading.Event()
-    read = []
+    began, gone, read = threading.Event(), threading.Event(), []
 
     def slow(*how, **more):
         began.set()
@@ -374,49 +349,45 @@ def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
         read.append(1)
 
     monkeypatch.setattr("wsi_fl.viewer.tiles._STRIP_PX", 1 << 20)
-    with served(Gallery("one", [Exhibit("flat", flat)])) as running:
+    with served(gallery_of(flat)) as running:
         running._first.join()
         monkeypatch.setattr(Slide, "area", slow)
-        with socket.create_connection((ADDRESS, running.port)) as connection:
-            path = f"/{running.token}/slides/0/tiles/9/0_0.jpg"
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {ADDRESS}:{running.port}\r\n\r\n".encode())
+        with sent(running, f"GET /{running.token}/slides/0/tiles/9/0_0.jpg HTTP/1.1\r\nHOST\r\n\r\n"):
             assert began.wait(20)
         gone.set()
     assert len(read) == 1, "the first strip of hundreds"
 
 
-# what is shown
-
-
-def test_a_site_shows_its_own_slides_and_what_its_store_kept(predicted, archive):
+def test_a_site_shows_its_own_slides_and_what_its_store_kept_or_that_it_has_none(
+    predicted, archive, tmp_path, capsys
+):
     study, _ = predicted
     shown = gallery(study, site="C1")
-    assert [one.path for one in shown.exhibits] == slides_of(archive, 0)
-    assert shown.patients_of == ()
+    assert [one.path for one in shown.exhibits] == slides_of(archive, 0) and shown.patients_of == ()
     drawn = layers_of(shown, ILL)
     assert list(drawn) == ["kept patches", "tissue", "annotation"]
     with open_store(study, "C1") as store:
         table = store.table.take(store.table.slide == ILL)
-    assert drawn["kept patches"]["xy"] == table.xy_l0.ravel().tolist()
-    assert drawn["kept patches"]["group"] == table.label.tolist()
     kept = drawn["kept patches"]
+    assert (kept["xy"], kept["group"]) == (table.xy_l0.ravel().tolist(), table.label.tolist())
     assert (kept["side"], kept["groups"]) == (128.0, ["healthy", "tumor"])
+    init(tmp_path / "new", archive=archive)
+    bare = gallery(Study(tmp_path / "new"), site="C2")
+    assert [one.path for one in bare.exhibits] == slides_of(archive, 1)
+    assert "C2 has no store yet" in capsys.readouterr().err
+    assert [one.name for one in bare.exhibits[1].overlays] == ["tissue", "annotation"]
 
 
-def test_outlines_are_those_of_tile_and_tissue_is_looked_for_where_its_reader_was_vouched_for(
-    predicted, archive, monkeypatch
-):
+def test_outlines_are_those_of_tile_and_tissue_that_of_a_vouched_reader(predicted, archive, monkeypatch):
     study, vouched = predicted[0], []
     note = lambda path, mpp, reader: vouched.append((path.stem, reader))  # noqa: E731
     monkeypatch.setattr(site_layers, "check_opens_safely", note)
     drawn = layers_of(gallery(study, site="C1"), ILL)
     rings = [shapely.Polygon(np.reshape(ring, (-1, 2))) for ring in drawn["annotation"]["rings"]]
     tumor = read_annotations(archive / "annotations" / f"{ILL}.xml").tumor
-    drawn_area = shapely.area(shapely.symmetric_difference_all(rings))
-    assert drawn_area == pytest.approx(tumor.area, rel=0.01)
-    tissue = shapely.union_all(
-        [shapely.Polygon(np.reshape(r, (-1, 2))) for r in drawn["tissue"]["rings"] if len(r) > 6]
-    )
+    assert shapely.area(shapely.symmetric_difference_all(rings)) == pytest.approx(tumor.area, rel=0.01)
+    found = [shapely.Polygon(np.reshape(r, (-1, 2))) for r in drawn["tissue"]["rings"] if len(r) > 6]
+    tissue = shapely.union_all(found)
     corners = np.reshape(drawn["kept patches"]["xy"], (-1, 2))
     squares = shapely.box(*corners.T, *(corners + 128).T)
     covered = shapely.area(shapely.intersection(squares, tissue)) / 128**2
@@ -424,15 +395,7 @@ def test_outlines_are_those_of_tile_and_tissue_is_looked_for_where_its_reader_wa
     assert vouched == [(ILL, "auto")]
 
 
-def test_a_site_without_a_store_shows_its_slides_and_says_so(archive, tmp_path, capsys):
-    init(tmp_path / "new", archive=archive)
-    shown = gallery(Study(tmp_path / "new"), site="C2")
-    assert [one.path for one in shown.exhibits] == slides_of(archive, 1)
-    assert "C2 has no store yet" in capsys.readouterr().err
-    assert [one.name for one in shown.exhibits[1].overlays] == ["tissue", "annotation"]
-
-
-def test_what_is_drawn_of_a_prediction_is_what_predict_wrote(predicted):
+def test_what_is_drawn_of_a_prediction_is_what_predict_wrote_and_a_folder_is_shown_like_a_run(predicted):
     study, run = predicted
     layer = layers_of(gallery(study, run=run, site="C1"), ILL)["model of C1"]
     with (study.root / "runs" / run / "predictions/C1" / ILL / "patches.csv").open(newline="") as file:
@@ -441,15 +404,9 @@ def test_what_is_drawn_of_a_prediction_is_what_predict_wrote(predicted):
     assert layer["xy"] == [int(row[key]) for row in rows for key in ("x_l0", "y_l0")]
     assert layer["values"][1] == pytest.approx([float(row["p_tumor"]) for row in rows], abs=1e-4)
     assert layer["side"] == 128.0
-
-
-def test_slides_are_ranked_by_what_was_said_of_them_and_a_folder_is_shown_like_a_run(predicted):
-    study, run = predicted
     folder = study.root / "runs" / run / "predictions/C1"
-    scores = {
-        path.parent.name: json.loads(path.read_text())["score"]["top_k_mean"]
-        for path in folder.glob("*/score.json")
-    }
+    files = folder.glob("*/score.json")
+    scores = {path.parent.name: json.loads(path.read_text())["score"]["top_k_mean"] for path in files}
     for shown in (gallery(study, run=run, site="C1"), gallery(study, predictions=folder)):
         assert {one.name: one.score for one in shown.exhibits} == scores
     assert [one.name for one in gallery(study, predictions=folder / ILL).exhibits] == [ILL]
@@ -458,9 +415,8 @@ def test_slides_are_ranked_by_what_was_said_of_them_and_a_folder_is_shown_like_a
 def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
     xy_l0 = np.array([[0, 0], [512, 0], [0, 512]])
     alone = np.array([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
-    answer = SlidePrediction(
-        CLASSES, ("luad", "lusc"), np.array([0.3, 0.7]), alone, np.array([0.1, 0.6, 0.3])
-    )
+    given = np.array([0.3, 0.7]), alone, np.array([0.1, 0.6, 0.3])
+    answer = SlidePrediction(CLASSES, ("luad", "lusc"), *given)
     write_patches(tmp_path / "patches.csv", xy_l0, 512.0, answer.columns)
     said = Prediction(tmp_path, {"site": "C1", "slide": "x", **answer.facts})
     assert (said.words, said.value) == ("lusc 0.70", 0.7)
@@ -472,30 +428,25 @@ def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
     assert said.overlays() == [], "nobody knows where the patches lie"
 
 
-# whose slides
-
-
 def test_a_viewer_of_one_site_never_shows_the_slide_of_another(predicted, archive):
     study, run = predicted
-    shown = {one.name: one for one in gallery(study, run=run, site="C2").exhibits}
-    assert {name: one.path is not None for name, one in shown.items()} == {
-        ILL: False,
-        slides_of(archive, 1)[0].stem: True,
-    }
-    assert shown[ILL].note == "a slide of C1, which is not shown here"
-    numbers = {one.name: k for k, one in enumerate(gallery(study, run=run, site="C2").exhibits)}
-    with served(gallery(study, run=run, site="C2")) as running:
-        for path in ("{}.json", "{}/layers/0.json", "{}/tiles/9/0_0.jpg"):
-            assert asked(running, "slides/" + path.format(numbers[ILL]))[0] == 404
-        assert asked(running, f"slides/{1 - numbers[ILL]}/tiles/9/0_0.jpg")[0] == 200
+    shown = gallery(study, run=run, site="C2")
+    k = [one.name for one in shown.exhibits].index(ILL)
+    theirs, mine = shown.exhibits[k], shown.exhibits[1 - k]
+    assert (theirs.path, theirs.note) == (None, "a slide of C1, which is not shown here")
+    assert mine.path == slides_of(archive, 1)[0] and len(shown.exhibits) == 2
+    with served(shown) as running:
+        for path in (f"{k}.json", f"{k}/layers/0.json", f"{k}/tiles/9/0_0.jpg"):
+            assert asked(running, f"slides/{path}")[0] == 404
+        assert asked(running, f"slides/{1 - k}/tiles/9/0_0.jpg")[0] == 200
 
 
 def test_a_slide_that_two_sites_name_is_shown_where_none_of_them_hides_it(own, archive):
     study, run = own
     told = study.root / "sites/C2.toml"
-    both = json.dumps([str(archive / "training/center_0/*.tif"), str(archive / "training/center_1/*.tif")])
-    lines = [f"slides = {both}" if one.startswith("slides") else one for one in told.read_text().splitlines()]
-    told.write_text("\n".join(lines))
+    others = [line for line in told.read_text().splitlines() if not line.startswith("slides")]
+    both = json.dumps([str(archive / f"training/center_{k}/*.tif") for k in (0, 1)])
+    told.write_text("\n".join([f"slides = {both}", *others]))
 
     def shown(**how):
         return {one.name for one in gallery(study, run=run, **how).exhibits if one.path}
@@ -503,7 +454,7 @@ def test_a_slide_that_two_sites_name_is_shown_where_none_of_them_hides_it(own, a
     assert ILL in shown(site="C1") and ILL in shown(site="C2"), "it is a slide of both"
     make_real(study, "C1")
     assert ILL in shown(site="C1") and ILL in shown(site="C2")
-    told.write_text("\n".join(one for one in told.read_text().splitlines() if not one.startswith("slides")))
+    told.write_text("\n".join(others))
     assert ILL not in shown(site="C2"), "it is C1's alone"
 
 
@@ -512,9 +463,8 @@ def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
     score = study.root / "runs" / run / "predictions/C2" / ILL / "score.json"
 
     def models():
-        return [
-            name for name in layers_of(gallery(study, run=run, site="C1"), ILL) if name.startswith("model")
-        ]
+        shown = layers_of(gallery(study, run=run, site="C1"), ILL)
+        return [name for name in shown if name.startswith("model")]
 
     assert models() == ["model of C1", "model of C2"]
     make_real(study, "C2")
@@ -527,9 +477,7 @@ def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, caps
     study, run = own
     assert {one.name for one in gallery(study, run=run).exhibits if one.path} > {ILL}
     shutil.move(study.root / "runs" / run / "predictions/C1", study.root / "elsewhere")
-    assert ILL in [one.name for one in gallery(study, run=run).exhibits if one.path], (
-        "C1 lets its patches be read"
-    )
+    assert ILL in [one.name for one in gallery(study, run=run).exhibits if one.path], "C1 may be read"
     shutil.move(study.root / "elsewhere", study.root / "runs" / run / "predictions/C1")
     make_real(study, "C1")
     assert {one.path for one in gallery(study, run=run).exhibits if one.name == ILL} == {None}
@@ -539,7 +487,7 @@ def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, caps
     assert gallery(study, run=run, site="C1").patients_of == ("C1",)
 
 
-def test_another_slide_under_the_same_name_is_not_coloured_and_one_that_is_gone_stays_in_the_list(
+def test_another_slide_of_the_same_name_is_not_coloured_and_one_that_is_gone_is_listed(
     own, archive, tmp_path
 ):
     study, run = own
@@ -565,27 +513,21 @@ def test_errors_say_what_to_do(own, tmp_path):
     (folder / "C1" / ILL / "patches.csv").write_text("x_l0,y_l0,size_l0,p_tumor\n1,2,3,many\n")
     refused(lambda: layers_of(gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError)
     score = folder / "C1" / ILL / "score.json"
-    score.write_text(json.dumps(json.loads(score.read_text()) | {"score": {"top_k_mean": "high"}}))
-    refused(lambda: gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
-    (folder / "C1" / ILL / "score.json").write_text("[]")
-    refused(lambda: gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
+    for damaged in (json.dumps(json.loads(score.read_text()) | {"score": {"top_k_mean": "high"}}), "[]"):
+        score.write_text(damaged)
+        refused(lambda: gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
     shutil.rmtree(folder / "C1")
     refused(lambda: gallery(study, run=run, site="C1"), "no prediction of site C1", "wsi-fl predict")
     shutil.rmtree(folder)
     refused(lambda: gallery(study, run=run), "no prediction yet", f"wsi-fl predict {run}")
 
 
-# the command
-
-
 def test_the_command_says_where_the_page_is_and_ends_quietly(predicted):
     study, _ = predicted
     command = [sys.executable, "-m", "wsi_fl", "view", "--site", "C1", "--json"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "BROWSER": "false"}
-    process = subprocess.Popen(
-        command, cwd=study.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    given = {"cwd": study.root, "env": os.environ | {"PYTHONPATH": path, "BROWSER": "false"}, "text": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **given)
     try:
         text = "".join(takewhile(lambda line: line != "}\n", process.stdout)) + "}"
         document = json.loads(text)
@@ -604,11 +546,7 @@ def test_the_command_says_where_the_page_is_and_ends_quietly(predicted):
     assert (process.returncode, rest, said) == (0, "", "wsi-fl view: starting …\n")
 
 
-# a browser
-
-looked_at = pytest.mark.skipif(
-    not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at"
-)
+looked_at = pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: nobody looks")
 THRESHOLD = "document.querySelector('#boxes li .dial:last-child input')"
 READY = "document.body?.dataset.ready"
 INK = """(() => { const over = document.querySelector('#over');
@@ -696,14 +634,11 @@ def test_a_layer_that_cannot_be_drawn_and_a_real_site_are_said_on_the_page(page,
         raise WsiFlError("nobody knows")
 
     path = slides_of(archive, 0)[0]
-    drawn = Overlay("good", "values", lambda slide: values(np.array([[0, 0]]), 900.0, {"p": np.ones(1)}, "p"))
-    more = Overlay(
-        "more", "patches", lambda slide: patches(np.array([[0, 0]]), 900.0, np.zeros(1, np.int64), ["<b>x"])
-    )
-    exhibits = [
-        Exhibit("<img src=x>", path, "<i>", overlays=[drawn, more, Overlay("bad", "outlines", broken)])
-    ]
-    with served(Gallery("<script>", exhibits, patients_of=["H1"])) as server:
+    xy, group = np.array([[0, 0]]), np.zeros(1, np.int64)
+    drawn = Overlay("good", "values", lambda slide: values(xy, 900.0, {"p": np.ones(1)}, "p"))
+    more = Overlay("more", "patches", lambda slide: patches(xy, 900.0, group, ["<b>x"]))
+    one = Exhibit("<img src=x>", path, "<i>", overlays=[drawn, more, Overlay("bad", "outlines", broken)])
+    with served(Gallery("<script>", [one], patients_of=["H1"])) as server:
         opened(page, server)
         assert page.run("document.querySelector('#boxes .why').textContent") == "nobody knows"
         assert "Patients of H1" in page.run("document.querySelector('#patients').textContent")
