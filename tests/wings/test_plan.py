@@ -20,7 +20,15 @@ from wsi_fl.hospitals.plans import approving
 from wsi_fl.hospitals.plans import signed as signed_plans
 from wsi_fl.hospitals.plans.approving import cost_words, look, look_lines, sign
 from wsi_fl.hospitals.plans.making import document_of, make_plan
-from wsi_fl.hospitals.plans.signed import Plan, approval_path, approvals, approve, code_digest, plan_path
+from wsi_fl.hospitals.plans.signed import (
+    Plan,
+    approval_path,
+    approvals,
+    approve,
+    changes,
+    code_digest,
+    plan_path,
+)
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
@@ -176,6 +184,19 @@ def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi
     plan = Plan.load(out)
     assert json.loads(done.stdout)["sha256"] == plan.digest and plan.pipeline().train.rounds == 2
     assert "wsi-fl federation approve agreed.json" in wsi_fl(*given, cwd=coordinator.root).stderr
+
+
+def test_who_signs_again_is_told_what_changed(coordinator, identities, tmp_path):
+    study = Study(shutil.copytree(coordinator.root, tmp_path / "study"))
+    first = made(study, tmp_path, "proxyfl", "train.rounds=1")
+    approve(study, first, identities["S0"])
+    assert not any("lies here" in note for note in look(study, first, "S0").notes)
+    second = made(study, tmp_path, "proxyfl", "train.rounds=2")
+    told = f"beside plan {first.digest[:8]}, which lies here: train.rounds 1 → 2"
+    assert told in look(study, second, "S0").notes
+    fewer = changed(second, sites=second.document["sites"][:2])
+    assert changes(first, fewer) == ["without S2", "train.rounds 1 → 2"]
+    assert changes(fewer, second) == ["with S2"]
 
 
 def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, identities, tmp_path, capfd):

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.story
 
 study = larger_pair
 PAGE = Path(__file__).parents[2] / "docs" / "PRIVACY.md"
-SITES = ["S0", "S1"]
+SITES = ["S0", "S1", "S2"]
 SECRETS = re.compile(r"accuracy|auroc|loss|seconds|_slide_|_patient_", re.IGNORECASE)
 RECORDER = """
 import json, sys, warnings
@@ -205,7 +205,7 @@ def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, mo
     """The proxies are those of a run in which nothing diverged, and the site goes on after a restart."""
 
     def proxies(path):
-        return [RunFolder(path).site(name).load_model("proxy") for name in SITES]
+        return [RunFolder(path).site(name).load_model("proxy") for name in study.site_names()]
 
     options = ["train.rounds=3", "train.alone=false", "privacy.insecure_seed=5"]
     calm = study.root / train(study, method="proxyfl", overrides=options, backend="local")["run"]
@@ -312,7 +312,7 @@ def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other
     def released(*overrides):
         fixed = ["train.rounds=2", "train.alone=false", "privacy.insecure_seed=5"]
         run = train(study, method="proxyfl", overrides=[*fixed, *overrides], backend="local")["run"]
-        lines = [line for site in SITES for line in read_lines(study.ledger(site))]
+        lines = [line for site in study.site_names() for line in read_lines(study.ledger(site))]
         mine = [line for line in lines if line["run"].startswith(Path(run).name)]
         return [line["released"] for line in mine if line.get("released")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from wsi_fl.hospitals.plans.signed import (
     Plan,
     approval_path,
     approve,
+    changes,
     check_code,
     check_key,
     check_promises,
     check_withdrawn,
     cost_path,
+    plan_path,
     shown,
 )
 from wsi_fl.hospitals.trust.certificates import Identity
@@ -280,6 +283,11 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
 def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, plan: Plan) -> list[str]:
     """What the people who sign should know."""
     found = []
+    with suppress(UsageError, KeyError, ValueError):  # the first plan of a study, or no plan of this version
+        before = Plan.load(plan_path(study))
+        asked = "; ".join(changes(before, plan)) or "it asks the same"
+        if before.digest != plan.digest:
+            found.append(f"beside plan {before.digest[:8]}, which lies here: {asked}")
     if cost is None:
         found.append(
             f"the store of {me} is not on this machine, so what the plan costs here was not computed; sign where it is"

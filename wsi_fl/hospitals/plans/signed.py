@@ -104,6 +104,33 @@ class Plan:
         return validated(pipeline_model(), tomllib.loads(str(self.document["settings"])), "plan")
 
 
+def changes(before: Plan, plan: Plan) -> list[str]:
+    """Say what a plan asks otherwise than one before it: who takes part, the method, settings, and what sites allow."""
+    both = [name for name in plan.sites if name in before.sites]
+    was, now = (_terms(one, both) for one in (before, plan))
+    return [
+        *(f"without {name}" for name in before.sites if name not in both),
+        *(f"with {name}" for name in plan.sites if name not in both),
+        *(
+            f"{key} {shown(was.get(key))} → {shown(now.get(key))}"
+            for key in dict.fromkeys([*was, *now])
+            if was.get(key) != now.get(key)
+        ),
+    ]
+
+
+def _terms(plan: Plan, sites: Collection[str]) -> dict[str, Any]:
+    """Return the method, the settings, and what of these sites a plan says, by name."""
+    found = {"method": plan.method}
+    for section, values in tomllib.loads(str(plan.document["settings"])).items():
+        if isinstance(values, dict):
+            found |= {f"{section}.{key}": value for key, value in values.items()}
+    for site in plan.document["sites"]:
+        if site["name"] in sites:
+            found |= {f"{site['name']}'s {key}": site.get(key) for key in (*PROMISES, "key")}
+    return found
+
+
 def is_request(path: Path) -> bool:
     """Return whether a file is a certificate request, which is approved otherwise than a plan."""
     try:
