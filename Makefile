@@ -27,10 +27,10 @@ federation-demo: .venv/.flare  ## a server and four hospitals as processes: kits
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
 test: env        ## the test suite of the core: offline, two cores, real MPI ranks included
-	$(PYTEST) --no-loadscope-reorder --durations=30 -m 'not slow and not wing'
+	$(PYTEST) --no-loadscope-reorder --durations=30 --ignore=tests/wings --ignore=tests/nightly
 
 test-wings: env  ## the test suite of the wings: the lines between hospitals, generators, the viewer
-	$(PYTEST) --no-loadscope-reorder --durations=30 -m 'wing and not slow' tests
+	$(PYTEST) --no-loadscope-reorder --durations=30 tests/wings
 
 test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
 	$(PYTEST) -m slow --durations=20 --deselect 'tests/wings/test_drain.py::test_turns_of_a_liar_cost_no_more_than_was_approved[20]' tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/wings/test_folder_line.py tests/wings/test_federation_demo.py tests/wings/test_drain.py
