@@ -26,11 +26,13 @@ federation-demo: .venv/.flare  ## a server and four hospitals as processes: kits
 # Without compiled files every process of a test would compile the package anew.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
+WINGS := tests/wings wsi_fl/hospitals wsi_fl/synthesis wsi_fl/viewer
+
 test: env        ## the test suite of the core: offline, two cores, real MPI ranks included
-	$(PYTEST) --no-loadscope-reorder --durations=30 --ignore=tests/wings --ignore=tests/nightly
+	$(PYTEST) --no-loadscope-reorder --durations=30 --ignore=tests/nightly $(WINGS:%=--ignore=%)
 
 test-wings: env  ## the test suite of the wings: the lines between hospitals, generators, the viewer
-	$(PYTEST) --no-loadscope-reorder --durations=30 tests/wings
+	$(PYTEST) --no-loadscope-reorder --durations=30 $(WINGS)
 
 test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
 	$(PYTEST) -m slow --durations=20 --deselect 'tests/wings/test_drain.py::test_turns_of_a_liar_cost_no_more_than_was_approved[20]' tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/wings/test_folder_line.py tests/wings/test_federation_demo.py tests/wings/test_drain.py
