@@ -129,6 +129,14 @@ def test_shares_of_honest_sites_have_all_the_variance_and_hardly_more(n_sites, c
     assert share == pytest.approx(sigma / sqrt(n_sites - colluding), rel=1e-15)
 
 
+def test_shares_add_up():
+    sigma, n_sites, colluding = 2.0**20, 5, 2
+    share = share_sigma(sigma, n_sites, colluding)
+    draws = [discrete_gaussian(share, 3000, CipherStream.seeded(20 + k)) for k in range(n_sites)]
+    assert sum(draws[colluding:]).std() == pytest.approx(sigma, rel=4 / sqrt(6000))
+    assert sum(draws).std() == pytest.approx(sigma * sqrt(5 / 3), rel=4 / sqrt(6000))
+
+
 def test_somebody_has_to_be_honest():
     for n_sites, colluding in ((3, 3), (3, -1), (0, 0)):
         refused(lambda k=n_sites, t=colluding: share_sigma(1.0, k, t), "may collude")

@@ -213,3 +213,12 @@ def test_the_check_finds_norms_that_are_wrong(monkeypatch):
     squares = gradients.squared_norms
     monkeypatch.setattr(gradients, "squared_norms", lambda z: squares(z) * 1.01)
     refused(lambda: check_per_example_gradients(net(), (1, 16, 16), 3), "norms", "ghost")
+
+
+@EACH
+def test_no_noise_and_no_clipping_is_plain_sgd(engine):
+    (x, y), plain, private = batch(6), net("cnn1"), net("cnn1")
+    functional.cross_entropy(plain(x), y).backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    step(private, x, y, sigma=0.0, clip=float("inf"), divisor=6, engine=engine)
+    torch.testing.assert_close(vector(private), vector(plain))
