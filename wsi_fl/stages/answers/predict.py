@@ -227,7 +227,11 @@ def write_slides(folder: Path) -> Path | None:
     scores = [read_object(path, "predict the slide again") for path in found]
     if not scores:
         return None
-    rows = [dict(_cells_of({key: one[key] for key in one if key != "classes"})) for one in scores]
+    for one in scores:
+        one.pop("classes", None)
+        if "score" in one:  # the class whose score it is, and no answer for the slide
+            one["score_of"] = one.pop("class", None)
+    rows = [dict(_cells_of(one)) for one in scores]
     headings = list(dict.fromkeys(chain(("slide",), *rows)))
     write_csv(folder / _ALL, [headings, *([row.get(name) for name in headings] for row in rows)])
     return folder / _ALL
