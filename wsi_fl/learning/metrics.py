@@ -42,24 +42,31 @@ def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: L
         right: bool[n], whether the answer was.
         score: float64[n, classes], higher for classes that are more probable.
     """
-    order = np.argsort(labels, kind="stable")
-    classes, starts = np.unique(labels[order], return_index=True)
-    hit = right[order]
-    against_rest = classes[classes == 1] if score.shape[1] == 2 else classes
-    ranked = [Ranked(labels == c, score[:, int(c)]) for c in against_rest]
+    if not len(labels):
+        return lambda weights: {name: np.full(len(weights), np.nan) for name in SCORES}
+    classes = np.unique(labels)
+    against_rest = np.ones(1, int) if score.shape[1] == 2 else classes
+    ranked = Ranked(labels[:, None] == against_rest, score[:, against_rest])
+    member = (labels[:, None] == classes).astype(np.float64)
+    columns = np.hstack([member, member * right[:, None]])
 
     def measure(weights: Weights) -> dict[str, NDArray[np.float64]]:
-        if not len(labels):
-            return {name: np.full(len(weights), np.nan) for name in SCORES}
-        by_class = weights[:, order]
-        n = np.add.reduceat(by_class, starts, axis=1)
-        n_right = np.add.reduceat(by_class * hit, starts, axis=1)
-        means = [(right[of > 0] / of[of > 0]).mean() for right, of in zip(n_right, n, strict=True)]
-        areas = [mean_of_known([one.auroc(row) for one in ranked]) for row in weights]
-        accuracy = n_right.sum(1) / n.sum(1)
-        return {"accuracy": accuracy, "macro_accuracy": np.array(means), "auroc": np.array(areas, np.float64)}
+        n, n_right = np.hsplit(weights @ columns, 2)
+        areas = np.stack([ranked.aurocs(row) for row in weights])
+        return {
+            "accuracy": n_right.sum(1) / n.sum(1),
+            "macro_accuracy": _mean_where(n > 0, n_right / np.maximum(n, 1)),
+            "auroc": _mean_where(~np.isnan(areas), areas),
+        }
 
     return measure
+
+
+def _mean_where(known: NDArray[np.bool_], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean of what is known in each row of [b, k]; NaN where nothing is."""
+    means = np.full(len(values), np.nan)
+    np.divide(np.where(known, values, 0).sum(1), known.sum(1), out=means, where=known.any(1))
+    return means
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:

@@ -38,39 +38,68 @@ _MOST = 50.0  # an ε above anything that canaries can show
 
 def auroc(members: _Scores, others: _Scores) -> float | None:
     """Return the probability that a member scores above another; ties count half. None where either are missing."""
-    return _ranked(members, others).auroc(np.ones(len(members) + len(others), np.int32))
+    (area,) = _ranked(members, others).aurocs(np.ones(len(members) + len(others), np.int32))
+    return None if np.isnan(area) else float(area)
 
 
 class Ranked:
-    """Scores of positive and negative examples, sorted once for AUROCs under any number of weights; equal ones count
+    """Scores of n examples, sorted once for the AUROCs of q questions under any number of weights; equal ones count
     half.
+
+    Args:
+        positive: bool[n, q], of which examples the answer to each question is yes.
+        scores: float64[n, q], higher where that is more probable.
     """
 
     def __init__(self, positive: NDArray[np.bool_], scores: _Scores) -> None:
-        self._above, self._below = (
-            rows[np.argsort(scores[rows])] for rows in (np.flatnonzero(positive), np.flatnonzero(~positive))
-        )
-        ordered, own = scores[self._below], scores[self._above]
-        self._reached = np.searchsorted(ordered, own), np.searchsorted(ordered, own, side="right")
+        # what is known of each question lies behind that of the one before, so that one call looks up all weights
+        n_above = positive.sum(0)
+        self._question = np.repeat(np.arange(len(n_above)), n_above)
+        self._asked, self._first = np.unique(self._question, return_index=True)
+        self._ends = np.concatenate([[0], np.cumsum(len(positive) - n_above)])
+        above, below, reached = [], [], []
+        for yes, score, first in zip(positive.T, scores.T, self._ends[:-1], strict=True):
+            own, rest = (
+                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(yes), np.flatnonzero(~yes))
+            )
+            above.append(own)
+            below.append(rest)
+            reached.append(
+                [first + np.searchsorted(score[rest], score[own], side) for side in ("left", "right")]
+            )
+        self._above, self._below = (np.concatenate(each).astype(np.int32) for each in (above, below))
+        self._reached = np.concatenate(reached, axis=1)
 
-    def auroc(self, weights: NDArray[np.int32]) -> float | None:
-        """Return the share of pairs in which the positive example has the higher score; None without a pair.
+    def aurocs(self, weights: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Return by question the share of pairs in which the positive example has the higher score; NaN without a pair.
 
         It is the Mann–Whitney statistic, in whole numbers up to the division. `weights`, int32[n], says how often each
         example is there.
         """
         # 1. how much weight the first k negative examples have
         total = np.zeros(len(self._below) + 1, np.int32)
-        np.cumsum(weights[self._below], out=total[1:])
+        np.cumsum(np.take(weights, self._below), out=total[1:])
+        ends = total[self._ends]
         # 2. of each positive one twice what lies below it: with and without what is equal
-        below, up_to = (total[k] for k in self._reached)
-        own = weights[self._above]
-        pairs = int(own.sum()) * int(total[-1])
-        return float(own.astype(np.float64) @ (below + up_to)) / 2 / pairs if pairs else None
+        below, up_to = np.take(total, self._reached)
+        twice = below + up_to - 2 * ends[self._question]
+        own = np.take(weights, self._above).astype(np.float64)
+        # 3. sums by question
+        found, n_own = self._by_question(own * twice), self._by_question(own)
+        pairs = n_own * np.diff(ends)
+        areas = np.full(len(pairs), np.nan)
+        np.divide(found / 2, pairs, out=areas, where=pairs > 0)
+        return areas
+
+    def _by_question(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        found = np.zeros(len(self._ends) - 1)
+        found[self._asked] = np.add.reduceat(values, self._first)
+        return found
 
 
 def _ranked(members: _Scores, others: _Scores) -> Ranked:
-    return Ranked(np.arange(len(members) + len(others)) < len(members), np.concatenate([members, others]))
+    scores = np.concatenate([members, others])[:, None]
+    return Ranked((np.arange(len(scores)) < len(members))[:, None], scores)
 
 
 def auroc_interval(
@@ -94,7 +123,7 @@ def auroc_interval(
     ranked = _ranked(members, others)
     rng = np.random.default_rng(seed)
     drawn = [
-        ranked.auroc(np.concatenate([redrawn(rng, mine, n_mine), redrawn(rng, theirs, n_theirs)]))
+        ranked.aurocs(np.concatenate([redrawn(rng, mine, n_mine), redrawn(rng, theirs, n_theirs)]))[0]
         for _ in range(repeats)
     ]
     found = np.array(drawn, np.float64)
