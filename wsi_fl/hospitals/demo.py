@@ -27,7 +27,7 @@ from wsi_fl.demo.phantom import paint_archive
 from wsi_fl.demo.run import write_untrained
 from wsi_fl.hospitals.flare.files import need_flare
 from wsi_fl.learning.counts import results
-from wsi_fl.stages.answers.evaluate import between_lines
+from wsi_fl.stages.answers.between import between_lines
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import toml_value

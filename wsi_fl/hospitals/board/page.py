@@ -31,7 +31,7 @@ from wsi_fl.report.between import section
 from wsi_fl.report.figures import N_COLORS
 from wsi_fl.report.fill import fill
 from wsi_fl.report.words import number
-from wsi_fl.stages.answers.evaluate import between_lines
+from wsi_fl.stages.answers.between import between_lines
 from wsi_fl.stages.training.going_on import runs_of_plan
 from wsi_fl.stages.work.console import Line, Lines, Table
 from wsi_fl.study.folder import Study

@@ -18,7 +18,6 @@ from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison import Series, settings_words
 from wsi_fl.stages.answers.compare_runs import Run, differing, is_baseline, named, with_baseline
 from wsi_fl.stages.answers.compare_worth import BALANCED, compared_by_site, compared_over_all
-from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_answers
 from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
@@ -124,6 +123,10 @@ def _evaluation(study: Study, run: Run, watcher: Watcher) -> dict[str, Any]:
     current = document and made.stat().st_mtime_ns >= finished.stat().st_mtime_ns
     if document and current and document["with"] == wanted:
         return document
+    from wsi_fl.stages.answers.evaluate import (
+        evaluate,  # and with it PyTorch; evaluated runs need not wait for it
+    )
+
     watcher.say(f"  {study.relative(run.folder.path)} is not evaluated yet; doing it now")
     return evaluate(study, str(run.folder.path), watcher=watcher)
 

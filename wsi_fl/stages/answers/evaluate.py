@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.counts import Scores, results
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.local import probabilities, probabilities_of_each, undecided_where_broken
 from wsi_fl.learning.metrics import mean_and_sd
@@ -23,13 +22,14 @@ from wsi_fl.learning.predictions import Predictions, aggregated_scores, measured
 from wsi_fl.learning.tasks import Task, scored
 from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.words import SCORES, SHORT, area_words, known, measured_in, number, received, spread
+from wsi_fl.report.words import SCORES, SHORT, known, measured_in, number, received, spread
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.between import between_lines, between_of
 from wsi_fl.stages.answers.predictions import write_predictions
 from wsi_fl.stages.answers.trained import TrainedModels, answering, offered, settings_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext, as_begun
-from wsi_fl.stages.work.console import MOST_COLUMNS, Line, Lines, Silent, Table, Watcher
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
@@ -386,28 +386,3 @@ def _table(document: Mapping[str, Any]) -> Table:
     whose = "models" if several else "private models"
     headings += ["own part", "others'", *["with"] * several]
     return Table(f"{whose} on the {where} ({examples})", headings, rows)
-
-
-def between_of(party: RunContext) -> dict[str, Any] | None:
-    """Return the scores of what travelled, on each hospital's test part and on all of them; None where there are none.
-
-    Every site of a run keeps the same counts, so those of the first that lies here are taken.
-    """
-    for name in party.here:
-        if (kept := party.run.site(name).kept("scores")) is not None:
-            return results(cast(Scores, kept))
-    return None
-
-
-def between_lines(between: Mapping[str, Any]) -> Lines:
-    """Yield the accuracy of every model on each hospital's test part, and what all parts together come to."""
-    hospitals = between["hospitals"]
-    hospitals = hospitals if len(hospitals) <= MOST_COLUMNS else []  # the report has room for them
-    headings = ["model", *hospitals, "all", "macro-acc.", "AUROC", "n"]
-    rows: list[list[str] | None] = []
-    for name, model in between["models"].items():
-        whole = model["merged"]
-        parts = [*(model["hospitals"][hospital] for hospital in hospitals), whole]
-        areas = [number(whole["macro_accuracy"]), area_words(whole), str(whole["n"])]
-        rows.append([name, *(number(part["accuracy"]) for part in parts), *areas])
-    yield Table("between hospitals: accuracy of what travelled", headings, rows)

@@ -15,10 +15,10 @@ from wsi_fl.report import words
 from wsi_fl.report.run import render
 from wsi_fl.report.sections import Page
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.between import between_of
 from wsi_fl.stages.answers.clinical import described_runs
 from wsi_fl.stages.answers.compare_runs import Run, runs_of
 from wsi_fl.stages.answers.compare_worth import compared_over_all
-from wsi_fl.stages.answers.evaluate import between_of
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext, as_begun

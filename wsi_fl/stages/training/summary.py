@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
-from wsi_fl.federation.site import Site
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.stages.site.account import Group, group_of
 from wsi_fl.stages.site.party import RunContext
+
+if TYPE_CHECKING:
+    from wsi_fl.federation.site import Site  # and with it PyTorch; who reads summaries need not wait for it
 
 
 class _SiteRow(TypedDict):

@@ -1,0 +1,36 @@
+"""What hospitals told of the models that travelled, by counts on their own test parts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from wsi_fl.learning.counts import Scores, results
+from wsi_fl.report.words import area_words, number
+from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.work.console import MOST_COLUMNS, Lines, Table
+
+
+def between_of(party: RunContext) -> dict[str, Any] | None:
+    """Return the scores of what travelled, on each hospital's test part and on all of them; None where there are none.
+
+    Every site of a run keeps the same counts, so those of the first that lies here are taken.
+    """
+    for name in party.here:
+        if (kept := party.run.site(name).kept("scores")) is not None:
+            return results(cast(Scores, kept))
+    return None
+
+
+def between_lines(between: Mapping[str, Any]) -> Lines:
+    """Yield the accuracy of every model on each hospital's test part, and what all parts together come to."""
+    hospitals = between["hospitals"]
+    hospitals = hospitals if len(hospitals) <= MOST_COLUMNS else []  # the report has room for them
+    headings = ["model", *hospitals, "all", "macro-acc.", "AUROC", "n"]
+    rows: list[list[str] | None] = []
+    for name, model in between["models"].items():
+        whole = model["merged"]
+        parts = [*(model["hospitals"][hospital] for hospital in hospitals), whole]
+        areas = [number(whole["macro_accuracy"]), area_words(whole), str(whole["n"])]
+        rows.append([name, *(number(part["accuracy"]) for part in parts), *areas])
+    yield Table("between hospitals: accuracy of what travelled", headings, rows)
