@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from typer import Argument, Option
@@ -53,20 +53,23 @@ def find_study() -> Study:
     return Study.find()
 
 
-def show(document: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any]], Lines]) -> None:
-    """Print a command's answer, as one JSON document or as lines; an empty one is of a rank that is not the first."""
-    if document and as_json:
+_D = TypeVar("_D", bound=Mapping[str, object])
+
+
+def show(document: _D, as_json: bool, lines: Callable[[_D], Lines]) -> None:
+    """Print a command's answer once, whatever ranks there are, as one JSON document or as lines."""
+    if not document or not is_first():
+        return
+    if as_json:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
         print("\n".join(map(_spelled, text.split("\n"))), flush=True)
-    elif document:
+    else:
         from wsi_fl.stages.work.console import render
 
         render(lines(document))
 
 
-def show_work(
-    title: str, work: Callable[..., dict[str, Any]], as_json: bool, lines: Callable[[dict[str, Any]], Lines]
-) -> dict[str, Any]:
+def show_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines]) -> _D:
     """Do the work of a command, which is given bars as its `watcher`, print its answer, and return that."""
     from wsi_fl.stages.work.console import Bars
 

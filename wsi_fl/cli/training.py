@@ -28,6 +28,8 @@ from wsi_fl.federation.methods import DEFAULT, METHODS, names_of
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
+    from wsi_fl.stages.training.summary import Summary
+    from wsi_fl.stages.training.train import Summaries
     from wsi_fl.stages.work.console import Watcher
 
 
@@ -127,7 +129,7 @@ def train(
         show_work("train", work, as_json, measured.baselines_lines)
         return
 
-    def trained(watcher: Watcher) -> dict[str, Any]:
+    def trained(watcher: Watcher) -> Summary | Summaries:
         how: dict[str, Any] = {"backend": backend, "watcher": watcher}
         if resume is not None:
             summary = stage.resume(study, resume, without=without or (), **how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.site import SiteFile
@@ -27,12 +27,19 @@ a hospital's slides are and what the hospital allows. Unknown keys are errors.
 """
 
 
-def keys(prefix: str = "") -> list[dict[str, Any]]:
-    """Return the configuration keys at or under a prefix, those of a site file under `site.`; UsageError for none.
+class Key(TypedDict):
+    """A configuration key: type in words, default or None, and condition → why of what it needs and excludes."""
 
-    Each is ready for JSON, with `key`, `type` in words, `default` (None where there is none), `meaning`, and what it
-    `needs` and `excludes`: condition → why.
-    """
+    key: str
+    type: str
+    default: Any
+    meaning: str
+    needs: dict[str, str]
+    excludes: dict[str, str]
+
+
+def keys(prefix: str = "") -> list[Key]:
+    """Return the configuration keys at or under a prefix, those of a site file under `site.`; UsageError for none."""
     every = [row for _, _, rows in _sections() for row in rows]
     found = [row for row in every if not prefix or f"{row['key']}.".startswith(f"{prefix}.")]
     if not found:
@@ -43,7 +50,7 @@ def keys(prefix: str = "") -> list[dict[str, Any]]:
     return found
 
 
-def keys_lines(document: Mapping[str, Any]) -> Iterator[str]:
+def keys_lines(document: Mapping[str, list[Key]]) -> Iterator[str]:
     """Yield keys for people, each with its type, its default and its meaning."""
     for row in document["keys"]:
         yield f"{row['key']}: {row['type']}; default: {_default(row)}\n    {_meaning(row)}\n"
@@ -62,10 +69,10 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _sections() -> list[tuple[str, str, list[dict[str, Any]]]]:
+def _sections() -> list[tuple[str, str, list[Key]]]:
     """Return (title, introduction, keys) of the top of a pipeline, of each of its sections and of a site file."""
     schema, site = pipeline_model().model_json_schema(), SiteFile.model_json_schema()
-    found: list[tuple[str, str, list[dict[str, Any]]]] = [("Top of a pipeline", schema["description"], [])]
+    found: list[tuple[str, str, list[Key]]] = [("Top of a pipeline", schema["description"], [])]
     for name, field in schema["properties"].items():
         if "$ref" not in field:
             found[0][2].append(_row(name, field))
@@ -77,7 +84,7 @@ def _sections() -> list[tuple[str, str, list[dict[str, Any]]]]:
     return [*found, ("Site files", _plain(site["description"]), rows)]
 
 
-def _row(key: str, field: Mapping[str, Any]) -> dict[str, Any]:
+def _row(key: str, field: Mapping[str, Any]) -> Key:
     kind = _PATTERNS.get(key) or _kind(field)
     return {
         "key": key,
@@ -89,11 +96,11 @@ def _row(key: str, field: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _meaning(row: Mapping[str, Any]) -> str:
+def _meaning(row: Key) -> str:
     parts = [row["meaning"]]
-    for does, word in (("needs", "Needs"), ("excludes", "Not with")):
+    for conditions_of, word in ((row["needs"], "Needs"), (row["excludes"], "Not with")):
         why: dict[str, list[str]] = {}
-        for condition, reason in row[does].items():
+        for condition, reason in conditions_of.items():
             why.setdefault(reason, []).append(condition)
         parts += [f"{word} {', '.join(conditions)}: {reason}." for reason, conditions in why.items()]
     return " ".join(parts)
@@ -113,7 +120,7 @@ def _kind(field: Mapping[str, Any]) -> str:
     return f"{_TYPES[field['type']]} {', '.join(bounds)}".strip()
 
 
-def _default(row: Mapping[str, Any], mark: str = "") -> str:
+def _default(row: Key, mark: str = "") -> str:
     if row["default"] is None:
         return "not set"
     return f"{mark}{toml_or_repr(row['default'])}{mark}"

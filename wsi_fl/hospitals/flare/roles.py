@@ -234,7 +234,7 @@ class Hospital(Executor):  # type: ignore[misc]
         reply["said"] = json.dumps(said)
         return reply
 
-    def _do(self, job: Mapping[str, Any]) -> dict[str, Any]:
+    def _do(self, job: Mapping[str, Any]) -> Mapping[str, object]:
         study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
         kit.take(str(job["withdrawn"]))
         identity = kit.identity()

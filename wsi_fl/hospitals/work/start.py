@@ -19,7 +19,6 @@ from datetime import date, datetime
 from functools import lru_cache
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
 
 from wsi_fl.hospitals.flare.files import KIT, PROCESSES, STARTED_BY, STUDY, need_flare, write_flare_files
 from wsi_fl.hospitals.lines.folder_line import FolderLine
@@ -33,6 +32,7 @@ from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
 from wsi_fl.hospitals.trust.root import exchange_list
 from wsi_fl.hospitals.work.taking_part import LAST, take_part
 from wsi_fl.stages.training.going_on import finished_summary
+from wsi_fl.stages.training.summary import Summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import alone
@@ -246,7 +246,7 @@ class _NobodyWaits(Interrupted):
 
 def take_part_by_folder(
     study: Study, kit: Kit, *, folder: str | None = None, without: Sequence[str] = ()
-) -> dict[str, Any]:
+) -> Summary:
     """Do a hospital's part of the plan that it has signed, over a folder, and return the run's summary.
 
     A `plan.json` that lies in the folder is taken first where the hospital's frame allows it; see `plans.admitting`.
@@ -297,7 +297,7 @@ def _take_laid(study: Study, identity: Identity, address: str) -> None:
 
 def _until_done(
     study: Study, kit: Kit, plan: Plan, line: FolderLine, address: str, without: Sequence[str]
-) -> dict[str, Any]:
+) -> Summary:
     """Take part, and begin again whenever a peer does."""
     identity, train = kit.identity(), plan.pipeline().train
     few, peers = train.at_least is not None, set(plan.sites) - {identity.name, *without}

@@ -39,6 +39,7 @@ from wsi_fl.stages.training.going_on import (
     require_same,
     taken_up,
 )
+from wsi_fl.stages.training.summary import Summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError
@@ -60,7 +61,7 @@ def take_part(
     waiting: Callable[[], None] = lambda: None,
     attendance: Attendance | None = None,
     withdrawn: Callable[[], Mapping[str, datetime]] = dict,
-) -> dict[str, Any]:
+) -> Summary:
     """Do a hospital's part of the plan that it has signed, and return the summary that all sites get to know.
 
     Args:
@@ -145,10 +146,10 @@ def take_part(
         comm.close()
 
 
-def known_to_all(study: Study, site: str, summary: dict[str, Any]) -> dict[str, Any]:
+def known_to_all(study: Study, site: str, summary: Summary) -> Mapping[str, object]:
     """Return what `take_part` did, with one more key: as "scores" the counts that all sites of a run hold, or None."""
     run = RunFolder(study.run(str(summary["run"])))
-    return summary | {"scores": run.site(site).kept("scores")}
+    return {**summary, "scores": run.site(site).kept("scores")}
 
 
 @contextmanager

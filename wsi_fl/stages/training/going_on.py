@@ -22,6 +22,7 @@ from wsi_fl.federation.documents import Name, Round, Words
 from wsi_fl.runs.run import RunFolder, pipeline_stem
 from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.training.checks import versions
+from wsi_fl.stages.training.summary import Summary, finished_in
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import write_text
@@ -104,7 +105,7 @@ def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
     return _new_run(party, asked, comm)
 
 
-def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | None]:
+def taken_up(study: Study, asked: Asked) -> tuple[RunContext, Summary | None]:
     """Return who took part in a run that is to go on, and its summary where nothing is left to do."""
     run, without = asked.run, asked.without
     assert run is not None
@@ -115,7 +116,7 @@ def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | N
         raise UsageError(f"unknown site {unknown[0]!r}; the run has {', '.join(names)}")
     if not set(names) - set(without):
         raise UsageError("--without leaves no site to train")
-    finished = run.summary()
+    finished = finished_in(run)
     if finished is not None:
         done = {row["site"] for row in finished["sites"]} | set(finished.get("receivers", ()))
         awaited = set(names if run.agreement else party.here)  # a hospital has its own store alone
@@ -173,14 +174,14 @@ def begun_under(study: Study, digest: str, approved: str, site: str) -> RunFolde
 
 def finished_summary(
     study: Study, agreement: str, sites: Sequence[str], without: Sequence[str] = (), *, goes_on: bool = False
-) -> dict[str, Any] | None:
+) -> Summary | None:
     """Return the summary of a run of a plan that has finished, `without` sites whose part nobody waits for.
 
     `agreement` is the plan's SHA-256. With `goes_on` nobody waits for sites that were lost on the way either.
     """
     wanted = set(sites) - set(without)
     for run in reversed(runs_of_plan(study, agreement)):
-        summary = run.summary()
+        summary = finished_in(run)
         if summary is None:
             continue
         there = {row["site"] for row in summary["sites"]}

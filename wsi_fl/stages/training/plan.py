@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.gradients import trained
 from wsi_fl.privacy.guarantee import detection_of
+from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.report.words import detected_of
-from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
+from wsi_fl.stages.site.account import Group, above_budget, group_of, group_words, planned, spent_words
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check, check_budgets, tell_doubts
 from wsi_fl.stages.training.workshop import brought, build_site, schedule_of
@@ -35,6 +36,44 @@ _RARE, _MANY = 0.5, 1000
 """A class is rare below that part of an equal share; from so many units on a head alone is good already."""
 
 
+class _Cost(TypedDict):
+    """What a plan costs one site."""
+
+    site: str
+    n_train: int
+    n_units: int
+    canaries: int
+    n_validation: int
+    epsilon: float | None
+    detection: float | None
+    group: Group | None
+    max_epsilon: float | None
+    delta: float
+    guarantee: Guarantee
+    unit: str
+    batch_size: int
+    sigma: float | None
+    seconds: float
+    parameters: int
+    trained_parameters: int
+    expected: str | None
+    gpu_bytes: int | None
+    affordable_rounds: int
+
+
+class _Plan(TypedDict):
+    """What a plan costs all sites together, and each of those that pay."""
+
+    method: str
+    pipeline: str
+    rounds: int
+    examples: str
+    receivers: list[str]
+    seconds: float
+    memory_bytes: int
+    sites: list[_Cost]
+
+
 def dry_run(
     study: Study,
     *,
@@ -42,7 +81,7 @@ def dry_run(
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     backend: str = "mpi",
-) -> dict[str, Any]:
+) -> _Plan:
     """The preflight, and what the plan costs: ε of every site, memory and time from a few timed steps."""
     name = study.pipeline_name(pipeline_name)
     with RunContext.of(study, study.pipeline(name, overrides), method) as party:
@@ -54,13 +93,9 @@ def dry_run(
         limits, rounds = {site.name: site.max_epsilon for site in party.sites}, party.pipeline.train.rounds
         if warning := check_budgets(documents, limits, rounds):
             say(f"  {warning}", "yellow")
-        rows = [
-            _cost(site, party) | {"affordable_rounds": document["affordable"]}
-            for site, document in zip(assembled, documents, strict=True)
-            if site.name not in party.receivers
-        ]
-    # On CPUs the sites share the cores; on GPUs each has its own.
-    cpus = [row.pop("cpu") for row in rows]
+        paying = [site for site in assembled if site.name not in party.receivers]
+        affordable = {document["site"]: document["affordable"] for document in documents}
+        rows = [_cost(site, party, affordable[site.name]) for site in paying]
     seconds = [row["seconds"] for row in rows]
     return {
         "method": method,
@@ -68,13 +103,14 @@ def dry_run(
         "rounds": rounds,
         "examples": party.examples,
         "receivers": [site.name for site in assembled if site.name in party.receivers],
-        "seconds": sum(seconds) if all(cpus) else max(seconds),
+        # on CPUs the sites share the cores; on GPUs each has its own
+        "seconds": sum(seconds) if all(site.device.type == "cpu" for site in paying) else max(seconds),
         "memory_bytes": peak_bytes(),
         "sites": rows,
     }
 
 
-def _cost(site: Site, party: RunContext) -> dict[str, Any]:
+def _cost(site: Site, party: RunContext, affordable: int) -> _Cost:
     """ε of the plan, and the time of all rounds from a few steps on throw-away models."""
     pipeline = party.pipeline
     batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size
@@ -116,7 +152,7 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
         "trained_parameters": sum(p.numel() for model in models for p in trained(model)),
         "expected": _expected(site, party, cost),
         "gpu_bytes": torch.cuda.max_memory_allocated(site.device) if site.device.type == "cuda" else None,
-        "cpu": site.device.type == "cpu",
+        "affordable_rounds": affordable,
     }
 
 
@@ -153,7 +189,7 @@ def expected(n: int, target_epsilon: float, rarest: float) -> str:
     return f"{gain}, by {better} rather than {other}"
 
 
-def plan_lines(document: dict[str, Any]) -> Lines:
+def plan_lines(document: _Plan) -> Lines:
     for row in document["sites"]:
         held = f" and {row['n_validation']} validation" if row["n_validation"] else ""
         n_patients = row["n_units"] - row["canaries"]

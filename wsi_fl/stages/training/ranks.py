@@ -28,7 +28,7 @@ from wsi_fl.stages.training.carrying import carry
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.going_on import Asked, which_run
 from wsi_fl.stages.training.launch import naming_resume
-from wsi_fl.stages.training.summary import SummaryRow, row_of, summary_of
+from wsi_fl.stages.training.summary import Summary, SummaryRow, row_of, summary_of
 from wsi_fl.stages.training.workshop import brought, build_site, leaving_words, remember, schedule_of
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit, reason_of
 from wsi_fl.study.folder import Study
@@ -38,7 +38,7 @@ from wsi_fl.system.files import write_json
 from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError
 
 
-def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
+def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> Summary:
     """Do the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
     began = time.perf_counter()
     run.refuse_changed_settings()
@@ -54,7 +54,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     return summary
 
 
-def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
+def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
     """Preflight and the loop; returns the rows of all sites."""
     sites = [build_site(party, index) for index in comm.sites]
     for site in sites:
@@ -99,7 +99,7 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, An
         ).run()
         for share in method.shares_at("after"):
             share.stage().hand_over_models(party, sites, comm)
-    rows = [dict(row) for row in comm.gather([row_of(site) for site in sites], SummaryRow, patient=True)]
+    rows = comm.gather([row_of(site) for site in sites], SummaryRow, patient=True)
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     return rows
@@ -134,7 +134,7 @@ def rank_main(run_path: Path) -> None:
         if not study.site(me).real:
             traceback.print_exc()  # into mpi.log
 
-    def work(run: RunFolder) -> dict[str, Any]:
+    def work(run: RunFolder) -> Summary:
         with naming_resume(study, run):
             return work_as_rank(study, run, comm, events)
 
@@ -146,9 +146,9 @@ def _guarded(
     study: Study,
     me: str,
     run_of: Callable[[], RunFolder],
-    work: Callable[[RunFolder], dict[str, Any]],
+    work: Callable[[RunFolder], Summary],
     tell: Callable[[str, bool], None],
-) -> dict[str, Any]:
+) -> Summary:
     """Does the work of a rank; a failure is told in one line and ends all ranks, who would wait in vain.
 
     A real hospital tells others no reason of its own: what it says may name slides, and they patients.
@@ -186,18 +186,17 @@ def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_
         note(log, f"{category.__name__}: {message}")
 
 
-def join(party: RunContext, ranks: int, asked: Asked) -> dict[str, Any]:
-    """Be one of the ranks that mpiexec or srun started; the first one returns the summary."""
+def join(party: RunContext, ranks: int, asked: Asked) -> Summary:
+    """Be one of the ranks that mpiexec or srun started; every one returns the summary."""
     running, names = party.running, party.names
     if ranks != len(running):
         raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
     launch.share_threads()
     comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
-    summary = take_part(party, comm, asked)
-    return summary if comm.running[0] in comm.sites else {}
+    return take_part(party, comm, asked)
 
 
-def take_part(party: RunContext, comm: Comm, asked: Asked) -> dict[str, Any]:
+def take_part(party: RunContext, comm: Comm, asked: Asked) -> Summary:
     """Be the process of one site among others that somebody started, over whatever joins them; return the summary.
 
     The sites agree on the run (`which_run`). A failure is told in one line and ends the job everywhere.
@@ -207,7 +206,7 @@ def take_part(party: RunContext, comm: Comm, asked: Asked) -> dict[str, Any]:
     def tell(text: str, _: bool) -> None:
         print(f"wsi-fl: error: {text}", file=sys.stderr)
 
-    def work(run: RunFolder) -> dict[str, Any]:
+    def work(run: RunFolder) -> Summary:
         watcher = Quiet(run.site(me).log) if study.site(me).real else Silent()
         return work_as_rank(study, run, comm, watcher)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.privacy.ledger_file import Guarantee
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import Group, group_of
 from wsi_fl.stages.site.party import RunContext
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from wsi_fl.federation.site import Site  # and with it PyTorch; who reads summaries need not wait for it
 
 
-class _SiteRow(TypedDict):
+class SiteRow(TypedDict):
     """A site's row of a summary; None also for what a real site keeps to itself.
 
     Attributes:
@@ -46,7 +47,7 @@ class _SiteRow(TypedDict):
     group: Group | None
 
 
-class SummaryRow(_SiteRow):
+class SummaryRow(SiteRow):
     """What all sites tell each other at the end: a row, and what of it is added up over all of them."""
 
     receives: bool
@@ -85,7 +86,7 @@ class Summary(TypedDict):
     run: Words
     method: Words
     seconds: Amount
-    sites: list[_SiteRow]
+    sites: list[SiteRow]
     receivers: list[Name]
     letters: dict[Name, Words]
     lost: list[Name]
@@ -141,24 +142,31 @@ def _stretches(rounds: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def summary_of(party: RunContext, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Return the summary of a run, whose rows give up what is told of all sites together."""
+def finished_in(run: RunFolder) -> Summary | None:
+    """Return the summary of a run; None where it has not finished; WsiFlError when it is damaged."""
+    return cast(Summary | None, run.summary())
+
+
+def summary_of(party: RunContext, rows: Sequence[SummaryRow], seconds: float) -> Summary:
+    """Return the summary of a run, made of what all sites told."""
     run = party.run
-    receivers = [row["site"] for row in rows if row.pop("receives")]
-    seconds = max([seconds, *(row.pop("trained_seconds") or 0.0 for row in rows)])
-    communication = {
-        "messages": sum(row.pop("messages") for row in rows),
-        "bytes": sum(row.pop("bytes") for row in rows),
-        "seconds": max(row.pop("communication_seconds") or 0.0 for row in rows),
+    communication: _Communication = {
+        "messages": sum(row["messages"] for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+        "seconds": max(row["communication_seconds"] or 0.0 for row in rows),
     }
     return {
         "run": party.study.relative(run.path),
         "method": party.name,
-        "seconds": seconds,
-        "sites": [row for row in rows if row["site"] not in receivers],
-        "receivers": receivers,
+        "seconds": max([seconds, *(row["trained_seconds"] or 0.0 for row in rows)]),
+        "sites": [_own(row) for row in rows if not row["receives"]],
+        "receivers": [row["site"] for row in rows if row["receives"]],
         "letters": {name: one.digest[:8] for name, one in party.releases.items()},
         "lost": [loss["site"] for loss in run.losses()],
-        "losses": [{key: loss[key] for key in ("site", "round", "reason", "time")} for loss in run.losses()],
+        "losses": [cast(_Loss, {key: loss[key] for key in _Loss.__annotations__}) for loss in run.losses()],
         "communication": communication,
     }
+
+
+def _own(row: SummaryRow) -> SiteRow:
+    return cast(SiteRow, {key: value for key, value in row.items() if key in SiteRow.__annotations__})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, cast
 from uuid import uuid4
 
 from wsi_fl.federation.comm import LocalComm
@@ -18,11 +18,22 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check, tell_doubts
 from wsi_fl.stages.training.going_on import Asked, describe_run, note_who_goes_on, taken_up
+from wsi_fl.stages.training.summary import Summary, finished_in
 from wsi_fl.stages.work.console import Line, Lines, OneOf, Silent, Watcher, say
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.machine import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
+
+
+class Summaries(TypedDict):
+    """What was trained as a series: the summaries of its runs, and what sets them apart."""
+
+    method: str
+    seeds: list[int]
+    folds: int | None
+    left_out: list[str]
+    runs: list[Summary]
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ def train(
     backend: str = "mpi",
     watcher: Watcher | None = None,
     told: bool = False,
-) -> dict[str, Any]:
+) -> Summary:
     """Train one run and return its summary; `told` where what is unusual of its stores was said already.
 
     Started by mpiexec or srun it joins as one rank; otherwise it starts one rank per site itself, or runs all sites in
@@ -122,7 +133,7 @@ def begin(
     watcher: Watcher,
     series: _Series | None = None,
     told: bool = False,
-) -> dict[str, Any]:
+) -> Summary:
     """Start the ranks of a new run, or run it in this process."""
     party = RunContext.of(study, pipeline, method)
     check(party, backend)
@@ -145,7 +156,7 @@ def resume(
     without: Sequence[str] = (),
     backend: str = "mpi",
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> Summary:
     """Continue a run from the last round that all its sites had finished, `without` sites that are left out now.
 
     A site that was lost on the way comes back in the round where the others stand, even when they have finished.
@@ -166,7 +177,7 @@ def resume(
     return _start(party, backend, watcher or Silent())
 
 
-def _start(party: RunContext, backend: str, watcher: Watcher) -> dict[str, Any]:
+def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:
     """Start the ranks, and those of the other sites once more whenever one is lost."""
     study, run, names = party.study, party.run, party.names
     if backend == "local":
@@ -201,13 +212,13 @@ def _start(party: RunContext, backend: str, watcher: Watcher) -> dict[str, Any]:
             for name, reason in lost.reasons.items():
                 loss = run.note_loss(name, reason)
                 watcher.say(f"  {name} was lost in round {loss['round']}: {reason}; the others go on")
-    summary = run.summary()
+    summary = finished_in(run)
     if summary is None:
         raise WsiFlError(f"the ranks ended without a summary; continue with `{again}`")
     return summary
 
 
-def summary_lines(summary: dict[str, Any], again: str = "") -> Lines:
+def summary_lines(summary: Summary, again: str = "") -> Lines:
     """The summary for people; `again` is the command by which a lost site comes back, by default `train --resume`."""
     for row in summary["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
@@ -238,8 +249,8 @@ def train_series(
     overrides: Sequence[str] = (),
     backend: str = "mpi",
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
-    """Train all runs of a series and return {"method", "seeds", "folds", "left_out", "runs"}.
+) -> Summaries:
+    """Train all runs of a series.
 
     There is one for each of train.seed, train.seed + 1, …; of each seed one per fold where `train.folds` is set and no
     fold is named, or one per site that takes no part in it with `leave_site_out`.
@@ -303,7 +314,7 @@ def _tell(party: RunContext, series: _Series) -> None:
 
 def resume_series(
     study: Study, run_name: str, *, backend: str = "mpi", watcher: Watcher | None = None
-) -> dict[str, Any] | None:
+) -> Summaries | None:
     """Complete the series that a run belongs to; None where it belongs to none, or under mpiexec of one's own."""
     if launched_ranks() is not None:
         return None
@@ -313,8 +324,8 @@ def resume_series(
         return None
     series = _Series(known["id"], tuple(known["seeds"]), known.get("folds"), tuple(known.get("sites") or ()))
     pipeline = load_pipeline(run.path / "config.toml")
-    how: dict[str, Any] = {"backend": backend, "watcher": watcher or Silent()}
-    return _complete(study, series, manifest["method"], manifest["pipeline"], pipeline, **how)
+    method, name = manifest["method"], manifest["pipeline"]
+    return _complete(study, series, method, name, pipeline, backend=backend, watcher=watcher or Silent())
 
 
 def _complete(
@@ -326,15 +337,15 @@ def _complete(
     *,
     backend: str,
     watcher: Watcher,
-) -> dict[str, Any]:
+) -> Summaries:
     """The runs of all members: those there are finished, the others begun."""
     begun, members = series.begun(study), series.members
     to_do = [one for one in members if one not in begun or begun[one].summary() is None]
-    summaries: list[dict[str, Any]] = []
+    summaries: list[Summary] = []
     for number, member in enumerate(members, 1):
         say(f"{member} ({number} of {len(members)})")
         run = begun.get(member)
-        if run is not None and (summary := run.summary()) is not None:
+        if run is not None and (summary := finished_in(run)) is not None:
             summaries.append(summary)
             continue
         place = to_do.index(member)
@@ -356,11 +367,12 @@ def _complete(
     }
 
 
-def lines(document: dict[str, Any]) -> Lines:
+def lines(document: Summary | Summaries) -> Lines:
     """The summary of a run, or of the runs of a series, for people."""
     if "runs" not in document:
         yield from summary_lines(document)
         return
+    document = cast(Summaries, document)
     runs, n_seeds = document["runs"], len(document["seeds"])
     seconds, names = sum(one["seconds"] for one in runs), " ".join(one["run"] for one in runs)
     parts = "folds" if document["folds"] else "sites left out" if document["left_out"] else "seeds"
