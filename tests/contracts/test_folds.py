@@ -13,9 +13,10 @@ from trained import trained
 
 from wsi_fl.learning.validation import folds_of
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.answers.compare import _require_one_store, compare
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_predictions
+from wsi_fl.stages.answers.predictions import read_answers, read_predictions, write_predictions
 from wsi_fl.stages.site.data import Data, open_data
 from wsi_fl.stages.training import train as training
 from wsi_fl.stages.training.train import train_series
@@ -144,6 +145,17 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
     joined = compared["worth"]["all"]["joined"]
     assert joined["mean"] == pytest.approx(row["accuracy"]["mean"]) and joined["low"] is not None
     assert "sites, seeds and folds" in (study.root / compared["page"]).read_text()
+
+
+def test_an_example_is_the_same_on_whatever_row_the_folds_of_another_seed_have_it(done, tmp_path):
+    study, document, _ = done
+    folder = RunFolder(study.root / document["runs"][0]["run"]).site("S0")
+    table = read_predictions(folder)
+    (tmp_path / "S0").mkdir()
+    other = SiteFolder(tmp_path / "S0")
+    write_predictions(other, table.where(np.arange(len(table))[::-1]))
+    said = read_answers(folder, "own")
+    assert len(said) == len(table.own) and said == read_answers(other, "own")
 
 
 def test_runs_that_test_other_patients_are_not_compared(done):

@@ -7,6 +7,7 @@ whose example (part), slide, patient, what else is known of it, what is true, an
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,7 +122,11 @@ def read_answers(folder: SiteFolder, on: str, task: Task = CLASSES) -> Answers |
     if values is None:
         return None
     which = zip(table.part, table.patient, table.slide, table.patient, *table.about.values(), strict=True)
-    keys = ((*map(str, names), str(k)) for k, names in enumerate(which))
+    keys, seen = [], Counter[Key]()  # folds of another seed have the same examples on other rows
+    for names in which:
+        name = tuple(map(str, names))
+        keys.append((*name, str(seen[name])))
+        seen[name] += 1
     classes = task.kind == "classes"
     labels = [table.outputs[label] if classes else "" for label in table.truth]
     return dict(zip(keys, zip(values.tolist(), labels, strict=True), strict=True))
