@@ -147,6 +147,8 @@ def test_only_pipeline_is_the_default(study):
     assert study.pipeline_name(None) == "p"
     assert study.pipeline_name("other") == "other"
     (study.root / "pipelines" / "q.toml").write_text("")
+    refused(lambda: study.pipeline_name(None), "several pipelines; name one with --pipeline: p, q")
+    (study.root / "pipelines" / "camelyon17.toml").write_text("")
     assert study.pipeline_name(None) == "camelyon17"
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Pipeline = Annotated[
-    str | None, Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
+    str | None,
+    Option(help="Name of a pipeline. Default: the study's only one; camelyon17 where it has none."),
 ]
 Set = Annotated[
     list[str] | None,

@@ -183,8 +183,10 @@ class Study:
         return [self.site(name) for name in names]
 
     def pipeline_name(self, name: str | None) -> str:
-        """The name asked for, else the study's only pipeline, else camelyon17."""
+        """The name asked for, else the study's only pipeline, else camelyon17; UsageError where several others are."""
         own = sorted(p.stem for p in (self.root / "pipelines").glob("*.toml"))
+        if not name and len(own) > 1 and "camelyon17" not in own:
+            raise UsageError(f"the study has several pipelines; name one with --pipeline: {', '.join(own)}")
         return name or (own[0] if len(own) == 1 else "camelyon17")
 
     def pipeline(self, name: str, overrides: Sequence[str] = ()) -> Pipeline:

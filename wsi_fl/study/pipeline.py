@@ -468,7 +468,8 @@ class _Predict(Section):
     """Which model answers: the private one, the proxy, the mean of both, or the one the site would have `alone`.
     `stack` mixes that one with what the site has by joining: by so much as rows show that no model knows by heart, and
     not at all where they do not. `auto` is `stack` with `train.alone`; else what does best on the validation split, or
-    the private model without one. Numbers and survival are not mixed: of them `auto` takes the best."""
+    the private model without one. Numbers and survival that rounds learned
+    are not mixed: of them `auto` takes the best on validation rows."""
 
 
 class Pipeline(Section):

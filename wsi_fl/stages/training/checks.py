@@ -211,6 +211,14 @@ def tell_doubts(party: RunContext, *, stores: bool = True) -> None:
             "wsi-fl directions finds better ones in public tissue",
             style="yellow",
         )
+    keys, asked = party.pipeline.train, party.pipeline.predict.with_
+    judged = party.task.kind == "classes" or not party.method.keeps_lone or keys.val_fraction
+    if not judged and keys.alone and asked == "auto":
+        say(
+            f"  where stores have no validation rows either (train.val_fraction), a {party.task.kind} is answered by "
+            "the lone model, whatever ε the others cost",
+            style="yellow",
+        )
     if party.by_files and (left := [one.name for one in party.members if one.name not in party.releases]):
         say(f"  not in the sum, for there is no file in releases/: {', '.join(left)}", style="yellow")
     if party.receivers:
