@@ -247,11 +247,11 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
     run = RunFolder(study.run(summary["run"]))
     answers = [read_answers(run.site(site["site"]), "merged") or {} for site in document["sites"]]
     right = [[value for value, _ in one.values()] for one in answers]
-    shared = document["models"].get("proxy")
+    merged, shared = document["merged"] or {}, document["models"].get("proxy", {}).get("merged")
     found = {
-        **{score: document["merged"][score]["mean"] for score in SCORES},
+        **{score: merged[score]["mean"] for score in SCORES},
         "sites": [site["accuracy"] for site in document["sites"]],
-        "shared": shared["merged"]["accuracy"]["mean"] if shared else None,
+        "shared": shared["accuracy"]["mean"] if shared else None,
         "receiver": document["receivers"] and document["receivers"]["expected"]["auroc"]["mean"],
         "right": [sum(one) for one in zip(*right, strict=True)],
         "epsilon": max((site["epsilon"] for site in summary["sites"] if site["epsilon"]), default=None),

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import asinh, ceil, exp, log, sqrt
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,7 +251,7 @@ def net_benefit(
 
 def described(
     score: _Floats, positive: _Flags, case: _Flags, prevalence: float | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what is asked of one class, as JSON: support, the values at the operating point, ranking, calibration.
 
     Args:
@@ -262,8 +261,9 @@ def described(
     """
     from sklearn.metrics import average_precision_score
 
-    found: dict[str, Any] = {"n": len(case), "cases": int(case.sum()), **_at_point(positive, case)}
-    sensitivity, specificity = found["sensitivity"], found["specificity"]
+    at_point = _at_point(positive, case)
+    found: dict[str, object] = {"n": len(case), "cases": int(case.sum()), **at_point}
+    sensitivity, specificity = at_point["sensitivity"], at_point["specificity"]
     if prevalence is not None and sensitivity and specificity:
         at = dict(zip(("ppv", "npv"), _at_prevalence(sensitivity, specificity, prevalence), strict=True))
         found["at_prevalence"] = {"prevalence": prevalence} | _told(at)
@@ -275,12 +275,12 @@ def described(
 
 def subgroups(
     groups: Names, positive: _Flags, case: _Flags, score: _Floats, least: int = LEAST
-) -> dict[str, dict[str, Any] | None]:
+) -> dict[str, dict[str, object] | None]:
     """Return sensitivity, specificity and AUROC by group, in order; None of a group with fewer patients than `least`.
 
     A value of fewer cases, or fewer others, than that is not told either. "" is who belongs to no group.
     """
-    found: dict[str, dict[str, Any] | None] = {}
+    found: dict[str, dict[str, object] | None] = {}
     for name in sorted(set(groups.tolist())):
         mine = groups == name
         n, cases = int(mine.sum()), int(case[mine].sum())
@@ -289,14 +289,14 @@ def subgroups(
             continue
         values = _at_point(positive[mine], case[mine])
         enough = {"sensitivity": cases >= least, "specificity": n - cases >= least}
-        told: dict[str, Any] = {name: values[name] if there else None for name, there in enough.items()}
+        told = {name: values[name] if there else None for name, there in enough.items()}
         every = all(enough.values())
         told["auroc"] = _auroc(score[mine], case[mine]) if every else None
         found[name] = {"n": n, "cases": cases if every else None} | _told(told)
     return found
 
 
-def _told(values: Mapping[str, Any]) -> dict[str, Any]:
+def _told(values: Mapping[str, object]) -> dict[str, object]:
     return {name: asdict(one) if isinstance(one, _Interval) else one for name, one in values.items()}
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil, nextafter
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.learning.metrics import SCORES, Labels, Probabilities, auroc, confusion, one_each
+from wsi_fl.learning.metrics import Labels, Probabilities, auroc, confusion, one_each
 
 N_BINS = 100
 """The most bins of the probability of class 1 in which positives and negatives are counted."""
@@ -185,7 +185,17 @@ def confusion_of(told: Sequence[Counts]) -> list[list[int]]:
     return found
 
 
-def _scores_of(told: Sequence[Counts]) -> dict[str, Any]:
+class OfCounts(TypedDict):
+    """The scores that follow from one model's counts."""
+
+    n: int
+    accuracy: float | None
+    macro_accuracy: float | None
+    auroc: float | None
+    auroc_within: float | None
+
+
+def _scores_of(told: Sequence[Counts]) -> OfCounts:
     """Return n and the three scores that follow from one model's counts on one test part or more.
 
     Accuracies are exact, and so is the AUROC of one test part. Of several, pairs between hospitals whose bins overlap
@@ -194,7 +204,7 @@ def _scores_of(told: Sequence[Counts]) -> dict[str, Any]:
     """
     n = sum(one["n"] for one in told)
     if not n:
-        return {"n": 0, **dict.fromkeys(SCORES), "auroc_within": None}
+        return {"n": 0, "accuracy": None, "macro_accuracy": None, "auroc": None, "auroc_within": None}
     table = np.array(confusion_of(told), np.int64)
     present = table.sum(1) > 0
     per_class = table.diagonal()[present] / table.sum(1)[present]
@@ -233,7 +243,26 @@ def _pairs(positive: Counts, negative: Counts) -> tuple[float, float]:
     return float(ordered + half / 2), float(half / 2)
 
 
-def results(document: Scores) -> dict[str, Any]:
+class OfModel(TypedDict):
+    """The scores of one model on each hospital's test part, and on all of these together."""
+
+    hospitals: dict[str, OfCounts]
+    merged: OfCounts
+
+
+Constant = TypedDict("Constant", {"class": str, "accuracy": float})
+"""The class that most test examples have, and the accuracy of always saying it."""
+
+
+class Between(TypedDict):
+    """The document of `results`."""
+
+    hospitals: list[str]
+    models: dict[str, OfModel]
+    constant: Constant | None
+
+
+def results(document: Scores) -> Between:
     """Return the scores that follow from the counts between hospitals, as `evaluate --json` prints under `between`.
 
     Returns:
@@ -241,7 +270,8 @@ def results(document: Scores) -> dict[str, Any]:
         part (`hospitals`) and on all of these together (`merged`). `constant` is the class that most of all test
         examples have, and the accuracy of always saying it; None without examples.
     """
-    models, truth = {}, np.zeros(len(document["classes"]), np.int64)
+    models: dict[str, OfModel] = {}
+    truth = np.zeros(len(document["classes"]), np.int64)
     for model in document["models"]:
         told = document["counts"][model]
         parts = {name: _scores_of([told[name]]) for name in document["hospitals"]}
@@ -249,7 +279,7 @@ def results(document: Scores) -> dict[str, Any]:
         models[model] = {"hospitals": parts, "merged": _scores_of(whole)}
         truth = np.maximum(truth, np.sum(confusion_of(whole), axis=1))  # 0 of a model that did not arrive
     most = int(truth.argmax())
-    constant = {"class": document["classes"][most], "accuracy": float(truth[most] / truth.sum())}
+    constant: Constant = {"class": document["classes"][most], "accuracy": float(truth[most] / truth.sum())}
     return {
         "hospitals": list(document["hospitals"]),
         "models": models,

@@ -100,7 +100,7 @@ class Predictions:
         known, first = np.unique(values, return_index=True)
         return {str(name): self.where(values == name) for name in known[np.argsort(first)]}
 
-    def scores(self, model: str | None = None) -> dict[str, Any]:
+    def scores(self, model: str | None = None) -> dict[str, float | None]:
         """Return n and every score of a model, or of the one that answers."""
         return scored(self.said[model or self.answer], self.truth, self.task)
 
@@ -111,7 +111,7 @@ class Predictions:
         return np.char.add(np.char.add(self.part, "/"), names)
 
 
-def measured(table: Predictions, *, repeats: int, slides: bool, point: float | None) -> dict[str, Any]:
+def measured(table: Predictions, *, repeats: int, slides: bool, point: float | None) -> dict[str, object]:
     """Return what is known of a site's answering model by what it says of examples; of patches, of slides too.
 
     Args:
@@ -120,11 +120,11 @@ def measured(table: Predictions, *, repeats: int, slides: bool, point: float | N
         point: score from which on a slide is called positive, as the run found on the site's own slides.
     """
     if not len(table):
-        return table.scores() | {"tumor_types": {}}
+        return {**table.scores(), "tumor_types": {}}
 
-    def of(said: Predicted, truth: Truth, patient: Names) -> dict[str, Any]:
+    def of(said: Predicted, truth: Truth, patient: Names) -> dict[str, object]:
         """Return scores and intervals clustered by patient; of classes confusion and calibration too."""
-        found = scored(said, truth, table.task)
+        found: dict[str, object] = {**scored(said, truth, table.task)}
         found["intervals"] = intervals(said, truth, patient, table.task, repeats=repeats)
         if table.task.kind == "classes":
             found |= {"confusion": confusion(said, truth), "calibration": calibration(said, truth)}
@@ -142,7 +142,7 @@ def measured(table: Predictions, *, repeats: int, slides: bool, point: float | N
     }
 
 
-def of_tumor_types(table: Predictions) -> dict[str, Any]:
+def of_tumor_types(table: Predictions) -> dict[str, dict[str, float | None]]:
     """Return n, accuracy and macro-accuracy of the slides of each tumour type; empty where none is known."""
     if "tumor_type" not in table.about:
         return {}
@@ -181,7 +181,7 @@ def _decided(
 
 def aggregated_scores(
     said: Sequence[Probabilities], labels: Labels, weights: Sequence[float]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, float | None]]:
     """Return by rule: n, accuracy, macro-accuracy, AUROC of shares or means, and how many were rejected (all wrong)."""
     found = {}
     for rule in _RULES:

@@ -244,7 +244,7 @@ class Survival(Task):
 CLASSES = _Classes()
 
 
-def scored(said: Predicted, truth: Truth, task: Task = CLASSES) -> dict[str, Any]:
+def scored(said: Predicted, truth: Truth, task: Task = CLASSES) -> dict[str, float | None]:
     """Return n and every score by name."""
     return {"n": len(truth), **task.scored(said, truth)}
 

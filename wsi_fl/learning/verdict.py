@@ -9,9 +9,9 @@ What other training patients would have taught is not among them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf, isfinite, sqrt
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,16 @@ _LEVEL = 0.95
 _MORE = 4
 """Patients by which a stratum's ratio is moved towards that of the whole."""
 _ROUNDING = 1e-12
+
+
+class Value(TypedDict):
+    """An `Estimate` as documents have it."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n_patients: int | None
+    sources: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,17 @@ class Estimate:
             return self
         return replace(self, low=max(self.low, least), high=min(self.high, most))
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Value:
         """Return it as ``--json`` has it: mean, low, high, the number of test patients, and the sources apart."""
-        found = asdict(self)
-        sources = {name: found.pop(name) for name in ("patients", "seeds", "noise")}
-        return found | {"sources": sources}
+        sources = {"patients": self.patients, "seeds": self.seeds, "noise": self.noise}
+        asked = self.n_patients
+        return {
+            "mean": self.mean,
+            "low": self.low,
+            "high": self.high,
+            "n_patients": asked,
+            "sources": sources,
+        }
 
 
 def estimate(
@@ -179,8 +195,7 @@ def shows_room(room: Estimate | None) -> bool:
 # ---- methods against each other
 
 
-@dataclass(frozen=True)
-class _Paired:
+class Paired(TypedDict):
     """The mean of n differences a − b, their standard deviation (n − 1 in the divisor), and how surprising it is.
 
     `sd` is None for a single pair. `p` is two-sided; None for fewer than two pairs, or where all differences are equal.
@@ -192,7 +207,7 @@ class _Paired:
     p: float | None
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> _Paired:
+def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     """Return Student's paired t-test of n values each; a[k] and b[k] were measured under the same conditions.
 
     Raises:
@@ -203,13 +218,14 @@ def paired(a: Sequence[float], b: Sequence[float]) -> _Paired:
     differences = np.asarray(a, np.float64) - np.asarray(b, np.float64)
     n, mean = len(differences), float(differences.mean())
     if n < 2:
-        return _Paired(mean, None, n, None)
+        return {"difference": mean, "sd": None, "n": n, "p": None}
     if float(np.ptp(differences)) <= _ROUNDING:
-        return _Paired(mean, 0.0, n, None)
+        return {"difference": mean, "sd": 0.0, "n": n, "p": None}
     from scipy.stats import ttest_rel
 
     p = float(ttest_rel(a, b).pvalue)
-    return _Paired(mean, float(differences.std(ddof=1)), n, p if isfinite(p) else None)
+    sd = float(differences.std(ddof=1))
+    return {"difference": mean, "sd": sd, "n": n, "p": p if isfinite(p) else None}
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -23,7 +23,7 @@ _FOUND = ("μ at most", "found at 1 %", "noise redrawn", "guarantee", "found at 
 _MOVED = ("site", "moves the sum by at most", "length with noise", "head without it", "answers without it")
 
 
-def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | None:
+def section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, object] | None:
     """What the section shows; None for a run that was not audited."""
     if audit is None:
         return None

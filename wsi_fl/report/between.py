@@ -6,17 +6,18 @@ The page of whoever coordinates a run holds nothing that one hospital keeps to i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from wsi_fl.learning.counts import Scores, confusion_of, results
+from wsi_fl.learning.counts import Between, Constant, OfCounts, OfModel, Scores, confusion_of, results
 from wsi_fl.report import figures, words
 from wsi_fl.report.fill import fill
 from wsi_fl.report.words import SCORES, Json, known, number
 
-_METRICS = ("accuracy", "macro_accuracy", "auroc")
+_Metric = Literal["accuracy", "macro_accuracy", "auroc"]
+_METRICS: tuple[_Metric, ...] = ("accuracy", "macro_accuracy", "auroc")
 
 
-def section(between: Json | None) -> dict[str, Any] | None:
+def section(between: Between | None) -> dict[str, object] | None:
     """Return what the templates draw of scores between hospitals; None where there are none.
 
     Args:
@@ -40,10 +41,10 @@ def section(between: Json | None) -> dict[str, Any] | None:
     }
 
 
-def _table(hospitals: list[str], models: Mapping[str, Json], metric: str) -> dict[str, Any] | None:
+def _table(hospitals: list[str], models: Mapping[str, OfModel], metric: _Metric) -> dict[str, object] | None:
     """Each cell is a score, and how far the exact one may lie from it (`within`), None where it is exact."""
 
-    def cell(scores: Json) -> dict[str, Any]:
+    def cell(scores: OfCounts) -> dict[str, float | None]:
         within = scores.get("auroc_within") if metric == "auroc" else None
         return {"value": scores[metric], "within": within}
 
@@ -62,7 +63,7 @@ def _table(hospitals: list[str], models: Mapping[str, Json], metric: str) -> dic
     return {"title": SCORES[metric], "rows": rows, "low": min(values), "high": max(values)}
 
 
-def _verdict(models: Mapping[str, Json], constant: Json | None) -> str:
+def _verdict(models: Mapping[str, OfModel], constant: Constant | None) -> str:
     """Return in a sentence which model has the highest accuracy on all test parts together; a tie has no winner."""
     found = {name: v for name, one in models.items() if known(v := one["merged"]["accuracy"])}
     top = max(found.values(), default=None)

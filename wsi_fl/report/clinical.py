@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from wsi_fl.report import words
 from wsi_fl.report.figures import INK, MUTED, Chart, new_figure, to_svg
 from wsi_fl.report.words import Json, number
 
 
-def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, Any] | None:
+def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, object] | None:
     """What the section shows; None where nobody described the run by patient."""
     if document is None:
         return None
@@ -63,7 +63,11 @@ def _interval(value: Json | None) -> str:
     return f"{number(value['value'], 2)} ({number(value['low'], 2)}–{number(value['high'], 2)})"
 
 
-def _groups(document: Json) -> list[dict[str, Any]]:
+_Group = TypedDict("_Group", {"site": str, "class": str, "group": str, "told": Json | None})
+"""A group of the patients of a site, and what is told of it, in words."""
+
+
+def _groups(document: Json) -> list[_Group]:
     return [
         {
             "site": site["site"],

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import matplotlib as mpl
 import numpy as np
@@ -237,10 +237,20 @@ def settings_words(settings: Mapping[str, Any]) -> str:
     )
 
 
-def _differences(tests: Sequence[Json]) -> list[dict[str, Any]]:
-    pairs: dict[tuple[str, str], dict[str, Any]] = {}
+class _Difference(TypedDict):
+    """All tests of two rows, by score, and over how many pairs: the words of `units`, in their order, are `n`."""
+
+    a: str
+    b: str
+    tests: dict[str, Json]
+    units: dict[str, None]
+    n: NotRequired[str]
+
+
+def _differences(tests: Sequence[Json]) -> list[_Difference]:
+    pairs: dict[tuple[str, str], _Difference] = {}
     for test in tests:
-        empty: dict[str, Any] = {"a": test["a"], "b": test["b"], "tests": {}, "units": {}}
+        empty: _Difference = {"a": test["a"], "b": test["b"], "tests": {}, "units": {}}
         line = pairs.setdefault((test["a"], test["b"]), empty)
         line["tests"][test["metric"]] = test
         line["units"][_pairs(test)] = None

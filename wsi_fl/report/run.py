@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +90,7 @@ def render(page: Page) -> str:
     return fill("run", context)
 
 
-def _data(page: Page) -> dict[str, Any]:
+def _data(page: Page) -> dict[str, object]:
     """Examples per site, split and class, with sums; the splits any store has, in their usual order; and which classes
     only one site of several has (`single`).
     """
@@ -125,7 +124,7 @@ def _data(page: Page) -> dict[str, Any]:
     }
 
 
-def _tumor_types(evaluated: Sequence[Json]) -> list[dict[str, Any]]:
+def _tumor_types(evaluated: Sequence[Json]) -> list[dict[str, object]]:
     """Per tumour type: slides, and mean ± sd over sites of both accuracies on the set of the headline."""
     found: dict[str, list[Json]] = {}
     for site in evaluated:
@@ -189,7 +188,7 @@ def _by_risk(site: str, truth: _Floats, said: _Floats, ends: list[float]) -> tup
         return Chart(to_svg(figure, f"Survival by predicted risk, {site}"), alt), tested
 
 
-def _aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
+def _aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, object] | None:
     """All sites' answers as one, and what MPCPA's models learned from; None where fewer than two sites answered for the
     same test set.
     """
@@ -202,7 +201,7 @@ def _aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None
         f"All sites' predictions as one reach an accuracy of {number(one)}, one site's {number(mean)} on average. "
         "One run is one draw: a few points mean nothing."
     )
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "used": _RULES[together["rule"]],
         "rules": [(_RULES[name], scores) for name, scores in together["rules"].items()],
         "findings": []

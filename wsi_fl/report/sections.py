@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.methods import METHODS
+from wsi_fl.learning.counts import Between
 from wsi_fl.report import figures, words, worth
 from wsi_fl.report.figures import Chart, Points
 from wsi_fl.report.words import Finding, Json, known, number
@@ -53,7 +54,7 @@ class Page:
     """The document of ``clinical --json``."""
     audit: Json | None = None
     """The document of ``audit --json``."""
-    between: Json | None = None
+    between: Between | None = None
     """What hospitals that keep their test parts told of what travelled, as ``evaluate --json`` has it."""
     mpcpa: Json | None = None
     """The document of ``train --method mpcpa --baselines``."""
@@ -75,7 +76,7 @@ class Page:
     """What a model is asked about: patches, or whole slides, of which there are no pixels."""
 
 
-def headline(page: Page, n_sites: int) -> dict[str, Any]:
+def headline(page: Page, n_sites: int) -> dict[str, object]:
     """The opening: what was done, what came out, and whether federation helped."""
     merged = (page.evaluation or {}).get("merged") or {}
     evaluated = (page.evaluation or {}).get("sites", ())
@@ -159,7 +160,7 @@ def _verdict(merged: Json, run: Json, name: str, score: str) -> Finding:
     return worth.finding(gain, f"In this run joining reaches {reached} in {measure}", name)
 
 
-def _gain(merged: Json, over: str, run: Json, score: str) -> dict[str, Any]:
+def _gain(merged: Json, over: str, run: Json, score: str) -> dict[str, object]:
     """What the first of the models alone is exceeded by, over whom, and in which measure."""
     gain = (run.get("gain") or {}).get("gain")
     return {
@@ -363,10 +364,11 @@ def pooled(evaluated: Sequence[Json]) -> list[list[int]] | None:
     return np.sum(found, axis=0).tolist() if found else None
 
 
-def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, Any]]:
+def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, object]]:
     """Who generalises to whom: models × test parts, for the most telling score, and AUROC where there is one."""
     parts = {s["site"]: s["parts"] for s in evaluated if s.get("parts")}
-    names, found = list(parts), []
+    names = list(parts)
+    found: list[dict[str, object]] = []
     for metric in (score, "auroc"):
         grid = [[(of.get(part) or {}).get(metric) for part in names] for of in parts.values()]
         values = [v for row in grid for v in row if known(v)]
@@ -398,10 +400,10 @@ def _named(
     return (first[0], end) if end is not None and len(first) == 1 else None
 
 
-def traffic(page: Page) -> list[dict[str, Any]]:
+def traffic(page: Page) -> list[dict[str, object]]:
     """What each site sent over the whole run."""
     keys = ("messages", "bytes", "communication_seconds", "seconds")
-    found = []
+    found: list[dict[str, object]] = []
     for site, lines in page.metrics.items():
         told = {key: [line[key] for line in lines if known(line.get(key))] for key in keys}
         if lines:

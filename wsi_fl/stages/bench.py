@@ -174,7 +174,7 @@ def _begin(table: FeatureTable, along: Directions | int, unit: Unit) -> None:
     _shared.update(table=table, along=along, unit=unit)
 
 
-def _done(work: _Work) -> list[dict[str, Any]]:
+def _done(work: _Work) -> list[dict[str, object]]:
     began = time.monotonic()
     parts, test = drawn(_shared["table"], work.cell, work.seed)
     own: list[Probabilities] = []
@@ -384,7 +384,7 @@ def _code_of(method: str) -> str:
 
 def _results(
     works: Sequence[_Work], jobs: int, common: tuple[Any, ...]
-) -> Iterator[tuple[_Work, list[dict[str, Any]]]]:
+) -> Iterator[tuple[_Work, list[dict[str, object]]]]:
     if jobs == 1:
         _begin(*common)
         yield from ((work, _done(work)) for work in works)

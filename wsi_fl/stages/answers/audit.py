@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -42,7 +42,22 @@ _EXPOSURE = "exposure.csv"
 """Of a site: how far each unit moves its letter. It names patients, and stays at home."""
 
 
-def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dict[str, Any]:
+class Audit(TypedDict):
+    """The document of `audit`."""
+
+    run: str
+    method: str
+    examples: str
+    confidence: float
+    tests: int
+    level: float
+    tested: str | None
+    adjacency: str
+    sites: list[dict[str, Any]]
+    influence: list[dict[str, object]]
+
+
+def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> Audit:
     """Audits a finished run, writes audit/audit.json, returns the document.
 
     A hospital that keeps its patches to itself is audited where its store is, on its own examples alone.
@@ -60,7 +75,7 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
     return document
 
 
-def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
+def _document(party: RunContext, watcher: Watcher) -> Audit:
     merged, lost = party.may_merge and len(party.members) > 1, party.lost
     finished = [name for name in party.names if name not in lost and name not in party.receivers]
     here = [name for name in finished if merged or party.has_store(name)]
@@ -125,7 +140,7 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
     rows = []
     for model in _attacked(party, index):
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
-        found: dict[str, Any] = {"model": model.name, "dp": model.dp}
+        found: dict[str, object] = {"model": model.name, "dp": model.dp}
         found["membership"] = _membership(model, members, others, pipeline.evaluate.bootstrap)
         found["canaries"] = _canaries(model, planted, upper, account["delta"], level) if planted else None
         rows.append(found)
@@ -161,10 +176,10 @@ def _attacked(party: RunContext, index: int) -> list[_Attacked]:
 
 def _membership(
     model: _Attacked, members: Examples, others: Mapping[str, Examples], repeats: int
-) -> dict[str, Any]:
+) -> dict[str, dict[str, object]]:
     """Membership by a threshold on the loss (Yeom et al., 2018), against each set of examples never trained on."""
     scores = -losses_of(model.network, members, device_of_rank())
-    found = {}
+    found: dict[str, dict[str, object]] = {}
     for name, examples in others.items():
         against = -losses_of(model.network, examples, device_of_rank())
         interval = attacks.auroc_interval(scores, against, members.patient, examples.patient, repeats=repeats)
@@ -182,7 +197,7 @@ def _membership(
 
 def _canaries(
     model: _Attacked, planted: Canaries, upper: float | None, delta: float, level: float
-) -> dict[str, Any]:
+) -> dict[str, float | None]:
     """What the loss of each canary tells, and the least ε that explains it.
 
     The loss after training alone: minus that before, which varies from one to the next, it tells less. The promised ε,
@@ -206,7 +221,7 @@ def _canaries(
     }
 
 
-def audit_lines(document: dict[str, Any]) -> Lines:
+def audit_lines(document: Audit) -> Lines:
     """A row per model; then what is alarming."""
     rows = []
     for site in document["sites"]:
@@ -229,13 +244,13 @@ def audit_lines(document: dict[str, Any]) -> Lines:
             f"  sites/*/{_EXPOSURE} lists all, the most exposed first; it names patients and stays here"
         )
     if document["tests"]:
-        yield from (Line(f"  {document[key]}") for key in ("tested", "adjacency"))
+        yield from (Line(f"  {said}") for said in (document["tested"], document["adjacency"]))
     if not any(model["canaries"] for site in document["sites"] for model in site["models"]):
         yield Line("  no canaries: train with --set audit.canaries=400 to bound ε from below")
     yield Line(f"{document['run']} audited; next: wsi-fl report {document['run']}")
 
 
-def _exposure_of(party: RunContext, name: str) -> dict[str, Any]:
+def _exposure_of(party: RunContext, name: str) -> dict[str, object]:
     """Attack every unit of a site's letter, keep what each is exposed to in its folder, and return what groups are.
 
     Where patients have more rows than a letter takes of each, rows are drawn anew.
@@ -305,7 +320,7 @@ def _keep(
     write_csv(path, lines())
 
 
-def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, Any]]:
+def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, object]]:
     """Return what each letter that is here adds to the head of all, and what the head would be without it.
 
     A letter is a sum of n units, each at most 1 long, and noise; so n is the most that a site moves the sum by.
@@ -328,7 +343,7 @@ def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, Any]]:
 
     rows = party.pipeline.privacy.unit == "row" and not party.pipeline.audit.canaries
 
-    def row_of(name: str, letter: Tensor) -> dict[str, Any]:
+    def row_of(name: str, letter: Tensor) -> dict[str, object]:
         refused = impossible(head, letter, n_units[name], rows=rows)  # as where it arrived
         left = head if refused else without(head, letter)
         moved = float((left.head()[0] - weights).norm() / weights.norm())

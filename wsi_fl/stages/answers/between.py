@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
-from wsi_fl.learning.counts import Scores, results
+from wsi_fl.learning.counts import Between, Scores, results
 from wsi_fl.report.words import area_words, number
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import MOST_COLUMNS, Lines, Table
 
 
-def between_of(party: RunContext) -> dict[str, Any] | None:
+def between_of(party: RunContext) -> Between | None:
     """Return the scores of what travelled, on each hospital's test part and on all of them; None where there are none.
 
     Every site of a run keeps the same counts, so those of the first that lies here are taken.
@@ -22,7 +21,7 @@ def between_of(party: RunContext) -> dict[str, Any] | None:
     return None
 
 
-def between_lines(between: Mapping[str, Any]) -> Lines:
+def between_lines(between: Between) -> Lines:
     """Yield the accuracy of every model on each hospital's test part, and what all parts together come to."""
     hospitals = between["hospitals"]
     hospitals = hospitals if len(hospitals) <= MOST_COLUMNS else []  # the report has room for them

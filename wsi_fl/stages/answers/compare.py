@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import inf
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from wsi_fl.federation.methods import ALONE
 from wsi_fl.learning.metrics import mean_and_sd, mean_of_known
-from wsi_fl.learning.verdict import holm, paired
+from wsi_fl.learning.verdict import Paired, holm, paired
 from wsi_fl.report import comparison, words
 from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison import Series, settings_words
 from wsi_fl.stages.answers.compare_runs import Run, differing, is_baseline, named, with_baseline
-from wsi_fl.stages.answers.compare_worth import BALANCED, compared_by_site, compared_over_all
+from wsi_fl.stages.answers.compare_worth import BALANCED, Gain, compared_by_site, compared_over_all
 from wsi_fl.stages.answers.predictions import read_answers
 from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_csv, write_text
 from wsi_fl.types import WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.stages.answers.evaluate import Evaluation
 
 _ENOUGH_SEEDS = 3
 """With fewer common seeds than this, pairs are sites."""
@@ -114,7 +117,7 @@ def _require_one_store(evaluations: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _evaluation(study: Study, run: Run, watcher: Watcher) -> dict[str, Any]:
+def _evaluation(study: Study, run: Run, watcher: Watcher) -> Evaluation:
     """The run's evaluation, made now where there is none of what it is by now: a lost site may have come back, or
     another answer was asked for than the run's own.
     """
@@ -122,7 +125,7 @@ def _evaluation(study: Study, run: Run, watcher: Watcher) -> dict[str, Any]:
     made, finished = (run.folder.path / f"{name}.json" for name in ("evaluation", "summary"))
     current = document and made.stat().st_mtime_ns >= finished.stat().st_mtime_ns
     if document and current and document["with"] == wanted:
-        return document
+        return cast("Evaluation", document)
     from wsi_fl.stages.answers.evaluate import (
         evaluate,  # and with it PyTorch; evaluated runs need not wait for it
     )
@@ -172,7 +175,7 @@ class _Row:
                     found.setdefault(key(run, site), []).append(value)
         return found
 
-    def spread(self, metric: str) -> dict[str, Any]:
+    def spread(self, metric: str) -> dict[str, float | None]:
         """Mean and standard deviation over all sites of all runs, and the number of values."""
         values = self.by(lambda run, site: None, metric).get(None, [])
         return {**mean_and_sd([*values]), "n": len(values)}
@@ -298,14 +301,27 @@ def _values(evaluation: Mapping[str, Any], on: str) -> dict[str, dict[str, float
     }
 
 
+class _Test(Paired):
+    """A paired test of two rows."""
+
+    a: str
+    b: str
+    metric: str
+    unit: str
+
+
+class _OfFamily(_Test):
+    p_holm: float | None
+
+
 def _tests(
     rows: Sequence[_Row], reference: str, alone: str, metrics: Sequence[str], on: str
-) -> list[dict[str, Any]]:
+) -> list[_OfFamily]:
     """Every row against the baseline and against the reference, each metric a family of its own for Holm."""
     by_label = {row.label: row for row in rows}
     pairs = [(a, b) for b in dict.fromkeys((alone, reference)) for a in by_label if a != b]
     pairs = [(a, b) for a, b in pairs if (a, b) != (alone, reference)]  # the other way round is there
-    tests: list[dict[str, Any]] = []
+    tests: list[_OfFamily] = []
     for metric in metrics:
         family = [_test(by_label[a], by_label[b], metric, on) for a, b in pairs]
         made = [test for test in family if test is not None]
@@ -314,7 +330,7 @@ def _tests(
     return tests
 
 
-def _test(a: _Row, b: _Row, metric: str, on: str) -> dict[str, Any] | None:
+def _test(a: _Row, b: _Row, metric: str, on: str) -> _Test | None:
     """The paired test of two rows; None without any pair.
 
     Pairs are seeds, or where too few seeds are common patients or folds of a cross-validation, or else sites. A pair
@@ -341,13 +357,12 @@ def _test(a: _Row, b: _Row, metric: str, on: str) -> dict[str, Any] | None:
         pairs = [(value, sides[1][key]) for key, value in sides[0].items() if key in sides[1]]
     if not pairs:
         return None
-    found = asdict(paired([x for x, _ in pairs], [y for _, y in pairs]))
-    return {"a": a.label, "b": b.label, "metric": metric, **found, "unit": unit}
+    told = paired([x for x, _ in pairs], [y for _, y in pairs])
+    found: _Test = {"a": a.label, "b": b.label, "metric": metric, **told, "unit": unit}
+    return found
 
 
-def _worth(
-    rows: Sequence[_Row], first: Run, on: str
-) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
+def _worth(rows: Sequence[_Row], first: Run, on: str) -> tuple[dict[str, Any] | None, dict[str, Gain]]:
     """What joining brings: every site's own score with each of three models, and by the label of each federated row
     what it brings over all sites. None and {} where no federated method is compared, or a whole site is left out.
 
@@ -378,7 +393,7 @@ def _worth(
     }, gains
 
 
-def _spent(row: _Row, name: str) -> dict[str, Any]:
+def _spent(row: _Row, name: str) -> dict[str, float | str | None]:
     """The largest ε of a site over the runs, and what it is worth."""
     mine = [site for run in row.runs for site in run.summary["sites"] if site["site"] == name]
     spent = [site["epsilon"] for site in mine if site["epsilon"] is not None]

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import hypot
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import SCORES
 from wsi_fl.learning.tasks import CLASSES, Task
-from wsi_fl.learning.verdict import Estimate, estimate, ratio, shows_room, verdict
+from wsi_fl.learning.verdict import Estimate, Value, estimate, ratio, shows_room, verdict
 from wsi_fl.report.words import measured_in
 from wsi_fl.stages.answers.compare_runs import Run
 from wsi_fl.stages.answers.predictions import Answers, Key, read_answers
@@ -41,9 +40,11 @@ class Said:
 
 
 _BySeed = Mapping[int, Said]
+Gain = dict[str, Value | str | None]
+"""What joining brings, as `_compared` says it."""
 
 
-def compared_by_site(runs: Mapping[str, Sequence[Run]], on: str) -> tuple[str, dict[str, dict[str, Any]]]:
+def compared_by_site(runs: Mapping[str, Sequence[Run]], on: str) -> tuple[str, dict[str, Gain]]:
     """Return what is measured, in words, and by site what joining brings it, as `_compared` says it.
 
     Args:
@@ -56,7 +57,7 @@ def compared_by_site(runs: Mapping[str, Sequence[Run]], on: str) -> tuple[str, d
     return _measure(answers["joined"][names[0]]), found
 
 
-def compared_over_all(runs: Mapping[str, Sequence[Run]], on: str) -> dict[str, Any]:
+def compared_over_all(runs: Mapping[str, Sequence[Run]], on: str) -> Gain:
     """Return what joining brings over all sites, with what is measured (`measure`).
 
     All sites' models are taken as one: the examples of each apart, patients not. Their heads rest on the same noisy
@@ -132,7 +133,7 @@ def _measure(said: _BySeed) -> str:
     return BALANCED if score == "macro_accuracy" else measured_in(score)
 
 
-def _compared(answers: Mapping[str, _BySeed]) -> dict[str, Any]:
+def _compared(answers: Mapping[str, _BySeed]) -> Gain:
     """{"alone": value, "joined": value, "pooled": value or None, "gain": value, "headroom": value or None, "verdict"},
     each value as `Estimate.document` has it.
     """
@@ -145,7 +146,7 @@ def _compared(answers: Mapping[str, _BySeed]) -> dict[str, Any]:
     gain, room = _value(gains), _value(rooms)
     share = _share(gains, rooms, room) if room and shows_room(room) else None
     found |= {"gain": gain, "room": room, "headroom": share}
-    told = {name: one and one.document() for name, one in found.items()}
+    told = {name: None if one is None else one.document() for name, one in found.items()}
     return told | {"verdict": verdict(gain, room)}
 
 

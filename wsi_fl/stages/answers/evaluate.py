@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from wsi_fl.learning.counts import Between
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.local import probabilities, probabilities_of_each, undecided_where_broken
 from wsi_fl.learning.metrics import mean_and_sd
@@ -40,9 +41,57 @@ _TestPart = tuple[Examples, dict[str, NDArray[Any]]]
 """A site's test examples, and what else is known of each: where a patch lies, or of a slide before the diagnosis."""
 
 
+_Scores = dict[str, float | None]
+_Spreads = dict[str, dict[str, float | None]]
+"""Mean and sd by score."""
+
+
+class _Together(TypedDict):
+    """All sites' predictions as one, by rule, and the rule of the run."""
+
+    rule: str
+    rules: dict[str, _Scores]
+
+
+class _Outside(TypedDict):
+    """What was reached on sites that took no part."""
+
+    sites: list[str]
+    n: int
+    rows: list[dict[str, object]]
+    aggregated: dict[str, _Scores] | None
+    left_out: dict[str, object] | None
+
+
+Evaluation = TypedDict(
+    "Evaluation",
+    {
+        "run": str,
+        "method": str,
+        "task": str,
+        "scores": list[str],
+        "examples": str,
+        "with": str,
+        "shared": bool,
+        "merged": _Spreads | None,
+        "internal": _Spreads,
+        "external": _Spreads | None,
+        "models": dict[str, dict[str, _Spreads | None]],
+        "aggregated": _Together | None,
+        "external_set": _Outside | None,
+        "parts": dict[str, _Spreads] | None,
+        "sites": list[dict[str, Any]],
+        "receivers": dict[str, Any] | None,
+        "between": Between | None,
+        "bootstrap": dict[str, object],
+    },
+)
+"""The document of `evaluate`; a site has its scores by name, beside what else is known of its model."""
+
+
 def evaluate(
     study: Study, run_name: str, *, overrides: Sequence[str] = (), watcher: Watcher | None = None
-) -> dict[str, Any]:
+) -> Evaluation:
     """Evaluates a run, writes evaluation.json and each site's predictions.csv, returns the document.
 
     Where a site is real and does not let its patches be read by others, each model is evaluated on its own
@@ -60,7 +109,7 @@ def evaluate(
     return document
 
 
-def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
+def _document(party: RunContext, watcher: Watcher) -> Evaluation:
     pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
     sites = [one for one in party.members if merged or party.has_store(one.name)]  # a hospital has its own
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
@@ -81,7 +130,7 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
         raise WsiFlError(f"{party.run.name}: every site whose store is here was lost and has no model")
     weights = [float((party.data(one.name).table.split == "train").sum()) for one in taking_part]
     several, task = merged and len(rows) > 1, party.task
-    together = None
+    together: _Together | None = None
     if several and task.kind == "classes":  # a site weighs its training rows
         rules = aggregated_scores([table.answers for table in answers], answers[0].truth, weights)
         together = {"rule": value_of(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
@@ -111,14 +160,16 @@ def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
     }
 
 
-def _over_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any]:
+def _over_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> _Spreads:
     """Mean ± sd of every score; null where some site has none."""
     return {name: mean_and_sd([part[name] for part in parts]) for name in task.scores}
 
 
-def _over_models(rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool) -> dict[str, Any]:
+def _over_models(
+    rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool
+) -> dict[str, dict[str, _Spreads | None]]:
     """Mean ± sd of every score by what could answer; of methods without a proxy, the private models alone."""
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, _Spreads | None]] = {}
     for answer in (*ANSWERS, LONE, STACK):
         said = [row["models"][answer] for row in rows if answer in row["models"]]
         if said:
@@ -176,17 +227,19 @@ def _received(party: RunContext, parts: Mapping[str, _TestPart]) -> dict[str, An
             assert isinstance(head, SharedHead)
             said = probabilities(head.as_released(), part, found.device)
             told[name] = scored(said, part.label, party.task)
-    values = {score: [one[score] for one in told.values()] for score in party.task.scores}
+    values = {
+        score: [v for one in told.values() if (v := one[score]) is not None] for score in party.task.scores
+    }
     expected = {
         score: {"mean": float(np.mean(found)), "low": min(found), "high": max(found)}
         for score, found in values.items()
-        if found and None not in found
+        if found and len(found) == len(told)
     }
     return {"sites": rows, "told_by": list(told), "expected": expected}
 
 
-def _scores(table: Predictions, model: str) -> dict[str, Any]:
-    return table.scores(model) | ({} if len(table) else {"tumor_types": {}})
+def _scores(table: Predictions, model: str) -> dict[str, object]:
+    return {**table.scores(model), **({} if len(table) else {"tumor_types": {}})}
 
 
 _REDRAWS = 32
@@ -264,7 +317,7 @@ def _predicted(
     return found, table
 
 
-def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[float]) -> dict[str, Any] | None:
+def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[float]) -> _Outside | None:
     """Every site's scores on `evaluate.external` and the site that was left out, and those of all predictions as one;
     None where there is neither.
 
@@ -288,7 +341,7 @@ def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[flo
         )
     several = len(said) > 1 and examples.task.kind == "classes"
     together = aggregated_scores([one.answers for one in said], examples.label, weights) if several else None
-    found_outside: dict[str, Any] = {
+    found_outside: _Outside = {
         "sites": names,
         "n": len(examples),
         "rows": [{"site": table.site, **table.scores()} for table in said],
@@ -318,7 +371,7 @@ def _whole(party: RunContext, name: str, classes: tuple[str, ...]) -> Examples:
     return joined([part for part in parts if len(part)])
 
 
-def evaluation_lines(document: dict[str, Any]) -> Lines:
+def evaluation_lines(document: Evaluation) -> Lines:
     """Yield a row per site, then mean ± sd."""
     scores = document["scores"]
     first = scores[0]
@@ -354,7 +407,7 @@ def evaluation_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
 
 
-def _table(document: Mapping[str, Any]) -> Table:
+def _table(document: Evaluation) -> Table:
     """What answers for each site, then mean ± sd; of one model that all share its scores on each part and on all."""
     scores, examples, sites = document["scores"], document["examples"], document["sites"]
     first = scores[0]
@@ -381,7 +434,8 @@ def _table(document: Mapping[str, Any]) -> Table:
     ]
     if document["merged"] is not None:
         spreads = [document["merged"][name] for name in scores]
-        spreads += [(document[which] or {}).get(first) or {} for which in ("internal", "external")]
+        both = (document["internal"], document["external"])
+        spreads += [(one or {}).get(first) or {} for one in both]
         rows += [None, ["mean ± sd", "", *map(spread, spreads)]]
     whose = "models" if several else "private models"
     headings += ["own part", "others'", *["with"] * several]

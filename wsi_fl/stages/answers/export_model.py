@@ -312,14 +312,14 @@ def card_of(leaving: Leaving, made: Made, folder: Path) -> dict[str, Any]:
     }
 
 
-def _told(leaving: Leaving) -> dict[str, Any]:
+def _told(leaving: Leaving) -> dict[str, object]:
     """Scores of the model on test patients (`metrics`), and what joining brought over all sites as comparisons say it
     (`worth`); each None where nobody measured it, or sites keep it to themselves.
 
     A head that is made of sums is evaluated with the site's own exact part, and leaves without it.
     """
     party, evaluation = leaving.party, leaving.party.run.evaluation()
-    told: dict[str, Any] = {"metrics": None, "worth": None}
+    told: dict[str, object] = {"metrics": None, "worth": None}
     if evaluation is None:
         return told
     merged = evaluation["merged"] is not None and all(site.allows("scores") for site in party.members)
@@ -343,7 +343,7 @@ def _told(leaving: Leaving) -> dict[str, Any]:
     return told
 
 
-def _privacy(leaving: Leaving) -> list[dict[str, Any]]:
+def _privacy(leaving: Leaving) -> list[dict[str, object]]:
     """What every site's account says, of all whose part of the run lies here."""
     ledgers = {name: leaving.party.study.ledger(name) for name in leaving.accounts}
     return [

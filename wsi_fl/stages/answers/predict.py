@@ -130,7 +130,7 @@ def _predict_slide(
 
 def _of_patches(
     predictor: Predictor, record: SlideRecord, folder: Path, seen: Seen
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, object], dict[str, object]]:
     """Draw and write what is said of each patch; return (the row, what else the score file says)."""
     heat, base = predictor.heat(record.slide, seen), seen.base
     assert base is not None
@@ -162,7 +162,7 @@ def _of_patches(
 
 def _of_slide(
     predictor: Predictor, record: SlideRecord, folder: Path, seen: Seen
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, object], dict[str, object]]:
     """Draw and write what is said of the whole slide; return (the row, what else the score file says)."""
     assert seen.bag is not None
     meta, base, kind = predictor.meta, seen.base, predictor.tumor_type_of(record)

@@ -109,7 +109,7 @@ class SlidePrediction:
         return int(self.whole.argmax())
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """What the document says of it."""
         if self.task.kind == "number":
             return {"target": self.names[0], "value": float(self.whole[0])}

@@ -133,7 +133,7 @@ def _once(sites: Mapping[str, Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in sites.values() for name in names))
 
 
-def _said(party: RunContext) -> dict[str, Any]:
+def _said(party: RunContext) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
     """Of each member whose predictions lie here, (truth, answers) on its own test part, where no classes are asked.
 
     Each dot and step in their figures is a patient.
@@ -193,7 +193,7 @@ def _asked(run: Run) -> tuple[object, ...]:
     return run.inputs, run.folder.manifest["pipeline"], *divided
 
 
-def _store_row(data: Data) -> dict[str, Any]:
+def _store_row(data: Data) -> dict[str, object]:
     store, table, (names, kind) = data.store, data.table, _counted(data)
     counts = {
         split: {c: int(((kind == k) & (table.split == split)).sum()) for k, c in enumerate(names)}
@@ -223,7 +223,7 @@ def _counted(data: Data) -> tuple[tuple[str, ...], NDArray[Any]]:
     return (data.classes, label) if data.task.kind == "classes" else (data.classes, np.zeros(len(label), int))
 
 
-def _mosaics(data: Data) -> dict[str, Any]:
+def _mosaics(data: Data) -> dict[str, object]:
     """What the bags of a site are like; nothing where models are asked about patches."""
     store = data.store
     if not isinstance(store, BagStore) or data.pipeline.example != "slide":

@@ -55,7 +55,7 @@ def baselines(
             f"mpcpa.curve: {most} images of each class, but ddpm.samples_per_class = {drawn} are drawn"
         )
 
-    def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, dict[str, Any]]:
+    def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, Mapping[str, Any]]:
         with RunContext.of(study, pipeline, method) as one:
             inputs = {name: one.data(name).digest() for name in one.names}
         if last := finished(study, method, pipeline, inputs):  # the same in all that matters
