@@ -66,12 +66,11 @@ class Estimate:
     def document(self) -> Value:
         """Return it as ``--json`` has it: mean, low, high, the number of test patients, and the sources apart."""
         sources = {"patients": self.patients, "seeds": self.seeds, "noise": self.noise}
-        asked = self.n_patients
         return {
             "mean": self.mean,
             "low": self.low,
             "high": self.high,
-            "n_patients": asked,
+            "n_patients": self.n_patients,
             "sources": sources,
         }
 
