@@ -89,7 +89,7 @@ class Bars(Silent):
         self._state: dict[str, tuple[float, float, str]] = {}
         self._from: dict[str, tuple[float, float]] = {}
         """How far each part was when it was first told of, and when; a job that goes on did that before."""
-        self._began = self._said = time.monotonic()
+        self._began = self._said = self._moved = time.monotonic()
         self._over = threading.Event()
 
     def __enter__(self) -> Bars:
@@ -117,7 +117,10 @@ class Bars(Silent):
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
         part, note = printable(part), printable(note)
-        self._from.setdefault(part, (done, time.monotonic()))
+        now = time.monotonic()
+        self._from.setdefault(part, (done, now))
+        if done != self._state.get(part, (None,))[0]:
+            self._moved = now
         self._state[part] = (done, total, note)
         if self._live:
             if part not in self._tasks:
@@ -134,9 +137,12 @@ class Bars(Silent):
         total = sum(t for _, t, _ in state.values())
         share = done / total if total else 0.0
         gained = done - sum(d for d, _ in self._from.values())
-        since = time.monotonic() - min(t for _, t in self._from.values())
-        seconds = (total - done) / gained * since if gained > 0 else 0.0
-        left = f", about {seconds:.0f} s left" if share > 0.02 and seconds and since >= _LINE_EVERY_S else ""
+        # at the speed up to the last step, since when time has gone on
+        took = self._moved - min(t for _, t in self._from.values())
+        seconds = (total - done) / gained * took - (time.monotonic() - self._moved) if gained > 0 else 0.0
+        left = (
+            f", about {seconds:.0f} s left" if share > 0.02 and seconds > 0 and took >= _LINE_EVERY_S else ""
+        )
         left = ", finishing" if share >= 1 else left
         notes = ", ".join(f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MOST_PARTS] if note)
         more = f", and {len(state) - _MOST_PARTS} more" if len(state) > _MOST_PARTS else ""
