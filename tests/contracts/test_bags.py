@@ -247,6 +247,10 @@ def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, wo
     assert not list(bags.runs.glob("0*"))
 
 
+def test_of_more_than_two_classes_the_study_promises_nothing(bags):
+    assert all(row["expected"] is None for row in dry_run(bags, method="proxyfl")["sites"])
+
+
 def test_missing_and_impossible_mosaics_say_what_to_do(bags):
     table, content = write_mosaic(bags, "S1", seed=1)
     with BagStore(bags.mosaic("S1")) as store:

@@ -157,11 +157,16 @@ def _cost(site: Site, party: RunContext, affordable: int) -> _Cost:
 
 
 def _expected(site: Site, party: RunContext, cost: list[Mechanism]) -> str | None:
-    """Return what the study expects of heads on features, for classes, under differential privacy."""
-    data, train = party.data(site.name), site.train
-    if not cost or isinstance(data.shape, Images) or train.task.kind != "classes":
+    """Return what the study expects of heads on features, for two classes as it had, under differential privacy."""
+    data = party.data(site.name)
+    if (
+        not cost
+        or isinstance(data.shape, Images)
+        or site.train.task.kind != "classes"
+        or len(data.classes) != 2
+    ):
         return None
-    counts = np.bincount(train.label, minlength=len(data.classes))
+    counts = np.bincount(site.train.label, minlength=len(data.classes))
     rarest = float(counts.min() * len(counts) / counts.sum())
     return expected(site.units.n, epsilon(cost, site.ledger.terms.delta), rarest)
 
@@ -211,7 +216,9 @@ def plan_lines(document: _Plan) -> Lines:
             yield Line(f"    {group_words(row['group'])}{told}", "yellow" if above else "")
     if found := detected_of(document["sites"]):
         yield Line(f"  {found}")
+    seconds, gigabytes = document["seconds"], document["memory_bytes"] / 1e9
+    told = f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
     yield Line(
-        f"all sites fit together; {document['rounds']} rounds of {document['method']} take about "
-        f"{document['seconds'] / 60:.1f} min and {document['memory_bytes'] / 1e9:.1f} GB of memory, evaluation left out"
+        f"all sites fit together; {document['rounds']} rounds of {document['method']} take about {told} and "
+        f"{gigabytes:.1f} GB of memory, start and evaluation left out"
     )
