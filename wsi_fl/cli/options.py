@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from typer import Argument, Option
@@ -45,6 +45,8 @@ SiteGpus = Annotated[
 ]
 Run = Annotated[str, Argument(help="A run: its folder, name or number.")]
 
+_D = TypeVar("_D", bound=Mapping[str, object])
+
 
 def find_study() -> Study:
     """Return the study at or above the current folder; UsageError where there is none."""
@@ -53,7 +55,7 @@ def find_study() -> Study:
     return Study.find()
 
 
-def show(document: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any]], Lines]) -> None:
+def show(document: _D, as_json: bool, lines: Callable[[_D], Lines]) -> None:
     """Print a command's answer, as one JSON document or as lines; an empty one is of a rank that is not the first."""
     if document and as_json:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
@@ -64,9 +66,7 @@ def show(document: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any
         render(lines(document))
 
 
-def show_work(
-    title: str, work: Callable[..., dict[str, Any]], as_json: bool, lines: Callable[[dict[str, Any]], Lines]
-) -> dict[str, Any]:
+def show_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines]) -> _D:
     """Do the work of a command, which is given bars as its `watcher`, print its answer, and return that."""
     from wsi_fl.stages.work.console import Bars
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from wsi_fl.hospitals.flare.files import COORDINATOR, SERVER, write_flare_files
 from wsi_fl.hospitals.trust.certificates import (
@@ -88,7 +88,15 @@ def provision(
     }
 
 
-def request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> dict[str, Any]:
+class Asked(TypedDict):
+    """A request that was written: whose, where it lies, and the fingerprint to read out."""
+
+    name: str
+    file: str
+    fingerprint: str
+
+
+def request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> Asked:
     """Make a key in a new kit, and the request that is sent to the coordinator; UsageError where a key is there."""
     _check_name(name)
     key_file = _key_file(kit, role)
@@ -102,7 +110,7 @@ def request(kit: Path, *, name: str, organization: str, role: Role = "hospital")
     return _asked(kit, new_request(key_file.read_text(), name, organization), name, role)
 
 
-def renew(kit: Path, *, rotate: bool = False) -> dict[str, Any]:
+def renew(kit: Path, *, rotate: bool = False) -> Asked:
     """Write a request for a further certificate of a kit.
 
     Args:
@@ -120,9 +128,7 @@ def renew(kit: Path, *, rotate: bool = False) -> dict[str, Any]:
     return _asked(kit, text, name, opened.role, vouched)
 
 
-def _asked(
-    kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None
-) -> dict[str, Any]:
+def _asked(kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None) -> Asked:
     file = kit / f"request-{name}.json"
     write_json(file, {"format": _REQUEST, "version": 1, "role": role, "request": text, "renews": renews})
     return {"name": name, "file": str(file), "fingerprint": fingerprint(text)}
@@ -248,7 +254,7 @@ def provisioned_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"keep {document['root']} offline: whoever has its key can name anybody", "yellow")
 
 
-def requested_lines(document: dict[str, Any]) -> Lines:
+def requested_lines(document: Asked) -> Lines:
     """Say what to send, and what to read out."""
     file = document["file"]
     yield Line(f"send {file} to the coordinator, and read out by telephone, unless it renews one:")
