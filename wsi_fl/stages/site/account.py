@@ -454,7 +454,7 @@ def group_words(group: Group) -> str:
 _WORTH = {"shared": "guaranteed to all who see the sum, and against colluding sites as agreed"}
 
 
-def spent_words(row: dict[str, Any]) -> str:
+def spent_words(row: Mapping[str, Any]) -> str:
     """ε, what it is worth, and how it was spent, of a site's row in a summary or a plan."""
     if row["epsilon"] is None:
         return "no differential privacy"
