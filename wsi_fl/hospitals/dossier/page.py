@@ -52,7 +52,7 @@ def _render(dossier: Mapping[str, Any]) -> str:
     return fill("dossier", context, Path(__file__).parent)
 
 
-def _flow(dossier: Mapping[str, Any]) -> dict[str, Any]:
+def _flow(dossier: Mapping[str, Any]) -> dict[str, object]:
     """What the drawing of the data flow says: at the hospital, on the way, at the others; and the same in words."""
     plan, way = dossier["plan"], dossier["network"][0]["to"]
     others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
@@ -145,7 +145,7 @@ def _said_beside(
         group: what ε of all that was released and of the plan is worth to the patient with the most rows.
         audited: whether a model of the site was attacked by `audit`.
     """
-    known: dict[str, Any] = {
+    known: dict[str, object] = {
         "plan": plan,
         "privacy": plan["privacy"],
         "site": site,

@@ -190,7 +190,7 @@ def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
     return _text_of(values, f"site {found.name!r} of the archive", _next(archive.subtypes))
 
 
-def _text_of(values: dict[str, Any], what: str, command: str) -> str:
+def _text_of(values: dict[str, object], what: str, command: str) -> str:
     note = "simulated: other sites' evaluation may read its test patches"
     if values["real"]:
         values |= {"max_epsilon": _BUDGET, "delta": _DELTA}

@@ -113,11 +113,13 @@ def _document(
     }
 
 
-def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    def scores(one: Mapping[str, Any]) -> dict[str, Any]:
+def _rows(
+    pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]
+) -> Iterator[dict[str, str | float | None]]:
+    def scores(one: Mapping[str, Any]) -> dict[str, float | None]:
         return {name: one[name] for name in SCORES}
 
-    def means(method: str) -> dict[str, Any]:
+    def means(method: str) -> dict[str, float | None]:
         """Over the sites' models: of one kind of training set, each from its own start."""
         return {name: evaluations[method]["merged"][name]["mean"] for name in SCORES}
 
