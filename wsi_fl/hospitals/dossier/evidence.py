@@ -34,7 +34,7 @@ _GUARANTEED = (
 )
 
 
-def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
+def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, object]:
     """Write the folder: the dossier, the sheets, the list of software, and a signature of all; return the document."""
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out}: it holds something already; give a new folder")

@@ -138,7 +138,7 @@ def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> dic
 
 def _said_beside(
     plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return who connects to whom, what is not protected, and the draft of an assessment: {"heading", "facts", "gaps"}.
 
     Args:
@@ -244,7 +244,7 @@ def _sent(study: Study, site: str, run: str) -> dict[int, int]:
     return {}
 
 
-def _audits(study: Study, site: str) -> list[dict[str, Any]]:
+def _audits(study: Study, site: str) -> list[dict[str, object]]:
     """What `audit` found about the models of the site, in every run that was audited here; intervals are of 95 %."""
     found = []
     for file in sorted(study.runs.glob("*/audit/audit.json")):

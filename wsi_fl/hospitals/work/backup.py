@@ -28,17 +28,12 @@ _KIT, _STUDY = ("*.json", "jobs.jsonl", "startup/*"), ("federation/*.json", "sit
 _Files = dict[PurePosixPath, bytes]
 
 
-class _Copied(TypedDict):
-    """A backup: how many files it has, and how many lines the ledger; None without one."""
+def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, object]:
+    """Copy what a kit's holder must not lose into one file with mode 0600; a client may run meanwhile.
 
-    file: str
-    name: str
-    files: int
-    lines: int | None
-
-
-def backup(kit: Kit, study: Study | None, out: Path) -> _Copied:
-    """Copy what a kit's holder must not lose into one file with mode 0600; a client may run meanwhile."""
+    Returns:
+        {"file", "name", "files": how many, "lines": of the ledger, None without one}.
+    """
     found, lines = _files("kit", kit.path, _KIT), None
     if study is not None:
         found |= _files("study", study.root, [one.format(kit.name) for one in _STUDY])
