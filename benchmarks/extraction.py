@@ -12,7 +12,7 @@ import argparse
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def bare_rate(slides: list[NDArray[np.uint8]], encoder: Encoder, size: int) -> f
     return sum(map(len, slides)) / (time.perf_counter() - began)
 
 
-def rate_of(study: Study, command: Callable[..., dict[str, Any]], overrides: list[str]) -> float:
+def rate_of(study: Study, command: Callable[..., Mapping[str, Any]], overrides: list[str]) -> float:
     """Run a command of which nothing is made yet; return patches per second."""
     for name in ("features", "mosaics"):
         shutil.rmtree(study.store(SITE).parent / name, ignore_errors=True)

@@ -21,12 +21,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 from wsi_fl.demo.phantom import paint_archive
 from wsi_fl.demo.run import write_untrained
 from wsi_fl.hospitals.flare.files import need_flare
-from wsi_fl.learning.counts import results
+from wsi_fl.learning.counts import Between, results
 from wsi_fl.stages.answers.between import between_lines
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
@@ -187,15 +187,23 @@ def _last_line(log: Path) -> str:
     return lines[-1].removeprefix("wsi-fl: error: ") if lines else f"it said nothing; see {log}"
 
 
-def federation_demo(folder: Path) -> dict[str, Any]:
+class Finished(TypedDict):
+    """What came out: the summary's sites, the coordinator's page, and by hospital its own page."""
+
+    folder: str
+    seconds: float
+    run: str
+    sites: list[dict[str, object]]
+    scores: Between
+    report: str
+    reports: dict[str, str]
+
+
+def federation_demo(folder: Path) -> Finished:
     """Let four hospitals of painted slides learn together over NVIDIA FLARE, from their keys to their reports.
 
     Args:
         folder: a new one. That of a finished demo is left as it is, and what came out is returned.
-
-    Returns:
-        {"folder", "seconds", "run", "sites" (of the summary), "scores", "report" (the coordinator's page),
-        "reports": {hospital: its own page}}.
 
     Raises:
         UsageError: when the folder holds anything else, or NVIDIA FLARE is not installed.
@@ -205,7 +213,7 @@ def federation_demo(folder: Path) -> dict[str, Any]:
     root = folder.resolve()
     if (root / _DONE).is_file():
         say(f"{folder}: this demo has finished; for another one remove the folder, or choose another --out")
-        return dict(read_json(root / _DONE))
+        return cast(Finished, dict(read_json(root / _DONE)))
     if root.exists() and any(root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no finished demo; remove it, or choose another --out")
     try:
@@ -230,7 +238,7 @@ class _Demo:
     def _place(self, name: str, here: str = "study") -> Place:
         return Place(name, self.root / name, self.root / name / here)
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Finished:
         began = time.monotonic()
         _say("Painting each hospital's own slides")
         self._paint()
@@ -350,7 +358,7 @@ def free_port() -> int:
         return int(place.getsockname()[1])
 
 
-def federation_demo_lines(document: dict[str, Any]) -> Lines:
+def federation_demo_lines(document: Finished) -> Lines:
     """Yield every model's accuracy at every hospital, and where the pages lie."""
     yield from between_lines(document["scores"])
     for name, page in document["reports"].items():

@@ -62,7 +62,7 @@ class DdpmShape:
     schedule: str = "linear"
 
     @property
-    def diffusion(self) -> dict[str, Any]:
+    def diffusion(self) -> dict[str, object]:
         """The chain in diffusers' words. A short one takes larger steps, so that it too ends in noise."""
         scale = 1000 / self.chain
         ends = {"beta_start": min(1e-4 * scale, _MOST_BETA), "beta_end": min(0.02 * scale, _MOST_BETA)}

@@ -42,7 +42,7 @@ _EMA_RAMP = 0.05
 """Early on the moving average looks back on this share of the images seen so far."""
 
 
-def terms_of(gan: Gan) -> dict[str, Any]:
+def terms_of(gan: Gan) -> dict[str, object]:
     """Return how a GAN is trained, as JSON: its settings, and what is the same for all."""
     keys = {
         "batch_size",
@@ -90,7 +90,7 @@ class GanState(TrainingState):
         self.path_mean = 0.0
         self.margin: float | None = None
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """Return everything else, as JSON."""
         ada = {"p": self.ada.p, "sign_sum": self.ada.sign_sum, "seen": self.ada.seen}
         return super().document() | {"path_mean": self.path_mean, "margin": self.margin, "ada": ada}

@@ -43,7 +43,7 @@ class TrainingState:
             found |= slots_of(optimizer, name)
         return {key: value.cpu().clone() for key, value in found.items()}
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """Return everything else, as JSON."""
         return {"iteration": self.iteration}
 

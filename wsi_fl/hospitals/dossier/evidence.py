@@ -34,7 +34,7 @@ _GUARANTEED = (
 )
 
 
-def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, Any]:
+def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, object]:
     """Write the folder: the dossier, the sheets, the list of software, and a signature of all; return the document."""
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out}: it holds something already; give a new folder")
@@ -98,7 +98,7 @@ def verified_lines(found: Mapping[str, Any], *, folder: Path, vouched: bool) -> 
         yield Line(f"  {told}", "yellow")
 
 
-def _facts(dossier: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(dossier: Mapping[str, Any]) -> dict[str, object]:
     """What the sheets may name beside the dossier's own keys; None where it is not known."""
     plan, accounts, audits = dossier["plan"], dossier["accounts"], dossier["audits"]
     group, limit = dossier["group"], dossier["budget"]["max_epsilon"]
@@ -143,7 +143,7 @@ class _Known(Formatter):
         return found
 
 
-def _answered(row: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, Any]:
+def _answered(row: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, object]:
     """The answer of a row, where all that it names is known."""
     try:
         said = {"shown": True, "says": _Known().vformat(row["says"], (), known)}

@@ -52,7 +52,7 @@ def _render(dossier: Mapping[str, Any]) -> str:
     return fill("dossier", context, Path(__file__).parent)
 
 
-def _flow(dossier: Mapping[str, Any]) -> dict[str, Any]:
+def _flow(dossier: Mapping[str, Any]) -> dict[str, object]:
     """What the drawing of the data flow says: at the hospital, on the way, at the others; and the same in words."""
     plan, way = dossier["plan"], dossier["network"][0]["to"]
     others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
@@ -138,14 +138,14 @@ def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> dic
 
 def _said_beside(
     plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return who connects to whom, what is not protected, and the draft of an assessment: {"heading", "facts", "gaps"}.
 
     Args:
         group: what ε of all that was released and of the plan is worth to the patient with the most rows.
         audited: whether a model of the site was attacked by `audit`.
     """
-    known: dict[str, Any] = {
+    known: dict[str, object] = {
         "plan": plan,
         "privacy": plan["privacy"],
         "site": site,
@@ -244,7 +244,7 @@ def _sent(study: Study, site: str, run: str) -> dict[int, int]:
     return {}
 
 
-def _audits(study: Study, site: str) -> list[dict[str, Any]]:
+def _audits(study: Study, site: str) -> list[dict[str, object]]:
     """What `audit` found about the models of the site, in every run that was audited here; intervals are of 95 %."""
     found = []
     for file in sorted(study.runs.glob("*/audit/audit.json")):

@@ -6,9 +6,10 @@ end them and nothing else, and no log is streamed away.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Literal, NotRequired, TypedDict
 
 from wsi_fl.hospitals.trust.certificates import Role
 from wsi_fl.hospitals.trust.kit import bracketed
@@ -65,12 +66,23 @@ def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host
     (kit / "transfer").mkdir(exist_ok=True)
 
 
-def job_files(folder: Path, sites: list[str], job: dict[str, Any]) -> None:
+class Job(TypedDict):
+    """What hospitals are asked to do by a plan: work, or go to see every peer and train nothing."""
+
+    what: Literal["work", "check"]
+    plan: str
+    resume: NotRequired[str | None]
+    without: NotRequired[list[str]]
+    text: NotRequired[str]
+    withdrawn: NotRequired[str]
+
+
+def job_files(folder: Path, sites: list[str], job: Job) -> None:
     """Write a job: JSON that names the two classes, and no code.
 
     Args:
         sites: that take part.
-        job: what the hospitals are asked to do, see `flare.Hospital`.
+        job: what the hospitals are asked to do.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True)
@@ -82,16 +94,16 @@ def job_files(folder: Path, sites: list[str], job: dict[str, Any]) -> None:
     write_json(config / "config_fed_client.json", {"format_version": 2, "executors": [hospital]})
 
 
-def _reached(federation: str, address: str) -> dict[str, Any]:
+def _reached(federation: str, address: str) -> dict[str, object]:
     return {"name": federation, "service": {"target": address, "scheme": "http"}}
 
 
-def _secured(stem: str) -> dict[str, Any]:
+def _secured(stem: str) -> dict[str, str]:
     files = {"ssl_private_key": f"{stem}.key", "ssl_cert": f"{stem}.crt", "ssl_root_cert": "rootCA.pem"}
     return files | {"connection_security": "mtls"}
 
 
-def _admin(federation: str, name: str, host: str, port: int) -> dict[str, Any]:
+def _admin(federation: str, name: str, host: str, port: int) -> dict[str, object]:
     return {
         "format_version": 1,
         "admin": {
@@ -120,7 +132,7 @@ _RIGHTS = {"format_version": "1.0", "permissions": {"project_admin": _COORDINATO
 `byoc` (bring your own code) is refused."""
 
 
-def _resources(allowed: str, *components: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
+def _resources(allowed: str, *components: tuple[str, str, Mapping[str, object]]) -> dict[str, object]:
     return {
         "format_version": 2,
         "class_list_enforcement_mode": "enforce",
@@ -130,7 +142,7 @@ def _resources(allowed: str, *components: tuple[str, str, dict[str, Any]]) -> di
     }
 
 
-def _hospital_resources() -> dict[str, Any]:
+def _hospital_resources() -> dict[str, object]:
     common = "nvflare.app_common"
     manager = f"{common}.resource_managers.gpu_resource_manager.GPUResourceManager"
     consumer = f"{common}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
@@ -143,7 +155,7 @@ def _hospital_resources() -> dict[str, Any]:
     ) | {"client": {"retry_timeout": HEARTBEAT_S, "compression": "Gzip"}}
 
 
-def _server_resources(storage: Path) -> dict[str, Any]:
+def _server_resources(storage: Path) -> dict[str, object]:
     common = "nvflare.app_common"
     files = f"{common}.storages.filesystem_storage.FilesystemStorage"
     scheduler = f"{common}.job_schedulers.job_scheduler.DefaultJobScheduler"

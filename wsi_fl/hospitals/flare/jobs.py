@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wsi_fl.federation.documents import NotAgreed
-from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, job_files, need_flare
+from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, Job, job_files, need_flare
 from wsi_fl.hospitals.trust.kit import Kit, likely_reason, require_server
 from wsi_fl.hospitals.work.said import agreed
 from wsi_fl.hospitals.work.taking_part import LAST
@@ -252,7 +252,7 @@ def abort(kit: Kit, job: str) -> None:
 def run_job(
     kit: Kit,
     sites: list[str],
-    job: dict[str, Any],
+    job: Job,
     *,
     told: Callable[[str], None],
     waiting: Callable[[float], None],
@@ -286,7 +286,7 @@ def run_job(
             waiting(time.monotonic() - began)
             watch.look(status)
             time.sleep(_POLL_S)
-        said = agreed(_result(session, number, Path(place)), sites, str(job["what"]))
+        said = agreed(_result(session, number, Path(place)), sites, job["what"])
     errors = [one["error"] for one in said.values() if "error" in one]
     if errors:
         reason = _first_reason(errors)

@@ -31,7 +31,7 @@ from nvflare.fuel.f3.cellnet.defs import ReturnCode as CellCode
 from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
 from nvflare.fuel.f3.message import Message
 
-from wsi_fl.hospitals.flare.files import KIT, SAID, STUDY
+from wsi_fl.hospitals.flare.files import KIT, SAID, STUDY, Job
 from wsi_fl.hospitals.lines.relayed import Answer
 from wsi_fl.hospitals.plans.signed import Plan
 from wsi_fl.hospitals.trust.kit import Kit
@@ -57,10 +57,10 @@ class Together(Controller):  # type: ignore[misc]
         job: what they are asked to do, see `Hospital`.
     """
 
-    def __init__(self, sites: list[str], job: dict[str, Any]) -> None:
+    def __init__(self, sites: list[str], job: Job) -> None:
         super().__init__()
         self._sites, self._job = sites, job
-        self._said: dict[str, Any] = {}
+        self._said: dict[str, Mapping[str, object]] = {}
         self._heard: dict[str, float] = {}
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
@@ -198,8 +198,7 @@ def _signs_of_life(engine: Any, job: str) -> Iterator[None]:
 class Hospital(Executor):  # type: ignore[misc]
     """A hospital's part of a job, in a process of its own that FLARE's client started.
 
-    A job is {"what": "work", "plan": SHA-256, "text": the plan, "resume": RUN or null, "without": [SITE, …],
-    "withdrawn": list}, or {"what": "check", …}, which goes to see every peer and trains nothing.
+    What a job asks for is a `files.Job`.
     """
 
     def __init__(self) -> None:
@@ -234,7 +233,7 @@ class Hospital(Executor):  # type: ignore[misc]
         reply["said"] = json.dumps(said)
         return reply
 
-    def _do(self, job: Mapping[str, Any]) -> Mapping[str, object]:
+    def _do(self, job: Job) -> Mapping[str, object]:
         study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
         kit.take(str(job["withdrawn"]))
         identity = kit.identity()

@@ -210,8 +210,8 @@ def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -
 
 def _refuse_other_store(learned: Learned, document: PlanDocument, site: str) -> None:
     """Refuse a plan for another question, encoder, weights, directions, classes or shape than its store has."""
-    own: dict[str, Any] = dict(learned)
-    said: dict[str, Any] = dict(document["learns"])
+    own: dict[str, object] = dict(learned)
+    said: dict[str, object] = dict(document["learns"])
     for key, what in _OF_STORE.items():
         wanted, found = said[key], own[key]
         named = key == "encoder" and str(found).split()[0]  # without a store a plan knows the name alone

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypedDict
 
 from wsi_fl.hospitals.plans.approving import Cost, cost_words, look
 from wsi_fl.hospitals.plans.signed import Plan
@@ -30,6 +30,21 @@ _OF_THE_ACCOUNT = {"ledger.head.json", "release.safetensors"}
 _PATHS = ("slides", "annotations", "labels", "clinical", "split", "manifest")
 
 
+class Rehearsed(TypedDict):
+    """What a run took, and would cost for real."""
+
+    site: str
+    plan: str
+    rounds: int
+    seconds_per_round: float  # of this site alone
+    sent_bytes: int
+    all_bytes: int  # of all sites
+    peak_bytes: int  # of this process, which holds all sites
+    not_finite: list[str]  # models, as "site/role"
+    cost: dict[str, Any]  # as `approve` shows it
+    kept: str | None
+
+
 def rehearse(
     study: Study,
     plan: Plan,
@@ -38,18 +53,13 @@ def rehearse(
     rounds: int | None = None,
     keep: Path | None = None,
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> Rehearsed:
     """Do a plan with the hospital's own rows in the place of everybody's, in this process, with its noise.
 
     Args:
         site: of the hospital; the other sites of the plan are imitated by copies of it.
         rounds: fewer than the plan's, for an idea of minutes and memory.
         keep: a new folder for the run, its private models too; by default it is deleted.
-
-    Returns:
-        {"site", "plan", "rounds", "seconds_per_round" (of this site alone), "sent_bytes", "all_bytes" (of all sites),
-        "peak_bytes" (of this process, which holds all sites), "not_finite" (models, as "site/role"), "cost" (what the
-        real run would cost, as `approve` shows it), "kept"}.
 
     Raises:
         UsageError: when the plan could not be signed here, the store is not here, or `keep` is there already.
@@ -145,14 +155,14 @@ def _not_finite(run: RunFolder) -> list[str]:
     ]
 
 
-def rehearsed_lines(document: dict[str, Any]) -> Lines:
+def rehearsed_lines(document: Rehearsed) -> Lines:
     """Say what the real run would take and cost."""
     wrong = ", ".join(document["not_finite"])
     yield Line(
         f"  {document['rounds']} rounds, {duration(document['seconds_per_round'])} each at {document['site']} alone; "
         f"at most {size(document['peak_bytes'])} of memory for all sites in one process"
     )
-    sent, by_all = (size(document[key]) for key in ("sent_bytes", "all_bytes"))
+    sent, by_all = size(document["sent_bytes"]), size(document["all_bytes"])
     yield Line(f"  {document['site']} would send {sent}, all {by_all}")
     yield Line(
         f"  not finite: {wrong}; do not sign this" if wrong else "  all models are finite",

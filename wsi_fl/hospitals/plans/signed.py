@@ -119,9 +119,9 @@ def changes(before: Plan, plan: Plan) -> list[str]:
     ]
 
 
-def _terms(plan: Plan, sites: Collection[str]) -> dict[str, Any]:
+def _terms(plan: Plan, sites: Collection[str]) -> dict[str, object]:
     """Return the method, the settings, and what of these sites a plan says, by name."""
-    found = {"method": plan.method}
+    found: dict[str, object] = {"method": plan.method}
     for section, values in tomllib.loads(str(plan.document["settings"])).items():
         if isinstance(values, dict):
             found |= {f"{section}.{key}": value for key, value in values.items()}
@@ -174,7 +174,7 @@ def keep_other(path: Path, plan: Plan) -> str:
     return str(kept)
 
 
-def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = None) -> dict[str, Any]:
+def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = None) -> dict[str, str]:
     """Sign a plan in the name of a hospital of it, or of its frame where no person does; keep both in its study."""
     if identity.name not in plan.sites:
         raise UsageError(f"site {identity.name} is not in this plan, which has {', '.join(plan.sites)}")
@@ -214,7 +214,7 @@ def approved_at(study: Study, site: str) -> str:
     return f"{said['time']} frame {said['frame']}" if "frame" in said else str(said["time"])
 
 
-def _check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str) -> None:
+def _check_approval(document: Mapping[str, object], plan: Plan, root: str, *, site: str) -> None:
     """Refuse an approval that is not a site's signature of this very plan, by what is trusted (PEM)."""
     holder = signer_of(document, root, _PURPOSE, f"the approval of {site}")
     check_key(plan, str(document["certificate"]), site)

@@ -81,7 +81,7 @@ class Identity:
         """Return the signature of some bytes (RSASSA-PSS with SHA-256, RFC 8017)."""
         return self.key.sign(data, _PADDING, SHA256())
 
-    def signed(self, document: Mapping[str, Any], purpose: bytes) -> dict[str, Any]:
+    def signed(self, document: Mapping[str, Any], purpose: bytes) -> dict[str, object]:
         """Return a document with its signer's certificate and a signature that is good for one purpose alone."""
         signature = self.sign(_signed_bytes(document, purpose))
         return {**document, "certificate": self.certificate, "signature": signature.hex()}

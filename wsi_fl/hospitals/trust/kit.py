@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict, cast
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
@@ -44,12 +44,23 @@ def trusted_in(folder: Path) -> str:
     return f"{root}\n{ordinary(file).read_text(errors='replace')}" if file.exists() else root
 
 
+class KitDocument(TypedDict):
+    """What `federation.json` says: a server joins the federation, or a folder."""
+
+    name: str
+    role: Role
+    organization: str
+    federation: str
+    server: NotRequired[str]
+    folder: NotRequired[str]
+
+
 @dataclass(frozen=True)
 class Kit:
     """A folder with a key, its certificate and the federation's root, and what its `federation.json` says."""
 
     path: Path
-    document: dict[str, Any]
+    document: KitDocument
 
     @staticmethod
     def open(path: Path) -> Kit:
@@ -60,7 +71,7 @@ class Kit:
             founded = (inner / "federation.json").is_file()
             what = f"the coordinator's is {inner}" if founded else "`wsi-fl federation join` makes one"
             raise UsageError(f"{path}: this is no kit (a folder with federation.json); {what}")
-        return Kit(path.resolve(), dict(read_json(file)))
+        return Kit(path.resolve(), cast(KitDocument, dict(read_json(file))))
 
     @property
     def name(self) -> str:
@@ -69,8 +80,7 @@ class Kit:
 
     @property
     def role(self) -> Role:
-        role: Role = self.document["role"]
-        return role
+        return self.document["role"]
 
     @property
     def folder(self) -> str | None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from wsi_fl.hospitals.flare.files import COORDINATOR, SERVER, write_flare_files
 from wsi_fl.hospitals.trust.certificates import (
@@ -26,7 +26,7 @@ from wsi_fl.hospitals.trust.certificates import (
     verified,
     withdrawn,
 )
-from wsi_fl.hospitals.trust.kit import DEFAULT_PORT, ROOT, STEM, Kit, address_of, bracketed
+from wsi_fl.hospitals.trust.kit import DEFAULT_PORT, ROOT, STEM, Kit, KitDocument, address_of, bracketed
 from wsi_fl.hospitals.trust.root import Root, handed_on, list_lines
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.system.files import read_json, write_json, write_text
@@ -88,7 +88,15 @@ def provision(
     }
 
 
-def request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> dict[str, Any]:
+class Asked(TypedDict):
+    """A request that was written: whose, where it lies, and the fingerprint to read out."""
+
+    name: str
+    file: str
+    fingerprint: str
+
+
+def request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> Asked:
     """Make a key in a new kit, and the request that is sent to the coordinator; UsageError where a key is there."""
     _check_name(name)
     key_file = _key_file(kit, role)
@@ -102,7 +110,7 @@ def request(kit: Path, *, name: str, organization: str, role: Role = "hospital")
     return _asked(kit, new_request(key_file.read_text(), name, organization), name, role)
 
 
-def renew(kit: Path, *, rotate: bool = False) -> dict[str, Any]:
+def renew(kit: Path, *, rotate: bool = False) -> Asked:
     """Write a request for a further certificate of a kit.
 
     Args:
@@ -120,9 +128,7 @@ def renew(kit: Path, *, rotate: bool = False) -> dict[str, Any]:
     return _asked(kit, text, name, opened.role, vouched)
 
 
-def _asked(
-    kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None
-) -> dict[str, Any]:
+def _asked(kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None) -> Asked:
     file = kit / f"request-{name}.json"
     write_json(file, {"format": _REQUEST, "version": 1, "role": role, "request": text, "renews": renews})
     return {"name": name, "file": str(file), "fingerprint": fingerprint(text)}
@@ -179,7 +185,15 @@ def approve_request(
     return line | known | term | {"withdrew": handed_on(folder) if withdrew else None}
 
 
-def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool = False) -> dict[str, Any]:
+class Joined(KitDocument):
+    """What a kit says that is complete now, where it lies, and the root's fingerprint."""
+
+    kit: str
+    fingerprint: str
+    until: str
+
+
+def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool = False) -> Joined:
     """Put the certificate that the coordinator sent back beside the key that it is for; the kit is complete then.
 
     Args:
@@ -221,7 +235,7 @@ def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool 
     used.replace(key)
     write_text(own, root)
     kept = ("name", "role", "organization", "federation", "server", "folder")
-    said = {key: document[key] for key in kept if key in document}
+    said = cast(KitDocument, {key: document[key] for key in kept if key in document})
     write_json(kit / "federation.json", said)
     joined = Kit.open(kit)
     joined.take(gone)
@@ -231,7 +245,7 @@ def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool 
         federation = str(said["federation"])
         write_flare_files(kit.resolve(), name=name, role=role, federation=federation, host=host, port=port)
     until = verified(identity.certificate, identity.root).until
-    return said | {"kit": str(kit), "fingerprint": found, "until": until.date().isoformat()}
+    return {**said, "kit": str(kit), "fingerprint": found, "until": until.date().isoformat()}
 
 
 def fingerprint_line(whose: str, found: str) -> Line:
@@ -248,7 +262,7 @@ def provisioned_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"keep {document['root']} offline: whoever has its key can name anybody", "yellow")
 
 
-def requested_lines(document: dict[str, Any]) -> Lines:
+def requested_lines(document: Asked) -> Lines:
     """Say what to send, and what to read out."""
     file = document["file"]
     yield Line(f"send {file} to the coordinator, and read out by telephone, unless it renews one:")
@@ -271,7 +285,7 @@ def approved_lines(document: dict[str, Any]) -> Lines:
         yield from list_lines(document["withdrew"])
 
 
-def joined_lines(document: dict[str, Any]) -> Lines:
+def joined_lines(document: Joined) -> Lines:
     """Say what the kit is, and what comes next."""
     whose = f"of {document['name']} in {document['federation']} until {document['until']}"
     yield Line(f"{document['kit']} is the kit {whose}")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from wsi_fl.hospitals.flare.files import COORDINATOR
 from wsi_fl.hospitals.lines.share import Share
@@ -57,7 +57,7 @@ class Root:
         """The root's certificate, and its list where there is one, PEM."""
         return trusted_in(self.path)
 
-    def issued(self) -> list[dict[str, Any]]:
+    def issued(self) -> list[dict[str, str]]:
         """Return a line for every certificate that was given, oldest first."""
         return read_lines(self.path / "issued.jsonl", _ISSUED)
 
@@ -65,7 +65,7 @@ class Root:
         """Return the fingerprint of everybody's newest key, by name."""
         return {one["name"]: one["fingerprint"] for one in self.issued()}
 
-    def note(self, certificate: str, line: dict[str, Any]) -> bool:
+    def note(self, certificate: str, line: dict[str, str]) -> bool:
         """Note a certificate (PEM) that was given; return whether another key of its name was withdrawn by that."""
         key, now = fingerprint(certificate), datetime.now(UTC).isoformat(timespec="seconds")
         holder = verified(certificate, self.certificate)
@@ -89,22 +89,34 @@ class Root:
         return bool(numbers)
 
 
-def revoke(site: str, folder: Path) -> dict[str, Any]:
+class Listed(TypedDict):
+    """What became of a list: who is on it now, which kit has it, and where it lies."""
+
+    site: NotRequired[str]
+    kit: NotRequired[str]
+    number: NotRequired[int]
+    newer: NotRequired[bool]
+    said: str
+    file: NotRequired[str]
+
+
+def revoke(site: str, folder: Path) -> Listed:
     """Withdraw all certificates of a name, by the root in a founded folder; UsageError where there are none."""
     if not Root.open(folder).withdraw(site):
         raise UsageError(
             f"{site} has no certificate that could be withdrawn; root/issued.jsonl has all names"
         )
-    return {"site": site} | handed_on(folder)
+    return {"site": site, **handed_on(folder)}
 
 
-def handed_on(folder: Path) -> dict[str, Any]:
+def handed_on(folder: Path) -> Listed:
     """Give the root's list to the coordinator's kit in the founded folder; return where the list lies."""
     file, kit = folder / "root" / LIST, folder / COORDINATOR
-    return (take_list(file, kit) if kit.is_dir() else {"said": ""}) | {"file": str(file)}
+    taken: Listed = take_list(file, kit) if kit.is_dir() else {"said": ""}
+    return taken | {"file": str(file)}
 
 
-def take_list(file: Path, kit: Path) -> dict[str, Any]:
+def take_list(file: Path, kit: Path) -> Listed:
     """Put a list into a kit, and into the folder that it shares; UsageError where the root has not signed it."""
     opened = Kit.open(kit)
     try:
@@ -135,7 +147,7 @@ def exchange_list(kit: Kit, address: str) -> str:
         return f"the folder was not asked for withdrawn certificates: {one_line(error)}"
 
 
-def list_lines(document: dict[str, Any]) -> Lines:
+def list_lines(document: Listed) -> Lines:
     """Say who has a list, and whom to send it to."""
     yield Line(document["said"])
     if "file" in document:

@@ -12,7 +12,7 @@ import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypedDict
 
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.guarantee import epsilon_of, of_hospital
@@ -28,7 +28,7 @@ _KIT, _STUDY = ("*.json", "jobs.jsonl", "startup/*"), ("federation/*.json", "sit
 _Files = dict[PurePosixPath, bytes]
 
 
-def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, Any]:
+def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, object]:
     """Copy what a kit's holder must not lose into one file with mode 0600; a client may run meanwhile.
 
     Returns:
@@ -50,16 +50,31 @@ def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, Any]:
     return {"file": str(out), "name": kit.name, "files": len(found), "lines": lines}
 
 
-def restore(file: Path, kit: Path, study: Study | None) -> dict[str, Any]:
+class _Known(TypedDict):
+    """What a site's ledger knows: runs, the time of its last line, and ε, None where none holds."""
+
+    runs: int
+    last: str | None
+    epsilon: float | None
+    delta: float
+
+
+class _Restored(TypedDict):
+    """The files that were missing, how many were there, and what the ledger knows; None without one."""
+
+    kit: str
+    name: str
+    restored: list[str]
+    kept: int
+    ledger: _Known | None
+
+
+def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
     """Put back what is missing of a kit and a study; what is there stays as it is.
 
     Args:
         file: that `backup` made.
         kit: its folder, a new one or that of the same key.
-
-    Returns:
-        {"kit", "name", "restored": the files that were missing, "kept": how many were there, "ledger": {"runs": how
-        many it knows, "last": the time of its last line, "epsilon", "delta"}, None without a ledger}.
 
     Raises:
         UsageError: when the file is no backup, or the kit holds another key.
@@ -103,8 +118,7 @@ def _put_ledger(study: Study, site: str, data: bytes) -> list[str]:
     return made
 
 
-def _known(study: Study, site: str) -> dict[str, Any]:
-    """What a site's ledger knows: runs, the time of its last line, and ε, None where none holds."""
+def _known(study: Study, site: str) -> _Known:
     ledger = _opened(study, site)
     entries = [one for one in ledger.entries if one.site == site]
     lines = [line for line in read_lines(ledger.path, {"site": str}) if line["site"] == site]
@@ -150,7 +164,7 @@ def _put(path: Path, data: bytes) -> list[str]:
     return [str(path)]
 
 
-def restored_lines(document: dict[str, Any]) -> Lines:
+def restored_lines(document: _Restored) -> Lines:
     """Say what was put back, and what comes next."""
     yield Line(
         f"{len(document['restored'])} files of {document['name']} are back; {document['kept']} were there"

@@ -32,7 +32,7 @@ class _Failed(TypedDict):
     error: Words
 
 
-class _Reached(TypedDict):
+class Reached(TypedDict):
     """Whom a hospital that went to see all others reached, as `taking_part.greet` says it."""
 
     site: Name
@@ -46,7 +46,7 @@ class _Done(Summary):
     scores: Scores | None
 
 
-_KINDS: dict[str, Any] = {"ready": _Ready, "check": _Reached, "work": _Done}
+_KINDS: dict[str, Any] = {"ready": _Ready, "check": Reached, "work": _Done}
 
 
 def failed(text: str) -> _Failed:

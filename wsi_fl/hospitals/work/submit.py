@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from wsi_fl.hospitals.flare import jobs
-from wsi_fl.hospitals.flare.files import HEARTBEAT_S
+from wsi_fl.hospitals.flare.files import HEARTBEAT_S, Job
 from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans.signed import Plan, check_withdrawn
 from wsi_fl.hospitals.trust.certificates import withdrawn
@@ -28,6 +28,7 @@ from wsi_fl.learning.counts import Scores
 from wsi_fl.report.between import render_coordinator
 from wsi_fl.report.words import absences
 from wsi_fl.stages.site.account import spent_words
+from wsi_fl.stages.training.summary import Summary
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError, one_line
@@ -44,6 +45,13 @@ _IN_VAIN = 10
 """Jobs in a row that fail and name nobody, before people have to look."""
 
 
+class Submitted(Summary):
+    """The summary of a run, where it lies, and the page."""
+
+    out: str
+    report: str
+
+
 def submit(
     kit: Kit,
     plan: Plan,
@@ -53,7 +61,7 @@ def submit(
     resume: str | None = None,
     without: Sequence[str] = (),
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> Submitted:
     """Let the hospitals of a plan do it together, and keep the summary that all of them know.
 
     Args:
@@ -79,9 +87,9 @@ def submit(
     else:
         said = _until_done(kit, plan, sites, resume, watcher)
     scores = _same_scores({site: one.pop("scores", None) for site, one in said.items()})
-    summary: dict[str, Any] = next(iter(said.values()))
+    summary: Summary = next(iter(said.values()))
     if out is None:  # hospitals gave the run its name
-        name = "result-" + re.sub(r"[^\w.-]", "_", Path(str(summary["run"])).name)
+        name = "result-" + re.sub(r"[^\w.-]", "_", Path(summary["run"]).name)
         tried = (beside / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
         out = next(folder for folder in tried if not folder.exists())
     page = out / "report.html"
@@ -89,7 +97,7 @@ def submit(
     if scores is not None:
         write_json(out / "scores.json", scores)
     write_text(page, render_coordinator(summary, scores))
-    return summary | {"out": str(out), "report": str(page)}
+    return {**summary, "out": str(out), "report": str(page)}
 
 
 def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
@@ -213,7 +221,16 @@ def _until_done(
         resume = LAST
 
 
-def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> dict[str, Any]:
+class Checked(TypedDict):
+    """Each `Step` as JSON, who is connected, whom each site reached, and whether all is well."""
+
+    steps: list[dict[str, object]]
+    connected: list[str] | None
+    peers: dict[str, dict[str, Any]] | None
+    ok: bool
+
+
+def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> Checked:
     """Look whether a kit gets through; the coordinator's lets all hospitals of a plan go to see each other as well.
 
     Over a folder the list of withdrawn certificates is taken from it first.
@@ -221,20 +238,17 @@ def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> d
     Args:
         plan: the signed one; without it nobody is sent anywhere.
         folder: another address of the folder than the kit's.
-
-    Returns:
-        {"ok", "steps": [{"what", "ok", "said"}], "connected", "peers": {site: {"peers", "seconds"}}}.
     """
     steps = [vars(step) for step in _looked(kit, folder or kit.folder)]
-    document: dict[str, Any] = {"steps": steps, "connected": None, "peers": None}
-    document["ok"] = all(step["ok"] for step in steps)
+    ok = all(step["ok"] for step in steps)
+    document: Checked = {"steps": steps, "connected": None, "peers": None, "ok": ok}
     if kit.role != "coordinator" or kit.folder is not None or not document["ok"]:
         return document
     document["connected"] = jobs.connected(kit)
     if plan is None:
         return document
     try:
-        job = {"what": "check", "plan": plan.digest}
+        job: Job = {"what": "check", "plan": plan.digest}
         said = _run(kit, plan, plan.sites, job, Silent())
         document["peers"] = {
             name: {key: one[key] for key in ("peers", "seconds")} for name, one in said.items()
@@ -283,7 +297,7 @@ def status(kit: Kit) -> dict[str, Any]:
     return {"connected": here, "jobs": rows}
 
 
-def _work(plan: Plan, resume: str | None, without: Sequence[str]) -> dict[str, Any]:
+def _work(plan: Plan, resume: str | None, without: Sequence[str]) -> Job:
     return {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
 
 
@@ -291,7 +305,7 @@ def _run(
     kit: Kit,
     plan: Plan,
     sites: list[str],
-    job: dict[str, Any],
+    job: Job,
     watcher: Watcher,
     *,
     awaited: Mapping[str, float] | None = None,
@@ -335,7 +349,7 @@ def _run(
     return said
 
 
-def submitted_lines(document: dict[str, Any]) -> Lines:
+def submitted_lines(document: Submitted) -> Lines:
     """Say what each hospital spent, and where the result lies."""
     for row in document["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
@@ -345,7 +359,7 @@ def submitted_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"{document['run']} done in {document['seconds']:.0f} s; next: open {document['report']}")
 
 
-def check_lines(document: dict[str, Any]) -> Lines:
+def check_lines(document: Checked) -> Lines:
     """Yield a line per step, and who reaches whom."""
     for step in document["steps"]:
         yield Line(
@@ -383,11 +397,11 @@ def status_lines(document: dict[str, Any]) -> Lines:
             yield Line(f"  {str(job['id'])[:8]}: {job['reason']}", "yellow")
 
 
-def _note_asked(kit: Kit, number: str, plan: Plan, job: Mapping[str, Any], sites: list[str]) -> None:
+def _note_asked(kit: Kit, number: str, plan: Plan, job: Job, sites: list[str]) -> None:
     """Note by FLARE's number of it that hospitals were asked for a job."""
     line = {"id": number, "what": job["what"], "plan": plan.digest, "method": plan.method, "sites": sites}
-    line |= {"resume": job.get("resume"), "without": job.get("without", []), "asked": _now()}
-    append_line(kit.path / _JOBS, line)
+    rest = {"resume": job.get("resume"), "without": job.get("without", []), "asked": _now()}
+    append_line(kit.path / _JOBS, line | rest)
 
 
 def _note_ended(kit: Kit, number: str, *, run: str | None = None, reason: str | None = None) -> None:

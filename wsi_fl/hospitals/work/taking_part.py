@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -28,6 +27,7 @@ from wsi_fl.hospitals.plans.signed import (
 )
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.certificates import withdrawn as listed
+from wsi_fl.hospitals.work.said import Reached
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.carrying import own_letter
@@ -169,8 +169,8 @@ class Seen(TypedDict):
 
 def greet(
     study: Study, identity: Identity, line: Line, *, plan: str | None = None, brought: Plan | None = None
-) -> dict[str, Any]:
-    """Go to see every other site of the signed plan and train nothing: {"site", "peers", "seconds"}.
+) -> Reached:
+    """Go to see every other site of the signed plan and train nothing.
 
     Raises:
         UsageError: when no plan was signed, or another one is asked for.

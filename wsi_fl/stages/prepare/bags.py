@@ -8,7 +8,7 @@ the slides in hand; while one is encoded the next are looked at and read, and th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, islice
@@ -28,7 +28,7 @@ from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare import sources
-from wsi_fl.stages.prepare.sources import Done, Listed, Which
+from wsi_fl.stages.prepare.sources import Bags, BagsRow, Done, Listed, Which
 from wsi_fl.stages.prepare.tile_plans import tissue_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
@@ -112,7 +112,7 @@ class Way(Generic[_Item]):
         """Return the patches of a slide."""
         raise NotImplementedError
 
-    def write(self, made: list[Done]) -> dict[str, Any]:
+    def write(self, made: list[Done]) -> BagsRow:
         """Write the store of all shards; return the site's part of the `--json` document."""
         raise NotImplementedError
 
@@ -124,11 +124,11 @@ class Way(Generic[_Item]):
         """Return whether nothing is missing beside the shard of a slide."""
         return True
 
-    def make(self, job: Job, watcher: Watcher) -> tuple[dict[str, Any], dict[str, Any]]:
+    def make(self, job: Job, watcher: Watcher) -> tuple[BagsRow, dict[str, object]] | None:
         """Make the shards of all slides, each rank its share; the first one holds the lock and writes the store.
 
         Returns:
-            What the site has, and how fast it was made; both empty on all ranks but the first.
+            What the site has, and how fast it was made; None on all ranks but the first.
         """
         began, folder, n = time.perf_counter(), self.path.parent, len(self.items)
         with job.first_holds(locked(folder, self.site)):
@@ -140,7 +140,7 @@ class Way(Generic[_Item]):
             )
             row = sources.finish(job, made, self.write, (folder / self.data,))
         if row is None:
-            return {}, {}
+            return None
         seconds = time.perf_counter() - began
         return row | {"transform": transform_of(self.encoder), "seconds": seconds}, {
             "site": self.site,
@@ -298,7 +298,7 @@ class _OfSite(OfSlides):
         self.listed, self.aside = listed, [*listed.aside, *aside]
         self.items = assign_splits(records, test_fraction=listed.pipeline.slides.test_fraction)
 
-    def write(self, made: list[Done]) -> dict[str, Any]:
+    def write(self, made: list[Done]) -> BagsRow:
         listed, pipeline = self.listed, self.listed.pipeline
         failed = [*self.aside, *sources.set_aside(made)]
         kept = [record for record, one in zip(self.items, made, strict=True) if one.patches]
@@ -363,7 +363,7 @@ class _OfStore(Way[str]):
     def _rows(self, slide: str) -> NDArray[np.int64]:
         return np.flatnonzero(self.store.table.slide == slide)
 
-    def write(self, made: list[Done]) -> dict[str, Any]:
+    def write(self, made: list[Done]) -> BagsRow:
         """Write `features.h5` from all shards; holds one slide's at a time."""
         store, patches = self.store.meta, self.store.table
         recipe = {} if store.min_tissue is None else {"min_tissue": store.min_tissue}
@@ -386,7 +386,7 @@ class _OfStore(Way[str]):
         }
 
 
-def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
+def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> Bags:
     """Make the mosaics of one site, or of every site of the pipeline; return the `--json` document.
 
     Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
@@ -405,7 +405,7 @@ def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Whic
     return _make(prepare, watcher)
 
 
-def features(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
+def features(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> Bags:
     """Make the features of one site, or of every site of the pipeline; return the `--json` document.
 
     Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
@@ -421,21 +421,22 @@ def features(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Wh
     return _make(prepare, watcher)
 
 
-def _make(prepare: Callable[[Job], Iterable[Way[Any]]], watcher: Watcher | None) -> dict[str, Any]:
+def _make(prepare: Callable[[Job], Iterable[Way[Any]]], watcher: Watcher | None) -> Bags:
     """Make the bags of each site; return the `--json` document."""
     job = Job()
     told = job.watched(watcher)
     ways = job.each(lambda: list(prepare(job)))
     for way in ways:
         told.update(way.site, 0, len(way.items))
-    made = [way.make(job, told) for way in ways]
+    made = [one for way in ways if (one := way.make(job, told))]
     return {"sites": [row for row, _ in made], "speed": [speed for _, speed in made]} if job.first else {}
 
 
-def features_lines(document: dict[str, Any]) -> Lines:
+def features_lines(document: Bags) -> Lines:
     """Yield a row per site."""
     headings = ("slides", "patches", "train", "test")
-    rows = [[row[key] for key in ("site", *headings)] for row in document["sites"]]
+    sites: Sequence[Mapping[str, Any]] = document["sites"]
+    rows = [[row[key] for key in ("site", *headings)] for row in sites]
     yield Table("features", ["site", *headings], rows)
     yield from speed_lines(document["speed"])
     first = document["sites"][0]

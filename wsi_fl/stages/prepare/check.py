@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Unpack
+from typing import TypedDict, Unpack
 
 from wsi_fl.plugins import entries
 from wsi_fl.stages.prepare.sources import Which, asked_for
@@ -28,7 +28,23 @@ _Step = tuple[str, Callable[[], object]]
 """What is read, and reading it, which raises WsiFlError for damage."""
 
 
-def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
+class _SiteRow(TypedDict):
+    """How many shards, bags and other files were read, and a line for each damage: where, what, its mending."""
+
+    site: str
+    read: int
+    damaged: list[str]
+    seconds: float
+
+
+class _Checked(TypedDict):
+    """All sites, and whether nothing is damaged."""
+
+    sites: list[_SiteRow]
+    ok: bool
+
+
+def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> _Checked:
     """Read all that one site has stored, or every site of the pipeline; return the `--json` document.
 
     Raises:
@@ -42,8 +58,7 @@ def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which
     return {"sites": rows, "ok": not any(row["damaged"] for row in rows)}
 
 
-def _check_site(study: Study, site: str, watcher: Watcher) -> dict[str, Any]:
-    """Return how many shards, bags and other files were read, and a line for each damage: where, what, its mending."""
+def _check_site(study: Study, site: str, watcher: Watcher) -> _SiteRow:
     began, n_read = time.perf_counter(), 0
     damaged: list[str] = []
 
@@ -104,7 +119,7 @@ def _bags(data: str, study: Study, site: str) -> Iterator[list[_Step]]:
         yield [*steps, *((path.stem, partial(read_bag_shard, path)) for path in shards)]
 
 
-def check_lines(document: dict[str, Any]) -> Lines:
+def check_lines(document: _Checked) -> Lines:
     """Yield a row per site, and a line for each damage."""
     sites = document["sites"]
     rows = [[row["site"], row["read"], len(row["damaged"]), f"{row['seconds']:.1f}"] for row in sites]

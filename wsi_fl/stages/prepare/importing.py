@@ -74,7 +74,7 @@ def import_features(
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> sources.Bags:
     """Write a site's feature store of the files in a folder; return the `--json` document, that of `mosaic`.
 
     Args:

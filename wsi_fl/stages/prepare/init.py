@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import tomli_w
 
@@ -50,6 +50,17 @@ class _Found:
     notes: list[str]
 
 
+class Begun(TypedDict):
+    """A study that was begun; diagnoses by tumour type and notes where an archive gave some."""
+
+    study: str
+    layout: str | None
+    pipelines: list[str]
+    sites: list[dict[str, object]]
+    subtypes: NotRequired[Mapping[str, Sequence[str]]]
+    notes: NotRequired[list[str]]
+
+
 def init(
     folder: Path,
     *,
@@ -59,7 +70,7 @@ def init(
     real: bool = False,
     pipeline: str | None = None,
     tables: Tables | None = None,
-) -> dict[str, Any]:
+) -> Begun:
     """Writes `pipelines/` and, from an archive, `sites/*.toml`. Nothing that exists is overwritten.
 
     Args:
@@ -98,7 +109,7 @@ def init(
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
     _write(folder, pipelines, sites)
     slides = {site.name: site.n_slides for site in found.sites} if found else dict.fromkeys(names, 0)
-    document: dict[str, Any] = {
+    document: Begun = {
         "study": str(folder),
         "layout": layout,
         "pipelines": sorted(p.stem for p in (folder / "pipelines").glob("*.toml")),
@@ -190,7 +201,7 @@ def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
     return _text_of(values, f"site {found.name!r} of the archive", _next(archive.subtypes))
 
 
-def _text_of(values: dict[str, Any], what: str, command: str) -> str:
+def _text_of(values: dict[str, object], what: str, command: str) -> str:
     note = "simulated: other sites' evaluation may read its test patches"
     if values["real"]:
         values |= {"max_epsilon": _BUDGET, "delta": _DELTA}
@@ -209,7 +220,7 @@ def _next(subtypes: Mapping[str, Sequence[str]]) -> str:
     return "mosaic" if subtypes else "tile"
 
 
-def init_lines(document: dict[str, Any]) -> Lines:
+def init_lines(document: Begun) -> Lines:
     for row in document["sites"]:
         yield Line(
             f"  sites/{row['site']}.toml" + (f": {row['slides']} slides" if document["layout"] else "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Required, TypedDict, TypeVar, Unpack
+from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -305,6 +305,33 @@ def _record(
     )
 
 
+class BagsRow(TypedDict):
+    """A site's bags: those of every slide of `features`, or of `mosaic` and `import`."""
+
+    site: str
+    slides: int
+    made: NotRequired[int]
+    failed: NotRequired[list[dict[str, object]]]
+    notes: NotRequired[list[dict[str, str]]]
+    bags: NotRequired[int]
+    patches: int
+    n_features: NotRequired[int]
+    classes: NotRequired[dict[str, int]]
+    train: int
+    test: int
+    encoder: str
+    store: str
+    transform: NotRequired[dict[str, object]]
+    seconds: NotRequired[float]
+
+
+class Bags(TypedDict, total=False):
+    """The document of these commands; nothing on all ranks but the first."""
+
+    sites: list[BagsRow]
+    speed: list[dict[str, object]]
+
+
 def mosaic_row(
     study: Study,
     meta: BagMeta,
@@ -314,7 +341,7 @@ def mosaic_row(
     failed: Sequence[SetAside],
     notes: Mapping[str, str],
     n_slides: int,
-) -> dict[str, Any]:
+) -> BagsRow:
     """Return a site's part of the document of `mosaic` and `import`; a slide without a note has the note ""."""
     counts = np.bincount(table.label, minlength=len(meta.classes))
     return {
@@ -337,9 +364,9 @@ def first_reason(failed: Sequence[SetAside]) -> str:
     return f"the first: {failed[0].slide}: {failed[0].reason}" if failed else "the first: it has no slides"
 
 
-def mosaic_lines(document: dict[str, Any]) -> Lines:
+def mosaic_lines(document: Bags) -> Lines:
     """Yield bags by class and split of every site, and what was set aside."""
-    rows = document["sites"]
+    rows: Sequence[Mapping[str, Any]] = document["sites"]
     names = dict.fromkeys(name for row in rows for name in row["classes"])
     classes = [[name, *(row["classes"].get(name, 0) for row in rows)] for name in names]
     splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]

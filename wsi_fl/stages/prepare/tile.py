@@ -96,7 +96,7 @@ def _next_steps(pipeline: Pipeline, which: str, named: str, *, alone: bool = Fal
     return [step + named for step in (*steps, train)]
 
 
-def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
+def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
     """All ranks plan, then all write shards, each its share; the first one holds the lock and writes the columns."""
     began, name, pipeline = time.perf_counter(), listed.site.name, listed.pipeline
     store = listed.study.store(name)
@@ -171,7 +171,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     }
 
 
-def _quality_of(seen: Iterable[Quality]) -> dict[str, Any]:
+def _quality_of(seen: Iterable[Quality]) -> dict[str, object]:
     """Return how many patches were set aside for which fault, and by which method tissue was found on how many slides,
     with the median gain of those on which saturation finds some.
     """

@@ -140,7 +140,7 @@ class Plans:
     def save(self, number: int, plan: SlidePlan, made: str | None) -> None:
         """Keep the plan of the slide with this number, and what it was made of."""
         arrays: dict[str, NDArray[Any]] = {"made": np.array(made or "")}
-        plain: dict[str, Any] = {}
+        plain: dict[str, object] = {}
         for field in fields(SlidePlan):
             value = getattr(plan, field.name)
             if field.name in {"record", "spec"}:

@@ -82,7 +82,7 @@ def baselines(
     return document
 
 
-def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, object]:
     """Of the paper's Figure 5: accuracies with so many generated images of each class from each denoiser."""
     together = evaluation["aggregated"]["rules"][pipeline.section(Mpcpa).aggregate]
     return {
@@ -113,11 +113,13 @@ def _document(
     }
 
 
-def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    def scores(one: Mapping[str, Any]) -> dict[str, Any]:
+def _rows(
+    pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]
+) -> Iterator[dict[str, str | float | None]]:
+    def scores(one: Mapping[str, Any]) -> dict[str, float | None]:
         return {name: one[name] for name in SCORES}
 
-    def means(method: str) -> dict[str, Any]:
+    def means(method: str) -> dict[str, float | None]:
         """Over the sites' models: of one kind of training set, each from its own start."""
         return {name: evaluations[method]["merged"][name]["mean"] for name in SCORES}
 
@@ -133,7 +135,7 @@ def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> I
         yield {"row": label, **means(method)}
 
 
-def _memorization(study: Study, site: str) -> dict[str, Any]:
+def _memorization(study: Study, site: str) -> dict[str, object]:
     """A site's row of Table 4, and what it is worth."""
     check = read_json(study.denoiser(site) / "check.json")
     kept = ("least", "median", "held_out_least", "held_out_median", "n_generated", "below_paper", "copies")

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -121,7 +120,7 @@ def _result(case: Case, evidence: Evidence) -> Document:
 
 def quality_of(
     study: Study, pipeline: Pipeline, held_out: Tensor, sets: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[dict[str, object], str | None]:
     """({"encoder", "n", name: {"fid", "kid"}}, None), or ({}, why they could not be computed).
 
     Args:
@@ -139,7 +138,7 @@ def quality_of(
         return encode((pixels[k : k + _ENCODED] for k in range(0, len(pixels), _ENCODED)), encoder)
 
     target = features(held_out)
-    rows: dict[str, Any] = {"encoder": encoder.label, "n": len(held_out)}
+    rows: dict[str, object] = {"encoder": encoder.label, "n": len(held_out)}
     for name, images in sets.items():
         mine = features(images[: len(held_out)])
         rows[name] = {"fid": frechet_distance(mine, target), "kid": kernel_distance(mine, target)}
