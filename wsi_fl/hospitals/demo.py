@@ -187,7 +187,7 @@ def _last_line(log: Path) -> str:
     return lines[-1].removeprefix("wsi-fl: error: ") if lines else f"it said nothing; see {log}"
 
 
-class Finished(TypedDict):
+class _Finished(TypedDict):
     """What came out: the summary's sites, the coordinator's page, and by hospital its own page."""
 
     folder: str
@@ -199,7 +199,7 @@ class Finished(TypedDict):
     reports: dict[str, str]
 
 
-def federation_demo(folder: Path) -> Finished:
+def federation_demo(folder: Path) -> _Finished:
     """Let four hospitals of painted slides learn together over NVIDIA FLARE, from their keys to their reports.
 
     Args:
@@ -213,7 +213,7 @@ def federation_demo(folder: Path) -> Finished:
     root = folder.resolve()
     if (root / _DONE).is_file():
         say(f"{folder}: this demo has finished; for another one remove the folder, or choose another --out")
-        return cast(Finished, dict(read_json(root / _DONE)))
+        return cast(_Finished, dict(read_json(root / _DONE)))
     if root.exists() and any(root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no finished demo; remove it, or choose another --out")
     try:
@@ -238,7 +238,7 @@ class _Demo:
     def _place(self, name: str, here: str = "study") -> Place:
         return Place(name, self.root / name, self.root / name / here)
 
-    def document(self) -> Finished:
+    def document(self) -> _Finished:
         began = time.monotonic()
         _say("Painting each hospital's own slides")
         self._paint()
@@ -358,7 +358,7 @@ def free_port() -> int:
         return int(place.getsockname()[1])
 
 
-def federation_demo_lines(document: Finished) -> Lines:
+def federation_demo_lines(document: _Finished) -> Lines:
     """Yield every model's accuracy at every hospital, and where the pages lie."""
     yield from between_lines(document["scores"])
     for name, page in document["reports"].items():

@@ -78,7 +78,7 @@ _Unread = Mapping[int, str]
 _ALL_READ: _Unread = MappingProxyType({})
 
 
-def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
+def _fingerprint(meta: ShardMeta, table: PatchTable) -> str:
     """Return SHA-256 over what decides a shard's content: slide, grid, split, planned positions, labels, storage."""
     said = [1, meta.slide, meta.patient, meta.split, meta.quickhash, meta.source]
     said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px, meta.wanted, meta.aside]
@@ -102,7 +102,7 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
         with opened(path) as file:
             check_format(file, SHARD_FORMAT, path)
             check_seal(file, PIXELS)
-            if file.attrs["fingerprint"] != fingerprint(meta, table):
+            if file.attrs["fingerprint"] != _fingerprint(meta, table):
                 return "parameters or slide changed"
             patches = rows_of(file["/"], meta.spec, None)
             whole = patches.n == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
@@ -249,7 +249,7 @@ def _filled(
     with created(path, n_bytes + (len(planned) + len(meta.aside)) * _ROW_BYTES) as file:
         said = {name: getattr(meta, name) for name in ("slide", "patient", "split", "quickhash")}
         file.attrs.update(
-            root_attrs(SHARD_FORMAT, meta.spec) | said | {"fingerprint": fingerprint(meta, planned)}
+            root_attrs(SHARD_FORMAT, meta.spec) | said | {"fingerprint": _fingerprint(meta, planned)}
         )
         for name in _NUMBERS:
             file[name] = getattr(table, name)

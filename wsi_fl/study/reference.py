@@ -27,7 +27,7 @@ a hospital's slides are and what the hospital allows. Unknown keys are errors.
 """
 
 
-class Key(TypedDict):
+class _Key(TypedDict):
     """A configuration key: type in words, default or None, and condition → why of what it needs and excludes."""
 
     key: str
@@ -38,7 +38,7 @@ class Key(TypedDict):
     excludes: dict[str, str]
 
 
-def keys(prefix: str = "") -> list[Key]:
+def keys(prefix: str = "") -> list[_Key]:
     """Return the configuration keys at or under a prefix, those of a site file under `site.`; UsageError for none."""
     every = [row for _, _, rows in _sections() for row in rows]
     found = [row for row in every if not prefix or f"{row['key']}.".startswith(f"{prefix}.")]
@@ -50,7 +50,7 @@ def keys(prefix: str = "") -> list[Key]:
     return found
 
 
-def keys_lines(document: Mapping[str, list[Key]]) -> Iterator[str]:
+def keys_lines(document: Mapping[str, list[_Key]]) -> Iterator[str]:
     """Yield keys for people, each with its type, its default and its meaning."""
     for row in document["keys"]:
         yield f"{row['key']}: {row['type']}; default: {_default(row)}\n    {_meaning(row)}\n"
@@ -69,10 +69,10 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _sections() -> list[tuple[str, str, list[Key]]]:
+def _sections() -> list[tuple[str, str, list[_Key]]]:
     """Return (title, introduction, keys) of the top of a pipeline, of each of its sections and of a site file."""
     schema, site = pipeline_model().model_json_schema(), SiteFile.model_json_schema()
-    found: list[tuple[str, str, list[Key]]] = [("Top of a pipeline", schema["description"], [])]
+    found: list[tuple[str, str, list[_Key]]] = [("Top of a pipeline", schema["description"], [])]
     for name, field in schema["properties"].items():
         if "$ref" not in field:
             found[0][2].append(_row(name, field))
@@ -84,7 +84,7 @@ def _sections() -> list[tuple[str, str, list[Key]]]:
     return [*found, ("Site files", _plain(site["description"]), rows)]
 
 
-def _row(key: str, field: Mapping[str, Any]) -> Key:
+def _row(key: str, field: Mapping[str, Any]) -> _Key:
     kind = _PATTERNS.get(key) or _kind(field)
     return {
         "key": key,
@@ -96,7 +96,7 @@ def _row(key: str, field: Mapping[str, Any]) -> Key:
     }
 
 
-def _meaning(row: Key) -> str:
+def _meaning(row: _Key) -> str:
     parts = [row["meaning"]]
     for conditions_of, word in ((row["needs"], "Needs"), (row["excludes"], "Not with")):
         why: dict[str, list[str]] = {}
@@ -120,7 +120,7 @@ def _kind(field: Mapping[str, Any]) -> str:
     return f"{_TYPES[field['type']]} {', '.join(bounds)}".strip()
 
 
-def _default(row: Key, mark: str = "") -> str:
+def _default(row: _Key, mark: str = "") -> str:
     if row["default"] is None:
         return "not set"
     return f"{mark}{toml_or_repr(row['default'])}{mark}"

@@ -30,7 +30,7 @@ _OF_THE_ACCOUNT = {"ledger.head.json", "release.safetensors"}
 _PATHS = ("slides", "annotations", "labels", "clinical", "split", "manifest")
 
 
-class Rehearsed(TypedDict):
+class _Rehearsed(TypedDict):
     """What a run took, and would cost for real."""
 
     site: str
@@ -53,7 +53,7 @@ def rehearse(
     rounds: int | None = None,
     keep: Path | None = None,
     watcher: Watcher | None = None,
-) -> Rehearsed:
+) -> _Rehearsed:
     """Do a plan with the hospital's own rows in the place of everybody's, in this process, with its noise.
 
     Args:
@@ -155,7 +155,7 @@ def _not_finite(run: RunFolder) -> list[str]:
     ]
 
 
-def rehearsed_lines(document: Rehearsed) -> Lines:
+def rehearsed_lines(document: _Rehearsed) -> Lines:
     """Say what the real run would take and cost."""
     wrong = ", ".join(document["not_finite"])
     yield Line(

@@ -88,7 +88,7 @@ def provision(
     }
 
 
-class Asked(TypedDict):
+class _Asked(TypedDict):
     """A request that was written: whose, where it lies, and the fingerprint to read out."""
 
     name: str
@@ -96,7 +96,7 @@ class Asked(TypedDict):
     fingerprint: str
 
 
-def request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> Asked:
+def request(kit: Path, *, name: str, organization: str, role: Role = "hospital") -> _Asked:
     """Make a key in a new kit, and the request that is sent to the coordinator; UsageError where a key is there."""
     _check_name(name)
     key_file = _key_file(kit, role)
@@ -110,7 +110,7 @@ def request(kit: Path, *, name: str, organization: str, role: Role = "hospital")
     return _asked(kit, new_request(key_file.read_text(), name, organization), name, role)
 
 
-def renew(kit: Path, *, rotate: bool = False) -> Asked:
+def renew(kit: Path, *, rotate: bool = False) -> _Asked:
     """Write a request for a further certificate of a kit.
 
     Args:
@@ -128,7 +128,7 @@ def renew(kit: Path, *, rotate: bool = False) -> Asked:
     return _asked(kit, text, name, opened.role, vouched)
 
 
-def _asked(kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None) -> Asked:
+def _asked(kit: Path, text: str, name: str, role: Role, renews: dict[str, str] | None = None) -> _Asked:
     file = kit / f"request-{name}.json"
     write_json(file, {"format": _REQUEST, "version": 1, "role": role, "request": text, "renews": renews})
     return {"name": name, "file": str(file), "fingerprint": fingerprint(text)}
@@ -185,7 +185,7 @@ def approve_request(
     return line | known | term | {"withdrew": handed_on(folder) if withdrew else None}
 
 
-class Joined(KitDocument):
+class _Joined(KitDocument):
     """What a kit says that is complete now, where it lies, and the root's fingerprint."""
 
     kit: str
@@ -193,7 +193,7 @@ class Joined(KitDocument):
     until: str
 
 
-def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool = False) -> Joined:
+def join(file: Path, kit: Path, expected: str | None = None, *, unchecked: bool = False) -> _Joined:
     """Put the certificate that the coordinator sent back beside the key that it is for; the kit is complete then.
 
     Args:
@@ -262,7 +262,7 @@ def provisioned_lines(document: dict[str, Any]) -> Lines:
     yield Line(f"keep {document['root']} offline: whoever has its key can name anybody", "yellow")
 
 
-def requested_lines(document: Asked) -> Lines:
+def requested_lines(document: _Asked) -> Lines:
     """Say what to send, and what to read out."""
     file = document["file"]
     yield Line(f"send {file} to the coordinator, and read out by telephone, unless it renews one:")
@@ -285,7 +285,7 @@ def approved_lines(document: dict[str, Any]) -> Lines:
         yield from list_lines(document["withdrew"])
 
 
-def joined_lines(document: Joined) -> Lines:
+def joined_lines(document: _Joined) -> Lines:
     """Say what the kit is, and what comes next."""
     whose = f"of {document['name']} in {document['federation']} until {document['until']}"
     yield Line(f"{document['kit']} is the kit {whose}")

@@ -45,7 +45,7 @@ _IN_VAIN = 10
 """Jobs in a row that fail and name nobody, before people have to look."""
 
 
-class Submitted(Summary):
+class _Submitted(Summary):
     """The summary of a run, where it lies, and the page."""
 
     out: str
@@ -61,7 +61,7 @@ def submit(
     resume: str | None = None,
     without: Sequence[str] = (),
     watcher: Watcher | None = None,
-) -> Submitted:
+) -> _Submitted:
     """Let the hospitals of a plan do it together, and keep the summary that all of them know.
 
     Args:
@@ -221,7 +221,7 @@ def _until_done(
         resume = LAST
 
 
-class Checked(TypedDict):
+class _Checked(TypedDict):
     """Each `Step` as JSON, who is connected, whom each site reached, and whether all is well."""
 
     steps: list[dict[str, object]]
@@ -230,7 +230,7 @@ class Checked(TypedDict):
     ok: bool
 
 
-def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> Checked:
+def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> _Checked:
     """Look whether a kit gets through; the coordinator's lets all hospitals of a plan go to see each other as well.
 
     Over a folder the list of withdrawn certificates is taken from it first.
@@ -241,7 +241,7 @@ def check(kit: Kit, plan: Plan | None = None, *, folder: str | None = None) -> C
     """
     steps = [vars(step) for step in _looked(kit, folder or kit.folder)]
     ok = all(step["ok"] for step in steps)
-    document: Checked = {"steps": steps, "connected": None, "peers": None, "ok": ok}
+    document: _Checked = {"steps": steps, "connected": None, "peers": None, "ok": ok}
     if kit.role != "coordinator" or kit.folder is not None or not document["ok"]:
         return document
     document["connected"] = jobs.connected(kit)
@@ -349,7 +349,7 @@ def _run(
     return said
 
 
-def submitted_lines(document: Submitted) -> Lines:
+def submitted_lines(document: _Submitted) -> Lines:
     """Say what each hospital spent, and where the result lies."""
     for row in document["sites"]:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
@@ -359,7 +359,7 @@ def submitted_lines(document: Submitted) -> Lines:
     yield Line(f"{document['run']} done in {document['seconds']:.0f} s; next: open {document['report']}")
 
 
-def check_lines(document: Checked) -> Lines:
+def check_lines(document: _Checked) -> Lines:
     """Yield a line per step, and who reaches whom."""
     for step in document["steps"]:
         yield Line(

@@ -42,7 +42,7 @@ _EXPOSURE = "exposure.csv"
 """Of a site: how far each unit moves its letter. It names patients, and stays at home."""
 
 
-class Audit(TypedDict):
+class _Audit(TypedDict):
     """The document of `audit`."""
 
     run: str
@@ -57,7 +57,7 @@ class Audit(TypedDict):
     influence: list[dict[str, object]]
 
 
-def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> Audit:
+def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> _Audit:
     """Audits a finished run, writes audit/audit.json, returns the document.
 
     A hospital that keeps its patches to itself is audited where its store is, on its own examples alone.
@@ -75,7 +75,7 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> Aud
     return document
 
 
-def _document(party: RunContext, watcher: Watcher) -> Audit:
+def _document(party: RunContext, watcher: Watcher) -> _Audit:
     merged, lost = party.may_merge and len(party.members) > 1, party.lost
     finished = [name for name in party.names if name not in lost and name not in party.receivers]
     here = [name for name in finished if merged or party.has_store(name)]
@@ -221,7 +221,7 @@ def _canaries(
     }
 
 
-def audit_lines(document: Audit) -> Lines:
+def audit_lines(document: _Audit) -> Lines:
     """A row per model; then what is alarming."""
     rows = []
     for site in document["sites"]:

@@ -50,7 +50,7 @@ class _Found:
     notes: list[str]
 
 
-class Begun(TypedDict):
+class _Begun(TypedDict):
     """A study that was begun; diagnoses by tumour type and notes where an archive gave some."""
 
     study: str
@@ -70,7 +70,7 @@ def init(
     real: bool = False,
     pipeline: str | None = None,
     tables: Tables | None = None,
-) -> Begun:
+) -> _Begun:
     """Writes `pipelines/` and, from an archive, `sites/*.toml`. Nothing that exists is overwritten.
 
     Args:
@@ -109,7 +109,7 @@ def init(
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
     _write(folder, pipelines, sites)
     slides = {site.name: site.n_slides for site in found.sites} if found else dict.fromkeys(names, 0)
-    document: Begun = {
+    document: _Begun = {
         "study": str(folder),
         "layout": layout,
         "pipelines": sorted(p.stem for p in (folder / "pipelines").glob("*.toml")),
@@ -220,7 +220,7 @@ def _next(subtypes: Mapping[str, Sequence[str]]) -> str:
     return "mosaic" if subtypes else "tile"
 
 
-def init_lines(document: Begun) -> Lines:
+def init_lines(document: _Begun) -> Lines:
     for row in document["sites"]:
         yield Line(
             f"  sites/{row['site']}.toml" + (f": {row['slides']} slides" if document["layout"] else "")

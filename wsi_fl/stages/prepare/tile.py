@@ -102,7 +102,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
     store = listed.study.store(name)
     records = assign_splits(listed.records, test_fraction=pipeline.slides.test_fraction)
     plans = Plans(store.parent / ".plans", records, spec_of(pipeline))
-    shards = Shards(listed, plans, job.threads)
+    shards = _Shards(listed, plans, job.threads)
     failed = list(listed.aside)
     with job.first_holds(locked(store.parent, name)):
         n = len(records)
@@ -151,7 +151,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
             style="yellow",
         )
     seen = {one.slide: one.quality for one in (*planned, *written) if one.quality}
-    write_quality(store.with_name("quality.csv"), seen)
+    _write_quality(store.with_name("quality.csv"), seen)
     names = CLASSES if len(counts["train"]) > 1 else UNLABELLED
     table = {split: dict(zip(names, counts[split].tolist(), strict=True)) for split in SPLITS}
     return {
@@ -256,7 +256,7 @@ def quality_lines(row: Mapping[str, Any]) -> Lines:
             )
 
 
-def write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
+def _write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
     """Write a line per slide; no file where nothing was set aside and all tissue was found by saturation."""
     if not any(one["aside"] or one["tissue_by"] != "saturation" for one in seen.values()):
         path.unlink(missing_ok=True)
@@ -378,7 +378,7 @@ class _NoStream(Exception):
     """Some patch is not one whole native tile."""
 
 
-class Shards:
+class _Shards:
     """The shards of a site's slides, as they are written.
 
     Attributes:

@@ -277,7 +277,7 @@ def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Pa
 
 def store_digest(store: PatchStore) -> str:
     """Return the SHA-256 over the patches of a store, their labels and splits."""
-    return hashed(store.table, store.table.xy_l0).hexdigest()
+    return _hashed(store.table, store.table.xy_l0).hexdigest()
 
 
 def pixels_digest(store: PatchStore) -> dict[str, str]:
@@ -291,7 +291,7 @@ def learned_from(store: PatchStore, known: Mapping[str, Any]) -> bool:
     return all(known[key] == value for key, value in said.items())
 
 
-def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
+def _hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
     """Return the SHA-256 so far over what is known of the examples, their labels, slides, patients and splits."""
     digest = hashlib.sha256()
     for column in (known, table.label, table.slide, table.patient, table.split):
@@ -484,7 +484,7 @@ class _Bagged(Data):
 
     def digest(self) -> str:
         whole, store = self.whole, self.store
-        digest = hashed(whole, whole.tumor_type if isinstance(whole, BagTable) else whole.xy_l0)
+        digest = _hashed(whole, whole.tumor_type if isinstance(whole, BagTable) else whole.xy_l0)
         if self.answers is not None:
             digest.update(np.concatenate(self.answers.bags).tobytes())
         digest.update(store.meta.encoder.encode())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wsi_fl.federation.site import Site  # and with it PyTorch; who reads summaries need not wait for it
 
 
-class SiteRow(TypedDict):
+class _SiteRow(TypedDict):
     """A site's row of a summary; None also for what a real site keeps to itself.
 
     Attributes:
@@ -47,7 +47,7 @@ class SiteRow(TypedDict):
     group: Group | None
 
 
-class SummaryRow(SiteRow):
+class SummaryRow(_SiteRow):
     """What all sites tell each other at the end: a row, and what of it is added up over all of them."""
 
     receives: bool
@@ -86,7 +86,7 @@ class Summary(TypedDict):
     run: Words
     method: Words
     seconds: Amount
-    sites: list[SiteRow]
+    sites: list[_SiteRow]
     receivers: list[Name]
     letters: dict[Name, Words]
     lost: list[Name]
@@ -168,5 +168,5 @@ def summary_of(party: RunContext, rows: Sequence[SummaryRow], seconds: float) ->
     }
 
 
-def _own(row: SummaryRow) -> SiteRow:
-    return cast(SiteRow, {key: value for key, value in row.items() if key in SiteRow.__annotations__})
+def _own(row: SummaryRow) -> _SiteRow:
+    return cast(_SiteRow, {key: value for key, value in row.items() if key in _SiteRow.__annotations__})

@@ -64,7 +64,7 @@ class Job:
         self.rank, self.size = int(self._comm.sites[0]), len(self._comm.running)
         mine: _Cores = {"host": socket.gethostname(), "cores": cores()}
         told = [(one["host"], one["cores"]) for one in self._comm.gather([mine], _Cores)]
-        self.threads = share_of_cores((mine["host"], mine["cores"]), told)
+        self.threads = _share_of_cores((mine["host"], mine["cores"]), told)
 
     @property
     def first(self) -> bool:
@@ -152,7 +152,7 @@ class Job:
         return [one["result"] for one in outcomes]
 
 
-def share_of_cores(mine: tuple[str, list[int]], ranks: Sequence[tuple[str, list[int]]]) -> int:
+def _share_of_cores(mine: tuple[str, list[int]], ranks: Sequence[tuple[str, list[int]]]) -> int:
     """How many of its cores a rank may count as its own, given (host, cores) of all ranks."""
     host, cores = mine
     sharing = [sum(core in theirs for name, theirs in ranks if name == host) for core in cores]
