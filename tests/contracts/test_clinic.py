@@ -74,6 +74,20 @@ def test_small_groups_are_not_told(described, wsi_fl):
     refused(lambda: clinical(study, [run], prevalence=1.0), "a share between 0 and 1")
 
 
+def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(described):
+    study, run = described
+    for k in range(2):  # two slides of each patient, who agree but for the last patient
+        rows = [
+            f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}"
+            for i in range(40, 70)
+            for n in (0, 1)
+        ]
+        (study.root / f"S{k}.csv").write_text("\n".join(["slide,patient,sex", *rows]) + "\n")
+    for row in clinical(study, [run], by="sex")["sites"]:
+        groups = row["classes"]["tumor"]["subgroups"]
+        assert groups["f"]["n"] == 30 and groups["m"]["n"] == 28 and groups[""] is None
+
+
 def test_folds_are_taken_together(described, wsi_fl):
     study, run = described
     train_series(study, method="regular", overrides=[*ALONE, "train.folds=3"], backend="local")
