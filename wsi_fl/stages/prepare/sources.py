@@ -12,7 +12,7 @@ from typing import Any, Required, TypedDict, TypeVar, Unpack
 import numpy as np
 
 from wsi_fl.slides.layouts import Sources, read_site
-from wsi_fl.slides.layouts.common import accounted, label_of, mpp_of, of_site, rows_of
+from wsi_fl.slides.layouts.common import accounted, label_of, mpp_of, of_site, rows_of, slide_named
 from wsi_fl.stages.site.data import patterns_of
 from wsi_fl.stages.site.targets import Subtypes, classes_of
 from wsi_fl.stages.work.console import Line, Lines, Table, by_site, speed_lines
@@ -287,13 +287,11 @@ def _record(
     split = row.get("split") or None
     if split is not None and split not in SPLITS:
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
-    name = Path(row["slide"]).name
-    slide = name if name in files else Path(name).stem if Path(name).stem in files else name
     label = "" if site.receives else row["label"]
     negative = site.receives or (not diagnoses and label_of(label, where)[0])
     return SlideRecord(
         Path(row["slide"]),
-        slide,
+        slide_named(row["slide"], files),
         row["patient"],
         site.name,
         "negative" if negative else "weak",
