@@ -11,6 +11,7 @@ from trained import answers, trained
 
 from wsi_fl.stages.answers.clinical import clinical
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.site.targets import column_of
 from wsi_fl.stages.training.train import train_series
 
 
@@ -86,6 +87,9 @@ def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(describe
     for row in clinical(study, [run], by="sex")["sites"]:
         groups = row["classes"]["tumor"]["subgroups"]
         assert groups["f"]["n"] == 30 and groups["m"]["n"] == 28 and groups[""] is None
+    (study.root / "S0.csv").write_text("slide,patient,sex\na.svs,,m\nb.svs,,m\n")  # whose, nobody knows
+    said = column_of(study, study.site("S0"), "sex")
+    assert said["slide", "a"] == said["slide", "a.svs"] == "m" and ("patient", "") not in said
 
 
 def test_folds_are_taken_together(described, wsi_fl):

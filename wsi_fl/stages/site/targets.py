@@ -160,11 +160,10 @@ def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str]
     for row, slide, patient in _named_rows(_table_path(study, site), site, [column]):
         if row[column] and not slide and not patient:
             raise UsageError(f"{row.where} of site {site.name}: names no slide or patient")
-        for key in (("slide", slide), ("stem", Path(slide).stem), ("patient", patient)):
+        for key in (("slide", slide), ("stem", Path(slide).stem), ("patient", patient)):  # stores know stems
             said.setdefault(key, set()).update({row[column]} - {""})
-    agreed = {key: values.pop() for key, values in said.items() if len(values) == 1}
-    stems = {("slide", name): value for (kind, name), value in agreed.items() if kind == "stem"}
-    return stems | agreed  # stores know slides by their files' names without suffix
+    agreed = {key: values.pop() for key, values in said.items() if key[1] and len(values) == 1}
+    return {("slide", name): value for (kind, name), value in agreed.items() if kind == "stem"} | agreed
 
 
 def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, set[str]]:
