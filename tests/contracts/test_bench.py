@@ -135,6 +135,11 @@ def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, ca
         refused(lambda: read_table(folder, labels), "labels.csv", *what)
     labels.write_text("slide,label\ns1,a\n")
     refused(lambda: read_table(folder, labels), "none of its slides", "s1.h5: features are not finite")
+    labels.write_text("slide,label\ns2,a\ns3,b\n")
+    with h5py.File(folder / "features_uni" / "s2.h5", "a") as file:
+        del file["features"]
+        file["features"] = np.zeros((2, 3), np.float32)
+    refused(lambda: read_table(folder, labels), "not equally wide")
     (tmp_path / "t.csv").write_text("label,f\nCarcinoma,1\ncarcinoma,2\nhealthy,3\n")
     refused(lambda: read_table(tmp_path / "t.csv"), "t.csv: labels Carcinoma, carcinoma differ in case only")
 

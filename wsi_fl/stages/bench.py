@@ -560,7 +560,7 @@ def _of_folder(path: Path, labels: Path | None, aside: list[SetAside]) -> _Colum
     named = next((one for one in ("label", "diagnosis") if rows and one in rows[0]), None)
     if named is None:
         raise UsageError(f"{labels}: column 'label' or 'diagnosis' is missing")
-    files, means, known, seen = layout.find(path), [], [], set()
+    files, known, seen = layout.find(path), [], set()
     for row in rows:
         slide = slide_named(row["slide"], files)
         if slide in seen:
@@ -571,21 +571,20 @@ def _of_folder(path: Path, labels: Path | None, aside: list[SetAside]) -> _Colum
                 raise WsiFlError(f"has no label ({row.where})")
             if slide not in files:
                 raise WsiFlError(f"has a label ({row.where}) and no features")
-            means.append(layout.read(files[slide]).features.mean(0))
-            known.append((row[named], row.get("patient", "")))
+            known.append((layout.read(files[slide]).features.mean(0), row[named], row.get("patient", "")))
         except WsiFlError as error:
             aside.append(SetAside(slide, str(error)))
     aside += [SetAside(name, f"has no label in {labels.name}") for name in files if name not in seen]
     if not known:
         raise UsageError(f"{labels}: none of its slides has a label and features in {path}; {_told(aside)}")
+    means, label, patient = zip(*known, strict=True)
     if len({len(mean) for mean in means}) > 1:
         raise UsageError(f"{path}: features of its slides are not equally wide; keep those of one encoder")
-    label, patient = np.array(known).T
-    return np.stack(means), label, patient
+    return np.stack(means), np.array(label), np.array(patient)
 
 
 def _told(aside: Sequence[SetAside]) -> str:
     """Say which slides give no row, the first by name."""
-    more = [f"and {len(aside) - _NAMED} more; --json names all"] if len(aside) > _NAMED else []
-    named = [f"{one.slide}: {one.reason}" for one in aside[:_NAMED]]
-    return f"slides set aside: {len(aside)} ({'; '.join([*named, *more])})"
+    more = "; --json names all" if len(aside) > _NAMED else ""
+    named = "; ".join(f"{one.slide}: {one.reason}" for one in aside[:_NAMED])
+    return f"slides set aside: {len(aside)} ({named}{more})"
