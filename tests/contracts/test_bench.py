@@ -97,17 +97,51 @@ def test_tables_of_all_forms_say_the_same(tmp_path, npz):
     lines = ["label,patient," + ",".join(f"f{k}" for k in range(x.shape[1]))]
     lines += [",".join([str(b), c, *map(repr, map(float, a))]) for a, b, c in zip(x, y, patient, strict=True)]
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
-    folder = tmp_path / "trident" / "features_uni"
-    folder.mkdir(parents=True)
-    for k, row in enumerate(x[:6]):
-        with h5py.File(folder / f"s{k}.h5", "w") as file:
-            file["features"] = np.stack([row, row + 2])
-            file["coords"] = np.zeros((2, 2), np.int64)
-    (tmp_path / "labels.csv").write_text("slide,label\n" + "".join(f"s{k},{'ab'[k % 2]}\n" for k in range(6)))
     found = read_table(tmp_path / "t.csv")
     assert np.array_equal(found.x, x) and np.array_equal(found.y, y) and list(found.patient) == list(patient)
-    slides = read_table(tmp_path / "trident", tmp_path / "labels.csv")
+    slides = read_table(*of_tridents(tmp_path / "trident", [f"s{k},{'ab'[k % 2]}" for k in range(6)]))
     assert np.allclose(slides.x, x[:6] + 1) and slides.classes == ("a", "b") and list(slides.y) == [0, 1] * 3
+
+
+def of_tridents(folder, labels, n=6):
+    """A folder of TRIDENT's with n slides, and its table."""
+    (folder / "features_uni").mkdir(parents=True)
+    for k, row in enumerate(table()[0][:n]):
+        with h5py.File(folder / "features_uni" / f"s{k}.h5", "w") as file:
+            file["features"], file["coords"] = np.stack([row, row + 2]), np.zeros((2, 2), np.int64)
+    (folder / "labels.csv").write_text("slide,label\n" + "".join(f"{line}\n" for line in labels))
+    return folder, folder / "labels.csv"
+
+
+def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, capsys):
+    named = [f"s{k}.svs,{'ab'[k % 2]}" for k in range(40)]
+    folder, labels = of_tridents(tmp_path / "job", [*named, "s40,", "z.svs,a"], n=42)
+    with h5py.File(folder / "features_uni" / "s1.h5", "a") as file:
+        file["features"][0, 0] = np.nan
+    monkeypatch.setattr(module, "_WAYS", ((1, 1e-2),))
+    asked = {"methods": ["oneshot"], "cells": cells_of("2x8", "alike"), "seeds": 1}
+    document = bench(folder, labels=labels, out=tmp_path / "b.csv", **asked)
+    reasons = {one["slide"]: one["reason"] for one in document["aside"]}
+    words = {"s1": "s1.h5: features are not finite", "s40": "has no label (labels.csv line 42)"}
+    words |= {
+        "z.svs": "has a label (labels.csv line 43) and no features",
+        "s41": "has no label in labels.csv",
+    }
+    assert reasons == words and len(read_table(folder, labels).y) == 39
+    said = " ".join(capsys.readouterr().err.split())
+    assert "slides set aside: 4 (s1: s1.h5: features are not finite; s40: has no label" in said
+    for line, *what in (("s2,a", "line 44", "slide s2 has a row already"), ("s41,A", "labels A, a differ")):
+        labels.write_text("slide,label\n" + "\n".join([*named, "s40,", "z.svs,a", line]))
+        refused(lambda: read_table(folder, labels), "labels.csv", *what)
+    labels.write_text("slide,label\ns1,a\n")
+    refused(lambda: read_table(folder, labels), "none of its slides", "s1.h5: features are not finite")
+    labels.write_text("slide,label\ns2,a\ns3,b\n")
+    with h5py.File(folder / "features_uni" / "s2.h5", "a") as file:
+        del file["features"]
+        file["features"] = np.zeros((2, 3), np.float32)
+    refused(lambda: read_table(folder, labels), "not equally wide")
+    (tmp_path / "t.csv").write_text("label,f\nCarcinoma,1\ncarcinoma,2\nhealthy,3\n")
+    refused(lambda: read_table(tmp_path / "t.csv"), "t.csv: labels Carcinoma, carcinoma differ in case only")
 
 
 def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else_for_each_slide(tmp_path):

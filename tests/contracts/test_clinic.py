@@ -11,6 +11,7 @@ from trained import answers, trained
 
 from wsi_fl.stages.answers.clinical import clinical
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.site.targets import column_of
 from wsi_fl.stages.training.train import train_series
 
 
@@ -72,6 +73,23 @@ def test_small_groups_are_not_told(described, wsi_fl):
     refused(lambda: clinical(study, [run], by="shoe_size"), "shoe_size")
     refused(lambda: clinical(study, [run], by="shelf"), "no table of the sites has a slide or patient")
     refused(lambda: clinical(study, [run], prevalence=1.0), "a share between 0 and 1")
+
+
+def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(described):
+    study, run = described
+    for k in range(2):  # two slides of each patient, who agree but for the last patient
+        rows = [
+            f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}"
+            for i in range(40, 70)
+            for n in (0, 1)
+        ]
+        (study.root / f"S{k}.csv").write_text("\n".join(["slide,patient,sex", *rows]) + "\n")
+    for row in clinical(study, [run], by="sex")["sites"]:
+        groups = row["classes"]["tumor"]["subgroups"]
+        assert groups["f"]["n"] == 30 and groups["m"]["n"] == 28 and groups[""] is None
+    (study.root / "S0.csv").write_text("slide,patient,sex\na.svs,,m\nb.svs,,m\n")  # whose, nobody knows
+    said = column_of(study, study.site("S0"), "sex")
+    assert said["slide", "a"] == said["slide", "a.svs"] == "m" and ("patient", "") not in said
 
 
 def test_folds_are_taken_together(described, wsi_fl):

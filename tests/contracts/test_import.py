@@ -263,8 +263,9 @@ def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
 
 def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
     folder, made = of_clam(tmp_path / "clam")
-    refused(lambda: brought(study, "clam", folder), "encoder", "--encoder")
-    refused(lambda: brought(study, "clam", folder, encoder="resnet50"), "--patch-px")
+    lacks = "do not say their encoder, patch size, resolution; add --encoder, --patch-px, --mpp"
+    refused(lambda: brought(study, "clam", folder), lacks)
+    refused(lambda: brought(study, "clam", folder, called="resnet50", mpp=0.5), "patch size; add --patch-px")
     row = brought(study, "clam", folder, **RESNET)
     assert row["notes"] == [] and row["encoder"] == "resnet50"
     with store_of(study) as store:
@@ -341,11 +342,14 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
 
 
 def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_path):
-    folder, _ = of_trident(tmp_path / "job", "abcde")
+    folder, _ = of_trident(tmp_path / "job", "abcdefg")
     table = labels(tmp_path / "labels.csv", "abcdz", split=["train", "train", "test", "train", "train"])
+    with table.open("a") as more:
+        more.write("f.svs,patient 9,,\ng,patient 9,Kirc,\n")
     row = brought(study, "trident", folder, table)
     reasons = reasons_of(row)
-    assert row["bags"] == 4 and row["slides"] == 6 and (row["train"], row["test"]) == (3, 1)
+    assert row["bags"] == 4 and row["slides"] == 8 and (row["train"], row["test"]) == (3, 1)
+    assert reasons["f"] == "has no label (labels.csv line 7)" and "did you mean KIRC?" in reasons["g"]
     assert "no features" in reasons["z"] and "line 6" in reasons["z"] and "no label" in reasons["e"]
 
 
@@ -402,6 +406,18 @@ def test_the_command(study, tmp_path, wsi_fl):
     done = wsi_fl(*words, "--json", cwd=study.root)
     assert done.returncode in (0, None) and json.loads(done.stdout)["sites"][0]["bags"] == 4
     told = wsi_fl(*words, cwd=study.root)
-    assert told.returncode in (0, None) and "mosaics ready" in " ".join(told.stderr.split())
+    last = "mosaics ready: 4 slides of 4 patients (stores/S0/mosaic.h5; uni_v1)"
+    assert told.returncode in (0, None) and last in " ".join(told.stderr.split())
+    setting = "--set train.data=mosaics"
+    for data, role, given, step in (
+        ("mosaics", "member", [], "; next: wsi-fl train --pipeline kidney"),
+        ("patches", "member", setting.split(), f"; next: wsi-fl train {setting} --pipeline kidney"),
+        ("patches", "receiver", [], ""),
+    ):
+        (study.root / "pipelines" / "kidney.toml").write_text(PIPELINE.replace("mosaics", data))
+        (study.root / "sites" / "S0.toml").write_text(f'name = "S0"\nreal = false\nrole = "{role}"\n')
+        done = wsi_fl(*words, "--pipeline", "kidney", *given, cwd=study.root)
+        said = " ".join(done.stderr.split())
+        assert said.endswith(f"uni_v1){step}"), said
     failed = wsi_fl(*words, "--mpp", "4", cwd=study.root)
     assert failed.returncode == 2 and failed.stderr.count("error") == 1

@@ -214,10 +214,11 @@ def test_generic_archive_with_all_columns(tmp_path):
         "b,p2,north,Negative,test,,\n"
         "c,p3,south,1,,,\n"
         "d.mrxs,p1,north,itc,train,x.geojson,\n"
-        "e,p4,north,tumor,,,\n",
+        "e,p4,north,tumor,,,\n"
+        "f,p5,north,,,,\n",
     )
     assert detect(archive) == "generic"
-    assert [(s.name, s.n_slides) for s in describe(archive, "generic")] == [("north", 4), ("south", 1)]
+    assert [(s.name, s.n_slides) for s in describe(archive, "generic")] == [("north", 5), ("south", 1)]
     records, aside = read_generic(archive, mpp_override=0.5)
     assert [(r.slide, r.patient, r.supervision, r.positive, r.split, r.mpp_override) for r in records] == [
         ("a", "p1", "annotated", True, "train", 0.25),
@@ -225,7 +226,8 @@ def test_generic_archive_with_all_columns(tmp_path):
         ("d", "p1", "partial", True, "train", 0.5),
     ]
     assert [r.annotation for r in records] == [tmp_path / "x.geojson", None, tmp_path / "x.geojson"]
-    assert [(a.slide, a.reason) for a in aside] == [("e", "no such slide file (slides.csv line 6)")]
+    reasons = [("e", "no such slide file (slides.csv line 6)"), ("f", "has no label (slides.csv line 7)")]
+    assert [(a.slide, a.reason) for a in aside] == reasons
     assert [r.supervision for r in read_generic(archive, "south")[0]] == ["weak"]
 
 
@@ -233,7 +235,7 @@ def test_generic_archive_with_all_columns(tmp_path):
     ("rows", "words"),
     [
         ("a,p1,north,sick", ("slides.csv line 2", "unknown label 'sick'", "tumor")),
-        ("a,p1,north,", ("slides.csv line 2", "unknown label ''")),
+        ("a,p1,north,", ("sites/north.toml", "none of its slides", "a: has no label (slides.csv line 2)")),
         ("a,p1,south,tumor", ("sites/north.toml", "slides.csv has no row of site north")),
         ("e,p1,north,tumor", ("sites/north.toml", "none of its slides", "e: no such slide file")),
         ("a,p1,north,tumor\na,p1,north,tumor", ("sites/north.toml", "two slides are called a")),

@@ -10,9 +10,10 @@ import inspect
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import sha256
 from multiprocessing import get_context
@@ -36,12 +37,12 @@ from wsi_fl.models.mil import linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.plan import Unit, planned, proposals
 from wsi_fl.report.fill import fill
-from wsi_fl.slides.layouts.common import rows_of
+from wsi_fl.slides.layouts.common import rows_of, slide_named
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
 from wsi_fl.system.files import ordinary, read_json, write_json, write_text
-from wsi_fl.types import UsageError
+from wsi_fl.types import SetAside, UsageError, WsiFlError
 
 DELTA = 1e-5
 _TEST = 500
@@ -53,6 +54,8 @@ _WAYS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
 _NAMED_SKEWS = ("alike", "lacks")
 _NAMES = ("label", "patient")
 """Columns of a table that are no features."""
+_NAMED = 5
+"""Slides that give no row and are named to people; the others are counted."""
 _COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
     *("rounds", "lr", "spent", "guarantee", "seconds"),
@@ -296,6 +299,8 @@ def bench(
         UsageError: for a table, methods or cells that do not go, or a CSV of another table.
     """
     table, told = read_table(path, labels), watcher or Silent()
+    if table.aside:
+        told.say(_told(table.aside))
     if unit not in get_args(Unit):
         raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
     for method in methods:
@@ -342,6 +347,7 @@ def bench(
         work_off(works, len(tuning) + seed * len(tested))
     gains = [[_gain(there, m, epsilon, c, seeds) for m in methods for epsilon in epsilons] for c in cells]
     document = {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds}
+    document["aside"] = [asdict(one) for one in table.aside]
     page = {
         "document": document,
         "columns": [f"{one['method']}, ε = {one['epsilon']:g}" for one in gains[0]],
@@ -459,12 +465,14 @@ class FeatureTable:
         x: float32[n, d].
         y: int64[n], numbers of `classes`.
         patient: str[n]; "" where it is not known.
+        aside: slides of a folder that give no row.
     """
 
     x: NDArray[np.float32]
     y: NDArray[np.int64]
     patient: NDArray[np.str_]
     classes: tuple[str, ...]
+    aside: tuple[SetAside, ...] = ()
 
     def taken(self, rows: NDArray[np.int64]) -> FeatureTable:
         """Return some rows."""
@@ -490,11 +498,12 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
         labels: CSV with the columns slide, label and perhaps patient, for such a folder.
 
     Raises:
-        UsageError: for anything else, fewer than two classes, or numbers that are none.
+        UsageError: for anything else, fewer than two classes, classes alike but for case, or numbers that are none.
     """
     readers = {".npz": _of_arrays, ".csv": _of_csv, ".h5": _of_store}
+    aside: list[SetAside] = []
     if path.is_dir():
-        x, y, patient = _of_folder(path, labels)
+        x, y, patient = _of_folder(path, labels, aside)
     elif path.suffix in readers:
         x, y, patient = readers[path.suffix](path)
     else:
@@ -505,7 +514,11 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     if len(classes) < 2 or not np.isfinite(x).all():
         raise UsageError(f"{path}: needs two classes at least, and features that are finite numbers")
     names = tuple(str(name) for name in classes)
-    return FeatureTable(x.astype(np.float32), numbers.astype(np.int64), patient.astype(np.str_), names)
+    often = Counter(name.casefold() for name in names)
+    if alike := [name for name in names if often[name.casefold()] > 1]:
+        raise UsageError(f"{labels or path}: labels {', '.join(alike)} differ in case only; write them alike")
+    rows = x.astype(np.float32), numbers.astype(np.int64), patient.astype(np.str_)
+    return FeatureTable(*rows, names, tuple(aside))
 
 
 _Columns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
@@ -539,16 +552,39 @@ def _of_store(path: Path) -> _Columns:
         return np.stack(means), classes[store.table.label], np.array(store.table.patient)
 
 
-def _of_folder(path: Path, labels: Path | None) -> _Columns:
+def _of_folder(path: Path, labels: Path | None, aside: list[SetAside]) -> _Columns:
+    """Return a row for each slide with a label and whole features; the others are put aside."""
     if labels is None:
         raise UsageError(f"{path}: --labels names a CSV with the columns slide, label and perhaps patient")
     layout, rows = LAYOUTS["trident"], rows_of(labels, ["slide"])
     named = next((one for one in ("label", "diagnosis") if rows and one in rows[0]), None)
     if named is None:
         raise UsageError(f"{labels}: column 'label' or 'diagnosis' is missing")
-    files = layout.find(path)
-    known = [row for row in rows if row["slide"] in files and row[named]]
+    files, known, seen = layout.find(path), [], set()
+    for row in rows:
+        slide = slide_named(row["slide"], files)
+        if slide in seen:
+            raise UsageError(f"{row.where}: slide {slide} has a row already")
+        seen.add(slide)
+        try:
+            if not row[named]:
+                raise WsiFlError(f"has no label ({row.where})")
+            if slide not in files:
+                raise WsiFlError(f"has a label ({row.where}) and no features")
+            known.append((layout.read(files[slide]).features.mean(0), row[named], row.get("patient", "")))
+        except WsiFlError as error:
+            aside.append(SetAside(slide, str(error)))
+    aside += [SetAside(name, f"has no label in {labels.name}") for name in files if name not in seen]
     if not known:
-        raise UsageError(f"{labels}: none of its slides has a label and features in {path}")
-    x = np.stack([layout.read(files[row["slide"]]).features.mean(0) for row in known])
-    return x, np.array([row[named] for row in known]), np.array([row.get("patient", "") for row in known])
+        raise UsageError(f"{labels}: none of its slides has a label and features in {path}; {_told(aside)}")
+    means, label, patient = zip(*known, strict=True)
+    if len({len(mean) for mean in means}) > 1:
+        raise UsageError(f"{path}: features of its slides are not equally wide; keep those of one encoder")
+    return np.stack(means), np.array(label), np.array(patient)
+
+
+def _told(aside: Sequence[SetAside]) -> str:
+    """Say which slides give no row, the first by name."""
+    more = "; --json names all" if len(aside) > _NAMED else ""
+    named = "; ".join(f"{one.slide}: {one.reason}" for one in aside[:_NAMED])
+    return f"slides set aside: {len(aside)} ({named}{more})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import glob
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -169,6 +169,12 @@ def label_of(text: str, where: str) -> tuple[bool, bool]:
     raise UsageError(
         f"{where}: unknown label {text!r}; known: {', '.join(sorted(known))}{hint if label else ''}"
     )
+
+
+def slide_named(text: str, known: Collection[str]) -> str:
+    """Return the slide that a table means by its file's name, with or without a folder and suffix."""
+    name = Path(text).name
+    return Path(name).stem if name not in known and Path(name).stem in known else name
 
 
 def mpp_of(text: str, where: str) -> float:

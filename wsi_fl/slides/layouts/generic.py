@@ -37,6 +37,8 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         for key in ("slide", "patient"):
             if not row[key]:
                 raise UsageError(f"{row.where}: {key} is empty")
+        if sources.labelled and not row["label"]:
+            return SetAside(row["slide"], f"has no label ({row.where})")
         name = Path(row["slide"]).name
         named = [p for p in files if p.name == name] or [p for p in files if p.stem == name]
         if len(named) == 1:

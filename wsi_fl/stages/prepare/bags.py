@@ -402,7 +402,8 @@ def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Whic
         for one, labels in zip(listed, known, strict=True):
             yield _OfSite(one, *labels, encoder, job.threads)
 
-    return _make(prepare, watcher)
+    made = _make(prepare, watcher)
+    return made and made | {"next": sources.after_mosaics(study, **which)}
 
 
 def features(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> Bags:

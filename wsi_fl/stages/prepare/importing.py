@@ -89,7 +89,8 @@ def import_features(
     began, told, said = time.perf_counter(), watcher or Silent(), said or ImportFacts()
     if form not in LAYOUTS:
         raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
-    pipeline, (file,) = sources.asked_for(study, site=site, pipeline_name=pipeline_name, overrides=overrides)
+    which: sources.Which = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
+    pipeline, (file,) = sources.asked_for(study, **which)
     if not source.is_dir():
         raise UsageError(f"--from {source}: no such folder")
     layout = LAYOUTS[form]
@@ -129,7 +130,8 @@ def import_features(
         notes={one.record.slide: one.note for one in looked},
         n_slides=n_slides,
     )
-    return {"sites": [row | {"seconds": time.perf_counter() - began}]}
+    row["seconds"] = time.perf_counter() - began
+    return {"sites": [row], "next": sources.after_mosaics(study, **which)}
 
 
 def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside:
@@ -170,9 +172,10 @@ def _at_scale(one: _Looked, spec: GridSpec) -> _Looked:
 
 def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: ImportFacts) -> BagMeta:
     """What holds for all slides, as all files and the command line say."""
+    _require_said(looked, said)
     encoder = _encoder(looked, said)
     found = _agreed(looked, "patch size", lambda one: one.facts.size_px)
-    size = _settled(found, said.patch_px, looked, "patch size", "--patch-px")
+    size = _settled(found, said.patch_px, looked, "--patch-px")
     mpp = _mpp(looked, said.mpp)
     overlap = _agreed(looked, "overlap", lambda one: one.facts.overlap_px) or 0
     subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
@@ -180,12 +183,26 @@ def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: I
     return BagMeta(site.name, sources.stored_classes(site, subtypes), encoder, spec, "import", subtypes)
 
 
+def _require_said(looked: Sequence[_Looked], said: ImportFacts) -> None:
+    """Refuse features of which nobody says all that is needed; it names everything that is missing."""
+    known = {name for one in looked for name, value in vars(one.facts).items() if value is not None}
+    needed = (
+        ("encoder", "--encoder", "encoder", said.encoder or said.called),
+        ("patch size", "--patch-px", "size_px", said.patch_px),
+        ("resolution", "--mpp", "mpp", said.mpp),
+    )
+    lacks = {what: option for what, option, name, given in needed if given is None and name not in known}
+    if lacks:
+        whose = f"{looked[0].path.name} and the others do not say their {', '.join(lacks)}"
+        raise UsageError(f"{whose}; add {', '.join(lacks.values())}")
+
+
 def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:
     """Return the encoder's label: a preset's name where the features can be its own, and what the files call it."""
     width = int(_agreed(looked, "features of width", lambda one: one.d))
     written = _agreed(looked, "encoder", lambda one: _known(one.facts.encoder, width))
     if said.called is None:
-        name = str(_settled(written, _known(said.encoder, width), looked, "encoder", "--encoder"))
+        name = str(_settled(written, _known(said.encoder, width), looked, "--encoder"))
     else:
         name = preset_called(said.called) or said.called
         if name in PRESETS and PRESETS[name].n_features != width:
@@ -208,7 +225,7 @@ def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
     """The resolution of the patches; one that is measured goes before one that a magnification stands for."""
     found = _agreed(looked, "resolution", lambda one: one.facts.mpp)
     if said is None or not any(one.facts.nominal for one in looked):
-        return float(_settled(found, said, looked, "resolution", "--mpp"))
+        return float(_settled(found, said, looked, "--mpp"))
     if not 1 / _ROUNDED <= said / found <= _ROUNDED:
         raise UsageError(
             f"--mpp {said:g}: {looked[0].path.name} says about {found:g} µm per pixel (its magnification)"
@@ -216,10 +233,8 @@ def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
     return said
 
 
-def _settled(found: Any, said: Any, looked: Sequence[_Looked], what: str, option: str) -> Any:
+def _settled(found: Any, said: Any, looked: Sequence[_Looked], option: str) -> Any:
     """What all files say, or the command line where they say nothing."""
-    if found is None and said is None:
-        raise UsageError(f"{looked[0].path.name} and the others do not say their {what}; add {option}")
     if found is not None and said is not None and not _same(found, said):
         same = f", or say --as {said} if they are the same" if option == "--encoder" else ""
         raise UsageError(f"{option} {said}: {looked[0].path.name} says {found}; leave {option} out{same}")

@@ -4,7 +4,7 @@ them at its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
@@ -12,7 +12,7 @@ from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
 import numpy as np
 
 from wsi_fl.slides.layouts import Sources, read_site
-from wsi_fl.slides.layouts.common import accounted, label_of, mpp_of, of_site, rows_of
+from wsi_fl.slides.layouts.common import accounted, label_of, mpp_of, of_site, rows_of, slide_named
 from wsi_fl.stages.site.data import patterns_of
 from wsi_fl.stages.site.targets import Subtypes, classes_of
 from wsi_fl.stages.work.console import Line, Lines, Table, by_site, speed_lines
@@ -208,7 +208,9 @@ def _unfit(record: SlideRecord, subtypes: Subtypes) -> str:
     if not record.diagnosis:
         return f"it has no diagnosis; the study's are {known}"
     if record.diagnosis not in classes_of(subtypes):
-        return f"its diagnosis {record.diagnosis} is none of the study's ({known})"
+        hints = {one.casefold(): f"; did you mean {one}?" for one in classes_of(subtypes)}
+        hint = hints.get(record.diagnosis.casefold(), "")
+        return f"its diagnosis {record.diagnosis} is none of the study's ({known}){hint}"
     if record.tumor_type in subtypes and record.diagnosis not in subtypes[record.tumor_type]:
         return f"its diagnosis {record.diagnosis} is none that {record.tumor_type} may have"
     return ""
@@ -242,26 +244,31 @@ def matched(
         diagnoses: whether labels are the study's diagnoses; healthy or tumour otherwise.
 
     Returns:
-        The slides that have both a file and a row, those that lack one, and what became of all rows of the table.
+        The slides that have a file and a label, those that lack one, and what became of all rows of the table.
 
     Raises:
         UsageError: when a column is missing, a slide has two rows, or a row cannot be read; names the line.
     """
-    records: dict[str, SlideRecord] = {}
-    aside = []
+    records, aside, seen = [], [], set()
     needed = ("slide", "patient") if site.receives else ("slide", "patient", "label")
     rows, said = _rows(table, site.name, needed)
     for where, row in rows:
-        if empty := [key for key in needed if not row[key]]:
+        if empty := [key for key in ("slide", "patient") if not row[key]]:
             raise UsageError(f"{where}: {empty[0]} is empty")
-        record = _record(row, where, files, site, diagnoses=diagnoses)
-        if record.slide in records:
-            raise UsageError(f"{where}: slide {record.slide} has a row already")
-        records[record.slide] = record
-        if record.slide not in files:
-            aside.append(SetAside(record.slide, f"has a label ({where}) and no features"))
-    aside += [SetAside(name, f"has no label in {table.name}") for name in files if name not in records]
-    return [one for name, one in records.items() if name in files], aside, said
+        slide = slide_named(row["slide"], files)
+        if slide in seen:
+            raise UsageError(f"{where}: slide {slide} has a row already")
+        seen.add(slide)
+        if not site.receives and not row["label"]:
+            aside.append(SetAside(slide, f"has no label ({where})"))
+            continue
+        record = _record(row, where, slide, site, diagnoses=diagnoses)
+        if slide in files:
+            records.append(record)
+        else:
+            aside.append(SetAside(slide, f"has a label ({where}) and no features"))
+    aside += [SetAside(name, f"has no label in {table.name}") for name in files if name not in seen]
+    return records, aside, said
 
 
 def _rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[tuple[str, dict[str, str]]], str]:
@@ -282,13 +289,11 @@ def _rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[tuple[str
 
 
 def _record(
-    row: Mapping[str, str], where: str, files: Collection[str], site: SiteFile, *, diagnoses: bool
+    row: Mapping[str, str], where: str, slide: str, site: SiteFile, *, diagnoses: bool
 ) -> SlideRecord:
     split = row.get("split") or None
     if split is not None and split not in SPLITS:
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
-    name = Path(row["slide"]).name
-    slide = name if name in files else Path(name).stem if Path(name).stem in files else name
     label = "" if site.receives else row["label"]
     negative = site.receives or (not diagnoses and label_of(label, where)[0])
     return SlideRecord(
@@ -350,6 +355,7 @@ def mosaic_row(
         "failed": [asdict(aside) for aside in failed],
         "notes": [{"slide": slide, "note": note} for slide, note in notes.items() if note],
         "bags": len(table),
+        "patients": len(set(table.patient.tolist())),
         "patches": n_patches,
         "classes": dict(zip(meta.classes, counts.tolist(), strict=True)),
         "train": int((table.split == "train").sum()),
@@ -357,6 +363,15 @@ def mosaic_row(
         "encoder": meta.encoder,
         "store": study.relative(study.mosaic(meta.site)),
     }
+
+
+def after_mosaics(study: Study, **which: Unpack[Which]) -> list[str]:
+    """Return the command that trains on mosaics, as the pipeline's file stands; none where all sites receive."""
+    pipeline, sites = asked_for(study, **which)
+    only_here = any(one.startswith("train.data=") for one in which.get("overrides", ()))
+    told = "" if pipeline.train.data == "mosaics" and not only_here else " --set train.data=mosaics"
+    named = f" --pipeline {name}" if (name := which.get("pipeline_name")) else ""
+    return [] if all(one.receives for one in sites) else [f"wsi-fl train{told}{named}"]
 
 
 def first_reason(failed: Sequence[SetAside]) -> str:
@@ -374,7 +389,9 @@ def mosaic_lines(document: Bags) -> Lines:
     yield from aside_lines(rows, "slide")
     yield from speed_lines(document.get("speed", ()))
     stores = ", ".join(row["store"] for row in rows)
-    yield Line(f"mosaics ready ({stores}; {rows[0]['encoder']}); next: wsi-fl train --set train.data=mosaics")
+    slides, patients = (sum(row[key] for row in rows) for key in ("bags", "patients"))
+    ready = f"mosaics ready: {slides} slides of {patients} patients ({stores}; {rows[0]['encoder']})"
+    yield Line("; next: ".join([ready, *document["next"]]))
 
 
 def summed(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> Table:

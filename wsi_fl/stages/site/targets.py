@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from wsi_fl import types
 from wsi_fl.learning.survival import require_extra
 from wsi_fl.learning.tasks import CLASSES, Number, Survival, Task
-from wsi_fl.slides.layouts.common import of_site, rows_of
+from wsi_fl.slides.layouts.common import TableRow, of_site, rows_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Target
 from wsi_fl.study.site import SiteFile
@@ -155,8 +155,15 @@ def _table_path(study: Study, site: SiteFile) -> Path:
 
 
 def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str], str]:
-    """("slide" or "patient", its name) → what a column of the site's own table says; nothing where that is empty."""
-    return _by_name(_table_path(study, site), site, [column], lambda row, _: row[column] or None)
+    """("slide" or "patient", its name) → what a column of the site's own table says, where all lines of it agree."""
+    said: dict[tuple[str, str], set[str]] = {}
+    for row, slide, patient in _named_rows(_table_path(study, site), site, [column]):
+        if row[column] and not slide and not patient:
+            raise UsageError(f"{row.where} of site {site.name}: names no slide or patient")
+        for key in (("slide", slide), ("stem", Path(slide).stem), ("patient", patient)):  # stores know stems
+            said.setdefault(key, set()).update({row[column]} - {""})
+    agreed = {key: values.pop() for key, values in said.items() if key[1] and len(values) == 1}
+    return {("slide", name): value for (kind, name), value in agreed.items() if kind == "stem"} | agreed
 
 
 def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, set[str]]:
@@ -178,17 +185,9 @@ def _by_name(
     path: Path, site: SiteFile, columns: Sequence[str], read: Callable[[Mapping[str, str], str], Any]
 ) -> dict[tuple[str, str], Any]:
     """("slide" or "patient", its name) → what is read of every line where that is not None."""
-    rows = rows_of(path, columns)
-    slide = _first(rows, _SLIDE)
-    patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
-    if rows and slide is None and patient is None:
-        raise UsageError(
-            f"{path}: has no column of slides ({', '.join(_SLIDE)}) or patients ({', '.join(_PATIENT)})"
-        )
     found: dict[tuple[str, str], Any] = {}
-    for row in of_site(rows, site.name):
-        where = f"{row.where} of site {site.name}"
-        name = ("slide", row[slide]) if slide and row[slide] else ("patient", row[patient] if patient else "")
+    for row, slide, patient in _named_rows(path, site, columns):
+        where, name = f"{row.where} of site {site.name}", ("slide", slide) if slide else ("patient", patient)
         value = read(row, where)
         if value is None:
             continue
@@ -202,6 +201,19 @@ def _by_name(
         if kind == "slide" and stems.setdefault((kind, stem), value) != value:
             raise UsageError(f"{path}: has different answers for slides that are all called {stem}")
     return stems | found
+
+
+def _named_rows(path: Path, site: SiteFile, columns: Sequence[str]) -> Iterator[tuple[TableRow, str, str]]:
+    """Yield the site's lines, each with its slide and its patient; "" where it names none."""
+    rows = rows_of(path, columns)
+    slide = _first(rows, _SLIDE)
+    patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
+    if rows and slide is None and patient is None:
+        raise UsageError(
+            f"{path}: has no column of slides ({', '.join(_SLIDE)}) or patients ({', '.join(_PATIENT)})"
+        )
+    for row in of_site(rows, site.name):
+        yield row, row[slide] if slide else "", row[patient] if patient else ""
 
 
 def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
