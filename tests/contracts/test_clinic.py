@@ -11,6 +11,7 @@ from trained import answers, trained
 
 from wsi_fl.stages.answers.clinical import clinical
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.train import train_series
 
 
@@ -72,6 +73,21 @@ def test_small_groups_are_not_told(described, wsi_fl):
     refused(lambda: clinical(study, [run], by="shoe_size"), "shoe_size")
     refused(lambda: clinical(study, [run], by="shelf"), "no table of the sites has a slide or patient")
     refused(lambda: clinical(study, [run], prevalence=1.0), "a share between 0 and 1")
+
+
+@pytest.mark.parametrize("classes", [("a", "b"), ("a", "b", "c")])
+def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeypatch):
+    study, rng = make_study(tmp_path / "study", n_sites=1), np.random.default_rng(0)
+    monkeypatch.setattr("conftest.CLASSES", classes)
+    labels = np.arange(90) % len(classes)
+    x = rng.normal(size=(90, 8)) + 2 * np.eye(8)[labels]
+    write_features(study, "S0", x, labels, [f"p{k}" for k in range(90)], ["train"] * 45 + ["test"] * 45)
+    run = trained(study, "regular", *ALONE)["run"]
+    evaluate(study, run)
+    clinical(study, [run])
+    page = report(study, run).read_text(encoding="utf-8")
+    assert ("or from 0.50" in page) == (len(classes) == 2)
+    assert ("The most probable class is called" in page) == (len(classes) == 3)
 
 
 def test_folds_are_taken_together(described, wsi_fl):
