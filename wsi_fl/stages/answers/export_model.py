@@ -273,6 +273,11 @@ def _encoder(leaving: Leaving) -> Any:
     """The encoder of the features that a head learned from, if its weights are here and still the same."""
     party, wanted, cpu = leaving.party, leaving.facts["encoder"], torch.device("cpu")
     alone = "use --format onnx, which needs the head alone"
+    if any(encoder_differences([party.pipeline.encoding.encoder, wanted])):
+        raise UsageError(
+            f"--format wsinfer: the model learned from features of {wanted}, and no encoder of the study makes those; "
+            f"{alone}"
+        )
     try:
         encoder = encoder_of(party.study, party.pipeline, "features", 1, device=cpu)
     except WsiFlError as error:
