@@ -200,7 +200,7 @@ def test_what_joining_brings_is_paired_by_seed_and_patch(series):
     assert all(site["guarantee"] == "guaranteed" and site["epsilon"] > 0 for site in found["sites"])
     said = [line.text for line in compare_lines(document) if not isinstance(line, Table)]
     by_site = [line for line in said if "by joining" in line]
-    assert len(by_site) == 4 and all("by joining with ProxyFL with DP; " in line for line in by_site)
+    assert len(by_site) == 4 and all("by joining (ProxyFL with DP); " in line for line in by_site)
 
 
 @pytest.fixture
