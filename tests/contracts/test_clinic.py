@@ -11,6 +11,7 @@ from trained import answers, trained
 
 from wsi_fl.stages.answers.clinical import clinical
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.targets import column_of
 from wsi_fl.stages.training.train import train_series
 
@@ -90,6 +91,21 @@ def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(describe
     (study.root / "S0.csv").write_text("slide,patient,sex\na.svs,,m\nb.svs,,m\n")  # whose, nobody knows
     said = column_of(study, study.site("S0"), "sex")
     assert said["slide", "a"] == said["slide", "a.svs"] == "m" and ("patient", "") not in said
+
+
+@pytest.mark.parametrize("classes", [("a", "b"), ("a", "b", "c")])
+def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeypatch):
+    study, rng = make_study(tmp_path / "study", n_sites=1), np.random.default_rng(0)
+    monkeypatch.setattr("conftest.CLASSES", classes)
+    labels = np.arange(90) % len(classes)
+    x = rng.normal(size=(90, 8)) + 2 * np.eye(8)[labels]
+    write_features(study, "S0", x, labels, [f"p{k}" for k in range(90)], ["train"] * 45 + ["test"] * 45)
+    run = trained(study, "regular", *ALONE)["run"]
+    evaluate(study, run)
+    clinical(study, [run])
+    page = report(study, run).read_text(encoding="utf-8")
+    assert ("or from 0.50" in page) == (len(classes) == 2)
+    assert ("The most probable class is called" in page) == (len(classes) == 3)
 
 
 def test_folds_are_taken_together(described, wsi_fl):

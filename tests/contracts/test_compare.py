@@ -24,7 +24,7 @@ from wsi_fl.report import comparison, worth
 from wsi_fl.report.comparison import Series, png
 from wsi_fl.report.figures import palette
 from wsi_fl.stages.answers import compare_runs
-from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.compare import compare, compare_lines
 from wsi_fl.stages.answers.compare_worth import Said, _compared
 from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report
@@ -198,6 +198,9 @@ def test_what_joining_brings_is_paired_by_seed_and_patch(series):
         assert site["gain"]["mean"] == pytest.approx(site["joined"]["mean"] - site["alone"]["mean"])
         assert site["gain"]["low"] <= site["gain"]["mean"] <= site["gain"]["high"]
     assert all(site["guarantee"] == "guaranteed" and site["epsilon"] > 0 for site in found["sites"])
+    said = [line.text for line in compare_lines(document) if not isinstance(line, Table)]
+    by_site = [line for line in said if "by joining" in line]
+    assert len(by_site) == 4 and all("by joining (ProxyFL with DP); " in line for line in by_site)
 
 
 @pytest.fixture
@@ -381,7 +384,17 @@ def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
 
 def of_all(gain, room):
     known, space = (one and Estimate(*one) for one in (gain, room))
-    told = {"gain": known.document(), "room": space and space.document(), "headroom": None}
+    told = {
+        "gain": known.document(),
+        "room": space and space.document(),
+        "headroom": None,
+        "measure": "AUROC",
+    }
+    told |= {
+        "alone": {"mean": 0.6},
+        "joined": {"mean": 0.6 + gain[0]},
+        "pooled": {"mean": 0.6 + (room or [0])[0]},
+    }
     return told | {"verdict": verdict(known, space)}
 
 
@@ -397,8 +410,12 @@ def of_all(gain, room):
 def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
     ours = made_up("proxyfl", 0.78)
     tests, gains = [against_alone(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
-    _, second = comparison.findings([ours, ALONE], tests, ALONE["label"], gains=gains)
+    first, second = comparison.findings([ours, ALONE], tests, ALONE["label"], gains=gains)
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
+    assert "reaches 0.60 in AUROC over all test patches (" in first.text, (
+        "the means whose difference is the gain"
+    )
+    assert f"reaches {0.6 + gain[0]:.2f} (ε" in second.text and "0.78" not in second.text
     assert "p <" not in second.text
 
 
@@ -407,7 +424,8 @@ def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference
     tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
     gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
     *_, third, fourth = comparison.findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
-    assert "+0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
+    assert "reaches 0.77, +0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
+    assert "reaches 0.55 (ε nominal 12.3) as a mean over sites and seeds, 0.18 below" in fourth.text
     assert "nobody may pool" in third.text and "what its noise costs" in fourth.text
     assert "federation" not in third.text + fourth.text
 

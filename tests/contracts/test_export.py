@@ -22,6 +22,7 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.export_model import export_model
 from wsi_fl.stages.prepare.bags import features
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.types import Bags, Images, Vectors, WsiFlError
 
@@ -249,9 +250,14 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
         patients = [f"p{k}" for k in range(60)]
         write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
     run = trained(pair, "oneshot", "train.data=features", "model.directions=4")["run"]
+    _, text = card_of(pair, export_model(pair, run, called="shared", form="onnx"))
+    assert "None leave with this model: the run was not evaluated." in text
     evaluate(pair, run)
+    compare(pair, [run])
     document = export_model(pair, run, called="shared", form="onnx")
-    assert card_of(pair, document)[0]["metrics"] is None  # what was measured had the site's own rows in it
+    card, text = card_of(pair, document)
+    assert "as the letters make it" in text and "None leave" not in text
+    assert "In the run joining, each hospital with its own sums and models mixed in, reached" in text
     head = SharedHead(2, 12, directions=4)
     head.load_state_dict(RunFolder(pair.root / run).site("S0").load_model("proxy"))
     x = torch.randn(20, 12)
@@ -261,6 +267,14 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
     assert isinstance(public, SolvedHead) and buffers == {"mean", "components", "weights", "bias"}
     with torch.no_grad():
         assert np.abs(say(x) - torch.softmax(public(x), 1).numpy()).max() < 1e-5
+        for part, site in zip(
+            card["metrics"]["parts"], ("S0", "S1"), strict=True
+        ):  # of this head, not of the mixture
+            with BagStore(pair.features(site)) as store:
+                seen, rows = torch.from_numpy(store.bag(0).features), store.patches.split == "test"
+                right = public(seen)[rows].argmax(1).numpy() == store.patches.label[rows]
+            assert (part["on"], part["n"]) == (f"the test part of {site}", 10)
+            assert part["accuracy"] == pytest.approx(right.mean())
         head.own.copy_(head.own * 5 + 1)
         assert torch.equal(head.as_released()(x), public(x)) and not torch.allclose(head(x), public(x))
 

@@ -12,10 +12,12 @@ import torch
 from conftest import refused
 from trained import trained
 
+from wsi_fl.stages.answers.export_model import export_model
+from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.prepare.importing import ImportFacts, export, import_features
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
-from wsi_fl.types import BagTable, GridSpec, NoCommonPlan
+from wsi_fl.types import BagTable, GridSpec, NoCommonPlan, UsageError
 
 CLASSES = ("KIRC", "KIRP")
 PIPELINE = """
@@ -397,6 +399,25 @@ def test_clams_training_reads_what_is_exported(study, tmp_path):
                 assert file["coords"].attrs["patch_size_level0"] == round(128 / store.mpp_l0[k])
             assert features.dtype == torch.float32 and np.array_equal(features, store.bag(k).features)
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
+
+
+def test_what_imported_features_cannot_do_is_said_before_anything_is_tried(study, tmp_path):
+    of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
+    heads = ["train.example=patient", "model.private=linear_head", "model.proxy=linear_head"]
+    known, new = (tmp_path / f"{name}.h5" for name in ("a", "N1"))
+    for path in (known, new):
+        path.write_bytes(b"features")
+    for method, receives in (("fedavg", False), ("oneshot", True)):
+        run, out = trained(study, method, OPEN, *heads)["run"], tmp_path / method
+        says = ("N1: not in the store", "features of uni; written as uni_v1 were imported", "--format onnx`")
+        with pytest.raises(UsageError) as told:
+            predict(study, run, site="S0", slides=[known, new], out=out)
+        assert all(word in str(told.value) for word in says) and not out.exists()
+        assert ('role = "receiver"' in str(told.value)) == receives
+        (row,) = predict(study, run, site="S0", slides=[known], out=out)["slides"]
+        assert row["heatmap"] is None and row["class"] in CLASSES  # from the store
+    said = ("uni; written as uni_v1", "no encoder of the study makes those", "use --format onnx")
+    refused(lambda: export_model(study, run, called="shared", form="wsinfer"), *said)
 
 
 def test_the_command(study, tmp_path, wsi_fl):

@@ -26,7 +26,7 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Target
-from wsi_fl.types import BagTable, GridSpec, WsiFlError
+from wsi_fl.types import BagTable, GridSpec
 
 sksurv = pytest.importorskip("sksurv.metrics", reason="without the extra `survival`")
 ENDS = (1.0, 2.0, 4.0)
@@ -301,8 +301,13 @@ def test_methods_that_answer_the_same_question_are_compared_by_its_scores(surviv
     assert gain["low"] <= gain["mean"] <= gain["high"]
     assert all(row["concordance"]["mean"] > 0.6 for row in document["rows"])
     assert "own_concordance_mean" in (study.root / document["table"]).read_text().splitlines()[0]
-    other = trained(study, *NUMBER, OPEN)
-    refused(lambda: compare(study, [run, other]), "learned from other slides", error=WsiFlError)
+
+
+def test_runs_that_answer_other_questions_are_not_compared(survived):
+    study, run, _ = survived
+    other = trained(study, *NUMBER, OPEN, "train.rounds=1")
+    said = (f"{other}: answers another question (column 'burden'", f"than {run} (time until 'dead'")
+    refused(lambda: compare(study, [run, other]), *said)
 
 
 def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survived):

@@ -63,7 +63,7 @@ def findings(
         rows, tests: as in the document; of the tests those against the row ``baseline`` are looked at.
         metric: the score that is compared, "macro_accuracy" where tests are skewed.
         gains: what joining brings over all sites, by the label of a row. Where it is known it alone says whether
-            joining pays, so that a page has one verdict.
+            joining pays, so that a page has one verdict, and what is reached: means of patients, not of sites or folds.
     """
     alone = next(row for row in rows if row["label"] == baseline)
     if not known(alone[metric]["mean"]):
@@ -74,33 +74,37 @@ def findings(
     n, seeds = alone["n_sites"], len(alone["seeds"])
     folds = f", {len(alone['folds'])} folds" if alone.get("folds") else ""
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
-    reached = f"A{ALONE[1:]} reaches {number(alone[metric]['mean'], 2)} {measured}."
+    told = next((gain for gain in (gains or {}).values() if gain.get("alone")), {"alone": alone[metric]})
+    together = f" in {told['measure']} over all test {examples}" if "measure" in told else ""
+    reached = f"A{ALONE[1:]} reaches {number(told['alone']['mean'], 2)}{together} {measured}."
+    over = f" as a mean over {repeated(rows)}" if together else ""
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
-    room = next((gain["room"] for gain in (gains or {}).values() if gain["room"]), None)
+    whole = next((gain for gain in (gains or {}).values() if gain["room"]), None)
     pooled = next((row["label"] for row in rows if words.is_pooled(row["method"]) and not row["dp"]), None)
     return [Finding("unclear", reached)] + [
-        worth.finding(gain, f"{_spoken(row)} reaches {number(row[metric]['mean'], 2)}{_price(row)}", ALONE)
+        worth.finding(gain, _reached(row, gain.get("joined") or row[metric]), ALONE)
         if (gain := (gains or {}).get(row["label"]))
-        else _against(row, test, room if row["label"] == pooled else None)
+        else _against(row, test, whole if row["label"] == pooled else None, over)
         for row in rows
         if (test := against.get((row["label"], metric)))
     ]
 
 
-def _against(row: Json, test: Json, room: Json | None) -> Finding:
+def _against(row: Json, test: Json, whole: Json | None, over: str) -> Finding:
     """One method against the hospital alone, where nothing tells what joining brings each patient.
 
     Repetitions with other seeds then do, by the same rule; pairs of sites or folds of the same run do not.
 
     Args:
-        room: what this method gains over it, patient by patient, where it is known.
+        whole: what joining brings, where this method pools all data: it has what that reaches and gains.
+        over: what its mean is of, where the hospital alone has another one.
     """
-    reached = f"{_spoken(row)} reaches {number(row[test['metric']]['mean'], 2)}{_price(row)}"
+    reached = _reached(row, whole["pooled"]) if whole else f"{_reached(row, row[test['metric']])}{over}"
     d = test["difference"]
     if not words.is_federated(row["method"]):
         apart = f"{abs(d):.2f} {'above' if d > 0 else 'below'}" if round(abs(d), 2) else "as much as"
         side = f"{apart} {ALONE} ({p_value(test['p_holm'])} over {_pairs(test)})"
-        side = f"{worth.gain_words({'gain': room})} over {ALONE}" if room else side
+        side = f"{worth.gain_words({'gain': whole['room']})} over {ALONE}" if whole else side
         meaning = "; this is what its noise costs" if row["dp"] else ""
         meaning = "; nobody may pool the data like that" if words.is_pooled(row["method"]) else meaning
         return Finding("unclear", f"{reached}, {side}{meaning}.")
@@ -119,6 +123,10 @@ def _spoken(row: Json) -> str:
     name = "A model of all data pooled" if words.is_pooled(row["method"]) else "A hospital alone"
     with_dp = f"{name} {'with' if row['dp'] else 'without'} DP"
     return ", ".join(filter(None, (with_dp, settings_words(row["settings"]))))
+
+
+def _reached(row: Json, value: Json) -> str:
+    return f"{_spoken(row)} reaches {number(value['mean'], 2)}{_price(row)}"
 
 
 def _price(row: Json) -> str:

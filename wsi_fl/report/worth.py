@@ -58,7 +58,8 @@ def png(document: Json) -> bytes:
         for k, (kind, (color, marker, _)) in enumerate(_KINDS.items()):
             if any(row.get(kind) for _, row in rows):
                 fill = _fill(kind, colors)
-                axes.plot([], [], marker, color=colors[color], mfc=fill, label=_SAYS[kind], zorder=k)
+                named = f": {figures.shortened(document['joined'], 36)}" if kind == "joined" else ""
+                axes.plot([], [], marker, color=colors[color], mfc=fill, label=_SAYS[kind] + named, zorder=k)
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3}
         axes.legend(**place, frameon=False, fontsize=9, handletextpad=0.2)
         return figures.to_png(figure)

@@ -427,9 +427,11 @@ def compare_lines(document: dict[str, Any]) -> Lines:
     title = f"models {comparison.WHERE[document['on']]}, {over}"
     yield Table(title, ["method", "seeds", *names, "ε", "sent"], rows)
     if document["worth"]:
+        several = sum(words.is_federated(row["method"]) for row in document["rows"]) > 1
+        by = f" ({document['worth']['joined']})" if several else ""
         for name, row in worth_figure.rows_of(document["worth"]):
             gain, verdict = worth_figure.gain_words(row), worth_figure.verdict_words(row, name)
-            yield Line(f"  {name}: {gain} by joining; {verdict}" if verdict else f"  {name}: {gain}")
+            yield Line(f"  {name}: {gain} by joining{by}; {verdict}" if verdict else f"  {name}: {gain}")
     yield from (Line(finding["text"]) for finding in document["findings"])
     yield from (Line(note, "dim") for note in document["notes"])
     yield Line(document["page"])

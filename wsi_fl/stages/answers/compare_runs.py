@@ -15,6 +15,7 @@ from wsi_fl.federation.methods import ALONE, SHARED
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.site.party import RunContext, method_for
+from wsi_fl.stages.site.targets import question
 from wsi_fl.stages.training.train import Member, train
 from wsi_fl.stages.work.console import OneOf, Watcher
 from wsi_fl.study.folder import Study, load_pipeline
@@ -160,6 +161,11 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
     first = runs[0]
     for run in runs[1:]:
         here, there = (study.relative(one.folder.path) for one in (run, first))
+        asked, wanted = (question(one.pipeline.target) for one in (run, first))
+        if asked != wanted:
+            raise UsageError(
+                f"{here}: answers another question ({asked}) than {there} ({wanted}); compare runs of one question"
+            )
         if run.division != first.division:
             raise UsageError(
                 f"{here}: tests other patients than {there}, by {_division(run)} and not by {_division(first)}; "

@@ -82,6 +82,7 @@ Evaluation = TypedDict(
         "parts": dict[str, _Spreads] | None,
         "sites": list[dict[str, Any]],
         "receivers": dict[str, Any] | None,
+        "released": list[dict[str, Any]] | None,
         "between": Between | None,
         "bootstrap": dict[str, object],
     },
@@ -113,7 +114,8 @@ def _document(party: RunContext, watcher: Watcher) -> Evaluation:
     pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
     sites = [one for one in party.members if merged or party.has_store(one.name)]  # a hospital has its own
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
-    receivers = _received(party, parts) if party.receivers else None
+    released = _released(party, parts) if party.method.once else None
+    receivers = _received(party, released or []) if party.receivers else None
     predicts = receivers and receivers["sites"]
     if not any(len(part) for part, _ in parts.values()) and not predicts:
         command = party.kind.cut_by
@@ -155,6 +157,7 @@ def _document(party: RunContext, watcher: Watcher) -> Evaluation:
         "parts": over_parts,
         "sites": rows,
         "receivers": receivers,
+        "released": released,
         "between": between_of(party),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
@@ -210,32 +213,35 @@ def _evaluate_site(
     return row, table
 
 
-def _received(party: RunContext, parts: Mapping[str, _TestPart]) -> dict[str, Any]:
-    """Write what the head that receivers have says of all their examples; return what is to be known of that.
-
-    Nobody knows what is true of them. What to expect is what the same head, made of letters alone, reaches on the test
-    parts of the members that are here.
-    """
-    rows, told = [], {}
-    for name in filter(party.has_store, party.receivers):
-        _, table = _predicted(party, party.site(name), {name: _test_part(party.data(name))}, known=False)
-        rows.append({"site": name, "n": len(table), "with": table.answer})
+def _released(party: RunContext, parts: Mapping[str, _TestPart]) -> list[dict[str, Any]]:
+    """Return what the head of letters alone, which receivers have and `export` writes, reaches on each test part."""
+    rows = []
     for name, (part, _) in parts.items():
-        if len(part):
+        if len(part) and name not in party.lost:
             found = _models(party, party.site(name))
             head = found.models["proxy"]
             assert isinstance(head, SharedHead)
             said = probabilities(head.as_released(), part, found.device)
-            told[name] = scored(said, part.label, party.task)
-    values = {
-        score: [v for one in told.values() if (v := one[score]) is not None] for score in party.task.scores
-    }
+            rows.append({"site": name, "n": len(part), **scored(said, part.label, party.task)})
+    return rows
+
+
+def _received(party: RunContext, released: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Write what the head that receivers have says of all their examples; return what is to be known of that.
+
+    Nobody knows what is true of them. What to expect is what the same head reaches on the test parts of the members.
+    """
+    rows = []
+    for name in filter(party.has_store, party.receivers):
+        _, table = _predicted(party, party.site(name), {name: _test_part(party.data(name))}, known=False)
+        rows.append({"site": name, "n": len(table), "with": table.answer})
+    values = {score: [v for one in released if (v := one[score]) is not None] for score in party.task.scores}
     expected = {
         score: {"mean": float(np.mean(found)), "low": min(found), "high": max(found)}
         for score, found in values.items()
-        if found and len(found) == len(told)
+        if found and len(found) == len(released)
     }
-    return {"sites": rows, "told_by": list(told), "expected": expected}
+    return {"sites": rows, "told_by": [one["site"] for one in released], "expected": expected}
 
 
 def _scores(table: Predictions, model: str) -> dict[str, object]:

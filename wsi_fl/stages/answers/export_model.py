@@ -273,6 +273,11 @@ def _encoder(leaving: Leaving) -> Any:
     """The encoder of the features that a head learned from, if its weights are here and still the same."""
     party, wanted, cpu = leaving.party, leaving.facts["encoder"], torch.device("cpu")
     alone = "use --format onnx, which needs the head alone"
+    if any(encoder_differences([party.pipeline.encoding.encoder, wanted])):
+        raise UsageError(
+            f"--format wsinfer: the model learned from features of {wanted}, and no encoder of the study makes those; "
+            f"{alone}"
+        )
     try:
         encoder = encoder_of(party.study, party.pipeline, "features", 1, device=cpu)
     except WsiFlError as error:
@@ -316,19 +321,32 @@ def _told(leaving: Leaving) -> dict[str, object]:
     """Scores of the model on test patients (`metrics`), and what joining brought over all sites as comparisons say it
     (`worth`); each None where nobody measured it, or sites keep it to themselves.
 
-    A head that is made of sums is evaluated with the site's own exact part, and leaves without it.
+    A head that is made of sums answers with the site's own exact part, and leaves without it: `alone`. Its scores are
+    those of the head that leaves. `missing` says why there are none.
     """
     party, evaluation = leaving.party, leaving.party.run.evaluation()
-    told: dict[str, object] = {"metrics": None, "worth": None}
+    alone = leaving.called == "shared" and party.method.once
+    told: dict[str, Any] = {
+        "metrics": None,
+        "worth": None,
+        "alone": alone,
+        "missing": "the run was not evaluated",
+    }
     if evaluation is None:
         return told
+    shut = 'the hospital does not allow its scores to leave (`allow = ["scores"]`)'
+    told["missing"] = "the run has no scores of it" if leaving.site.allows("scores") else shut
     merged = evaluation["merged"] is not None and all(site.allows("scores") for site in party.members)
     if evaluation["merged"] and merged:
         rows = baselines(party, Run.of(party.run.path))
         told["worth"] = next((row["gain"] for row in rows if row.get("gain")), None)
+    if alone:
+        those = [one for one in evaluation.get("released") or [] if party.site(one["site"]).allows("scores")]
+        parts = [{"on": f"the test part of {one['site']}", "intervals": None} | one for one in those]
+        told["metrics"] = {"scores": list(evaluation["scores"]), "parts": parts} if parts else None
+        return told
     row = next((row for row in evaluation["sites"] if row["site"] == leaving.site.name), None)
-    own_sums = leaving.called == "shared" and party.method.once
-    if row and leaving.site.allows("scores") and not own_sums and (model := row["models"].get(leaving.role)):
+    if row and leaving.site.allows("scores") and not alone and (model := row["models"].get(leaving.role)):
         answers, scores = row["with"] == leaving.role, evaluation["scores"]
         found = {"the test parts of all sites": (model, row)} if merged else {}
         found["the test part of its own site"] = (model["own"], row["own"])
@@ -391,7 +409,8 @@ def _rendered(card: Mapping[str, Any]) -> str:
     gain, scores = card["worth"], (card["metrics"] or {}).get("scores", ())
     joining = None
     if gain:
-        reached = f"In the run joining reached {number(gain['joined']['mean'], 2)} in {gain['measure']}"
+        who = ", each hospital with its own sums and models mixed in," if card["alone"] else ""
+        reached = f"In the run joining{who} reached {number(gain['joined']['mean'], 2)} in {gain['measure']}"
         joining = worth.finding(gain, reached, "a hospital alone without differential privacy").text
     context = {
         "card": card,

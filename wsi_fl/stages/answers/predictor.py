@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import (
     Examples,
     allowed_classes,
@@ -50,6 +51,8 @@ from wsi_fl.types import GridSpec, Images, SlideRecord, UsageError, WsiFlError, 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
 """Images a model sees at once: as many as `evaluate` shows it, fewer where they are large."""
 _THUMBNAIL_PX = 1200
+_OF_FEATURES = (".h5", ".h5ad", ".pt")
+"""Endings of files that a site imported, which show nothing."""
 
 _Floats = NDArray[np.float64]
 
@@ -199,6 +202,24 @@ class Predictor:
             )
         return encoder
 
+    def require_known(self, records: Sequence[SlideRecord]) -> None:
+        """Refuse slides that are not in the store where its features were imported, and are of another encoder."""
+        names = [record.slide for record in records if self._row_of(record) is None]
+        here, wanted = self.pipeline.mosaic.encoder, self.meta.encoder
+        if not self._imported or not names or not any(encoder_differences([here, wanted])):
+            return
+        receives = 'import their features as a site with role = "receiver" and train again, or '
+        raise UsageError(
+            f"{', '.join(names)}: not in the store of site {self.site.name}, whose features of {wanted} were imported, "
+            f"so new slides can't be encoded here; {receives if METHODS[self.run.manifest['method']].once else ''}"
+            f"give their features to the file of `wsi-fl export --run {self.run.name} --model MODEL --format onnx`"
+        )
+
+    @property
+    def _imported(self) -> bool:
+        """Whether the run learned from features that were brought: their stores do not say how patches were chosen."""
+        return self.kind.data == "mosaics" and not self.meta.recipe
+
     def seen(self, record: SlideRecord, watcher: Watcher) -> Seen:
         """Return the patches of a slide: of its mosaic, or all of them."""
         return self._mosaic(record) if self.kind.data == "mosaics" else self._all_patches(record, watcher)
@@ -208,6 +229,7 @@ class Predictor:
         row, path = self._row_of(record), _slide_file(self.study, self.site, record)
         if self.store is not None and row is not None:
             bag = self.store.bag(row)
+            path = None if self._imported and path and path.suffix in _OF_FEATURES else path
         elif path is None:
             raise WsiFlError(
                 f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics"

@@ -403,7 +403,9 @@ def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Whic
             yield _OfSite(one, *labels, encoder, job.threads)
 
     made = _make(prepare, watcher)
-    return made and made | {"next": sources.after_mosaics(study, **which)}
+    if made:
+        made["next"] = sources.after_mosaics(study, **which)
+    return made
 
 
 def features(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> Bags:

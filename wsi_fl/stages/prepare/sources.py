@@ -321,6 +321,7 @@ class BagsRow(TypedDict):
     bags: NotRequired[int]
     patches: int
     n_features: NotRequired[int]
+    patients: NotRequired[int]
     classes: NotRequired[dict[str, int]]
     train: int
     test: int
@@ -335,6 +336,7 @@ class Bags(TypedDict, total=False):
 
     sites: list[BagsRow]
     speed: list[dict[str, object]]
+    next: list[str]
 
 
 def mosaic_row(
