@@ -72,7 +72,6 @@ def predict(
         SlideRecord(path, name, "", site, "negative", False, mpp_override=scale)
         for path, name in zip(slides, names, strict=True)
     ]
-    job.each(lambda: predictor.require_known(records))
 
     def each(mine: list[SlideRecord]) -> Iterator[dict[str, Any]]:
         for k, record in enumerate(mine):

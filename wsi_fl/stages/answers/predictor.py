@@ -202,17 +202,16 @@ class Predictor:
             )
         return encoder
 
-    def require_known(self, records: Sequence[SlideRecord]) -> None:
-        """Refuse slides that are not in the store where its features were imported, and are of another encoder."""
-        names = [record.slide for record in records if self._row_of(record) is None]
-        here, wanted = self.pipeline.mosaic.encoder, self.meta.encoder
-        if not self._imported or not names or not any(encoder_differences([here, wanted])):
+    def _require_encoder(self, record: SlideRecord) -> None:
+        """Refuse a new slide where features of another encoder than the study's were imported."""
+        wanted = self.meta.encoder
+        if not self._imported or not any(encoder_differences([self.pipeline.mosaic.encoder, wanted])):
             return
-        receives = 'import their features as a site with role = "receiver" and train again, or '
-        raise UsageError(
-            f"{', '.join(names)}: not in the store of site {self.site.name}, whose features of {wanted} were imported, "
-            f"so new slides can't be encoded here; {receives if METHODS[self.run.manifest['method']].once else ''}"
-            f"give their features to the file of `wsi-fl export --run {self.run.name} --model MODEL --format onnx`"
+        receives = 'import its features as a site with role = "receiver" and train again, or '
+        raise WsiFlError(
+            f"{record.slide}: not in the store of site {self.site.name}, whose features of {wanted} were imported, so "
+            f"a new slide can't be encoded here; {receives if METHODS[self.run.manifest['method']].once else ''}"
+            f"give its features to the file of `wsi-fl export --run {self.run.name} --model MODEL --format onnx`"
         )
 
     @property
@@ -235,6 +234,7 @@ class Predictor:
                 f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics"
             )
         else:
+            self._require_encoder(record)
             way = OfSlides(self.study, self.pipeline, self.site.name, self.encoder, n_cores())
             way.spec, way.params = self.meta.spec, replace(way.params, **self.meta.recipe)
             bag = way.bag(replace(record, path=path))
