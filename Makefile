@@ -28,8 +28,9 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 
 WINGS := tests/wings wsi_fl/hospitals wsi_fl/synthesis wsi_fl/viewer
 
+# The third of the workers has a core while another waits for processes.
 test: env        ## the test suite of the core: offline, two cores, real MPI ranks included
-	$(PYTEST) --no-loadscope-reorder --durations=30 --ignore=tests/nightly $(WINGS:%=--ignore=%)
+	$(PYTEST) -n 3 --no-loadscope-reorder --durations=30 --ignore=tests/nightly $(WINGS:%=--ignore=%)
 
 test-wings: env  ## the test suite of the wings: the lines between hospitals, generators, the viewer
 	$(PYTEST) --no-loadscope-reorder --durations=30 $(WINGS)
