@@ -37,6 +37,7 @@ _PATIENT = 0.4
 """What the mean of a patient's patches is clipped to, in lengths of one row: patches differ more than their means."""
 _ROUND_OFF = 1e-6
 _RIDGE = 0.5  # added to the covariance, in parts of its mean variance
+_LEAST_SURE = 0.01  # so that the order of probabilities stays
 _NEVER = -30.0  # logit of a class of which nothing is known
 _LEAST_WEIGHT = 0.02  # of a class in a letter, beside 1 of the most frequent one
 
@@ -321,7 +322,8 @@ class SharedHead(nn.Module):
         """Return weights float64[d, outputs] and bias float64[outputs] of a linear model.
 
         For classes it is linear discriminant analysis. All classes are as likely beforehand, however rare one is. The
-        square of a mean that is known up to noise is too large by the variance of that noise, which is taken off.
+        square of a mean that is known up to noise is too large by the variance of that noise, which is taken off. Where
+        the site has rows of its own, these temper what it answers; a head without any is as sure as its means are.
         """
         if self.kind != "classes":
             slope, middle, model, _ = self.step()
@@ -337,6 +339,9 @@ class SharedHead(nn.Module):
         # noise makes a mean longer by so much as is known; the threshold would move away from that class
         longer = torch.where(rows > 0, inverse.trace() * v / rows, 0.0)
         bias = -((means.mT * weights).sum(0) - longer) / 2
+        if not bool(self.own[:, -1].any()):
+            sure = _sure(means[rows > 0], rows[rows > 0], inverse, v)
+            weights, bias = sure * weights, sure * bias
         # a class of which nothing is known is no answer
         return torch.where(rows > 0, weights, 0.0), torch.where(rows > 0, bias, bias.new_tensor(_NEVER))
 
@@ -408,6 +413,27 @@ class SolvedHead(nn.Module):
 
 
 _TINY = 1e-30
+
+
+def _sure(means: Tensor, rows: Tensor, inverse: Tensor, v: Tensor) -> Tensor:
+    """Return the part, from 0.01 to 1, of what sets the means of classes apart that is not their noise.
+
+    Logits that are multiplied by it are those of means that are drawn together by as much (James and Stein, "Estimation
+    with quadratic loss", 1961): which class is the most probable stays, how sure that is does not.
+
+    Args:
+        means, rows: float64[k, d] of the classes that are known, and how many rows each is worth.
+        inverse: float64[d, d], of the covariance within classes.
+        v: its mean variance.
+    """
+    if len(means) < 2:
+        return v.new_ones(())
+    apart = means - means.mean(0)
+    seen = ((apart @ inverse) * apart).sum()
+    by_noise = (1 - 1 / len(means)) * inverse.trace() * (v / rows).sum()
+    by_noise = by_noise * (1 + 2 * (2 / len(inverse)) ** 0.5)  # with two standard deviations of it
+    sure: Tensor = 1 - by_noise / seen.clamp(min=_TINY)
+    return sure.clamp(min=_LEAST_SURE)
 
 
 def _embedded(x: Tensor, mean: Tensor, components: Tensor) -> Tensor:
