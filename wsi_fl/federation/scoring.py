@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples
@@ -150,13 +149,6 @@ def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
         return None
     slides = slide_level(said, rows.label, rows.slide)
     return None if slides is None else operating_point(slides[0][:, 1], slides[1])
-
-
-def _without_gradients(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def asked(x: Tensor) -> Tensor:
-        return model(x).detach()
-
-    return asked
 
 
 def _predictions(

@@ -215,8 +215,8 @@ def tell_doubts(party: RunContext, *, stores: bool = True) -> None:
     judged = party.task.kind == "classes" or not party.method.keeps_lone or keys.val_fraction
     if not judged and keys.alone and asked == "auto":
         say(
-            f"  where stores have no validation rows either (train.val_fraction), a {party.task.kind} is answered by "
-            "the lone model, whatever ε the others cost",
+            "  without validation rows, of train.val_fraction or of the stores, numbers and survival are answered by "
+            "the lone model, and ε buys nothing",
             style="yellow",
         )
     if party.by_files and (left := [one.name for one in party.members if one.name not in party.releases]):
