@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.metrics import one_each
-from wsi_fl.learning.tasks import CLASSES, Task, mutual
+from wsi_fl.learning.tasks import CLASSES, MutualLoss, Task
 from wsi_fl.models.checkpoint import Adam, load_slots, slots_of, under
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import trained
+from wsi_fl.privacy.independence import train_without_dropout
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.system.bulk import Portion, few
 
@@ -137,6 +138,8 @@ class Learner:
     def forward(self, x: Tensor) -> Tensor:
         """Return logits float32[b, classes] in training mode, with gradients."""
         self.model.train()
+        if self.with_dp:  # as `DPTrainer` has it
+            train_without_dropout(self.model)
         return self._portion.tried(max(1, len(x)), lambda k: self._in_parts(x, k))
 
     @torch.no_grad()
@@ -233,7 +236,7 @@ def mutual_step(
     patient = whose[0] if whose else None
     return student.step(
         x,
-        lambda own: mutual(own, y, answers, weight, student.class_weights, student.task),
+        MutualLoss(y, answers, weight, student.class_weights, student.task),
         noise,
         logits=logits,
         patient=patient,

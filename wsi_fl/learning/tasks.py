@@ -320,3 +320,25 @@ def mutual(
     if teacher is None or weight == 0:
         return own
     return torch.lerp(own, task.divergence(outputs, teacher), weight)
+
+
+@dataclass(frozen=True)
+class MutualLoss:
+    """`mutual` of the examples of a batch, as a function of the outputs alone."""
+
+    truth: Tensor
+    teacher: Tensor | None
+    weight: float
+    class_weights: Tensor | None
+    task: Task
+
+    @property
+    def is_mean_of_rows(self) -> bool:
+        """Whether it is the mean of losses of single examples, as differential privacy needs it.
+
+        With weights of classes it is not: their sum is that of the batch.
+        """
+        return self.class_weights is None and type(self.task).__module__ == __name__
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        return mutual(outputs, self.truth, self.teacher, self.weight, self.class_weights, self.task)

@@ -30,10 +30,8 @@ from torch.nn.grad import conv2d_weight
 from torch.overrides import TorchFunctionMode
 
 from wsi_fl.models.cnn import FrozenNorm
+from wsi_fl.privacy.losses import LossOf, loss_of_some
 from wsi_fl.types import WsiFlError
-
-LossOf = Callable[[Tensor], Tensor]
-"""Logits [b, classes] → the mean of per-example losses."""
 
 Weigh = Callable[[Tensor], Tensor]
 """Norms |g_i|, float64[b] → weights c_i [b]; an example of weight 0 has no part in the sums, even if g_i is NaN."""
@@ -153,7 +151,8 @@ def _sampling(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model wrapped by Opacus, whose backward pass leaves `grad_sample` [b, …]; restore it afterwards."""
     from opacus import GradSampleModule
 
-    GradSampleModule.GRAD_SAMPLERS[FrozenNorm] = lambda module, a, g: _per_example(module, a[0], g)
+    for kind in _NORMS:
+        GradSampleModule.GRAD_SAMPLERS[kind] = lambda module, a, g: _per_example(module, a[0], g)
     # strict, it refuses constant statistics beside a trained gain; what ties examples was refused before
     wrapped = GradSampleModule(model, batch_first=True, loss_reduction="mean", strict=False)
     handles = [
@@ -216,14 +215,15 @@ def summed_in_parts(
         # rows beside this part are constants here, so that only its own losses have a gradient
         before = sum(map(len, said))
         rest = logits.new_zeros(len(x) - before - len(logits), *logits.shape[1:])
-        loss = loss_of(torch.cat([*said, logits, rest])) * (len(x) / len(logits))
+        whole, rows = torch.cat([*said, logits, rest]), range(before, before + len(logits))
+        loss = loss_of_some(loss_of, whole, rows) * (len(x) / len(logits))
         said.append(logits.detach())
         return loss
 
     for part in torch.split(x, at_once):
         found, _ = engine(model, part, loss_of_part, weigh)
         sums = [added(total, more) for total, more in zip(sums, found, strict=True)]
-    return sums, loss_of(torch.cat(said))
+    return sums, loss_of_some(loss_of, torch.cat(said), ())
 
 
 def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
@@ -269,7 +269,7 @@ def _obstacle(model: nn.Module) -> str | None:
 
 def _known(kind: type[nn.Module]) -> bool:
     """Return whether a kind of module has one input, the batch first, and a rule for per-example gradients."""
-    if kind in GHOSTS:
+    if kind in GHOSTS or _norm_rule(kind) is not None:
         return True
     from opacus import GradSampleModule
 
@@ -301,8 +301,8 @@ def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> _ByParameter:
     """Return the gradients [b, …] of each trained parameter."""
     if isinstance(module, nn.Conv2d):
         return _conv2d_per_example(module, a, g)
-    if isinstance(module, FrozenNorm):
-        return _frozen_norm_per_example(module, a, g)
+    if rule := _norm_rule(type(module)):
+        return rule(module, a, g)
     from opacus import GradSampleModule
 
     sampler = GradSampleModule.GRAD_SAMPLERS[type(module)]
@@ -405,11 +405,60 @@ def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> _ByParameter
     return found if bias is None else {**found, bias: g.sum((2, 3))}
 
 
-def _frozen_norm_per_example(module: FrozenNorm, a: Tensor, g: Tensor) -> _ByParameter:
-    """Return the gradients [b, channels] of each trained parameter: sums over all positions of a channel."""
-    of = {module.weight: lambda: g * module.normalised(a), module.bias: lambda: g}
-    trained = [p for p in of if p is not None and p.requires_grad]
-    return {p: of[p]().reshape(*g.shape[:2], -1).sum(2) for p in trained}
+_NormRule = Callable[[Any, Tensor, Tensor], _ByParameter]
+"""(module, A[b, …], G[b, …]) → the gradients [b, …] of each trained parameter of a normalisation layer."""
+
+
+def _gains(module: Any, normalised: Callable[[], Tensor], g: Tensor, total: Callable[[Tensor], Tensor]) -> _ByParameter:
+    """Return those of a gain γ and a bias β in y = normalised · γ + β; `total` sums over positions."""
+    of = {module.weight: lambda: normalised() * g, module.bias: lambda: g}
+    return {p: total(of[p]()) for p in of if p is not None and p.requires_grad}
+
+
+def _frozen_norm(module: FrozenNorm, a: Tensor, g: Tensor) -> _ByParameter:
+    return _gains(module, lambda: module.normalised(a), g, lambda z: z.reshape(*z.shape[:2], -1).sum(2))
+
+
+def _group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor) -> _ByParameter:
+    def normalised() -> Tensor:
+        return functional.group_norm(a.contiguous(), module.num_groups, eps=module.eps)
+
+    return _gains(module, normalised, g, lambda z: torch.einsum("ni...->ni", z))
+
+
+def _layer_norm(module: nn.LayerNorm, a: Tensor, g: Tensor) -> _ByParameter:
+    """Return those of A and G [b, …, d], or of more axes that are normalised."""
+
+    def total(z: Tensor) -> Tensor:
+        between = list(range(1, z.dim() - len(module.normalized_shape)))
+        return z.sum(between) if between else z
+
+    def normalised() -> Tensor:
+        return functional.layer_norm(a.contiguous(), module.normalized_shape, eps=module.eps)
+
+    return _gains(module, normalised, g, total)
+
+
+def _channels_last(rule: _NormRule) -> _NormRule:
+    """Return the rule of a layer that normalises the channels of images [b, channels, h, w]."""
+    return lambda module, a, g: rule(module, a.permute(0, 2, 3, 1), g.permute(0, 2, 3, 1))
+
+
+def _before_activation(rule: _NormRule, norm: Callable[[Any, Tensor], Tensor]) -> _NormRule:
+    """Return the rule of a layer that applies `drop`, which is off in training with privacy, and `act` to a norm."""
+
+    def of(module: Any, a: Tensor, g: Tensor) -> _ByParameter:
+        with torch.enable_grad():
+            z = norm(module, a).detach().requires_grad_()
+            (g,) = torch.autograd.grad(module.act(module.drop(z.clone())), z, g)
+        return rule(module, a, g)
+
+    return of
+
+
+def _norm_rule(kind: type[nn.Module]) -> _NormRule | None:
+    """Return the rule of a normalisation layer; of timm's by its name, since importing timm takes seconds."""
+    return _NORMS.get(kind) or _NORMS_OF_TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _weight_gradient(module: nn.Conv2d, a: Tensor, g: Tensor, n_examples: int = 1) -> Tensor:
@@ -479,8 +528,24 @@ _ROUND_OFF = 1e-6
 """Fraction of |A|²|G|²: more than the error of float32 inner products (up to 7e-7 for 4096 equal numbers)."""
 
 
+_NORMS: Mapping[type[nn.Module], _NormRule] = {
+    FrozenNorm: _frozen_norm,
+    nn.GroupNorm: _group_norm,
+    nn.LayerNorm: _layer_norm,
+}
+"""Layers whose gradients are small, so that they are written down."""
+
+_NORMS_OF_TIMM: Mapping[str, _NormRule] = {
+    "timm.layers.norm.GroupNorm": _group_norm,
+    "timm.layers.norm.GroupNorm1": _group_norm,
+    "timm.layers.norm.LayerNorm": _layer_norm,
+    "timm.layers.norm.LayerNorm2d": _channels_last(_layer_norm),
+    "timm.layers.norm_act.GroupNormAct": _before_activation(_group_norm, nn.GroupNorm.forward),
+    "timm.layers.norm_act.GroupNorm1Act": _before_activation(_group_norm, nn.GroupNorm.forward),
+    "timm.layers.norm_act.LayerNormAct": _before_activation(_layer_norm, nn.LayerNorm.forward),
+}
+
 GHOSTS: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor], _Gradients | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
-    FrozenNorm: lambda *_: None,  # its gradients are small
 }

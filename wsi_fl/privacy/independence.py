@@ -1,0 +1,185 @@
+"""Whether a model treats the rows of a batch independently: known by what it is made of, or brought about.
+
+A row may add at most C to the clipped sum of a batch. That needs each row's gradient to be the same whatever other rows
+there are. Three ways lead there:
+
+- *known*: every module is one of PyTorch's layers that see rows one by one, or wsi-fl's own. Fast engines compute it.
+- *library*: other modules are of timm or torchvision. Fast engines compute it after a measurement on real rows, and
+  every step looks at what a forward pass must not change.
+- *foreign*: something is written by somebody else. Then the model is never shown two units at a time: a row's gradient
+  is a function of that row by construction, whatever the model does with a batch. `Memory` sees to it that nothing
+  goes from one row to the next within the model.
+
+A norm over the batch is refused in any case, trained, frozen or without parameters. What cannot be seen: state outside
+the model, such as global variables, that shows an effect only later.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import activation, conv, dropout, flatten, padding, pixelshuffle, pooling, upsampling
+from torch.nn.modules import module as room
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from wsi_fl.types import UsageError
+
+Standing = Literal["known", "library", "foreign"]
+
+UNTRAINABLE = "model cannot be trained with differential privacy"
+
+_OURS = "wsi_fl.models."
+_LIBRARIES = ("timm.", "torchvision.")
+_TRUSTED = (_OURS, "torch.", *_LIBRARIES)
+_SEQUENCE_FIRST = ("MultiheadAttention",)
+"""Layers whose first axis need not be the batch."""
+
+_LAYERS: frozenset[type[nn.Module]] = frozenset(
+    {
+        kind
+        for kinds in (activation, conv, dropout, flatten, padding, pixelshuffle, pooling, upsampling)
+        for kind in vars(kinds).values()
+        if isinstance(kind, type)
+        and issubclass(kind, nn.Module)
+        and kind.__module__ == kinds.__name__
+        and not kind.__name__.startswith(("_", "Lazy", *_SEQUENCE_FIRST))
+    }
+    | {nn.Linear, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict}
+    | {nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm}
+    | {nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d}  # those with statistics are refused before
+)
+"""Layers that compute each row from that row, remember nothing, and draw no numbers but in dropout, which is off."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{hooks}" for hooks in _HOOKS)
+
+
+def standing_of(model: nn.Module) -> Standing:
+    """Return how it is known that a model treats rows independently.
+
+    Raises:
+        UsageError: when a module normalises over the batch, or keeps statistics of it.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, _NormBase) and not (isinstance(part, _InstanceNorm) and part.running_mean is None):
+            raise UsageError(
+                f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has statistics of the batch, whether it "
+                "is trained or not; use GroupNorm"
+            )
+    hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+    if hooked or any(map(_is_changed, model.modules())) or any(getattr(room, hooks) for hooks in _GLOBAL_HOOKS):
+        return "foreign"
+    others = [part for part in model.modules() if type(part) not in _LAYERS]
+    if not all(type(part).__module__.startswith((_OURS, *_LIBRARIES)) for part in others):
+        return "foreign"
+    if not all(_is_trusted(value) for part in others for value in vars(part).values()):
+        return "foreign"
+    return "known" if all(type(part).__module__.startswith(_OURS) for part in others) else "library"
+
+
+def _is_changed(part: nn.Module) -> bool:
+    """Return whether somebody hung a function on a module, or gave it another `forward`."""
+    return "forward" in vars(part) or any(getattr(part, hooks, None) for hooks in _HOOKS)
+
+
+def _is_trusted(value: object) -> bool:
+    """Return whether what a module holds is no function, or one of PyTorch, of a library or of wsi-fl."""
+    while isinstance(value, partial):
+        value = value.func
+    if isinstance(value, MethodType):
+        value = value.__func__
+    return not isinstance(value, FunctionType) or (value.__module__ or "").startswith(_TRUSTED)
+
+
+def train_without_dropout(model: nn.Module) -> None:
+    """Set training mode where a module has parameters. Dropout has none; its random mask would have to stay secret."""
+    for part in model.modules():
+        part.training = any(True for _ in part.parameters(recurse=False))
+
+
+class Memory:
+    """What a model holds before a step, so that nothing of one row is there when the next one is computed.
+
+    Args:
+        attributes: whether modules are somebody else's, and may hold more than parameters and buffers.
+    """
+
+    def __init__(self, model: nn.Module, *, attributes: bool) -> None:
+        self._model, self._attributes = model, attributes
+        self._held = [(part, dict(vars(part))) for part in model.modules()] if attributes else []
+        self._content, self._chance = self._contents(), _chance()
+
+    def forget(self) -> None:
+        """Give attributes back what they were; such an attribute holds what was said of the last row."""
+        for part, held in self._held:
+            present = vars(part)
+            if len(present) != len(held) or any(present.get(key, held) is not held[key] for key in held):
+                present.clear()
+                present.update(held)
+
+    def require_unchanged(self) -> None:
+        """Refuse a model in which rows left something, after `forget`.
+
+        Raises:
+            UsageError: naming what changed, or that random numbers were drawn.
+        """
+        if _chance() != self._chance:
+            raise UsageError(f"{UNTRAINABLE}: it draws random numbers in training; set its dropout to 0")
+        contents = self._contents()
+        for name in self._content.keys() | contents.keys():
+            if self._content.get(name) != contents.get(name):
+                raise UsageError(
+                    f"{UNTRAINABLE}: a forward pass changes its {name}, so rows are learned there without noise; make it a "
+                    "constant"
+                )
+
+    def _contents(self) -> dict[str, object]:
+        contents: dict[str, object] = {}
+        for name, part in self._model.named_modules():
+            prefix = f"{name}." if name else ""
+            for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+                contents[prefix + key] = _content(tensor)
+            if self._attributes:
+                values = {key: value for key, value in vars(part).items() if key not in _INTERNAL}
+                contents |= {prefix + key: _content(value) for key, value in values.items()}
+        return contents
+
+
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+def _content(value: object, depth: int = 0) -> object:
+    """Return what is equal as long as nobody changes a value in place."""
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        return id(value), hash(value.tobytes())
+    if value is None or isinstance(value, str | bytes | int | float):
+        return repr(value)
+    if depth > _DEEPEST or isinstance(value, nn.Module | type | FunctionType | BuiltinFunctionType | MethodType):
+        return id(value)
+    if isinstance(value, Mapping):
+        return [(id(key), _content(one, depth + 1)) for key, one in value.items()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [_content(one, depth + 1) for one in value]
+    return id(value), _content(getattr(value, "__dict__", None), depth + 1)
+
+
+_DEEPEST = 4
+
+
+def _chance() -> object:
+    """Return the states of all generators that a model could draw from without a seed of its own."""
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    of_torch = [state.numpy().tobytes() for state in (torch.get_rng_state(), on_gpu) if state is not None]
+    name, keys, *rest = np.random.get_state()
+    return of_torch, random.getstate(), name, np.asarray(keys).tobytes(), rest

@@ -1,0 +1,274 @@
+"""Losses of a batch, taken apart into losses of single rows.
+
+Clipping bounds what a row adds to the sum only where the gradient of every other row is the same without it. A loss
+that is a plain mean over the rows is such a one. A mean that is weighted by what else the batch holds, a loss of pairs,
+a loss whose statistics are those of the batch are not.
+
+A loss of wsi-fl's own says itself that it is a mean of rows. Of what a caller hands over, one call of a usual loss
+(`PLAIN`, a mean, without weights) is known by looking at the call. Any other is never asked about the batch: it is
+computed of every row alone, of which it sees the output and, of each tensor that has as many rows as the batch, that
+row (`_RowAlone`). So a row's gradient is a function of that row, whatever the loss does. Where it differs from what the
+loss says of the batch, the loss ties rows together, and is refused.
+
+What cannot be seen: a number that was computed from the batch before, outside the loss. Its change from one batch to
+the next is noticed and refused; in the first batch it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from wsi_fl.types import UsageError, one_line
+
+LossOf = Callable[[Tensor], Tensor]
+"""Outputs [b, …] → the mean of per-example losses."""
+
+_TIES = "loss cannot be used with differential privacy"
+_RTOL, _ATOL = 1e-3, 1e-6
+"""Of a row's gradient, and of the longest: far above round-off."""
+_FEW = 1024
+"""Numbers of a tensor that can be weights of classes."""
+
+PLAIN = (
+    functional.cross_entropy,
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy_with_logits,
+)
+"""Losses whose mean over a batch is a mean over its rows, without weights, labels to ignore and smoothing."""
+_SELECTIONS = (
+    Tensor.__getitem__,
+    Tensor.index_select,
+    torch.index_select,
+    *(getattr(Tensor, name) for name in ("to", "long", "int", "float", "double", "bool", "detach", "clone")),
+    *(getattr(Tensor, name) for name in ("cpu", "cuda")),
+)
+"""What chooses rows of a tensor, or changes its type."""
+
+
+def is_mean_of_rows(loss_of: LossOf) -> bool:
+    """Return whether a loss is wsi-fl's own and says that it is the mean of losses of single rows."""
+    return type(loss_of).__module__.startswith("wsi_fl.") and bool(getattr(loss_of, "is_mean_of_rows", False))
+
+
+class RowwiseLoss:
+    """A caller's loss, as a mean of what it is of each row alone.
+
+    Args:
+        loss_of: what the caller handed over.
+        constants: numbers that the loss used before, by the functions that it called; they may not change.
+    """
+
+    def __init__(self, loss_of: LossOf, constants: dict[tuple[str, ...], tuple[float, ...]]) -> None:
+        self._loss_of, self._constants = loss_of, constants
+
+    def __call__(self, outputs: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+        """Return the mean loss of outputs [b, …], with gradients of these rows only, or of all.
+
+        Raises:
+            UsageError: when the loss of a row is another one without the other rows, or with them.
+        """
+        calls = _Calls(outputs)
+        with calls:
+            loss = self._loss_of(outputs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError(f"{_TIES}: it must be one number, the mean over the rows; use .mean()")
+        if calls.plain_result is loss:
+            return loss
+        chosen = range(len(outputs)) if rows is None else rows
+        if not len(chosen):
+            return loss.detach()
+        try:
+            each = self._of_rows(outputs, list(chosen), of_classes=False)
+        except UsageError:
+            if outputs.dim() != 2 or len(outputs) != outputs.shape[1]:
+                raise
+            each = self._of_rows(outputs, list(chosen), of_classes=True)
+        inner = (outputs[list(chosen)] * each).sum() / len(outputs)
+        return loss.detach() + (inner - inner.detach())
+
+    def _of_rows(self, outputs: Tensor, rows: list[int], *, of_classes: bool) -> Tensor:
+        """Return the gradients [m, …] of these rows' losses by their outputs.
+
+        Args:
+            of_classes: whether a tensor of as many numbers as the batch has rows, and an output numbers, is of classes.
+        """
+        each = torch.cat([self._gradient(outputs, row, of_classes) for row in rows])
+        if not _agree(self._gradient(outputs, rows[0], of_classes), each[:1]):
+            raise UsageError(f"{_TIES}: it is another one at the second time (a memory, or random numbers)")
+        self._require_mean(outputs, rows, each)
+        return each
+
+    def _gradient(self, outputs: Tensor, row: int, of_classes: bool) -> Tensor:
+        """Return [1, …], the gradient of the loss of a row alone by its output."""
+        with torch.enable_grad():
+            own = outputs[row : row + 1].detach().requires_grad_()
+            alone = _RowAlone(own, row, len(outputs), of_classes)
+            try:
+                with alone:
+                    loss = self._loss_of(own)
+                (gradient,) = torch.autograd.grad(loss.sum(), own, materialize_grads=True)
+            except Exception as error:  # whatever somebody's loss raises
+                raise UsageError(
+                    f"{_TIES}: it cannot be computed of one row alone ({one_line(error)[:200]})"
+                ) from None
+        numbers = self._constants.setdefault(tuple(alone.functions), tuple(alone.numbers))
+        if numbers != tuple(alone.numbers):
+            was, now = next((a, b) for a, b in zip(numbers, alone.numbers, strict=False) if a != b)
+            raise UsageError(
+                f"{_TIES}: a number in it was {was:g} and is {now:g} in another batch; make it a constant"
+            )
+        return gradient
+
+    def _require_mean(self, outputs: Tensor, rows: list[int], each: Tensor) -> None:
+        """Refuse a loss whose gradients in the batch are not those of rows alone, divided by their number."""
+        with torch.enable_grad():
+            whole = outputs.detach().requires_grad_()
+            loss = self._loss_of(whole)
+            (found,) = torch.autograd.grad(loss.sum(), whole, materialize_grads=True)
+        finite = outputs.detach()[rows].flatten(1).isfinite().all(1)  # a row that is NaN has no part in the sum
+        found, each = found[rows][finite], each[finite]
+        if _agree(found * len(outputs), each):
+            return
+        if _agree(found, each):
+            raise UsageError(f"{_TIES}: it is a sum over the rows and must be their mean; use .mean()")
+        raise UsageError(
+            f"{_TIES}: a row's gradient depends on the other rows of its batch, as weights or statistics of the batch "
+            "make it; use the mean of losses of single rows"
+        )
+
+
+def loss_of_some(loss_of: LossOf, outputs: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the loss of outputs [b, …] of which only these rows have gradients."""
+    return loss_of(outputs, rows) if isinstance(loss_of, RowwiseLoss) else loss_of(outputs)
+
+
+def _agree(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether gradients [b, …] of rows are the same but for round-off."""
+    if found.shape != wanted.shape:
+        return False
+    lengths = wanted.flatten(1).norm(dim=1)
+    longest = float(lengths.max()) if len(lengths) else 0.0
+    return bool(((found - wanted).flatten(1).norm(dim=1) <= _RTOL * lengths + _ATOL * longest).all())
+
+
+def _tensors(of: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(of) if isinstance(value, Tensor)]
+
+
+class _Calls(TorchFunctionMode):
+    """See which functions a loss calls, and whether it is one call of a `PLAIN` loss on the outputs."""
+
+    def __init__(self, outputs: Tensor) -> None:
+        super().__init__()
+        self._outputs: dict[int, Tensor] = {id(outputs): outputs}  # and columns of them
+        self._other = False
+        self._result: Tensor | None = None
+
+    @property
+    def plain_result(self) -> Tensor | None:
+        """What the only call returned; None where there was another."""
+        return None if self._other else self._result
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        if not given or not isinstance(result, Tensor):
+            return result
+        if not any(id(value) in self._outputs for value in given):
+            self._other |= func not in _SELECTIONS
+        elif _is_column(func, args):
+            self._outputs[id(result)] = result
+        elif self._result is None and func in PLAIN and self._is_mean(func, args, kwargs):
+            self._result = result
+        else:
+            self._other = True
+        return result
+
+    def _is_mean(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        if len(args) > 2 or set(kwargs) - {"input", "target", "reduction", "weight", *_SETTINGS}:
+            return False
+        named = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
+        outputs, target = named.get("input"), named.get("target")
+        usual = {key: value for key, value in _SETTINGS.items() if key in named and named[key] != value}
+        if usual or named.get("weight") is not None or named.get("reduction", "mean") != "mean":
+            return False
+        if not isinstance(outputs, Tensor) or id(outputs) not in self._outputs or not isinstance(target, Tensor):
+            return False
+        if target.shape == outputs.shape:
+            return True
+        classes = func is functional.cross_entropy and target.shape == (len(outputs), *outputs.shape[2:])
+        return classes and not bool((target == _IGNORED).any())
+
+
+_IGNORED = -100
+_SETTINGS: Mapping[str, Any] = {
+    "ignore_index": _IGNORED,
+    "label_smoothing": 0.0,
+    "size_average": None,
+    "reduce": None,
+    "pos_weight": None,
+}
+"""Arguments of `PLAIN` losses, and what they usually are."""
+
+
+def _is_column(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether a call takes columns of outputs [b, k], or leaves out an axis of length 1 that is not the first."""
+    if func in (Tensor.squeeze, torch.squeeze):
+        return len(args) == 2 and args[1] in (1, -1) and args[0].dim() > 1
+    if func is not Tensor.__getitem__ or not isinstance(args[1], tuple):
+        return False
+    first, *others = args[1]
+    return isinstance(first, slice) and first == slice(None) and all(isinstance(k, int | slice) for k in others)
+
+
+class _RowAlone(TorchFunctionMode):
+    """Show a loss one row: its output, and that row of every tensor or array that has as many rows as the batch.
+
+    What chooses rows is let through, so that `y[rows]` is the batch's own before its row is taken.
+    """
+
+    def __init__(self, output: Tensor, row: int, b: int, of_classes: bool) -> None:
+        super().__init__()
+        self._row, self._b, self._of_classes = row, b, of_classes
+        self._computed: dict[int, Tensor] = {id(output): output}  # from the row alone
+        self.functions: list[str] = []
+        self.numbers: list[float] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        if not given or (func in _SELECTIONS and not any(id(value) in self._computed for value in given)):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(self._own, (args, kwargs))
+        result = func(*args, **kwargs)
+        self.functions.append(getattr(func, "__name__", str(func)))
+        self._computed |= {id(value): value for value in _tensors(result)}
+        return result
+
+    def _own(self, value: Any) -> Any:
+        if isinstance(value, float):
+            self.numbers.append(value)
+        if not isinstance(value, Tensor | np.ndarray) or isinstance(value, nn.Parameter) or not value.ndim:
+            if isinstance(value, Tensor) and id(value) not in self._computed and not value.ndim:
+                self.numbers.append(float(value))
+            return value
+        if id(value) in self._computed:
+            return value
+        of_classes = self._of_classes and isinstance(value, Tensor) and value.is_floating_point()
+        if len(value) == self._b and not (of_classes and value.ndim == 1):
+            return value[self._row : self._row + 1]
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel() <= _FEW:
+            self.numbers += value.flatten().tolist()
+        return value

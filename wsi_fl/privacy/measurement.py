@@ -1,0 +1,225 @@
+"""Measure that a model treats rows independently, and that an engine's per-example gradients are those of single rows.
+
+Clipping means nothing where they differ. A measurement on two rows finds what a layer always does. It cannot find what
+a model does for some rows alone; so what somebody else wrote goes one row at a time whatever is measured
+(`wsi_fl.privacy.independence`), and is measured to be refused in one line where it would learn something else.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wsi_fl.privacy.gradients import ENGINES, engine_of
+from wsi_fl.privacy.independence import UNTRAINABLE, standing_of, train_without_dropout
+from wsi_fl.privacy.losses import LossOf
+from wsi_fl.types import UsageError, one_line
+
+SINGLY = "singly"
+"""The way of models that somebody else wrote: a backward pass for each row."""
+
+_GRADIENT_RTOL, _GRADIENT_ATOL, _NORM_RTOL = 1e-2, 1e-5, 1e-3
+"""Of a parameter's gradient, of the whole, and of the norm: far above round-off, far below a mistake's effect."""
+_OUTPUT_RTOL, _OUTPUT_ATOL = 1e-3, 1e-5
+"""Of a row's outputs, and of the largest."""
+
+
+def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], n_classes: int) -> str:
+    """Return the way in which a model's clipped sums will be computed, on a copy of the model and two random rows.
+
+    It is an engine whose gradients agree with those of single examples, or "singly", a backward pass for each row, where
+    the model is somebody's own or no engine agrees. `input_shape` is that of one example, such as channels, height and
+    width.
+
+    Raises:
+        UsageError: when the model does not map such rows to logits, ties the rows of a batch together, draws random
+            numbers, or has parameters that the loss does not use.
+    """
+    standing_of(model)
+    shape = "×".join(map(str, input_shape))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        probe = _generic_copy(model)
+        x, y = torch.randn(2, *input_shape), torch.arange(2) % n_classes
+        state = torch.get_rng_state()
+        try:
+            logits = probe(x)
+        except Exception as error:  # whatever somebody's architecture raises
+            raise UsageError(f"model cannot take images of {shape}: {_first_line(error)}") from None
+        if not isinstance(logits, Tensor) or logits.shape != (2, n_classes):
+            raise UsageError(f"model does not map images of {shape} to {n_classes} logits each")
+        if not torch.equal(state, torch.get_rng_state()) or not torch.equal(logits, probe(x)):
+            raise UsageError(f"{UNTRAINABLE}: it draws random numbers in training; set its dropout to 0")
+        return _right_way(model, probe, x, lambda out: functional.cross_entropy(out, y[: len(out)]), None, strict=True)
+
+
+def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | None = None) -> str | None:
+    """Return "ghost", "hooks" or "singly": how a model's clipped sums are computed, measured on real rows.
+
+    None where there are no two units of finite numbers to measure it on.
+
+    Args:
+        x: [b, …].
+        unit: int64[b], the patient of each row where units are patients; None where each row is one.
+        engine: what to try first; None for what suits the model.
+
+    Raises:
+        UsageError: when the model cannot take the rows, or ties those of two units together.
+    """
+    whose = torch.arange(len(x)) if unit is None else unit.cpu()
+    pair = _pair(x, whose)
+    if pair is None:
+        return None
+    rows = torch.cat([(whose == k).nonzero().flatten()[:_ROWS] for k in pair])
+    some, whose = x[rows.to(x.device)].detach().cpu(), whose[rows]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            probe = _generic_copy(model)
+        except Exception:  # it holds what cannot be copied; then as it is
+            probe, some = model, some.to(x.device)
+        return _right_way(model, probe, some, _smooth_loss, None if unit is None else whose, engine=engine)
+
+
+_ROWS, _UNITS = 8, 64
+"""Of a patient, and of a batch, that are looked at."""
+
+
+def _pair(x: Tensor, unit: Tensor) -> tuple[int, int] | None:
+    """Return two units of finite rows, whose first rows differ if there are such; None where there are not two."""
+    starts: list[tuple[int, Tensor]] = []
+    for k in list(dict.fromkeys(unit.tolist()))[:_UNITS]:
+        rows = x[(unit == k).nonzero().flatten()[:_ROWS].to(x.device)]
+        if bool(rows.isfinite().all()):
+            starts.append((k, rows[0]))
+        if len(starts) > 1 and not torch.equal(starts[0][1], starts[-1][1]):
+            return starts[0][0], starts[-1][0]
+    return (starts[0][0], starts[1][0]) if len(starts) > 1 else None
+
+
+def _smooth_loss(outputs: Tensor) -> Tensor:
+    """Return a mean over rows of a loss that depends on every output, whatever they stand for."""
+    each = outputs.flatten(1)
+    slope = torch.linspace(-1.0, 1.0, each.shape[1], device=each.device, dtype=each.dtype)
+    return (each * slope + each.square() / 2).mean(1).mean()
+
+
+def _right_way(
+    model: nn.Module,
+    probe: nn.Module,
+    x: Tensor,
+    loss_of: LossOf,
+    unit: Tensor | None,
+    *,
+    engine: str | None = None,
+    strict: bool = False,
+) -> str:
+    """Return the way of `model`, measured on a copy; `strict` refuses parameters that the loss does not use."""
+    shape = "×".join(map(str, x.shape[1:]))
+    whose = torch.arange(len(x)) if unit is None else unit
+    try:
+        with torch.no_grad():
+            together = _one_tensor(probe(x))
+            alone = torch.cat([_one_tensor(probe(x[whose == k])) for k in dict.fromkeys(whose.tolist())])
+        singly = {} if unit is not None else _gradients_singly(probe, x, loss_of)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{UNTRAINABLE} on rows of {shape}: {_first_line(error)}") from None
+    if len(together) != len(x) or not same_rows(together, alone):
+        raise UsageError(
+            f"{UNTRAINABLE}: it ties the rows of a batch together: what it says of a row of {shape} depends on the others"
+        )
+    if unused := [name for name, g in singly.items() if g is None and strict]:
+        raise UsageError(f"{UNTRAINABLE}: the loss does not depend on {unused[0]}; freeze it")
+    if unit is not None or standing_of(model) == "foreign":
+        return SINGLY
+    for way in dict.fromkeys((engine or engine_of(model), "hooks")):
+        if way in ENGINES and _fault(way, probe, x, loss_of, singly) is None:
+            return way
+    return SINGLY
+
+
+def _one_tensor(outputs: object) -> Tensor:
+    if not isinstance(outputs, Tensor):
+        raise UsageError(f"{UNTRAINABLE}: it must return one tensor, not a {type(outputs).__name__}")
+    return outputs
+
+
+def same_rows(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether outputs [b, …] are the same but for round-off, and not finite in the same places."""
+    if found.shape != wanted.shape:
+        return False
+    found, wanted = found.flatten(1).double(), wanted.flatten(1).double()
+    finite = wanted.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return False
+    found, wanted = found.where(finite, 0.0), wanted.where(finite, 0.0)
+    largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+    apart = (found - wanted).norm(dim=1)
+    return bool((apart <= _OUTPUT_RTOL * wanted.norm(dim=1) + _OUTPUT_ATOL * largest).all())
+
+
+def _generic_copy(model: nn.Module) -> nn.Module:
+    """Return a copy on the CPU in training mode, its constant weights replaced: they may hide other gradients."""
+    model = copy.deepcopy(model).cpu()
+    train_without_dropout(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() and parameter.min() == parameter.max():  # a layer scale of 10⁻⁶, a gain of 0
+                parameter.uniform_(0.5, 1.5)
+                if parameter.dim() > 1:  # a matrix of a size that keeps that of what it is applied to
+                    parameter.div_(parameter[0].numel())
+    return model
+
+
+def _gradients_singly(model: nn.Module, x: Tensor, loss_of: LossOf) -> dict[str, Tensor | None]:
+    """Return per-example gradients [b, …] by parameter, from b passes of one example each; None where it has none."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for k in range(len(x)):
+        outputs = model(x[k : k + 1])
+        whole = outputs.new_zeros(len(x), *outputs.shape[1:])
+        loss = loss_of(torch.cat([whole[:k], outputs, whole[k + 1 :]])) * len(x)
+        rows.append(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True))
+    return {
+        name: None if all(g is None for g in each) else torch.stack([p.new_zeros(p.shape) if g is None else g for g in each])
+        for (name, p), each in zip(parameters.items(), zip(*rows, strict=True), strict=True)
+    }
+
+
+def _fault(
+    engine: str, model: nn.Module, x: Tensor, loss_of: LossOf, singly: dict[str, Tensor | None]
+) -> str | None:
+    """Return what is wrong with the sums and norms of an engine, in words; None where they are right."""
+    c, told = torch.linspace(1.0, 0.25, len(x)), []
+
+    def weigh(norms: Tensor) -> Tensor:
+        told.append(norms)
+        return c
+
+    try:
+        sums, _ = ENGINES[engine](copy.deepcopy(model), x, loss_of, weigh)
+    except Exception as error:
+        return _first_line(error)
+    lengths = [g.reshape(len(g), -1).norm(dim=1) for g in singly.values() if g is not None]
+    norms = torch.stack(lengths).norm(dim=0)
+    for (name, each), found in zip(singly.items(), sums, strict=True):
+        if each is None:
+            continue
+        if found is None:
+            return f"{engine} finds no per-example gradients of {name}"
+        wanted = torch.einsum("n,n...->...", c.to(each), each)
+        tolerance = _GRADIENT_RTOL * float(wanted.norm()) + _GRADIENT_ATOL * float(norms.norm())
+        if found.shape != wanted.shape or not float((found - wanted).norm()) <= tolerance:
+            return f"{engine}: per-example gradients of {name} are wrong"
+    if not torch.allclose(told[0].double(), norms.double(), rtol=_NORM_RTOL):
+        return f"{engine}: norms of per-example gradients are wrong"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
