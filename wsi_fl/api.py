@@ -123,12 +123,17 @@ def loader(of: Examples, *, batch_size: int = 32, shuffle: bool = False) -> Data
 
     Images are float32[b, channels, h, w] in [−1, 1], features float32[b, d], and bags float32[b, m, d + 1], padded to
     the longest of the batch; their last column is 1 for a patch and 0 for padding.
+
+    Raises:
+        UsageError: for labels that are no whole numbers.
     """
     import numpy as np
     import torch
     from torch.utils.data import DataLoader
 
-    from wsi_fl.learning.examples import tensor_of
+    from wsi_fl.learning.examples import require_labels, tensor_of
+
+    require_labels(of)
 
     def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
         chosen = np.array(rows, np.int64)

@@ -29,7 +29,8 @@ from wsi_fl.learning.local import probabilities
 from wsi_fl.models import BAG_BUILDERS, build, mil
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import _check_trainable, _summed_by_patient
+from wsi_fl.privacy.dpsgd import _summed_by_unit
+from wsi_fl.privacy.independence import standing_of
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -180,7 +181,7 @@ def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, l
         monkeypatch.setattr(mil, "_LANDMARKS", 4)
     torch.manual_seed(0)
     model, x = model_of(name), as_tensor(unequal(lengths=lengths))
-    _check_trainable(model)
+    assert standing_of(model) == "known"
     with torch.no_grad():
         for p in model.parameters():  # gains of 1 and biases of 0 hide the rest
             p.add_(0.1 * torch.randn(p.shape))
@@ -418,7 +419,7 @@ def test_gradients_of_patients_are_means_over_their_slides(name):
         norms.append(float(norm))
         return torch.tensor([0.5])
 
-    sums, _ = _summed_by_patient(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
+    sums, _ = _summed_by_unit(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
     assert norms == pytest.approx([float(mean.norm()) for mean in means], rel=1e-4)
     torch.testing.assert_close(torch.cat([g.flatten() for g in sums]), 0.5 * sum(means), rtol=1e-3, atol=1e-5)
 

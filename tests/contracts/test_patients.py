@@ -30,7 +30,7 @@ from wsi_fl.privacy.accounting import (
     plan,
 )
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import DPTrainer, _summed_by_patient
+from wsi_fl.privacy.dpsgd import DPTrainer, _summed_by_unit
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
@@ -91,7 +91,7 @@ def test_rows_go_through_in_chunks_and_nothing_changes():
 
     def sums(chunk):
         loss, weigh = partial(functional.cross_entropy, target=y), lambda n: (0.1 / n).clamp(max=1)
-        ends = _summed_by_patient(net(), x, patient, loss, weigh, chunk=chunk)
+        ends = _summed_by_unit(net(), x, patient, loss, weigh, chunk=chunk)
         return torch.cat([g.flatten() for g in ends[0]]), ends[1]
 
     (whole, loss), (parts, same) = sums(64), sums(2)

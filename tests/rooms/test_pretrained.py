@@ -11,7 +11,7 @@ from torch.nn import functional
 from wsi_fl.models import Start, build, schema, started_from
 from wsi_fl.models.weights import fit, read_weights
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import DPTrainer, _summed_by_patient, check_per_example_gradients
+from wsi_fl.privacy.dpsgd import DPTrainer, _summed_by_unit, check_per_example_gradients
 from wsi_fl.privacy.gradients import ENGINES, trained
 from wsi_fl.types import Images, UsageError, Vectors, WsiFlError
 
@@ -68,7 +68,7 @@ def test_clipped_sums_of_the_trained_part_are_those_of_a_loop(files, name, train
     for sums, _ in (
         ENGINES[engine](model, x, *rest),
         ENGINES["hooks"](model, x, *rest),
-        _summed_by_patient(model, x, torch.arange(4), *rest),
+        _summed_by_unit(model, x, torch.arange(4), *rest),
     ):
         assert_sums(sums, clipped(each, clip), clip)
     assert len(trained(model)) < len(list(model.parameters())) or train == "all"

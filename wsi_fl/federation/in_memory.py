@@ -18,17 +18,18 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT, METHODS, Method, Weights
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.examples import Examples, joined, tensor_of
+from wsi_fl.learning.examples import Examples, joined, problem_of, tensor_of
 from wsi_fl.learning.local import DPSettings, Learner, know_rows
+from wsi_fl.learning.metrics import one_each
 from wsi_fl.learning.units import rows_alone, whole_patients
 from wsi_fl.models.directions import N_RANDOM, Directions
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.measurement import right_way
 from wsi_fl.privacy.plan import Mode, PrivacyPlan, Unit, plan_of_round
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, one_line
 
 _MakeModel = Callable[[], nn.Module]
 _CPU, _RUN = torch.device("cpu"), "in memory"
@@ -90,13 +91,14 @@ def federate(
         folder: where ledgers and checkpoints stay; without it they are gone afterwards.
 
     Raises:
-        UsageError: for a method that needs more than examples, numbers that make no privacy plan, or a model that
-            cannot be trained with differential privacy.
+        UsageError: before the first round, for a method that needs more than examples, numbers that make no privacy plan,
+            rows that are not finite, labels that are no positions in the classes, or a model that cannot be trained with
+            differential privacy.
     """
     row = METHODS[method] if isinstance(method, str) else method
     if row.without_dp or row.learns_from not in ("own", "everybody"):
         raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
-    n_classes = int(max(part.label.max() for part in sites.values())) + 1
+    n_classes = _require_examples(sites, tests or {}, row, {"private": private, "proxy": proxy or private}, seed)
     merged = {"merged": joined(list(tests.values()))} if tests and len(tests) > 1 else {}
     if row.once:
         x = next(iter(sites.values())).read(np.zeros(1, np.int64))
@@ -108,6 +110,7 @@ def federate(
             bags=bags,
             directions=directions,
             patients=unit == "patient",
+            kind=next(iter(sites.values())).task.kind,
         )
         rounds, batch_size = 1, maxsize
     mode: Mode = "paper" if row.taught and beta else "strict"
@@ -139,7 +142,7 @@ def federate(
         make = private if role == "private" else proxy or private
         model = _started(make, seed + (_SEED_STEP * (index + 1) if own else 0))
         dp = _settings(model, train, plan) if row.learners[role].dp and plan is not None else None
-        return Learner(model, lr=lr, weight_decay=0.0, device=_CPU, dp=dp)
+        return Learner(model, lr=lr, weight_decay=0.0, device=_CPU, dp=dp, task=train.task)
 
     with TemporaryDirectory() as temporary:
         acting = []
@@ -174,7 +177,10 @@ def federate(
             if row.once:
                 know_rows(made.learners["proxy"], train)
             acting.append(made)
-        run(acting, row, schedule, LocalComm(len(acting)), report)
+        try:
+            run(acting, row, schedule, LocalComm(len(acting)), report)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever somebody's model raises
+            raise UsageError(f"a model fails while it learns: {one_line(error)[:200]}") from error
         return {
             site.name: Learned(
                 {role: site.learners[role].model for role in (("proxy",) if row.once else row.learners)},
@@ -194,10 +200,67 @@ def _started(make: _MakeModel, seed: int) -> nn.Module:
 
 
 def _settings(model: nn.Module, train: Examples, plan: PrivacyPlan) -> DPSettings:
-    """Return the settings of training by a plan; a model of the caller's own is checked first, unless it takes bags."""
-    engine, shape = None, tuple(tensor_of(train.read(np.zeros(1, np.int64))).shape[1:])
-    if not isinstance(model, SharedHead) and len(shape) != _DIMENSIONS_OF_BAGS:
-        with torch.no_grad():
-            n_outputs = int(model(torch.zeros(1, *shape)).shape[1])
-        engine = check_per_example_gradients(model, shape, n_outputs)
+    """Return the settings of training by a plan; a model of the caller's own is measured on rows of the site first."""
+    engine = None
+    if not isinstance(model, SharedHead) and len(train) > 1:
+        rows = np.arange(min(_MEASURED, len(train)))
+        patient = None
+        if plan.unit == "patient":
+            patient = torch.from_numpy(np.unique(one_each(train.patient[rows]), return_inverse=True)[1])
+        engine = right_way(model, tensor_of(train.read(rows)), patient)
     return DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit, engine)
+
+
+_MEASURED = 32
+
+
+def _require_examples(
+    sites: Mapping[str, Examples],
+    tests: Mapping[str, Examples],
+    method: Method,
+    models: Mapping[str, _MakeModel],
+    seed: int,
+) -> int:
+    """Return how many outputs a model needs, or has; refuse examples that none can learn from, or its models cannot.
+
+    Raises:
+        UsageError: in one line, with the site and the first row that is wrong.
+    """
+    if not sites:
+        raise UsageError("no site has examples")
+    tasks = {part.task.kind: part.task for part in (*sites.values(), *tests.values())}
+    if len(tasks) > 1:
+        raise UsageError(f"all sites must be asked the same, not {' and '.join(sorted(tasks))}")
+    (task,) = tasks.values()
+    if method.once:
+        numbers = {"survival": len(getattr(task, "ends", ())), "number": 1}
+        labels = [part.label for part in sites.values() if part.label.dtype.kind in "iu"]
+        largest = max((int(label.max(initial=0)) for label in labels), default=0)
+        n_outputs = numbers.get(task.kind, largest + 1)
+    else:
+        n_outputs = min(_outputs_of(role, models[role], sites, seed) for role in models)
+    for name, part in (*sites.items(), *((f"tests of {name}", part) for name, part in tests.items())):
+        if problem := problem_of(part, n_outputs):
+            raise UsageError(f"{name}: {problem}")
+        x = part.read(np.zeros(1, np.int64))
+        if method.once and x.ndim not in (2, 3):
+            raise UsageError(f"{name}: {method.name} sums features, not images; give float32[n, d] or bags of them")
+    return n_outputs
+
+
+@torch.no_grad()
+def _outputs_of(role: str, make: _MakeModel, sites: Mapping[str, Examples], seed: int) -> int:
+    """Return how many numbers a model says of each row, the same at all sites."""
+    model, n_outputs = _started(make, seed).eval(), 0
+    for name, part in sites.items():
+        if not len(part):
+            raise UsageError(f"{name}: it has no examples")
+        try:
+            with torch.random.fork_rng(devices=[]):
+                outputs = model(tensor_of(part.read(np.arange(min(2, len(part))))))
+        except Exception as error:  # whatever somebody's architecture raises
+            raise UsageError(f"{name}: its {role} model cannot take the rows: {one_line(error)[:200]}") from None
+        if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2 or outputs.dtype != torch.float32:
+            raise UsageError(f"{name}: its {role} model must return float32[b, classes]")
+        n_outputs = outputs.shape[1]
+    return n_outputs

@@ -76,19 +76,126 @@ class Examples:
 
         Args:
             x: images uint8[n, h, w, channels], features [n, d], which become float32, or n bags of them, float32[m, d].
-            label: int64[n] of classes; all are 0 where this is left out, as of examples to predict.
+            label: int64[n] of classes; all are 0 where this is left out, as of examples to predict. Others than whole
+                numbers are refused where somebody learns from them.
             patient: of each; none of them is known where this is left out.
+
+        Raises:
+            UsageError: for another shape, or another number of labels or patients than of examples.
         """
-        unknown = np.full(len(x), "")
-        if isinstance(x, np.ndarray) and x.dtype != np.uint8:
-            x = x.astype(np.float32, copy=False)  # NumPy's own float64 fits no model
+        if isinstance(x, np.ndarray):
+            x = _as_inputs(x)
+        else:
+            _require_bags(x)
+        n, unknown = len(x), np.full(len(x), "")
 
         def read(rows: _Rows) -> Inputs:
             return x[rows] if isinstance(x, np.ndarray) else packed([x[k] for k in rows])
 
         names = np.asarray(patient, np.str_) if len(patient) else unknown
-        labels = np.zeros(len(x), np.int64) if label is None else np.asarray(label, np.int64)
+        labels = np.zeros(n, np.int64) if label is None else _positions(label)
+        for what, column in (("labels", labels), ("patients", names)):
+            if column.shape != (n,):
+                raise UsageError(f"{n} examples need as many {what}, not {_shape_words(column.shape)}")
         return Examples(read, labels, unknown, names)
+
+
+def _as_inputs(x: Inputs) -> Inputs:
+    """Return an array as models take it: pixels as they are, and features as float32."""
+    if x.dtype == np.uint8:
+        if x.ndim != _DIMENSIONS_OF_IMAGES:
+            raise UsageError(
+                f"uint8 stands for images [n, h, w, channels], not {_shape_words(x.shape)}; give features as float32, and "
+                "grey images one channel"
+            )
+        return x
+    if x.dtype.kind not in "fiub" or x.ndim < 2:
+        raise UsageError(f"examples are features float32[n, d], not {x.dtype} {_shape_words(x.shape)}")
+    with np.errstate(over="ignore"):  # to infinity, which is refused where somebody trains on it
+        return x.astype(np.float32, copy=False)  # NumPy's own float64 fits no model
+
+
+def _require_bags(bags: Sequence[Inputs]) -> None:
+    """Refuse a list that is not one of bags [m, d] of the same d."""
+    for row, bag in enumerate(bags):
+        shape = np.shape(bag)
+        if not isinstance(bag, np.ndarray) or len(shape) != 2 or shape[1] != np.shape(bags[0])[1]:
+            what = _shape_words(shape) if isinstance(bag, np.ndarray) else f"a {type(bag).__name__}"
+            raise UsageError(f"row {row}: a bag is an array float32[m, d], with the same d in all, not {what}")
+
+
+def _positions(label: ArrayLike) -> NDArray[Any]:
+    """Return labels as int64[n] where all are whole numbers, else as they are: who learns from them refuses them."""
+    try:
+        labels = np.asarray(label)
+        if labels.dtype.kind == "U":
+            return labels.astype(np.int64)
+    except ValueError:  # words, or rows of unequal length
+        return np.asarray(label, object)
+    if labels.dtype.kind == "f" and np.isfinite(labels).all() and (labels == labels.round()).all():
+        return labels.astype(np.int64)
+    return labels.astype(np.int64) if labels.dtype.kind in "iub" else labels
+
+
+def _shape_words(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+_DIMENSIONS_OF_IMAGES = 4
+
+
+def problem_of(examples: Examples, n_outputs: int) -> str:
+    """Return why a model of so many outputs cannot learn from examples, or "" where it can.
+
+    All of them are read.
+    """
+    if not len(examples):
+        return "it has no examples"
+    if problem := _problem_of_labels(examples, n_outputs):
+        return problem
+    broken, size = [], examples.at_once or _LOOKED_AT
+    for start in range(0, len(examples), size):
+        inputs = examples.read(np.arange(start, min(start + size, len(examples))))
+        if inputs.dtype.kind != "f":
+            return ""
+        finite = np.isfinite(inputs).reshape(len(inputs), -1).all(1)
+        broken += (start + np.flatnonzero(~finite)).tolist()
+    if broken:
+        return (
+            f"{len(broken)} of {len(examples)} rows hold numbers that are not finite, the first in row {broken[0]}; leave "
+            "these rows out"
+        )
+    return ""
+
+
+_LOOKED_AT = 256
+
+
+def _problem_of_labels(examples: Examples, n_outputs: int | None) -> str:
+    """Return which label no model of so many outputs, or None of any number, can learn; "" where there is none."""
+    labels, task = examples.label, examples.task
+    possible = task.possible(labels, n_outputs or _MANY)
+    if possible.all():
+        return ""
+    row, n_bad = int(possible.argmin()), int((~possible).sum())
+    asked = task.asks_for(n_outputs) if n_outputs else "positions in the classes: 0, 1, 2 and so on"
+    return (
+        f"row {row} has the label {labels.tolist()[row]!r}, and {n_bad} of {len(labels)} rows have none that can be learned; "
+        f"labels are {asked}"
+    )
+
+
+_MANY = 1 << 31
+
+
+def require_labels(examples: Examples) -> None:
+    """Refuse labels of classes that are no positions in any.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    if examples.task.kind == "classes" and examples.label.dtype.kind not in "iu":
+        raise UsageError(_problem_of_labels(examples, None))
 
 
 def packed(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
@@ -314,6 +421,8 @@ def batches(
         draws: of the numbers by which training sees some of an example (`Examples.show`); None to see all of it.
     """
     import torch
+
+    require_labels(examples)
 
     def seen(chosen: _Rows) -> Inputs:
         if draws is None or examples.show is None:

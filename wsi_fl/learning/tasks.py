@@ -52,6 +52,14 @@ class Task(ABC):
         """Return how far outputs are from a teacher's, the mean over the batch; the teacher is fixed."""
 
     @abstractmethod
+    def possible(self, truth: Truth, n_outputs: int) -> NDArray[np.bool_]:
+        """Return bool[n], which truths a model of so many outputs can learn; all False where they have another shape."""
+
+    @abstractmethod
+    def asks_for(self, n_outputs: int) -> str:
+        """Return in words what `possible` truths are."""
+
+    @abstractmethod
     def said(self, outputs: Tensor) -> Tensor:
         """Return the predictions that outputs stand for."""
 
@@ -109,6 +117,15 @@ class _Classes(Task):
     def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
         return kl_divergence(outputs, teacher)
 
+    def possible(self, truth: Truth, n_outputs: int) -> NDArray[np.bool_]:
+        if truth.ndim != 1 or truth.dtype.kind not in "iuf":
+            return np.array([isinstance(one, int) and 0 <= one < n_outputs for one in truth.tolist()], bool)
+        with np.errstate(invalid="ignore"):
+            return np.asarray((truth >= 0) & (truth < n_outputs) & (truth == np.floor(truth)))
+
+    def asks_for(self, n_outputs: int) -> str:
+        return f"positions in {n_outputs} classes, 0 to {n_outputs - 1}"
+
     def said(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(dim=1)
 
@@ -145,6 +162,14 @@ class Number(Task):
 
     def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
         return (outputs - teacher.detach()).square().mean() / 2
+
+    def possible(self, truth: Truth, n_outputs: int) -> NDArray[np.bool_]:
+        if truth.ndim != 1 or truth.dtype.kind != "f":
+            return np.zeros(len(truth), bool)
+        return np.isfinite(truth)
+
+    def asks_for(self, n_outputs: int) -> str:
+        return "finite numbers float32[n]"
 
     def said(self, outputs: Tensor) -> Tensor:
         return self.low + (outputs.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
@@ -205,6 +230,18 @@ class Survival(Task):
         left_late = time >= (begins + ends) / 2  # in the second half of an interval: that counts as through
         passed = (time > ends).where(seen, left_late)
         return passed, seen & ((begins < time) | (begins == 0)) & (time <= ends)
+
+    def possible(self, truth: Truth, n_outputs: int) -> NDArray[np.bool_]:
+        if truth.ndim != 2 or truth.shape[1] != 2 or truth.dtype.kind != "f" or n_outputs != len(self.ends):
+            return np.zeros(len(truth), bool)
+        time, seen = truth.T
+        return np.asarray(np.isfinite(time) & (time >= 0) & ((seen == 0) | (seen == 1)))
+
+    def asks_for(self, n_outputs: int) -> str:
+        return (
+            "times from 0 on and 1 or 0, whether the event was seen, as float32[n, 2], for a model of "
+            f"{len(self.ends)} outputs"
+        )
 
     def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
         """Return KL of the events in each interval, summed over the intervals."""

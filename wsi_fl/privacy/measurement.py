@@ -59,7 +59,7 @@ def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], 
 def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | None = None) -> str | None:
     """Return "ghost", "hooks" or "singly": how a model's clipped sums are computed, measured on real rows.
 
-    None where there are no two units of finite numbers to measure it on.
+    None where there are no two units of finite numbers to measure it on, or no memory for them.
 
     Args:
         x: [b, …].
@@ -69,6 +69,7 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
     Raises:
         UsageError: when the model cannot take the rows, or ties those of two units together.
     """
+    standing_of(model)
     whose = torch.arange(len(x)) if unit is None else unit.cpu()
     pair = _pair(x, whose)
     if pair is None:
@@ -81,10 +82,13 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
             probe = _generic_copy(model)
         except Exception:  # it holds what cannot be copied; then as it is
             probe, some = model, some.to(x.device)
-        return _right_way(model, probe, some, _smooth_loss, None if unit is None else whose, engine=engine)
+        try:
+            return _right_way(model, probe, some, _smooth_loss, None if unit is None else whose, engine=engine)
+        except torch.OutOfMemoryError:
+            return None
 
 
-_ROWS, _UNITS = 8, 64
+_ROWS, _UNITS = 2, 64
 """Of a patient, and of a batch, that are looked at."""
 
 
@@ -125,7 +129,7 @@ def _right_way(
             together = _one_tensor(probe(x))
             alone = torch.cat([_one_tensor(probe(x[whose == k])) for k in dict.fromkeys(whose.tolist())])
         singly = {} if unit is not None else _gradients_singly(probe, x, loss_of)
-    except UsageError:
+    except (UsageError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UsageError(f"{UNTRAINABLE} on rows of {shape}: {_first_line(error)}") from None

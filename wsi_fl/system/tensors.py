@@ -23,14 +23,23 @@ of entries is left to chance."""
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-    """Write a safetensors file with a JSON document in its header, whole or not at all, for its owner alone to read."""
+    """Write a safetensors file with a JSON document in its header, whole or not at all, for its owner alone to read.
+
+    Tensors that share memory, as those of a layer that a model has under two names, are written under each name.
+    """
     from safetensors.torch import save_file
 
-    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    contiguous: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, value in tensors.items():
+        plain = value.detach().cpu().contiguous()
+        place = plain.untyped_storage().data_ptr()
+        contiguous[name] = plain.clone() if place in storages else plain
+        storages.add(place)
     with atomic(path) as temporary:
         temporary.touch(mode=0o600)
-        plain = json.loads(json.dumps(document))
-        said = plain | {_DIGEST: _digest(contiguous, plain)}
+        facts = json.loads(json.dumps(document))
+        said = facts | {_DIGEST: _digest(contiguous, facts)}
         save_file(contiguous, temporary, metadata={"document": json.dumps(said)})
 
 
