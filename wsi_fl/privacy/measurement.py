@@ -75,21 +75,25 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
     if pair is None:
         return None
     rows = torch.cat([(whose == k).nonzero().flatten()[:_ROWS] for k in pair])
-    some, whose = x[rows.to(x.device)].detach().cpu(), whose[rows]
+    others = [k for k in range(len(x)) if k not in rows.tolist()]
+    others = others[: max(0, _NUMBERS // max(1, x[0].numel()) - len(rows))]
+    some, beside, whose = x[rows.to(x.device)].detach().cpu(), x[others].detach().cpu(), whose[rows]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             probe = _generic_copy(model)
         except Exception:  # it holds what cannot be copied; then as it is
-            probe, some = model, some.to(x.device)
+            probe, some, beside = model, some.to(x.device), beside.to(x.device)
         try:
-            return _right_way(model, probe, some, _smooth_loss, None if unit is None else whose, engine=engine)
+            return _right_way(
+                model, probe, some, _smooth_loss, None if unit is None else whose, engine=engine, beside=beside
+            )
         except torch.OutOfMemoryError:
             return None
 
 
-_ROWS, _UNITS = 2, 64
-"""Of a patient, and of a batch, that are looked at."""
+_ROWS, _UNITS, _NUMBERS = 2, 64, 1 << 24
+"""Rows of a patient, units of a batch, and numbers that are looked at."""
 
 
 def _pair(x: Tensor, unit: Tensor) -> tuple[int, int] | None:
@@ -120,13 +124,23 @@ def _right_way(
     *,
     engine: str | None = None,
     strict: bool = False,
+    beside: Tensor | None = None,
 ) -> str:
-    """Return the way of `model`, measured on a copy; `strict` refuses parameters that the loss does not use."""
+    """Return the way of `model`, measured on a copy.
+
+    Args:
+        x: the rows of two units, of which `beside` are more in the same batch.
+        strict: whether to refuse parameters that the loss does not use.
+    """
+    foreign = standing_of(model) == "foreign"
     shape = "×".join(map(str, x.shape[1:]))
     whose = torch.arange(len(x)) if unit is None else unit
     try:
         with torch.no_grad():
-            together = _one_tensor(probe(x))
+            batch = x if beside is None or not foreign else torch.cat([x, beside])
+            together = _one_tensor(probe(batch))
+            if len(together) == len(batch):
+                together = together[: len(x)]
             alone = torch.cat([_one_tensor(probe(x[whose == k])) for k in dict.fromkeys(whose.tolist())])
         singly = {} if unit is not None else _gradients_singly(probe, x, loss_of)
     except (UsageError, torch.OutOfMemoryError):
@@ -139,7 +153,7 @@ def _right_way(
         )
     if unused := [name for name, g in singly.items() if g is None and strict]:
         raise UsageError(f"{UNTRAINABLE}: the loss does not depend on {unused[0]}; freeze it")
-    if unit is not None or standing_of(model) == "foreign":
+    if unit is not None or foreign:
         return SINGLY
     for way in dict.fromkeys((engine or engine_of(model), "hooks")):
         if way in ENGINES and _fault(way, probe, x, loss_of, singly) is None:
