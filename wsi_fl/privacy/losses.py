@@ -105,7 +105,7 @@ class RowwiseLoss:
         """
         each = torch.cat([self._gradient(outputs, row, of_classes) for row in rows])
         if not _agree(self._gradient(outputs, rows[0], of_classes), each[:1]):
-            raise UsageError(f"{_TIES}: it is another one at the second time (a memory, or random numbers)")
+            raise UsageError(f"{_TIES}: it changes from one time to the next (a memory, or random numbers)")
         self._require_mean(outputs, rows, each)
         return each
 
@@ -141,7 +141,9 @@ class RowwiseLoss:
         if _agree(found * len(outputs), each):
             return
         if _agree(found, each):
-            raise UsageError(f"{_TIES}: it is a sum over the rows and must be their mean; use .mean()")
+            raise UsageError(
+                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of all rows' losses, .mean()"
+            )
         raise UsageError(
             f"{_TIES}: a row's gradient depends on the other rows of its batch, as weights or statistics of the batch "
             "make it; use the mean of losses of single rows"
@@ -157,6 +159,8 @@ def _agree(found: Tensor, wanted: Tensor) -> bool:
     """Return whether gradients [b, …] of rows are the same but for round-off."""
     if found.shape != wanted.shape:
         return False
+    if torch.equal(found.isnan(), wanted.isnan()):
+        found, wanted = found.nan_to_num(), wanted.nan_to_num()
     lengths = wanted.flatten(1).norm(dim=1)
     longest = float(lengths.max()) if len(lengths) else 0.0
     return bool(((found - wanted).flatten(1).norm(dim=1) <= _RTOL * lengths + _ATOL * longest).all())

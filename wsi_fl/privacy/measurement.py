@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wsi_fl.privacy.gradients import ENGINES, engine_of
-from wsi_fl.privacy.independence import UNTRAINABLE, standing_of, train_without_dropout
+from wsi_fl.privacy.independence import UNTRAINABLE, Memory, standing_of, train_without_dropout
 from wsi_fl.privacy.losses import LossOf
 from wsi_fl.types import UsageError, one_line
 
@@ -135,6 +135,7 @@ def _right_way(
     foreign = standing_of(model) == "foreign"
     shape = "×".join(map(str, x.shape[1:]))
     whose = torch.arange(len(x)) if unit is None else unit
+    memory = Memory(probe, attributes=foreign)
     try:
         with torch.no_grad():
             batch = x if beside is None or not foreign else torch.cat([x, beside])
@@ -142,6 +143,8 @@ def _right_way(
             if len(together) == len(batch):
                 together = together[: len(x)]
             alone = torch.cat([_one_tensor(probe(x[whose == k])) for k in dict.fromkeys(whose.tolist())])
+            memory.forget()
+            memory.require_unchanged()
         singly = {} if unit is not None else _gradients_singly(probe, x, loss_of)
     except (UsageError, torch.OutOfMemoryError):
         raise
