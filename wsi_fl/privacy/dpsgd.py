@@ -186,7 +186,7 @@ class DPTrainer:
             raise UsageError(f"{UNTRAINABLE}: its weights are {names}; make them float32 by model.float()")
         self.engine = SINGLY if foreign else engine or engine_of(model)
         self._measured = False
-        self._constants: dict[tuple[str, ...], tuple[float, ...]] = {}  # of the loss
+        self._constants: dict[tuple[str, ...], tuple[float, ...]] = {}  # of losses
 
     @classmethod
     def of(cls, plan: PrivacyPlan, model: nn.Module, *, lr: float = 1e-3) -> DPTrainer:

@@ -31,6 +31,9 @@ from wsi_fl.types import UsageError, one_line
 LossOf = Callable[[Tensor], Tensor]
 """Outputs [b, …] → the mean of per-example losses."""
 
+_Constants = dict[tuple[str, ...], tuple[float, ...]]
+"""The numbers that a loss uses, by the functions that it calls."""
+
 _TIES = "loss cannot be used with differential privacy"
 _RTOL, _ATOL = 1e-3, 1e-6
 """Of a row's gradient, and of the longest: far above round-off."""
@@ -69,7 +72,7 @@ class RowwiseLoss:
         constants: numbers that the loss used before, by the functions that it called; they may not change.
     """
 
-    def __init__(self, loss_of: LossOf, constants: dict[tuple[str, ...], tuple[float, ...]]) -> None:
+    def __init__(self, loss_of: LossOf, constants: _Constants) -> None:
         self._loss_of, self._constants = loss_of, constants
 
     def __call__(self, outputs: Tensor, rows: Sequence[int] | None = None) -> Tensor:
@@ -103,13 +106,15 @@ class RowwiseLoss:
         Args:
             of_classes: whether a tensor of as many numbers as the batch has rows, and an output numbers, is of classes.
         """
-        each = torch.cat([self._gradient(outputs, row, of_classes) for row in rows])
-        if not _agree(self._gradient(outputs, rows[0], of_classes), each[:1]):
+        constants = dict(self._constants)
+        each = torch.cat([self._gradient(outputs, row, constants, of_classes) for row in rows])
+        if not _agree(self._gradient(outputs, rows[0], constants, of_classes), each[:1]):
             raise UsageError(f"{_TIES}: it changes from one time to the next (a memory, or random numbers)")
         self._require_mean(outputs, rows, each)
+        self._constants.update(constants)
         return each
 
-    def _gradient(self, outputs: Tensor, row: int, of_classes: bool) -> Tensor:
+    def _gradient(self, outputs: Tensor, row: int, constants: _Constants, of_classes: bool) -> Tensor:
         """Return [1, …], the gradient of the loss of a row alone by its output."""
         with torch.enable_grad():
             own = outputs[row : row + 1].detach().requires_grad_()
@@ -122,12 +127,11 @@ class RowwiseLoss:
                 raise UsageError(
                     f"{_TIES}: it cannot be computed of one row alone ({one_line(error)[:200]})"
                 ) from None
-        numbers = self._constants.setdefault(tuple(alone.functions), tuple(alone.numbers))
+        numbers = constants.setdefault(tuple(alone.functions), tuple(alone.numbers))
         if numbers != tuple(alone.numbers):
-            was, now = next((a, b) for a, b in zip(numbers, alone.numbers, strict=False) if a != b)
-            raise UsageError(
-                f"{_TIES}: a number in it was {was:g} and is {now:g} in another batch; make it a constant"
-            )
+            changed = [(a, b) for a, b in zip(numbers, alone.numbers, strict=False) if a != b]
+            what = f"was {changed[0][0]:g} and is {changed[0][1]:g}" if changed else "is not there"
+            raise UsageError(f"{_TIES}: a number in it {what} in another batch; make it a constant")
         return gradient
 
     def _require_mean(self, outputs: Tensor, rows: list[int], each: Tensor) -> None:
