@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from wsi_fl.models.directions import N_RANDOM, Directions, random_directions
 from wsi_fl.models.mil import MeanOfBag
+from wsi_fl.types import UsageError
 
 Kind = Literal["classes", "number", "survival"]
 COUNT = 0.3
@@ -125,7 +126,14 @@ class SharedHead(nn.Module):
         self.length.fill_(_PATIENT if patients else 1.0)
 
     def embedded(self, x: Tensor) -> Tensor:
-        """Return z float64[b, d] of each row, at most 1 long; 0 where it is not finite."""
+        """Return z float64[b, d] of each row, at most 1 long; 0 where it is not finite.
+
+        Raises:
+            UsageError: for rows of another number of features.
+        """
+        n_features = x.shape[-1] - (1 if isinstance(self.pooled, MeanOfBag) else 0)
+        if n_features != len(self.mean):
+            raise UsageError(f"the head sums {len(self.mean)} features, and the rows have {n_features}")
         return _embedded(self.pooled(x), self.mean, self.components)
 
     def packed(self, z: Tensor, y: Tensor) -> Tensor:
@@ -137,14 +145,14 @@ class SharedHead(nn.Module):
             y: int64[b], the column of each row, such as its class; or float64[b], the weight from 0 to 1 with which it
                 counts in the second of two columns, and with what is left in the first.
         """
-        return self._letter(_by_column(z, y, self.shape[0]))
+        return self._letter(_by_column(z, y, self.shape[0], weights=self.kind == "number"))
 
     def packed_means(self, z: Tensor, y: Tensor) -> Tensor:
         """Return float64[k], the letter of one patient's rows: the mean of each class among them, counted once.
 
         A patient whose rows share columns counts with the mean of their letters. It is clipped by whoever adds it up.
         """
-        sums = _by_column(z, y, self.shape[0])
+        sums = _by_column(z, y, self.shape[0], weights=self.kind == "number")
         counts = sums[:, -1:].sum() if y.is_floating_point() else sums[:, -1:]
         means = sums / counts.clamp(min=1)
         means[:, :-1] /= self.length
@@ -169,7 +177,7 @@ class SharedHead(nn.Module):
                 patients (Liang and Zeger, "Longitudinal data analysis using generalized linear models", Biometrika
                 1986). None where every row is of another one.
         """
-        self.own.copy_(_by_column(z, y, self.shape[0]))
+        self.own.copy_(_by_column(z, y, self.shape[0], weights=self.kind == "number"))
         group, sums = y, self.own
         if self.kind != "classes":
             group = torch.zeros(len(y), dtype=torch.int64, device=y.device)
@@ -443,8 +451,23 @@ def _embedded(x: Tensor, mean: Tensor, components: Tensor) -> Tensor:
     return torch.where(z.isfinite().all(1, keepdim=True), z, 0.0)
 
 
-def _by_column(z: Tensor, y: Tensor, n_columns: int) -> Tensor:
-    """Return float64[columns, d + 1], the sum of the rows z[b, d] in each column, and their number."""
+def _by_column(z: Tensor, y: Tensor, n_columns: int, *, weights: bool) -> Tensor:
+    """Return float64[columns, d + 1], the sum of the rows z[b, d] in each column, and their number.
+
+    Args:
+        weights: whether y are weights of the second of two columns.
+
+    Raises:
+        UsageError: for a column that there is not, or a weight outside 0 to 1, by which a row would count for more.
+    """
+    if y.shape != z.shape[:1] or y.is_floating_point() != weights:
+        kind = "weights float64" if weights else "columns int64"
+        raise UsageError(f"{len(z)} rows need as many {kind}, not {list(y.shape)} of {y.dtype}")
+    most = 1 if weights else n_columns - 1
+    possible = (y >= 0) & (y <= most)
+    if not bool(possible.all()):
+        row = int(possible.int().argmin())
+        raise UsageError(f"row {row} has the label {y[row].item():g}; labels are 0 to {most}")
     counted = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
     if not y.is_floating_point():
         return _summed(counted, y, n_columns)

@@ -301,6 +301,8 @@ def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> _ByParameter:
     """Return the gradients [b, …] of each trained parameter."""
     if isinstance(module, nn.Conv2d):
         return _conv2d_per_example(module, a, g)
+    if type(module) is nn.Linear:
+        return _linear_per_example(module, a.contiguous(), g)
     if rule := _norm_rule(type(module)):
         return rule(module, a, g)
     from opacus import GradSampleModule
@@ -403,6 +405,15 @@ def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> _ByParameter
         found[module.weight] = kernels.view(len(a), *module.weight.shape)
     bias = _trained_bias(module)
     return found if bias is None else {**found, bias: g.sum((2, 3))}
+
+
+def _linear_per_example(module: nn.Linear, a: Tensor, g: Tensor) -> _ByParameter:
+    """Return the gradients [b, …] of each trained parameter; Opacus's rule, whose import takes a rank a second."""
+    found: _ByParameter = {}
+    if module.weight.requires_grad:
+        found[module.weight] = torch.einsum("n...i,n...j->nij", g, a)
+    bias = _trained_bias(module)
+    return found if bias is None else {**found, bias: torch.einsum("n...k->nk", g)}
 
 
 _NormRule = Callable[[Any, Tensor, Tensor], _ByParameter]

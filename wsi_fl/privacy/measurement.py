@@ -156,7 +156,7 @@ def _right_way(
         )
     if unused := [name for name, g in singly.items() if g is None and strict]:
         raise UsageError(f"{UNTRAINABLE}: the loss does not depend on {unused[0]}; freeze it")
-    if unit is not None or foreign:
+    if unit is not None or foreign or engine == SINGLY:
         return SINGLY
     for way in dict.fromkeys((engine or engine_of(model), "hooks")):
         if way in ENGINES and _fault(way, probe, x, loss_of, singly) is None:
