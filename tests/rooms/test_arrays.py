@@ -8,7 +8,7 @@ import torch
 from conftest import refused
 from torch import nn
 
-from wsi_fl.api import Examples, federate, loader
+from wsi_fl.api import Examples, NoisySums, SharedHead, federate, loader, plan_of_round
 from wsi_fl.learning.local import DPSettings, Learner, supervised_step
 from wsi_fl.learning.tasks import Number, Survival
 from wsi_fl.models import build
@@ -53,7 +53,9 @@ def test_labels_that_are_no_positions_are_told_with_their_site_row_and_classes(l
 
 def test_labels_may_be_whole_numbers_of_any_type():
     for labels in (Y.tolist(), Y.astype(bool), Y.astype(float), Y.astype(np.uint8), Y.astype(str)):
-        assert np.array_equal(Examples.of(X, labels).label, Y) and Examples.of(X, labels).label.dtype == np.int64
+        assert (
+            np.array_equal(Examples.of(X, labels).label, Y) and Examples.of(X, labels).label.dtype == np.int64
+        )
 
 
 def test_a_loader_takes_no_words_either():
@@ -78,7 +80,9 @@ def test_bags_and_tests_are_looked_at_like_rows():
 
 
 def test_what_overflows_float32_is_not_finite():
-    refused(lambda: learn(Examples.of(changed(X.astype(np.float64), (8, 0), 1e300), Y)), "South: 1 of 20", "row 8")
+    refused(
+        lambda: learn(Examples.of(changed(X.astype(np.float64), (8, 0), 1e300), Y)), "South: 1 of 20", "row 8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,36 @@ def test_no_site_and_no_row_are_told():
     refused(lambda: federate({}, private=lambda: nn.Linear(D, 2)), "no site")
     refused(lambda: learn(Examples.of(X[:0], Y[:0])), "South: it has no examples")
     images = Examples.of(np.zeros((4, 6, 6, 3), np.uint8), [0, 1, 0, 1])
-    refused(lambda: federate({"A": images}, "oneshot", private=lambda: nn.Linear(D, 2)), "features, not images")
+    refused(
+        lambda: federate({"A": images}, "oneshot", private=lambda: nn.Linear(D, 2)), "features, not images"
+    )
+
+
+SUMS = NoisySums.of(plan_of_round(n=N, batch_size=N, epochs=1, sigma=0.0, clip=1.0, delta=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "words"),
+    [
+        (torch.from_numpy(Y) - 1, "classes", "row 0 has the label -1; labels are 0 to 1"),
+        (torch.from_numpy(Y) + 1, "classes", "row 1 has the label 2"),
+        (torch.from_numpy(Y).double(), "classes", "20 rows need as many columns int64"),
+        (torch.full((N,), 7.0), "number", "row 0 has the label 7; labels are 0 to 1"),
+        (torch.full((N,), torch.nan), "number", "row 0 has the label nan"),
+        (torch.from_numpy(Y)[:5], "classes", "20 rows need as many columns int64, not [5]"),
+    ],
+)
+def test_a_label_that_is_no_column_is_no_part_of_a_letter(labels, kind, words):
+    """A weight of 7 would let one row move the sums by 7 C."""
+    head = SharedHead(2, D, kind=kind, directions=4)
+    refused(lambda: SUMS.fill(head, torch.from_numpy(X), labels, CipherStream.fresh()), words)
+
+
+def test_a_head_of_other_features_says_so():
+    head, y = SharedHead(2, D + 1, directions=4), torch.from_numpy(Y)
+    refused(
+        lambda: SUMS.fill(head, torch.from_numpy(X), y, CipherStream.fresh()), "sums 9 features", "have 8"
+    )
 
 
 def two_names():

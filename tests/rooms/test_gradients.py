@@ -290,6 +290,46 @@ def test_models_that_ghost_does_not_suit_get_hooks():
     assert check_per_example_gradients(tied, (1, 6, 6), N_CLASSES) == "hooks"
 
 
+def norms_of_timm():
+    from timm import layers
+
+    return {
+        "GroupNorm": layers.GroupNorm(4, 2),
+        "GroupNorm1": layers.GroupNorm1(4),
+        "LayerNorm2d": layers.LayerNorm2d(4),
+        "GroupNormAct": layers.GroupNormAct(4, 2, inplace=False, act_layer=nn.SiLU),
+        "GroupNorm1Act": layers.GroupNorm1Act(4, inplace=False),
+        "LayerNorm": nn.Sequential(nn.Flatten(2), layers.LayerNorm(16)),
+        "LayerNormAct": nn.Sequential(nn.Flatten(2), layers.LayerNormAct(16, inplace=False)),
+        "without bias": nn.Sequential(nn.Flatten(2), nn.LayerNorm(16, bias=False)),
+        "without bias, over two axes": nn.LayerNorm((4, 4), bias=False),
+    }
+
+
+@EACH
+@pytest.mark.parametrize("name", norms_of_timm())
+def test_norms_of_timm_and_without_bias_have_rules(name, engine):
+    torch.manual_seed(0)
+    norm = norms_of_timm()[name]
+    model = vary(nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.Flatten(), nn.Linear(64, N_CLASSES)))
+    assert _obstacle(model) is None
+    compare(engine, model, *images(4, 1, 6))
+    compare(engine, frozen_first(model), *images(4, 1, 6))
+
+
+def frozen_first(model):
+    """The gain of the norm is frozen and its bias is not."""
+    norm = model[1][1] if isinstance(model[1], nn.Sequential) else model[1]
+    norm.weight.requires_grad_(False)
+    return model
+
+
+def test_a_network_of_timm_with_group_norms_goes_by_ghost():
+    with torch.device("meta"):
+        model = build("timm:resnet50_gn", n_classes=2, shape=Images(3, 32), seed=0)
+    assert _obstacle(model) is None
+
+
 @EACH
 def test_a_model_is_left_as_it_was_and_nobody_is_warned(engine, recwarn):
     model = made("gn_cnn")

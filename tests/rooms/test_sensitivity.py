@@ -220,7 +220,15 @@ def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch)
     """The product's own models keep their fast engines, and callers' plain layers too."""
     monkeypatch.setattr(measurement, "SINGLY", "nobody")
     for name, case in RIGHT.items():
-        if name in ("linear", "GroupNorm", "LayerNorm without bias", "cnn1", "abmil", "transmil", "a layer twice"):
+        if name in (
+            "linear",
+            "GroupNorm",
+            "LayerNorm without bias",
+            "cnn1",
+            "abmil",
+            "transmil",
+            "a layer twice",
+        ):
             trainer, _ = trainer_of(case.make())
             x, y = data(case.kind)
             step(trainer, x, case.loss(y))
@@ -230,4 +238,6 @@ def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch)
 def test_a_pool_of_somebody_else_makes_a_model_of_ours_foreign():
     assert independence.standing_of(deepset(2, D, hidden=8)) == "known"
     assert independence.standing_of(deepset(2, D, hidden=8, pool=sparse_pool)) == "foreign"
-    assert independence.standing_of(deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "foreign"
+    assert (
+        independence.standing_of(deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "foreign"
+    )

@@ -17,6 +17,7 @@ from wsi_fl.types import Bags, Images
 
 B, D = 8, 6
 
+
 def data(kind):
     """Rows of a kind, and their classes, of which one is rare."""
     g = torch.Generator().manual_seed(0)
@@ -47,7 +48,9 @@ class Case:
 
 def head(run, **layers):
     """Two layers, and what is done between them."""
-    return Net(lambda net, x: net.last(run(net, net.first(x))), first=nn.Linear(D, D), last=nn.Linear(D, 2), **layers)
+    return Net(
+        lambda net, x: net.last(run(net, net.first(x))), first=nn.Linear(D, D), last=nn.Linear(D, 2), **layers
+    )
 
 
 def conv(*between):
@@ -386,7 +389,9 @@ WRONG = {
     "BatchNorm2d in evaluation": Case(lambda: conv(frozen(nn.BatchNorm2d(3)).eval()), kind="images"),
     "trained BatchNorm1d": Case(lambda: mlp(nn.BatchNorm1d(D))),
     "BatchNorm of patches": Case(
-        lambda: nn.Sequential(nn.BatchNorm1d(4, affine=False, track_running_stats=False), nn.Flatten(), nn.Linear(28, 2)),
+        lambda: nn.Sequential(
+            nn.BatchNorm1d(4, affine=False, track_running_stats=False), nn.Flatten(), nn.Linear(28, 2)
+        ),
         kind="bags",
     ),
     "SyncBatchNorm": Case(lambda: conv(frozen(nn.SyncBatchNorm(3))), kind="images"),
@@ -395,7 +400,9 @@ WRONG = {
     "InstanceNorm with statistics": Case(
         lambda: conv(nn.InstanceNorm2d(3, track_running_stats=True)), kind="images"
     ),
-    "BatchNorm of a patient's rows": Case(lambda: conv(frozen(nn.BatchNorm2d(3))), kind="images", unit="patient"),
+    "BatchNorm of a patient's rows": Case(
+        lambda: conv(frozen(nn.BatchNorm2d(3))), kind="images", unit="patient"
+    ),
     "functional batch_norm": Case(lambda: head(batch_norm)),
     "softmax over the batch": Case(lambda: mlp(nn.Softmax(0))),
     "LayerNorm over the batch": Case(lambda: mlp(nn.LayerNorm((B, D)))),
@@ -407,7 +414,11 @@ WRONG = {
     "the most of the batch": Case(lambda: head(lambda net, z: z / z.abs().amax(0))),
     "neighbours in the batch": Case(lambda: head(lambda net, z: z + z.roll(1, 0))),
     "centred images": Case(
-        lambda: Net(lambda net, x: net.fc(net.conv(x - x.mean()).flatten(1)), conv=nn.Conv2d(1, 3, 3), fc=nn.Linear(48, 2)),
+        lambda: Net(
+            lambda net, x: net.fc(net.conv(x - x.mean()).flatten(1)),
+            conv=nn.Conv2d(1, 3, 3),
+            fc=nn.Linear(48, 2),
+        ),
         kind="images",
     ),
     "centred bags": Case(lambda: deepset(2, D, hidden=8, pool=sparse_pool), kind="bags"),
@@ -454,6 +465,8 @@ WRONG = {
     "losses of rows": Case(lambda: mlp(), each),
     "ranking": Case(lambda: deepset(2, D, hidden=8), rank, kind="bags"),
 }
+
+
 class Tied(nn.Module):
     """Uses the weights of a layer again, outside it."""
 
@@ -557,14 +570,22 @@ RIGHT = {
     "a wrong gradient of each row": Case(lambda: head(lambda net, z: Wrong.apply(z))),
     "focal": Case(lambda: mlp(), focal),
     "constant weights": Case(lambda: mlp(), constant_weights),
-    "smoothing": Case(lambda: mlp(), lambda y: partial(functional.cross_entropy, target=y, label_smoothing=0.1)),
+    "smoothing": Case(
+        lambda: mlp(), lambda y: partial(functional.cross_entropy, target=y, label_smoothing=0.1)
+    ),
     "probabilities": Case(
         lambda: mlp(), lambda y: lambda out: functional.cross_entropy(out, functional.one_hot(y, 2).float())
     ),
-    "mean squared error": Case(lambda: mlp(), lambda y: lambda out: functional.mse_loss(out[:, 0], y.float())),
+    "mean squared error": Case(
+        lambda: mlp(), lambda y: lambda out: functional.mse_loss(out[:, 0], y.float())
+    ),
     "binary": Case(
         lambda: mlp(),
-        lambda y: lambda out: functional.binary_cross_entropy_with_logits(out[:, 1], y.float(), pos_weight=torch.tensor(3.0)),
+        lambda y: (
+            lambda out: functional.binary_cross_entropy_with_logits(
+                out[:, 1], y.float(), pos_weight=torch.tensor(3.0)
+            )
+        ),
     ),
     "margins": Case(lambda: mlp(), lambda y: lambda out: functional.multi_margin_loss(out, y)),
     "a module of a loss": Case(lambda: mlp(), lambda y: lambda out: nn.CrossEntropyLoss()(out, y)),
@@ -576,5 +597,3 @@ RIGHT = {
         mutual(Survival((1.0, 2.0, 3.0)), lambda y: torch.stack([y + 0.5, y], 1).float()),
     ),
 }
-
-

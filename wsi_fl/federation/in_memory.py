@@ -98,7 +98,9 @@ def federate(
     row = METHODS[method] if isinstance(method, str) else method
     if row.without_dp or row.learns_from not in ("own", "everybody"):
         raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
-    n_classes = _require_examples(sites, tests or {}, row, {"private": private, "proxy": proxy or private}, seed)
+    n_classes = _require_examples(
+        sites, tests or {}, row, {"private": private, "proxy": proxy or private}, seed
+    )
     merged = {"merged": joined(list(tests.values()))} if tests and len(tests) > 1 else {}
     if row.once:
         x = next(iter(sites.values())).read(np.zeros(1, np.int64))
@@ -244,7 +246,9 @@ def _require_examples(
             raise UsageError(f"{name}: {problem}")
         x = part.read(np.zeros(1, np.int64))
         if method.once and x.ndim not in (2, 3):
-            raise UsageError(f"{name}: {method.name} sums features, not images; give float32[n, d] or bags of them")
+            raise UsageError(
+                f"{name}: {method.name} sums features, not images; give float32[n, d] or bags of them"
+            )
     return n_outputs
 
 
@@ -259,7 +263,9 @@ def _outputs_of(role: str, make: _MakeModel, sites: Mapping[str, Examples], seed
             with torch.random.fork_rng(devices=[]):
                 outputs = model(tensor_of(part.read(np.arange(min(2, len(part))))))
         except Exception as error:  # whatever somebody's architecture raises
-            raise UsageError(f"{name}: its {role} model cannot take the rows: {one_line(error)[:200]}") from None
+            raise UsageError(
+                f"{name}: its {role} model cannot take the rows: {one_line(error)[:200]}"
+            ) from None
         if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2 or outputs.dtype != torch.float32:
             raise UsageError(f"{name}: its {role} model must return float32[b, classes]")
         n_outputs = outputs.shape[1]

@@ -121,7 +121,9 @@ def _require_bags(bags: Sequence[Inputs]) -> None:
         shape = np.shape(bag)
         if not isinstance(bag, np.ndarray) or len(shape) != 2 or shape[1] != np.shape(bags[0])[1]:
             what = _shape_words(shape) if isinstance(bag, np.ndarray) else f"a {type(bag).__name__}"
-            raise UsageError(f"row {row}: a bag is an array float32[m, d], with the same d in all, not {what}")
+            raise UsageError(
+                f"row {row}: a bag is an array float32[m, d], with the same d in all, not {what}"
+            )
 
 
 def _positions(label: ArrayLike) -> NDArray[Any]:

@@ -420,7 +420,9 @@ _NormRule = Callable[[Any, Tensor, Tensor], _ByParameter]
 """(module, A[b, …], G[b, …]) → the gradients [b, …] of each trained parameter of a normalisation layer."""
 
 
-def _gains(module: Any, normalised: Callable[[], Tensor], g: Tensor, total: Callable[[Tensor], Tensor]) -> _ByParameter:
+def _gains(
+    module: Any, normalised: Callable[[], Tensor], g: Tensor, total: Callable[[Tensor], Tensor]
+) -> _ByParameter:
     """Return those of a gain γ and a bias β in y = normalised · γ + β; `total` sums over positions."""
     of = {module.weight: lambda: normalised() * g, module.bias: lambda: g}
     return {p: total(of[p]()) for p in of if p is not None and p.requires_grad}

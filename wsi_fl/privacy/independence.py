@@ -70,13 +70,21 @@ def standing_of(model: nn.Module) -> Standing:
         UsageError: when a module normalises over the batch, or keeps statistics of it.
     """
     for name, part in model.named_modules():
-        if isinstance(part, _NormBase) and not (isinstance(part, _InstanceNorm) and part.running_mean is None):
+        if isinstance(part, _NormBase) and not (
+            isinstance(part, _InstanceNorm) and part.running_mean is None
+        ):
             raise UsageError(
                 f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has statistics of the batch, whether it "
                 "is trained or not; use GroupNorm"
             )
-    hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
-    if hooked or any(map(_is_changed, model.modules())) or any(getattr(room, hooks) for hooks in _GLOBAL_HOOKS):
+    hooked = any(
+        p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()
+    )
+    if (
+        hooked
+        or any(map(_is_changed, model.modules()))
+        or any(getattr(room, hooks) for hooks in _GLOBAL_HOOKS)
+    ):
         return "foreign"
     others = [part for part in model.modules() if type(part) not in _LAYERS]
     if not all(type(part).__module__.startswith((_OURS, *_LIBRARIES)) for part in others):
@@ -165,7 +173,9 @@ def _content(value: object, depth: int = 0) -> object:
         return id(value), hash(value.tobytes())
     if value is None or isinstance(value, str | bytes | int | float):
         return repr(value)
-    if depth > _DEEPEST or isinstance(value, nn.Module | type | FunctionType | BuiltinFunctionType | MethodType):
+    if depth > _DEEPEST or isinstance(
+        value, nn.Module | type | FunctionType | BuiltinFunctionType | MethodType
+    ):
         return id(value)
     if isinstance(value, Mapping):
         return [(id(key), _content(one, depth + 1)) for key, one in value.items()]

@@ -140,7 +140,9 @@ class RowwiseLoss:
             whole = outputs.detach().requires_grad_()
             loss = self._loss_of(whole)
             (found,) = torch.autograd.grad(loss.sum(), whole, materialize_grads=True)
-        finite = outputs.detach()[rows].flatten(1).isfinite().all(1)  # a row that is NaN has no part in the sum
+        finite = (
+            outputs.detach()[rows].flatten(1).isfinite().all(1)
+        )  # a row that is NaN has no part in the sum
         found, each = found[rows][finite], each[finite]
         if _agree(found * len(outputs), each):
             return
@@ -212,7 +214,11 @@ class _Calls(TorchFunctionMode):
         usual = {key: value for key, value in _SETTINGS.items() if key in named and named[key] != value}
         if usual or named.get("weight") is not None or named.get("reduction", "mean") != "mean":
             return False
-        if not isinstance(outputs, Tensor) or id(outputs) not in self._outputs or not isinstance(target, Tensor):
+        if (
+            not isinstance(outputs, Tensor)
+            or id(outputs) not in self._outputs
+            or not isinstance(target, Tensor)
+        ):
             return False
         if target.shape == outputs.shape:
             return True
@@ -238,7 +244,9 @@ def _is_column(func: Any, args: Sequence[Any]) -> bool:
     if func is not Tensor.__getitem__ or not isinstance(args[1], tuple):
         return False
     first, *others = args[1]
-    return isinstance(first, slice) and first == slice(None) and all(isinstance(k, int | slice) for k in others)
+    return (
+        isinstance(first, slice) and first == slice(None) and all(isinstance(k, int | slice) for k in others)
+    )
 
 
 class _RowAlone(TorchFunctionMode):

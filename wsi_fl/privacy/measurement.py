@@ -53,7 +53,9 @@ def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], 
             raise UsageError(f"model does not map images of {shape} to {n_classes} logits each")
         if not torch.equal(state, torch.get_rng_state()) or not torch.equal(logits, probe(x)):
             raise UsageError(f"{UNTRAINABLE}: it draws random numbers in training; set its dropout to 0")
-        return _right_way(model, probe, x, lambda out: functional.cross_entropy(out, y[: len(out)]), None, strict=True)
+        return _right_way(
+            model, probe, x, lambda out: functional.cross_entropy(out, y[: len(out)]), None, strict=True
+        )
 
 
 def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | None = None) -> str | None:
@@ -86,7 +88,13 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
             probe, some, beside = model, some.to(x.device), beside.to(x.device)
         try:
             return _right_way(
-                model, probe, some, _smooth_loss, None if unit is None else whose, engine=engine, beside=beside
+                model,
+                probe,
+                some,
+                _smooth_loss,
+                None if unit is None else whose,
+                engine=engine,
+                beside=beside,
             )
         except torch.OutOfMemoryError:
             return None
@@ -207,7 +215,9 @@ def _gradients_singly(model: nn.Module, x: Tensor, loss_of: LossOf) -> dict[str,
         loss = loss_of(torch.cat([whole[:k], outputs, whole[k + 1 :]])) * len(x)
         rows.append(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True))
     return {
-        name: None if all(g is None for g in each) else torch.stack([p.new_zeros(p.shape) if g is None else g for g in each])
+        name: None
+        if all(g is None for g in each)
+        else torch.stack([p.new_zeros(p.shape) if g is None else g for g in each])
         for (name, p), each in zip(parameters.items(), zip(*rows, strict=True), strict=True)
     }
 
