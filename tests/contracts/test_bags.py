@@ -30,8 +30,8 @@ from wsi_fl.models import BAG_BUILDERS, build, mil
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import _summed_by_unit
-from wsi_fl.privacy.independence import standing_of
 from wsi_fl.privacy.gradients import ENGINES
+from wsi_fl.privacy.independence import standing_of
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
@@ -181,7 +181,7 @@ def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, l
         monkeypatch.setattr(mil, "_LANDMARKS", 4)
     torch.manual_seed(0)
     model, x = model_of(name), as_tensor(unequal(lengths=lengths))
-    assert standing_of(model) == "known"
+    assert standing_of(model) == "built-in"
     with torch.no_grad():
         for p in model.parameters():  # gains of 1 and biases of 0 hide the rest
             p.add_(0.1 * torch.randn(p.shape))

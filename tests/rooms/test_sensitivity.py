@@ -232,12 +232,10 @@ def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch)
             trainer, _ = trainer_of(case.make())
             x, y = data(case.kind)
             step(trainer, x, case.loss(y))
-            assert trainer.engine == "ghost" and independence.standing_of(case.make()) == "known"
+            assert trainer.engine == "ghost" and independence.standing_of(case.make()) == "built-in"
 
 
 def test_a_pool_of_somebody_else_makes_a_model_of_ours_foreign():
-    assert independence.standing_of(deepset(2, D, hidden=8)) == "known"
-    assert independence.standing_of(deepset(2, D, hidden=8, pool=sparse_pool)) == "foreign"
-    assert (
-        independence.standing_of(deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "foreign"
-    )
+    assert independence.standing_of(deepset(2, D, hidden=8)) == "built-in"
+    assert independence.standing_of(deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
+    assert independence.standing_of(deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "custom"

@@ -91,9 +91,9 @@ def federate(
         folder: where ledgers and checkpoints stay; without it they are gone afterwards.
 
     Raises:
-        UsageError: before the first round, for a method that needs more than examples, numbers that make no privacy plan,
-            rows that are not finite, labels that are no positions in the classes, or a model that cannot be trained with
-            differential privacy.
+        UsageError: before the first round, for a method that needs more than examples, numbers that make no privacy
+            plan, rows that are not finite, labels that are no positions in the classes, or a model that cannot be
+            trained with differential privacy. Later, for a model that fails while it learns.
     """
     row = METHODS[method] if isinstance(method, str) else method
     if row.without_dp or row.learns_from not in ("own", "everybody"):
@@ -254,7 +254,11 @@ def _require_examples(
 
 @torch.no_grad()
 def _outputs_of(role: str, make: _MakeModel, sites: Mapping[str, Examples], seed: int) -> int:
-    """Return how many numbers a model says of each row, the same at all sites."""
+    """Return how many numbers a model says of each row, the same at all sites.
+
+    Raises:
+        UsageError: when a site has no row, or the model cannot take it.
+    """
     model, n_outputs = _started(make, seed).eval(), 0
     for name, part in sites.items():
         if not len(part):

@@ -105,8 +105,8 @@ def _as_inputs(x: Inputs) -> Inputs:
     if x.dtype == np.uint8:
         if x.ndim != _DIMENSIONS_OF_IMAGES:
             raise UsageError(
-                f"uint8 stands for images [n, h, w, channels], not {_shape_words(x.shape)}; give features as float32, and "
-                "grey images one channel"
+                f"uint8 stands for images [n, h, w, channels], not {_shape_words(x.shape)}; give features as float32, "
+                "and grey images one channel"
             )
         return x
     if x.dtype.kind not in "fiub" or x.ndim < 2:
@@ -164,8 +164,8 @@ def problem_of(examples: Examples, n_outputs: int) -> str:
         broken += (start + np.flatnonzero(~finite)).tolist()
     if broken:
         return (
-            f"{len(broken)} of {len(examples)} rows hold numbers that are not finite, the first in row {broken[0]}; leave "
-            "these rows out"
+            f"{len(broken)} of {len(examples)} rows hold numbers that are not finite, the first in row {broken[0]}; "
+            "leave these rows out"
         )
     return ""
 
@@ -182,8 +182,8 @@ def _problem_of_labels(examples: Examples, n_outputs: int | None) -> str:
     row, n_bad = int(possible.argmin()), int((~possible).sum())
     asked = task.asks_for(n_outputs) if n_outputs else "positions in the classes: 0, 1, 2 and so on"
     return (
-        f"row {row} has the label {labels.tolist()[row]!r}, and {n_bad} of {len(labels)} rows have none that can be learned; "
-        f"labels are {asked}"
+        f"row {row} has the label {labels.tolist()[row]!r}, and {n_bad} of {len(labels)} rows have none that can be "
+        f"learned; labels are {asked}"
     )
 
 

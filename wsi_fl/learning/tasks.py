@@ -53,7 +53,7 @@ class Task(ABC):
 
     @abstractmethod
     def possible(self, truth: Truth, n_outputs: int) -> NDArray[np.bool_]:
-        """Return bool[n], which truths a model of so many outputs can learn; all False where they have another shape."""
+        """Return bool[n], which truths a model of so many outputs can learn; none where they have another shape."""
 
     @abstractmethod
     def asks_for(self, n_outputs: int) -> str:

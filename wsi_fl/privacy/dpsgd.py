@@ -7,7 +7,7 @@ batch that came out (ProxyFL, eq. 7).
 holds where the terms of all others are the same without it. `DPTrainer` holds whatever model and loss it is given to
 that, or refuses them in one line:
 
-- What is known by its making (PyTorch's layers of rows, wsi-fl's own models, plain mean losses) goes through an engine.
+- What is built in (PyTorch's layers of rows, wsi-fl's own models, plain mean losses) goes through an engine.
 - What timm and torchvision bring goes through an engine that was measured on two real rows, and every step looks
   whether buffers, weights or generators of random numbers changed.
 - What somebody else wrote is shown one unit at a time, and a loss one row (`wsi_fl.privacy.losses`). No measurement has
@@ -65,9 +65,9 @@ def _summed_by_unit(
 ) -> tuple[GradientSums, Tensor]:
     """Return (Σ_u c_u g_u of each trained parameter, mean loss over all rows), from the rows of one unit at a time.
 
-    The gradient g_u of a unit, a patient or a row, is the *mean* over its rows in the batch, and c_u = min(1, C / |g_u|).
-    The model never sees rows of two units together, so g_u depends on no other unit, whatever the model is. Whatever a
-    patient's rows are, and however many, the sum changes by at most C when the patient is added or removed; patients
+    The gradient g_u of a unit, a patient or a row, is the *mean* over its rows in the batch, and
+    c_u = min(1, C / |g_u|). The model never sees rows of two units together, so g_u depends on no other unit, whatever
+    the model is. Whatever a patient's rows are, and however many, the sum changes by at most C when the patient is added or removed; patients
     are sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian mechanism with noise
     multiplier σ, its unit being one patient. Which of its rows a patient brings is drawn anew in each step and
     independent of all others: given the draw the bound holds, and so it does on average (Rényi divergence is
@@ -173,7 +173,7 @@ class DPTrainer:
         unit: str = "row",
         engine: str | None = None,
     ) -> None:
-        foreign = standing_of(model) == "foreign"
+        custom = standing_of(model) == "custom"
         if sigma > 0 and not isfinite(clip):
             raise UsageError(f"noise is a multiple of clip, which cannot be {clip:g}")
         self._model, self._optimizer = model, optimizer
@@ -184,7 +184,7 @@ class DPTrainer:
         if len(kinds) > 1 or not kinds <= {torch.float32, torch.float64}:
             names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
             raise UsageError(f"{UNTRAINABLE}: its weights are {names}; make them float32 by model.float()")
-        self.engine = SINGLY if foreign else engine or engine_of(model)
+        self.engine = SINGLY if custom else engine or engine_of(model)
         self._measured = False
         self._constants: dict[tuple[str, ...], tuple[float, ...]] = {}  # of losses
 
@@ -244,21 +244,25 @@ class DPTrainer:
     def _sums(
         self, x: Tensor, loss_of: LossOf, weigh: Weigh, patient: Tensor | None
     ) -> tuple[GradientSums, Tensor]:
-        """Return the clipped sums of a batch that is not empty, to which each unit adds at most C, and the mean loss."""
+        """Return the clipped sums of a batch, to which each unit adds at most C, and the mean loss.
+
+        Raises:
+            WsiFlError: when patients are missing.
+        """
         if self.unit == "patient" and patient is None:
             raise WsiFlError("a step with patients as units must know whose each row is")
         unit = patient if self.unit == "patient" else None
         standing = standing_of(self._model)  # it may have changed since
         self._require_same_parameters(x)
-        foreign, of_rows = standing == "foreign", is_mean_of_rows(loss_of)
-        memory = None if standing == "known" and of_rows else Memory(self._model, attributes=foreign)
+        custom, of_rows = standing == "custom", is_mean_of_rows(loss_of)
+        memory = None if standing == "built-in" and of_rows else Memory(self._model, attributes=custom)
         way = self.engine if self._measured else right_way(self._model, x, unit, self.engine)
         if way is not None and not self._measured:
             self.engine, self._measured = way, True
         loss_of = loss_of if of_rows else RowwiseLoss(loss_of, self._constants)
-        if foreign or unit is not None or way in (None, SINGLY):
+        if custom or unit is not None or way in (None, SINGLY):
             alone = torch.arange(len(x), device=x.device) if unit is None else unit
-            sums, loss = self._by_unit(x, alone, loss_of, weigh, memory if foreign else None)
+            sums, loss = self._by_unit(x, alone, loss_of, weigh, memory if custom else None)
         else:
             sums, loss = self._by_engine(x, loss_of, weigh)
         if memory is not None:
@@ -285,7 +289,11 @@ class DPTrainer:
         return self._portion.tried(few(len(x), x.shape[1:], gpu=x.is_cuda), lambda k: rows_of(at_once=k))
 
     def _require_same_parameters(self, x: Tensor) -> None:
-        """Refuse a model whose trained parameters are no more those of the beginning, or rows of another type."""
+        """Refuse a model whose trained parameters are no more those of the beginning, or rows of another type.
+
+        Raises:
+            UsageError: when it is so.
+        """
         present = trained(self._model)
         if len(present) != len(self._parameters) or any(
             a is not b for a, b in zip(present, self._parameters, strict=True)

@@ -3,10 +3,11 @@
 A row may add at most C to the clipped sum of a batch. That needs each row's gradient to be the same whatever other rows
 there are. Three ways lead there:
 
-- *known*: every module is one of PyTorch's layers that see rows one by one, or wsi-fl's own. Fast engines compute it.
-- *library*: other modules are of timm or torchvision. Fast engines compute it after a measurement on real rows, and
-  every step looks at what a forward pass must not change.
-- *foreign*: something is written by somebody else. Then the model is never shown two units at a time: a row's gradient
+- *built-in*: every module is one of PyTorch's layers that see rows one by one, or wsi-fl's own. Fast engines compute
+  it, after a measurement on two real rows: a softmax can run over the batch, an axis can be taken for another.
+- *library*: other modules are of timm or torchvision. They are measured likewise, and every step looks at what a
+  forward pass must not change.
+- *custom*: something is written by somebody else. Then the model is never shown two units at a time: a row's gradient
   is a function of that row by construction, whatever the model does with a batch. `Memory` sees to it that nothing
   goes from one row to the next within the model.
 
@@ -33,7 +34,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wsi_fl.types import UsageError
 
-Standing = Literal["known", "library", "foreign"]
+Standing = Literal["built-in", "library", "custom"]
 
 UNTRAINABLE = "model cannot be trained with differential privacy"
 
@@ -74,8 +75,8 @@ def standing_of(model: nn.Module) -> Standing:
             isinstance(part, _InstanceNorm) and part.running_mean is None
         ):
             raise UsageError(
-                f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has statistics of the batch, whether it "
-                "is trained or not; use GroupNorm"
+                f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has statistics of the batch, "
+                "whether it is trained or not; use GroupNorm"
             )
     hooked = any(
         p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()
@@ -85,13 +86,13 @@ def standing_of(model: nn.Module) -> Standing:
         or any(map(_is_changed, model.modules()))
         or any(getattr(room, hooks) for hooks in _GLOBAL_HOOKS)
     ):
-        return "foreign"
-    others = [part for part in model.modules() if type(part) not in _LAYERS]
-    if not all(type(part).__module__.startswith((_OURS, *_LIBRARIES)) for part in others):
-        return "foreign"
-    if not all(_is_trusted(value) for part in others for value in vars(part).values()):
-        return "foreign"
-    return "known" if all(type(part).__module__.startswith(_OURS) for part in others) else "library"
+        return "custom"
+    rest = [part for part in model.modules() if type(part) not in _LAYERS]
+    if not all(type(part).__module__.startswith((_OURS, *_LIBRARIES)) for part in rest):
+        return "custom"
+    if not all(_is_trusted(value) for part in rest for value in vars(part).values()):
+        return "custom"
+    return "built-in" if all(type(part).__module__.startswith(_OURS) for part in rest) else "library"
 
 
 def _is_changed(part: nn.Module) -> bool:
@@ -146,8 +147,8 @@ class Memory:
         for name in self._content.keys() | contents.keys():
             if self._content.get(name) != contents.get(name):
                 raise UsageError(
-                    f"{UNTRAINABLE}: a forward pass changes its {name}, so rows are learned there without noise; make it a "
-                    "constant"
+                    f"{UNTRAINABLE}: a forward pass changes its {name}, so rows are learned there without noise; make "
+                    "it a constant"
                 )
 
     def _contents(self) -> dict[str, object]:
@@ -167,21 +168,24 @@ _INTERNAL = frozenset(vars(nn.Module()))
 
 def _content(value: object, depth: int = 0) -> object:
     """Return what is equal as long as nobody changes a value in place."""
+    content: object = id(value)
     if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else value._version
-    if isinstance(value, np.ndarray):
-        return id(value), hash(value.tobytes())
-    if value is None or isinstance(value, str | bytes | int | float):
-        return repr(value)
-    if depth > _DEEPEST or isinstance(
+        content = id(value), 0 if value.is_inference() else value._version
+    elif isinstance(value, np.ndarray):
+        content = id(value), hash(value.tobytes())
+    elif value is None or isinstance(value, str | bytes | int | float):
+        content = repr(value)
+    elif depth > _DEEPEST or isinstance(
         value, nn.Module | type | FunctionType | BuiltinFunctionType | MethodType
     ):
-        return id(value)
-    if isinstance(value, Mapping):
-        return [(id(key), _content(one, depth + 1)) for key, one in value.items()]
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return [_content(one, depth + 1) for one in value]
-    return id(value), _content(getattr(value, "__dict__", None), depth + 1)
+        pass
+    elif isinstance(value, Mapping):
+        content = [(id(key), _content(item, depth + 1)) for key, item in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        content = [_content(item, depth + 1) for item in value]
+    else:
+        content = id(value), _content(getattr(value, "__dict__", None), depth + 1)
+    return content
 
 
 _DEEPEST = 4
@@ -191,5 +195,5 @@ def _chance() -> object:
     """Return the states of all generators that a model could draw from without a seed of its own."""
     on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     of_torch = [state.numpy().tobytes() for state in (torch.get_rng_state(), on_gpu) if state is not None]
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 whoever draws from it
     return of_torch, random.getstate(), name, np.asarray(keys).tobytes(), rest

@@ -88,67 +88,77 @@ class RowwiseLoss:
             raise UsageError(f"{_TIES}: it must be one number, the mean over the rows; use .mean()")
         if calls.plain_result is loss:
             return loss
-        chosen = range(len(outputs)) if rows is None else rows
-        if not len(chosen):
+        places = list(range(len(outputs)) if rows is None else rows)
+        if not places:
             return loss.detach()
         try:
-            each = self._of_rows(outputs, list(chosen), of_classes=False)
+            gradients = self._gradients(outputs, places, of_classes=False)
         except UsageError:
             if outputs.dim() != 2 or len(outputs) != outputs.shape[1]:
                 raise
-            each = self._of_rows(outputs, list(chosen), of_classes=True)
-        inner = (outputs[list(chosen)] * each).sum() / len(outputs)
-        return loss.detach() + (inner - inner.detach())
+            gradients = self._gradients(outputs, places, of_classes=True)
+        product = (outputs[places] * gradients).sum() / len(outputs)  # its gradients are these
+        return loss.detach() + (product - product.detach())
 
-    def _of_rows(self, outputs: Tensor, rows: list[int], *, of_classes: bool) -> Tensor:
+    def _gradients(self, outputs: Tensor, rows: list[int], *, of_classes: bool) -> Tensor:
         """Return the gradients [m, …] of these rows' losses by their outputs.
 
         Args:
             of_classes: whether a tensor of as many numbers as the batch has rows, and an output numbers, is of classes.
+
+        Raises:
+            UsageError: when they are others in the batch, or at the second time.
         """
         constants = dict(self._constants)
-        each = torch.cat([self._gradient(outputs, row, constants, of_classes) for row in rows])
-        if not _agree(self._gradient(outputs, rows[0], constants, of_classes), each[:1]):
+        gradients = torch.cat([self._gradient(outputs, row, constants, of_classes) for row in rows])
+        if not _agree(self._gradient(outputs, rows[0], constants, of_classes), gradients[:1]):
             raise UsageError(f"{_TIES}: it changes from one time to the next (a memory, or random numbers)")
-        self._require_mean(outputs, rows, each)
+        self._require_mean(outputs, rows, gradients)
         self._constants.update(constants)
-        return each
+        return gradients
 
     def _gradient(self, outputs: Tensor, row: int, constants: _Constants, of_classes: bool) -> Tensor:
-        """Return [1, …], the gradient of the loss of a row alone by its output."""
+        """Return [1, …], the gradient of the loss of a row alone by its output.
+
+        Raises:
+            UsageError: when there is none, or with other constants than before.
+        """
         with torch.enable_grad():
-            own = outputs[row : row + 1].detach().requires_grad_()
-            alone = _RowAlone(own, row, len(outputs), of_classes)
+            output = outputs[row : row + 1].detach().requires_grad_()
+            view = _RowAlone(output, row, len(outputs), of_classes)
             try:
-                with alone:
-                    loss = self._loss_of(own)
-                (gradient,) = torch.autograd.grad(loss.sum(), own, materialize_grads=True)
+                with view:
+                    loss = self._loss_of(output)
+                (gradient,) = torch.autograd.grad(loss.sum(), output, materialize_grads=True)
             except Exception as error:  # whatever somebody's loss raises
                 raise UsageError(
                     f"{_TIES}: it cannot be computed of one row alone ({one_line(error)[:200]})"
                 ) from None
-        numbers = constants.setdefault(tuple(alone.functions), tuple(alone.numbers))
-        if numbers != tuple(alone.numbers):
-            changed = [(a, b) for a, b in zip(numbers, alone.numbers, strict=False) if a != b]
-            what = f"was {changed[0][0]:g} and is {changed[0][1]:g}" if changed else "is not there"
+        numbers = constants.setdefault(tuple(view.functions), tuple(view.numbers))
+        if numbers != tuple(view.numbers):
+            changes = [(a, b) for a, b in zip(numbers, view.numbers, strict=False) if a != b]
+            what = f"was {changes[0][0]:g} and is {changes[0][1]:g}" if changes else "is not there"
             raise UsageError(f"{_TIES}: a number in it {what} in another batch; make it a constant")
         return gradient
 
-    def _require_mean(self, outputs: Tensor, rows: list[int], each: Tensor) -> None:
-        """Refuse a loss whose gradients in the batch are not those of rows alone, divided by their number."""
+    def _require_mean(self, outputs: Tensor, rows: list[int], gradients: Tensor) -> None:
+        """Refuse a loss whose gradients in the batch are not those of single rows, divided by their number.
+
+        Raises:
+            UsageError: when they are not.
+        """
         with torch.enable_grad():
-            whole = outputs.detach().requires_grad_()
-            loss = self._loss_of(whole)
-            (found,) = torch.autograd.grad(loss.sum(), whole, materialize_grads=True)
-        finite = (
-            outputs.detach()[rows].flatten(1).isfinite().all(1)
-        )  # a row that is NaN has no part in the sum
-        found, each = found[rows][finite], each[finite]
-        if _agree(found * len(outputs), each):
+            batch = outputs.detach().requires_grad_()
+            loss = self._loss_of(batch)
+            (in_batch,) = torch.autograd.grad(loss.sum(), batch, materialize_grads=True)
+        finite = batch.detach()[rows].flatten(1).isfinite().all(1)  # another row has no part in the sum
+        in_batch, gradients = in_batch[rows][finite], gradients[finite]
+        if _agree(in_batch * len(outputs), gradients):
             return
-        if _agree(found, each):
+        if _agree(in_batch, gradients):
             raise UsageError(
-                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of all rows' losses, .mean()"
+                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of the losses of all its "
+                "rows, .mean()"
             )
         raise UsageError(
             f"{_TIES}: a row's gradient depends on the other rows of its batch, as weights or statistics of the batch "
@@ -161,15 +171,15 @@ def loss_of_some(loss_of: LossOf, outputs: Tensor, rows: Sequence[int]) -> Tenso
     return loss_of(outputs, rows) if isinstance(loss_of, RowwiseLoss) else loss_of(outputs)
 
 
-def _agree(found: Tensor, wanted: Tensor) -> bool:
+def _agree(gradients: Tensor, expected: Tensor) -> bool:
     """Return whether gradients [b, …] of rows are the same but for round-off."""
-    if found.shape != wanted.shape:
+    if gradients.shape != expected.shape:
         return False
-    if torch.equal(found.isnan(), wanted.isnan()):
-        found, wanted = found.nan_to_num(), wanted.nan_to_num()
-    lengths = wanted.flatten(1).norm(dim=1)
+    if torch.equal(gradients.isnan(), expected.isnan()):
+        gradients, expected = gradients.nan_to_num(), expected.nan_to_num()
+    lengths = expected.flatten(1).norm(dim=1)
     longest = float(lengths.max()) if len(lengths) else 0.0
-    return bool(((found - wanted).flatten(1).norm(dim=1) <= _RTOL * lengths + _ATOL * longest).all())
+    return bool(((gradients - expected).flatten(1).norm(dim=1) <= _RTOL * lengths + _ATOL * longest).all())
 
 
 def _tensors(of: Any) -> list[Tensor]:
@@ -182,28 +192,28 @@ class _Calls(TorchFunctionMode):
     def __init__(self, outputs: Tensor) -> None:
         super().__init__()
         self._outputs: dict[int, Tensor] = {id(outputs): outputs}  # and columns of them
-        self._other = False
+        self._differs = False
         self._result: Tensor | None = None
 
     @property
     def plain_result(self) -> Tensor | None:
         """What the only call returned; None where there was another."""
-        return None if self._other else self._result
+        return None if self._differs else self._result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = _tensors((args, kwargs))
-        if not given or not isinstance(result, Tensor):
+        tensors = _tensors((args, kwargs))
+        if not tensors or not isinstance(result, Tensor):
             return result
-        if not any(id(value) in self._outputs for value in given):
-            self._other |= func not in _SELECTIONS
+        if not any(id(value) in self._outputs for value in tensors):
+            self._differs |= func not in _SELECTIONS
         elif _is_column(func, args):
             self._outputs[id(result)] = result
         elif self._result is None and func in PLAIN and self._is_mean(func, args, kwargs):
             self._result = result
         else:
-            self._other = True
+            self._differs = True
         return result
 
     def _is_mean(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -238,14 +248,14 @@ _SETTINGS: Mapping[str, Any] = {
 
 
 def _is_column(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether a call takes columns of outputs [b, k], or leaves out an axis of length 1 that is not the first."""
+    """Return whether a call takes columns of outputs [b, k], or drops an axis of length 1 but the first."""
     if func in (Tensor.squeeze, torch.squeeze):
         return len(args) == 2 and args[1] in (1, -1) and args[0].dim() > 1
     if func is not Tensor.__getitem__ or not isinstance(args[1], tuple):
         return False
-    first, *others = args[1]
+    first, *columns = args[1]
     return (
-        isinstance(first, slice) and first == slice(None) and all(isinstance(k, int | slice) for k in others)
+        isinstance(first, slice) and first == slice(None) and all(isinstance(k, int | slice) for k in columns)
     )
 
 
@@ -264,16 +274,16 @@ class _RowAlone(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
-        if not given or (func in _SELECTIONS and not any(id(value) in self._computed for value in given)):
+        tensors = _tensors((args, kwargs))
+        if not tensors or (func in _SELECTIONS and not any(id(value) in self._computed for value in tensors)):
             return func(*args, **kwargs)
-        args, kwargs = tree_map(self._own, (args, kwargs))
+        args, kwargs = tree_map(self._row_of, (args, kwargs))
         result = func(*args, **kwargs)
         self.functions.append(getattr(func, "__name__", str(func)))
         self._computed |= {id(value): value for value in _tensors(result)}
         return result
 
-    def _own(self, value: Any) -> Any:
+    def _row_of(self, value: Any) -> Any:
         if isinstance(value, float):
             self.numbers.append(value)
         if not isinstance(value, Tensor | np.ndarray) or isinstance(value, nn.Parameter) or not value.ndim:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from wsi_fl.privacy.gradients import ENGINES, engine_of
 from wsi_fl.privacy.independence import UNTRAINABLE, Memory, standing_of, train_without_dropout
 from wsi_fl.privacy.losses import LossOf
-from wsi_fl.types import UsageError, one_line
+from wsi_fl.types import UsageError
 
 SINGLY = "singly"
 """The way of models that somebody else wrote: a backward pass for each row."""
@@ -30,9 +30,9 @@ _OUTPUT_RTOL, _OUTPUT_ATOL = 1e-3, 1e-5
 def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], n_classes: int) -> str:
     """Return the way in which a model's clipped sums will be computed, on a copy of the model and two random rows.
 
-    It is an engine whose gradients agree with those of single examples, or "singly", a backward pass for each row, where
-    the model is somebody's own or no engine agrees. `input_shape` is that of one example, such as channels, height and
-    width.
+    It is an engine whose gradients agree with those of single examples, or "singly", a backward pass for each row,
+    where the model is somebody's own or no engine agrees. `input_shape` is that of one example, such as channels,
+    height and width.
 
     Raises:
         UsageError: when the model does not map such rows to logits, ties the rows of a batch together, draws random
@@ -72,29 +72,29 @@ def right_way(model: nn.Module, x: Tensor, unit: Tensor | None, engine: str | No
         UsageError: when the model cannot take the rows, or ties those of two units together.
     """
     standing_of(model)
-    whose = torch.arange(len(x)) if unit is None else unit.cpu()
-    pair = _pair(x, whose)
+    units = torch.arange(len(x)) if unit is None else unit.cpu()
+    pair = _pair(x, units)
     if pair is None:
         return None
-    rows = torch.cat([(whose == k).nonzero().flatten()[:_ROWS] for k in pair])
-    others = [k for k in range(len(x)) if k not in rows.tolist()]
-    others = others[: max(0, _NUMBERS // max(1, x[0].numel()) - len(rows))]
-    some, beside, whose = x[rows.to(x.device)].detach().cpu(), x[others].detach().cpu(), whose[rows]
+    rows = torch.cat([(units == k).nonzero().flatten()[:_ROWS] for k in pair])
+    rest = [k for k in range(len(x)) if k not in rows.tolist()]
+    rest = rest[: max(0, _NUMBERS // max(1, x[0].numel()) - len(rows))]
+    sample, neighbours, units = x[rows.to(x.device)].detach().cpu(), x[rest].detach().cpu(), units[rows]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             probe = _generic_copy(model)
         except Exception:  # it holds what cannot be copied; then as it is
-            probe, some, beside = model, some.to(x.device), beside.to(x.device)
+            probe, sample, neighbours = model, sample.to(x.device), neighbours.to(x.device)
         try:
             return _right_way(
                 model,
                 probe,
-                some,
+                sample,
                 _smooth_loss,
-                None if unit is None else whose,
+                None if unit is None else units,
                 engine=engine,
-                beside=beside,
+                neighbours=neighbours,
             )
         except torch.OutOfMemoryError:
             return None
@@ -132,25 +132,29 @@ def _right_way(
     *,
     engine: str | None = None,
     strict: bool = False,
-    beside: Tensor | None = None,
+    neighbours: Tensor | None = None,
 ) -> str:
     """Return the way of `model`, measured on a copy.
 
     Args:
-        x: the rows of two units, of which `beside` are more in the same batch.
+        x: the rows of two units, of which `neighbours` are more in the same batch.
         strict: whether to refuse parameters that the loss does not use.
+
+    Raises:
+        UsageError: when the model cannot take the rows, remembers them or ties them together.
+        OutOfMemoryError: of PyTorch, when memory does not hold them.
     """
-    foreign = standing_of(model) == "foreign"
+    custom = standing_of(model) == "custom"
     shape = "×".join(map(str, x.shape[1:]))
-    whose = torch.arange(len(x)) if unit is None else unit
-    memory = Memory(probe, attributes=foreign)
+    units = torch.arange(len(x)) if unit is None else unit
+    memory = Memory(probe, attributes=custom)
     try:
         with torch.no_grad():
-            batch = x if beside is None or not foreign else torch.cat([x, beside])
-            together = _one_tensor(probe(batch))
+            batch = x if neighbours is None or not custom else torch.cat([x, neighbours])
+            together = _require_tensor(probe(batch))
             if len(together) == len(batch):
                 together = together[: len(x)]
-            alone = torch.cat([_one_tensor(probe(x[whose == k])) for k in dict.fromkeys(whose.tolist())])
+            single = torch.cat([_require_tensor(probe(x[units == k])) for k in dict.fromkeys(units.tolist())])
             memory.forget()
             memory.require_unchanged()
         singly = {} if unit is not None else _gradients_singly(probe, x, loss_of)
@@ -158,13 +162,14 @@ def _right_way(
         raise
     except Exception as error:
         raise UsageError(f"{UNTRAINABLE} on rows of {shape}: {_first_line(error)}") from None
-    if len(together) != len(x) or not same_rows(together, alone):
+    if len(together) != len(x) or not same_rows(together, single):
         raise UsageError(
-            f"{UNTRAINABLE}: it ties the rows of a batch together: what it says of a row of {shape} depends on the others"
+            f"{UNTRAINABLE}: it ties the rows of a batch together: what it says of a row of {shape} depends on the "
+            "other rows"
         )
     if unused := [name for name, g in singly.items() if g is None and strict]:
         raise UsageError(f"{UNTRAINABLE}: the loss does not depend on {unused[0]}; freeze it")
-    if unit is not None or foreign or engine == SINGLY:
+    if unit is not None or custom or engine == SINGLY:
         return SINGLY
     for way in dict.fromkeys((engine or engine_of(model), "hooks")):
         if way in ENGINES and _fault(way, probe, x, loss_of, singly) is None:
@@ -172,24 +177,24 @@ def _right_way(
     return SINGLY
 
 
-def _one_tensor(outputs: object) -> Tensor:
+def _require_tensor(outputs: object) -> Tensor:
     if not isinstance(outputs, Tensor):
         raise UsageError(f"{UNTRAINABLE}: it must return one tensor, not a {type(outputs).__name__}")
     return outputs
 
 
-def same_rows(found: Tensor, wanted: Tensor) -> bool:
+def same_rows(outputs: Tensor, expected: Tensor) -> bool:
     """Return whether outputs [b, …] are the same but for round-off, and not finite in the same places."""
-    if found.shape != wanted.shape:
+    if outputs.shape != expected.shape:
         return False
-    found, wanted = found.flatten(1).double(), wanted.flatten(1).double()
-    finite = wanted.isfinite()
-    if not torch.equal(finite, found.isfinite()):
+    outputs, expected = outputs.flatten(1).double(), expected.flatten(1).double()
+    finite = expected.isfinite()
+    if not torch.equal(finite, outputs.isfinite()):
         return False
-    found, wanted = found.where(finite, 0.0), wanted.where(finite, 0.0)
-    largest = float(wanted.abs().max()) if wanted.numel() else 0.0
-    apart = (found - wanted).norm(dim=1)
-    return bool((apart <= _OUTPUT_RTOL * wanted.norm(dim=1) + _OUTPUT_ATOL * largest).all())
+    outputs, expected = outputs.where(finite, 0.0), expected.where(finite, 0.0)
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    distance = (outputs - expected).norm(dim=1)
+    return bool((distance <= _OUTPUT_RTOL * expected.norm(dim=1) + _OUTPUT_ATOL * largest).all())
 
 
 def _generic_copy(model: nn.Module) -> nn.Module:
