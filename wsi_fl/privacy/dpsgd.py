@@ -31,7 +31,6 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.gradients import (
     ENGINES,
     GradientSums,
-    LossOf,
     Weigh,
     added,
     engine_of,
@@ -40,7 +39,7 @@ from wsi_fl.privacy.gradients import (
     trained,
 )
 from wsi_fl.privacy.independence import UNTRAINABLE, Memory, standing_of, train_without_dropout
-from wsi_fl.privacy.losses import RowwiseLoss, is_mean_of_rows, loss_of_some
+from wsi_fl.privacy.losses import LossOf, RowwiseLoss, is_mean_of_rows, loss_of_some
 from wsi_fl.privacy.measurement import SINGLY, check_per_example_gradients, right_way, same_rows
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.system.bulk import Portion, few
@@ -67,9 +66,9 @@ def _summed_by_unit(
 
     The gradient g_u of a unit, a patient or a row, is the *mean* over its rows in the batch, and
     c_u = min(1, C / |g_u|). The model never sees rows of two units together, so g_u depends on no other unit, whatever
-    the model is. Whatever a patient's rows are, and however many, the sum changes by at most C when the patient is added or removed; patients
-    are sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian mechanism with noise
-    multiplier σ, its unit being one patient. Which of its rows a patient brings is drawn anew in each step and
+    the model is. Whatever a patient's rows are, and however many, the sum changes by at most C when the patient is
+    added or removed; patients are sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian
+    mechanism with noise multiplier σ, its unit being one patient. Which of its rows a patient brings is drawn anew in each step and
     independent of all others: given the draw the bound holds, and so it does on average (Rényi divergence is
     quasi-convex). The mean, and not the sum, since its length does not grow with the number of rows: the same C suits
     rows and patients.

@@ -193,7 +193,7 @@ _DEEPEST = 4
 
 def _chance() -> object:
     """Return the states of all generators that a model could draw from without a seed of its own."""
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda._initialized else None
     of_torch = [state.numpy().tobytes() for state in (torch.get_rng_state(), on_gpu) if state is not None]
     name, keys, *rest = np.random.get_state()  # noqa: NPY002 whoever draws from it
     return of_torch, random.getstate(), name, np.asarray(keys).tobytes(), rest

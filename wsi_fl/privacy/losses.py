@@ -157,8 +157,8 @@ class RowwiseLoss:
             return
         if _agree(in_batch, gradients):
             raise UsageError(
-                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of the losses of all its "
-                "rows, .mean()"
+                f"{_TIES}: it does not divide by the number of rows in the batch; use the mean of the losses of all "
+                "its rows, .mean()"
             )
         raise UsageError(
             f"{_TIES}: a row's gradient depends on the other rows of its batch, as weights or statistics of the batch "
