@@ -235,7 +235,16 @@ def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch)
             assert trainer.engine == "ghost" and independence.standing_of(case.make()) == "built-in"
 
 
-def test_a_pool_of_somebody_else_makes_a_model_of_ours_foreign():
+@pytest.mark.parametrize("engine", ["ghost", "hooks"])
+def test_no_wish_for_an_engine_leads_round_the_check(engine):
+    model = Net(lambda net, x: net.fc(x - x.mean(0)), fc=nn.Linear(D, 2))
+    (x, y), recorder = data("vectors"), Recorder(model.parameters())
+    trainer = DPTrainer(model, recorder, sigma=0.0, clip=1.0, batch_size=B, engine=engine)
+    assert trainer.engine == "singly"
+    refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "ties the rows")
+
+
+def test_a_pool_of_somebody_else_makes_a_model_of_ours_their_own():
     assert independence.standing_of(deepset(2, D, hidden=8)) == "built-in"
     assert independence.standing_of(deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
     assert independence.standing_of(deepset(2, D, hidden=8, pool=lambda phi, present: phi.sum(1))) == "custom"

@@ -69,8 +69,8 @@ def _summed_by_unit(
     the model is. Whatever a patient's rows are, and however many, the sum changes by at most C when the patient is
     added or removed; patients are sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian
     mechanism with noise multiplier σ, its unit being one patient. Which of its rows a patient brings is drawn anew in
-    each step and independent of all others: given the draw the bound holds, and so it does on average (Rényi divergence
-    is quasi-convex). The mean, and not the sum, since its length does not grow with the number of rows: the same C suits
+    each step and independent of all others: given the draw the bound holds, and so it does on average (Rényi
+    divergence is quasi-convex). The mean, and not the sum, since its length does not grow with the number of rows: the same C suits
     rows and patients.
 
     By plain backward passes, one unit after the other: memory holds two gradients and the activations of one chunk.
