@@ -64,14 +64,14 @@ def _summed_by_unit(
 ) -> tuple[GradientSums, Tensor]:
     """Return (Σ_u c_u g_u of each trained parameter, mean loss over all rows), from the rows of one unit at a time.
 
-    The gradient g_u of a unit, a patient or a row, is the *mean* over its rows in the batch, and
-    c_u = min(1, C / |g_u|). The model never sees rows of two units together, so g_u depends on no other unit, whatever
-    the model is. Whatever a patient's rows are, and however many, the sum changes by at most C when the patient is
-    added or removed; patients are sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian
-    mechanism with noise multiplier σ, its unit being one patient. Which of its rows a patient brings is drawn anew in
-    each step and independent of all others: given the draw the bound holds, and so it does on average (Rényi
-    divergence is quasi-convex). The mean, and not the sum, since its length does not grow with the number of rows: the same C suits
-    rows and patients.
+    The gradient g_u of a unit, a patient or a row, is the *mean* over its rows in the batch, and c_u = min(1, C /
+    |g_u|). The model never sees rows of two units together, so g_u depends on no other unit, whatever the model is.
+    Whatever a patient's rows are, and however many, the sum changes by at most C when the patient is added or
+    removed; patients are sampled whole, each with probability q. So a step is the Poisson-subsampled Gaussian
+    mechanism with noise multiplier σ, its unit being one patient. Which of its rows a patient brings is drawn anew
+    in each step and independent of all others: given the draw the bound holds, and so it does on average (Rényi
+    divergence is quasi-convex). The mean, and not the sum, since its length does not grow with the number of rows:
+    the same C suits rows and patients.
 
     By plain backward passes, one unit after the other: memory holds two gradients and the activations of one chunk.
 
