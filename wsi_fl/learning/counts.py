@@ -199,8 +199,8 @@ def _scores_of(told: Sequence[Counts]) -> OfCounts:
     """Return n and the three scores that follow from one model's counts on one test part or more.
 
     Accuracies are exact, and so is the AUROC of one test part. Of several, pairs between hospitals whose bins overlap
-    count as half, so the exact one lies at most `auroc_within` away. Both are None for more than two classes. All are
-    None without examples.
+    count as half, so the exact one lies at most `auroc_within` away. Both are None unless there are two classes. All
+    are None without examples.
     """
     n = sum(one["n"] for one in told)
     if not n:
@@ -219,7 +219,12 @@ def _scores_of(told: Sequence[Counts]) -> OfCounts:
 
 
 def _auroc(told: Sequence[Counts]) -> tuple[float, float] | tuple[None, None]:
-    """Return the area under the ROC curve, uncertain pairs counting half, and how far the exact one may lie away."""
+    """Return the area under the ROC curve, uncertain pairs counting half, and how far the exact one may lie away.
+
+    Both are None unless there are two classes: others have no bins.
+    """
+    if any(len(part["confusion"]) != 2 for part in told):
+        return None, None
     area = within = 0.0
     for one in told:
         for other in told:
@@ -278,10 +283,8 @@ def results(document: Scores) -> Between:
         whole = list(told.values())
         models[model] = {"hospitals": parts, "merged": _scores_of(whole)}
         truth = np.maximum(truth, np.sum(confusion_of(whole), axis=1))  # 0 of a model that did not arrive
-    most = int(truth.argmax())
-    constant: Constant = {"class": document["classes"][most], "accuracy": float(truth[most] / truth.sum())}
-    return {
-        "hospitals": list(document["hospitals"]),
-        "models": models,
-        "constant": constant if truth.sum() else None,
-    }
+    most, n = int(truth.argmax()), int(truth.sum())
+    constant: Constant | None = None
+    if n:
+        constant = {"class": document["classes"][most], "accuracy": float(truth[most] / n)}
+    return {"hospitals": list(document["hospitals"]), "models": models, "constant": constant}
