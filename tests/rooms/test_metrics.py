@@ -7,7 +7,7 @@ import pytest
 from conftest import slow_intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import rankdata
+from scipy.stats import beta, binomtest, rankdata
 
 from wsi_fl.learning.metrics import calibration, confusion, mean_and_sd, slide_level
 from wsi_fl.learning.tasks import intervals, scored
@@ -80,11 +80,13 @@ def test_intervals_repeat_with_their_seed_and_need_two_patients():
     assert one_class["auroc"] is None and one_class["accuracy"] is not None
 
 
-def slowly_scored(p, y):
-    """Scores of rows that stand there as often as they were drawn, sorted anew."""
+def slowly_scored(p, y, classes=()):
+    """Scores of rows that stand there as often as they were drawn, sorted anew; no mean over fewer classes than these."""
     if not len(y):
         return UNKNOWN
     right, present = p.argmax(1) == y, np.unique(y)
+    if set(classes) > set(present):
+        return UNKNOWN | {"accuracy": right.mean()}
     areas = []
     for c in [1] if p.shape[1] == 2 else present:
         n = int((y == c).sum())
@@ -97,15 +99,36 @@ def slowly_scored(p, y):
     }
 
 
+def clopper(share, n):
+    """The interval of a share by its definition: both tails of a binomial, or of a beta where n · share is not whole."""
+    if (k := share * n) == round(k):
+        return list(binomtest(round(k), n).proportion_ci(method="exact"))
+    return [beta.ppf(0.025, k, n - k + 1), beta.ppf(0.975, k + 1, n - k)]
+
+
 @settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12), st.sampled_from([7, 10**6]))
-def test_intervals_are_those_of_sorting_every_resample_to_the_last_bit(case, n_patients, at_once):
+def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once):
     """However many resamples are held at a time."""
     p, y = case
     cluster = np.random.default_rng(len(y)).integers(0, n_patients, len(y)).astype(str)
-    slow = slow_intervals(lambda rows: slowly_scored(p[rows], y[rows]), cluster, repeats=30)
+    right = p.argmax(1) == y
+
+    def exact(name, value):
+        n_of = {c: len(set(cluster[y == c])) for c in set(y.tolist())}
+        n_rest = {c: len(set(cluster[y != c])) for c in n_of}
+        if name == "auroc":
+            low, high = np.mean([clopper(value, min(n_of[c], n_rest[c])) for c in n_of], axis=0)
+            return [value, value] if 0 < value < 1 else [low, high]
+        shares = [(right[y == c].mean(), n) for c, n in n_of.items()]
+        shares = shares if name == "macro_accuracy" else [(value, len(set(cluster)))]
+        return np.mean([clopper(*one) for one in shares], axis=0).tolist()
+
+    slow = slow_intervals(lambda rows: slowly_scored(p[rows], y[rows], y), cluster, exact, repeats=30)
     with patch("wsi_fl.learning.metrics._AT_ONCE", at_once * len(y)):
-        assert intervals(p, y, cluster, repeats=30) == slow
+        found = intervals(p, y, cluster, repeats=30)
+    for name, ends in slow.items():
+        assert found[name] == (ends and pytest.approx(ends, abs=1e-12))
     assert {name: value for name, value in scored(p, y).items() if name != "n"} == slowly_scored(p, y)
 
 

@@ -17,7 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning import metrics, survival
-from wsi_fl.learning.metrics import Measure, Weights, counted_once, measure_of_classes, resampled
+from wsi_fl.learning.metrics import (
+    Measure,
+    Weights,
+    counted_once,
+    exact_interval,
+    measure_of_classes,
+    resampled,
+    share_interval,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -261,8 +269,23 @@ def quality(said: Predicted, truth: Truth, task: Task = CLASSES) -> float | None
 def intervals(
     said: Predicted, truth: Truth, cluster: NDArray[np.str_], task: Task = CLASSES, *, repeats: int
 ) -> dict[str, list[float] | None]:
-    """Return percentile intervals of every score when whole clusters (patients) are drawn with replacement."""
-    return resampled(task.measure(said, truth), task.scores, cluster, repeats=repeats)
+    """Return percentile intervals of every score when whole clusters (patients) are drawn with replacement.
+
+    See `resampled`. A score that no resample changes has the exact interval of a share: of the clusters, or for
+    concordance of pairs of which no two share a cluster. Errors of numbers have no bound, so there is none.
+    """
+    measure, n = task.measure(said, truth), len(np.unique(cluster))
+
+    def exact(name: str, value: float) -> list[float] | None:
+        if task.kind == "number":
+            return None
+        if name == "concordance" and value not in (0, 1):
+            return [value, value]  # risks that are all the same rank nobody anywhere
+        return [*share_interval(value, n // 2 if name == "concordance" else n)]
+
+    if task.kind == "classes":
+        exact = exact_interval(measure, truth, cluster)
+    return resampled(measure, task.scores, cluster, exact, repeats=repeats)
 
 
 def strata(truth: Truth, task: Task) -> NDArray[np.int64]:
