@@ -8,7 +8,7 @@ import statsmodels.api as sm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logit
-from scipy.stats import mannwhitneyu
+from scipy.stats import beta, binomtest, mannwhitneyu
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, recall_score, roc_auc_score
@@ -203,3 +203,61 @@ def test_net_benefit_at_a_prevalence_is_that_of_as_many_more_others():
     at = clinical.net_benefit(score, case, [0.1, 0.3], 0.1)
     counted = clinical.net_benefit(score[many], case[many], [0.1, 0.3])
     assert all(at[kind] == pytest.approx(counted[kind]) for kind in at)
+
+
+UNSURE = np.full(8, 0.5)
+PERFECT = np.linspace(0, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "value", "most"),
+    [
+        (PERFECT, UNSURE, 0.5, 0.5),
+        (UNSURE, PERFECT, -0.5, 0.5),
+        (PERFECT, 1 - PERFECT, 1.0, 1.0),
+        (1 - PERFECT, UNSURE, -0.5, 0.5),
+    ],
+)
+def test_models_that_differ_alike_for_every_patient_are_not_alike(ours, theirs, value, most):
+    """The interval is that of four of four pairs, and p of a sign test on them."""
+    found = clinical.auroc_difference(ours, theirs, np.arange(8) >= 4)
+    low, high = proportion_confint(4, 4, method="beta")
+    ends = sorted(np.sign(value) * most * (2 * np.array([low, high]) - 1))
+    assert (found.value, found.low, found.high) == pytest.approx((value, *ends))
+    assert found.p == pytest.approx(binomtest(4, 4).pvalue) and found.n == 8
+
+
+def test_pairs_that_differ_unlike_while_no_patient_does_count_in_part():
+    """Of two cases and two others, each gains one half: one pair a whole and one nothing."""
+    case = np.array([True, True, False, False])
+    ours, theirs = np.array([2.0, 4.0, 1.0, 3.0]), np.array([1.0, 3.0, 2.0, 4.0])
+    found = clinical.auroc_difference(ours, theirs, case)
+    ends = 2 * np.array([beta.ppf(0.025, 1.5, 1.5), beta.ppf(0.975, 2.5, 0.5)]) - 1
+    assert (found.value, found.low, found.high) == pytest.approx((0.5, *ends)) and found.p == 1
+    same = clinical.auroc_difference(ours, ours**3, case)
+    assert (same.value, same.low, same.high, same.p) == (0, 0, 0, None)
+
+
+def test_p_is_small_but_never_nothing():
+    rng, case = np.random.default_rng(0), np.arange(3000) >= 1500
+    good, bad = rng.normal(3.0 * case, 1), rng.normal(-3.0 * case, 1)
+    found = clinical.auroc_difference(good, bad, case)
+    assert 0 < found.p < 1e-100
+    few = clinical.auroc_difference(np.where(case, 2.0, rng.random(3000)), rng.random(3000), case)
+    assert 0 < few.p < 1e-50
+
+
+def test_at_another_prevalence_one_kind_of_patients_says_nothing_of_the_model():
+    score, at = np.array([0.9, 0.8, 0.6, 0.4]), [0.1, 0.25, 0.5]
+    for case in (np.ones(4, bool), np.zeros(4, bool)):
+        found = clinical.net_benefit(score, case, at, 0.05)
+        assert found["everybody"] == pytest.approx([0.05 - 0.95 * t / (1 - t) for t in at])
+        assert found["model"] == [None] * 3
+        assert clinical.described(score, score > 0.5, case, 0.05).get("at_prevalence") is None
+    both = np.array([True, True, False, False])
+    data = pd.DataFrame({"case": both.astype(int), "model": score})
+    table = dcurves.dca(data=data, outcome="case", modelnames=["model"], thresholds=at, prevalence=0.05)
+    found = clinical.net_benefit(score, both, at, 0.05)
+    for name, known in (("model", "model"), ("everybody", "all")):
+        expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
+        assert found[name] == pytest.approx(expected, abs=1e-9)

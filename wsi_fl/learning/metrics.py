@@ -98,7 +98,11 @@ def confusion(probabilities: Probabilities, labels: Labels) -> list[list[int]]:
 
 
 def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) -> dict[str, Any]:
-    """Return the expected calibration error over bins of equal width (Guo et al., 2017), and the Brier score."""
+    """Return the expected calibration error over bins of equal width (Guo et al., 2017), and the Brier score.
+
+    Of two classes that is the mean squared error of the second one's probability, from 0 to 1, as clinical papers have
+    it; of more, squared errors are summed over the classes, from 0 to 2 (Brier, 1950).
+    """
     if not len(labels):
         return {"ece": None, "brier": None, "bins": []}
     confidence = probabilities.max(1)
@@ -114,7 +118,8 @@ def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) 
     ]
     ece = sum(b["n"] * abs(b["confidence"] - b["accuracy"]) for b in bins) / len(labels)
     one_hot = np.eye(probabilities.shape[1])[labels]
-    brier = ((probabilities - one_hot) ** 2).sum(1).mean()
+    each = ((probabilities - one_hot) ** 2).sum(1)
+    brier = (each / 2 if probabilities.shape[1] == 2 else each).mean()
     return {"ece": float(ece), "brier": float(brier), "bins": bins}
 
 
