@@ -295,9 +295,7 @@ def slow_intervals(scored_rows, cluster, exact=lambda *_: None, *, repeats, seed
         low, high = np.quantile(values, [(1 - 0.95) / 2, (1 + 0.95) / 2]).tolist()
         return exact(name, low) if low == high else [low, high]
 
-    return {
-        name: ends(name, values) if len(values) > repeats / 2 else None for name, values in known.items()
-    }
+    return {name: ends(name, values) if len(values) > repeats / 2 else None for name, values in known.items()}
 
 
 def same(a, b) -> bool:

@@ -186,9 +186,10 @@ def confusion_of(told: Sequence[Counts]) -> list[list[int]]:
 
 
 class OfCounts(TypedDict):
-    """The scores that follow from one model's counts."""
+    """The scores that follow from one model's counts; `n_classes` have examples, and macro-accuracy is over these."""
 
     n: int
+    n_classes: int
     accuracy: float | None
     macro_accuracy: float | None
     auroc: float | None
@@ -204,13 +205,22 @@ def _scores_of(told: Sequence[Counts]) -> OfCounts:
     """
     n = sum(one["n"] for one in told)
     if not n:
-        return {"n": 0, "accuracy": None, "macro_accuracy": None, "auroc": None, "auroc_within": None}
+        unknown: OfCounts = {
+            "n": 0,
+            "n_classes": 0,
+            "accuracy": None,
+            "macro_accuracy": None,
+            "auroc": None,
+            "auroc_within": None,
+        }
+        return unknown
     table = np.array(confusion_of(told), np.int64)
     present = table.sum(1) > 0
     per_class = table.diagonal()[present] / table.sum(1)[present]
     area, within = _auroc(told)
     return {
         "n": n,
+        "n_classes": int(present.sum()),
         "accuracy": float(table.trace() / n),
         "macro_accuracy": float(per_class.mean()),
         "auroc": area,
@@ -263,6 +273,7 @@ class Between(TypedDict):
     """The document of `results`."""
 
     hospitals: list[str]
+    n_classes: int
     models: dict[str, OfModel]
     constant: Constant | None
 
@@ -271,7 +282,7 @@ def results(document: Scores) -> Between:
     """Return the scores that follow from the counts between hospitals, as `evaluate --json` prints under `between`.
 
     Returns:
-        `hospitals`, the names of those that told counts, and `models`: by name, the scores on each hospital's test
+        `hospitals`, the names of those that told counts, how many classes are asked for, and `models`: by name, the scores on each hospital's test
         part (`hospitals`) and on all of these together (`merged`). `constant` is the class that most of all test
         examples have, and the accuracy of always saying it; None without examples.
     """
@@ -287,4 +298,5 @@ def results(document: Scores) -> Between:
     constant: Constant | None = None
     if n:
         constant = {"class": document["classes"][most], "accuracy": float(truth[most] / n)}
-    return {"hospitals": list(document["hospitals"]), "models": models, "constant": constant}
+    hospitals, n_classes = list(document["hospitals"]), len(document["classes"])
+    return {"hospitals": hospitals, "n_classes": n_classes, "models": models, "constant": constant}

@@ -166,7 +166,7 @@ def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: in
     theirs = measures.together(alone) if len(alone) == len(told) else None
     table, points = told[0].table, {one.point for one in told}
     found = {}
-    for k in range(len(table.outputs)) if len(table.outputs) > 2 else [1]:
+    for k in [1] if len(table.outputs) == 2 else range(len(table.outputs)):
         score, positive, case = patients.said[:, k], called == k, patients.truth == k
         more = None if theirs is None else measures.auroc_difference(score, theirs.said[:, k], case)
         whose = measures.subgroups(np.concatenate(groups), positive, case, score, least) if groups else None

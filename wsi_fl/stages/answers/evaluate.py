@@ -23,7 +23,7 @@ from wsi_fl.learning.predictions import Predictions, aggregated_scores, measured
 from wsi_fl.learning.tasks import Task, scored
 from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.words import SCORES, SHORT, known, measured_in, number, received, spread
+from wsi_fl.report.words import SCORES, SHORT, classes_of_parts, known, measured_in, number, received, spread
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_lines, between_of
 from wsi_fl.stages.answers.predictions import write_predictions
@@ -383,6 +383,11 @@ def evaluation_lines(document: Evaluation) -> Lines:
     first = scores[0]
     if document["sites"]:
         yield _table(document)
+        over = classes_of_parts(document["sites"])
+        if over and (
+            document["merged"] is None or document["shared"]
+        ):  # macro-accuracy of parts stands there
+            yield Line(f"  {over}")
     for said in received(document):
         yield Line(f"  {said}")
     if together := document["aggregated"]:
