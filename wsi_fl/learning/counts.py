@@ -282,9 +282,9 @@ def results(document: Scores) -> Between:
     """Return the scores that follow from the counts between hospitals, as `evaluate --json` prints under `between`.
 
     Returns:
-        `hospitals`, the names of those that told counts, how many classes are asked for, and `models`: by name, the scores on each hospital's test
-        part (`hospitals`) and on all of these together (`merged`). `constant` is the class that most of all test
-        examples have, and the accuracy of always saying it; None without examples.
+        `hospitals`, the names of those that told counts, how many classes are asked for (`n_classes`), and `models`: by
+        name, the scores on each hospital's test part (`hospitals`) and on all of these together (`merged`). `constant`
+        is the class that most of all test examples have, and the accuracy of always saying it; None without examples.
     """
     models: dict[str, OfModel] = {}
     truth = np.zeros(len(document["classes"]), np.int64)

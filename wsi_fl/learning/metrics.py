@@ -154,10 +154,13 @@ def resampled(
         for name, values in measure(np.stack(weights)).items():
             drawn[name][some] = values
     intervals: dict[str, list[float] | None] = {}
-    for name, values in drawn.items():
-        values = values[~np.isnan(values)]
-        low, high = np.quantile(values, _TAILS).tolist() if len(values) > repeats / 2 else (None, None)
-        intervals[name] = None if low is None else exact(name, low) if low == high else [low, high]
+    for name, draws in drawn.items():
+        values = draws[~np.isnan(draws)]
+        if len(values) <= repeats / 2:
+            intervals[name] = None
+            continue
+        low, high = (float(end) for end in np.quantile(values, _TAILS))
+        intervals[name] = exact(name, low) if low == high else [low, high]
     return intervals
 
 
@@ -255,7 +258,8 @@ def _recentred_at_half(score: NDArray[np.float64], threshold: float) -> NDArray[
     below, above = np.nextafter(0.5, [0.0, 1.0])
     low = np.minimum(0.5 * (score / threshold), below)
     high = 0.5 + 0.5 * ((score - threshold) / max(1 - threshold, np.finfo(float).eps))
-    return np.where(score >= threshold, np.maximum(high, above), low)
+    moved: NDArray[np.float64] = np.where(score >= threshold, np.maximum(high, above), low)
+    return moved
 
 
 def mean_and_sd(values: list[float | None]) -> dict[str, float | None]:

@@ -186,7 +186,7 @@ def _ema_decay(iteration: int, ema: float) -> float:
 
 
 class _Ddim(DDIMScheduler):  # type: ignore[misc]
-    """DDIM in which each step ends where the next one begins, and the last one at the clean image (Song et al., eq. 12).
+    """DDIM in which each step ends where the next begins, and the last at the clean image (Song et al., eq. 12).
 
     The library's own goes back by the whole number of chain steps per sampling step, whatever times it lists.
     """

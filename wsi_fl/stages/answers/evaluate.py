@@ -26,7 +26,7 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.report.words import SCORES, SHORT, classes_of_parts, known, measured_in, number, received, spread
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_lines, between_of
-from wsi_fl.stages.answers.predictions import write_predictions
+from wsi_fl.stages.answers.predictions import seal_of, write_predictions
 from wsi_fl.stages.answers.trained import TrainedModels, answering, offered, settings_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext, as_begun
@@ -204,6 +204,7 @@ def _evaluate_site(
     row = {
         "site": site.name,
         "with": table.answer,
+        "predictions": seal_of(folder),
         **(level(table) | {"noise": moved and moved[0]} if merged else own),
         "own": own,
         "external": others.scores() | {"tumor_types": of_tumor_types(others)} if merged else None,
@@ -234,7 +235,8 @@ def _received(party: RunContext, released: Sequence[Mapping[str, Any]]) -> dict[
     rows = []
     for name in filter(party.has_store, party.receivers):
         _, table = _predicted(party, party.site(name), {name: _test_part(party.data(name))}, known=False)
-        rows.append({"site": name, "n": len(table), "with": table.answer})
+        seal = seal_of(party.run.site(name))
+        rows.append({"site": name, "n": len(table), "with": table.answer, "predictions": seal})
     values = {score: [v for one in released if (v := one[score]) is not None] for score in party.task.scores}
     expected = {
         score: {"mean": float(np.mean(found)), "low": min(found), "high": max(found)}
