@@ -14,7 +14,8 @@ from math import asinh, ceil, exp, log, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import share_interval, slide_level
+from wsi_fl.learning.metrics import slide_level
+from wsi_fl.privacy.audit import share_interval
 
 _Floats = NDArray[np.float64]
 Names = NDArray[np.str_]

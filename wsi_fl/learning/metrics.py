@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.audit import Ranked, redrawn
+from wsi_fl.privacy.audit import TAILS, Ranked, redrawn, share_interval
 
 Probabilities = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -25,7 +25,6 @@ Weights = NDArray[np.int32]
 Measure = Callable[[Weights], Mapping[str, NDArray[np.float64]]]
 """Weights → every score by name, float64[b]; NaN where it cannot be computed."""
 
-_TAILS = [(1 - 0.95) / 2, (1 + 0.95) / 2]
 _TOP = 0.1
 """Share of a slide's patches by whose mean it is scored."""
 _AT_ONCE = 1 << 20
@@ -159,7 +158,7 @@ def resampled(
         if len(values) <= repeats / 2:
             intervals[name] = None
             continue
-        low, high = (float(end) for end in np.quantile(values, _TAILS))
+        low, high = (float(end) for end in np.quantile(values, TAILS))
         intervals[name] = exact(name, low) if low == high else [low, high]
     return intervals
 
@@ -189,20 +188,6 @@ def exact_interval(measure: Measure, labels: Labels, cluster: NDArray[np.str_]) 
         return [float(end) for end in np.mean(ends, axis=0)]
 
     return exact
-
-
-def share_interval(share: float, n: float) -> tuple[float, float]:
-    """Return the 95 % interval of a share of n independent trials (Clopper and Pearson, 1934), n · share whole or not.
-
-    Example:
-        >>> [round(end, 3) for end in share_interval(1.0, 6)]
-        [0.541, 1.0]
-    """
-    from scipy.stats import beta
-
-    k = share * n
-    low = float(beta.ppf(_TAILS[0], k, n - k + 1)) if k > 0 else 0.0
-    return low, float(beta.ppf(_TAILS[1], k + 1, n - k)) if k < n else 1.0
 
 
 def slide_level(

@@ -26,8 +26,8 @@ from wsi_fl.learning.metrics import (
     exact_interval,
     measure_of_classes,
     resampled,
-    share_interval,
 )
+from wsi_fl.privacy.audit import share_interval
 
 if TYPE_CHECKING:
     from torch import Tensor
