@@ -123,7 +123,9 @@ def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):
     assert together.note_loss("C2", "killed")["round"] == 1
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"epsilon": 1.0, "delta": 1e-5, "unit": "row"}', '"x"', "", None])
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"epsilon": 1.0, "delta": 1e-5, "unit": "row"}', '"x"', "", None]
+)
 def test_an_account_that_is_damaged_or_gone_is_named_with_what_writes_it_again(tmp_path, text):
     site = SiteFolder(tmp_path / "00007-oneshot-x" / "sites" / "C1")
     site.account_path.parent.mkdir(parents=True)

@@ -245,9 +245,13 @@ def plan_size(
             raise UsageError(f"--{name} {value:g}: it must lie between 0 and 1")
     if not 0.5 < area < 1:
         raise UsageError(f"--auroc {area:g}: it must lie between 0.5 and 1")
-    needed = measures.patients_needed(
-        prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
-    )
+    try:
+        needed = measures.patients_needed(
+            prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
+        )
+    except ValueError as error:
+        wider = "give a wider --width, or a --prevalence or an --auroc farther from its bounds"
+        raise UsageError(f"--prevalence {prevalence:g} --width {wanted.auroc:g}: {error}; {wider}") from None
     most = max(needed.values())
     return {
         **asked,
