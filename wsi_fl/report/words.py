@@ -86,7 +86,7 @@ def over_classes(present: Mapping[str, int], n_classes: int) -> str:
 
 def classes_of_parts(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return `over_classes` of the sites' own test parts, by their rows of an evaluation; "" where none has classes."""
-    tables = {row["site"]: row["own"].get("confusion") or [] for row in rows}
+    tables = {row["site"]: (row.get("own") or {}).get("confusion") or [] for row in rows}
     present = {name: sum(any(counts) for counts in table) for name, table in tables.items()}
     return over_classes(present, max(map(len, tables.values()), default=0))
 

@@ -235,8 +235,7 @@ def _received(party: RunContext, released: Sequence[Mapping[str, Any]]) -> dict[
     rows = []
     for name in filter(party.has_store, party.receivers):
         _, table = _predicted(party, party.site(name), {name: _test_part(party.data(name))}, known=False)
-        seal = seal_of(party.run.site(name))
-        rows.append({"site": name, "n": len(table), "with": table.answer, "predictions": seal})
+        rows.append({"site": name, "n": len(table), "with": table.answer})
     values = {score: [v for one in released if (v := one[score]) is not None] for score in party.task.scores}
     expected = {
         score: {"mean": float(np.mean(found)), "low": min(found), "high": max(found)}

@@ -200,8 +200,8 @@ def _rows_by_site(run: Path, modified: int | None) -> dict[str, dict[str, Any]]:
     document = None if modified is None else RunFolder(run).evaluation()
     if document is None:
         return {}
-    rows = [*document["sites"], *((document.get("receivers") or {}).get("sites") or [])]
-    return {row["site"]: {name: row.get(name) for name in ("n", "predictions")} for row in rows}
+    known = ("n", "predictions")
+    return {row["site"]: {name: row.get(name) for name in known} for row in document["sites"]}
 
 
 def read_answers(folder: SiteFolder, on: str, task: Task = CLASSES) -> Answers | None:
