@@ -206,7 +206,8 @@ def auroc_difference(ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDiffe
         return _difference_of_pairs(value, ours, theirs, case)
     sd = sqrt(variance)
     p = max(float(2 * norm.sf(abs(value) / sd)), np.finfo(float).tiny)  # no test ever says 0
-    return _AreaDifference(value, value - _Z * sd, value + _Z * sd, p, len(case))
+    low, high = max(-1.0, value - _Z * sd), min(1.0, value + _Z * sd)
+    return _AreaDifference(value, low, high, p, len(case))
 
 
 def _difference_of_pairs(value: float, ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDifference:

@@ -123,12 +123,16 @@ def _curves(document: Json, colors: Mapping[str, str]) -> list[tuple[str, Chart]
     thresholds = document["thresholds"]
     for name in document["sites"][0]["classes"]:
         benefit = {site["site"]: site["classes"][name]["net_benefit"] for site in document["sites"]}
-        everybody = next(iter(benefit.values()))["everybody"]
+        everybody = {
+            tuple(one["everybody"]): site for site, one in benefit.items()
+        }  # a site's, as its share of cases
         lines = {site: one["model"] for site, one in benefit.items() if words.known(one["model"][0])}
         most = max([0.02, *map(max, lines.values())])
         with new_figure() as (figure, axes):
-            shown = [(t, b) for t, b in zip(thresholds, everybody, strict=True) if b > -0.3 * most]
-            axes.plot(*zip(*shown, strict=True), color=MUTED, lw=1.2, ls=(0, (4, 3)), label="everybody")
+            for curve, site in everybody.items():
+                shown = [(t, b) for t, b in zip(thresholds, curve, strict=True) if b > -0.3 * most]
+                color = MUTED if len(everybody) == 1 else colors.get(site, INK)
+                axes.plot(*zip(*shown, strict=True), color=color, lw=1.2, ls=(0, (4, 3)), label="everybody")
             axes.axhline(0, color=INK, lw=0.8)
             for site, one in lines.items():
                 axes.plot(thresholds, one, color=colors.get(site, INK), lw=1.6, label=site)
