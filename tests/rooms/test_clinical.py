@@ -1,5 +1,7 @@
 """What clinics ask, on scikit-learn's table of breast tumours: every figure against the library that computes it."""
 
+from dataclasses import asdict
+
 import dcurves
 import numpy as np
 import pandas as pd
@@ -18,6 +20,9 @@ from statsmodels.stats.proportion import proportion_confint
 
 from wsi_fl.learning import clinical
 from wsi_fl.learning.clinical import Wanted, _Interval
+from wsi_fl.learning.predictions import Predictions
+from wsi_fl.report.clinical import findings, section
+from wsi_fl.stages.answers import clinical as stage
 from wsi_fl.stages.answers.clinical import plan_size
 from wsi_fl.types import UsageError
 
@@ -287,3 +292,54 @@ def test_narrow_intervals_take_as_many_patients_as_their_square_asks_for():
         clinical.patients_needed(0.2, 0.85, Wanted(auroc=width))["auroc"] for width in (0.01, 1e-4)
     )
     assert narrow == pytest.approx(10**4 * wide, rel=1e-3)
+
+
+def described_at(case, prevalence):
+    """The document of one site whose model is perfect, beside a lone one that says the same of everybody."""
+    score, at = np.where(case, 0.9, 0.1), [0.1, 0.25, 0.5]
+    more = clinical.auroc_difference(score, np.full(len(case), 0.5), case)
+    one = clinical.described(score, score > 0.5, case, prevalence) | {
+        "net_benefit": clinical.net_benefit(score, case, at, prevalence),
+        "over_alone": asdict(more) if more else None,
+        "subgroups": None,
+    }
+    site = {"site": "C1", "on": "own", "with": "proxy", "unit": "patient", "any_counts": False, "point": 0.5}
+    return {
+        "prevalence": prevalence,
+        "by": None,
+        "least": 10,
+        "thresholds": at,
+        "sites": [site | {"classes": {"tumor": one}}],
+    }
+
+
+def test_the_page_tells_what_a_constant_lone_model_lacks_and_how_sure_six_patients_are():
+    found = " ".join(findings(described_at(np.arange(6) > 2, None)))
+    assert "AUROC is 0.50 above that of its lone model (−0.21 to +0.50)" in found
+
+
+@pytest.mark.parametrize("case", [np.ones(4, bool), np.zeros(4, bool)])
+@pytest.mark.parametrize("prevalence", [None, 0.05])
+def test_patients_of_one_kind_have_their_page(case, prevalence):
+    """At another prevalence the model's net benefit is not known, so that its curve is not drawn."""
+    page = section(described_at(case, prevalence), {"C1": "#123456"})
+    ((title, chart),) = page["curves"]
+    assert title == "Net benefit, tumor" and ("C1" in chart.alt) == (prevalence is None)
+    assert page["cells"][0]["AUROC"] == "–"
+
+
+@pytest.mark.parametrize("n_classes", [1, 3, 5])
+def test_every_class_of_other_than_two_is_asked_against_the_rest(n_classes):
+    rng, names = np.random.default_rng(0), np.array([f"p{k}" for k in range(60)])
+    said, truth = rng.dirichlet(np.ones(n_classes), 60), rng.integers(0, n_classes, 60)
+    outputs = tuple(f"grade {k}" for k in range(n_classes))
+    part, patients = np.full(60, "C1"), clinical.by_patient(said, truth, names)
+    table = Predictions("C1", "proxy", part, names, names, truth, {"proxy": said}, outputs)
+    asked = stage._Asked(patients, said.argmax(1), None, None, table, None)
+    found = stage._site("C1", [asked], None, 10)["classes"]
+    assert [*found] == [*outputs]
+    for k, one in enumerate(found.values()):
+        recall = recall_score(truth == k, said.argmax(1) == k)
+        assert (one["cases"], one["sensitivity"]["value"]) == ((truth == k).sum(), recall)
+        area = one["auroc"] and one["auroc"]["value"]
+        assert area == (None if n_classes == 1 else pytest.approx(roc_auc_score(truth == k, said[:, k])))
