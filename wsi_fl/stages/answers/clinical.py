@@ -150,7 +150,7 @@ def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
     point = None  # of more than two classes the most probable one is called
     if len(table.outputs) == 2:
         found = choice.get("slide_threshold") if choice.get("with") == table.answer else None
-        point = float(found) if found is not None and patients.any_counts else 0.5
+        point = float(found) if found and patients.any_counts else 0.5  # an earlier version rounded to 0
     called = (patients.said[:, 1] >= point).astype(np.int64) if point is not None else patients.said.argmax(1)
     groups = _groups(party.study, site, table, patients, by) if by else None
     alone = read_predictions(folder, model=LONE) if table.answer != LONE else None
