@@ -274,11 +274,12 @@ def model(path: Path, site: str, role: str = "private"):
     return load_file(path / "sites" / site / f"{role}.safetensors")
 
 
-def slow_intervals(scored_rows, cluster, *, repeats, seed=0):
+def slow_intervals(scored_rows, cluster, exact=lambda *_: None, *, repeats, seed=0):
     """Intervals over patients by definition: the rows of each draw are put together, and scored as if they were data.
 
     Args:
         scored_rows: rows int64[m] → scores by name.
+        exact: the name of a score and the value that all draws have → its interval.
     """
     names, rng = np.unique(cluster), np.random.default_rng(seed)
     members = [np.flatnonzero(cluster == name) for name in names]
@@ -290,13 +291,11 @@ def slow_intervals(scored_rows, cluster, *, repeats, seed=0):
     ]
     known = {name: [one[name] for one in drawn if one[name] is not None] for name in drawn[0]}
 
-    def ends(values):
-        if (alike := np.quantile(values, [(1 - 0.95) / 2, (1 + 0.95) / 2]).tolist()) in ([0, 0], [1, 1]):
-            least = ((1 - 0.95) / 2) ** (1 / len(names))  # as many rights, or wrongs, as there are patients
-            return [least, 1] if alike[0] else [0, 1 - least]
-        return alike
+    def ends(name, values):
+        low, high = np.quantile(values, [(1 - 0.95) / 2, (1 + 0.95) / 2]).tolist()
+        return exact(name, low) if low == high else [low, high]
 
-    return {name: ends(values) if len(values) > repeats / 2 else None for name, values in known.items()}
+    return {name: ends(name, values) if len(values) > repeats / 2 else None for name, values in known.items()}
 
 
 def same(a, b) -> bool:

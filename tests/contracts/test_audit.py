@@ -10,7 +10,7 @@ import torch
 from conftest import REAL, make_study, nightly, refused, write_features, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binom
+from scipy.stats import binom, binomtest
 from sklearn.metrics import roc_auc_score
 from trained import trained
 
@@ -80,6 +80,10 @@ def test_the_interval_redraws_whole_patients():
         drawn.append(auroc(members[np.concatenate(some)], others[np.concatenate(more)]))
     assert found == pytest.approx(np.quantile(drawn, [0.025, 0.975]).tolist())
     assert auroc_interval(members, others, mine, np.full(24, "one"), repeats=200) is None
+    parted = auroc_interval(
+        np.arange(8.0) + 9, np.arange(6.0), np.array([*"aabbccdd"]), np.array([*"efgefg"]), repeats=50
+    )
+    assert parted == pytest.approx([*binomtest(3, 3).proportion_ci(method="exact")])
     nameless = auroc_interval(members, others, np.full(30, ""), np.full(24, ""), repeats=200)
     assert nameless is not None and nameless[0] < nameless[1]
 

@@ -446,12 +446,14 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
     ("pooled", "share"), [((0.9, 0.9, 0.8, 0.9), True), ((0.9, 0.2, 0.1, 0.5), False), (None, False)]
 )
 def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share):
-    def answers(values):
-        return {0: Said({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate(values)})}
+    def answers(values):  # of 24 patients with two examples each: two alone prove nothing, however alike
+        return {0: Said({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})}
 
     known = {"alone": answers([0.4] * 4), "joined": answers([0.6] * 4)}
     found = _compared(known | ({"pooled": answers(pooled)} if pooled else {}))
     assert (found["headroom"] is not None) == share and found["verdict"] == "join"
+    few = {kind: {0: Said(dict([*runs[0].answers.items()][:4]))} for kind, runs in known.items()}
+    assert _compared(few)["verdict"] == "not shown" and _compared(few)["gain"]["low"] < 0
 
 
 def test_cautions_name_what_spoils_a_comparison():

@@ -21,7 +21,7 @@ from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.heatmap import Heat, leading, patch_boxes, score, write_geojson
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predict import colors_of, predict
+from wsi_fl.stages.answers.predict import colors_of, predict, write_patches
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.training.train import train
@@ -311,3 +311,12 @@ def test_bad_input_ends_in_one_line(copied, tmp_path):
     (folder / "site.toml").unlink()  # runs of earlier versions have none
     edit(site_file(study, "C1"), more='private_model = "cnn1"\n')
     refuses("does not fit cnn1", "sites/C1.toml")
+
+
+def test_a_table_of_patches_has_all_digits_of_what_is_said(tmp_path):
+    """A model that is sure of a class says numbers that six decimals would make one."""
+    said = {"p_tumor": np.array([1e-9, 2e-9, 1 - 1e-9, 1.0, 1 / 3]), "burden": np.arange(5) / 7 * 1e9}
+    write_patches(tmp_path / "patches.csv", np.zeros((5, 2), np.int64), 512.0, said)
+    rows = list(csv.DictReader((tmp_path / "patches.csv").open()))
+    for name, values in said.items():
+        assert [float(row[name]) for row in rows] == values.tolist()

@@ -9,19 +9,26 @@ import numpy as np
 import pytest
 import torch
 from changing import make_real
-from conftest import metrics, refused, slow_intervals
+from conftest import REAL, metrics, refused, slow_intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 from sklearn.metrics import r2_score
+from trained import answers
 
+from wsi_fl.learning.counts import FEWEST
 from wsi_fl.learning.survival import kaplan_meier, risk
 from wsi_fl.learning.tasks import CLASSES, Number, Survival, intervals, mutual
+from wsi_fl.report.between import render_coordinator
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.clinical import clinical
 from wsi_fl.stages.answers.compare import compare
-from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.targets import task_of
+from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
@@ -143,7 +150,14 @@ def test_scores_and_intervals_of_survival_are_scikit_survivals(seed):
 
     assert near(task.scored(said, truth), slowly(np.arange(n)))
     found = intervals(said, truth, patient, task, repeats=12)
-    assert near(found, slow_intervals(slowly, patient, repeats=12))
+
+    def exact(name, value):
+        pairs = len(set(patient)) // (2 if name == "concordance" else 1)
+        if name == "concordance" and 0 < value < 1:
+            return [value, value]
+        return list(binomtest(round(value * pairs), pairs).proportion_ci(method="exact"))
+
+    assert near(found, slow_intervals(slowly, patient, exact, repeats=12))
 
 
 def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
@@ -267,7 +281,7 @@ def test_a_patient_is_one_bag_of_all_slides_and_a_slide_is_one_otherwise(study):
         rows = np.flatnonzero(slides.store.table.patient == one.patient[0])
         bags = np.concatenate([slides.store.bag(int(row)).features for row in rows])
         np.testing.assert_array_equal(whole[:, :-1], bags)
-        assert whole[:, -1].all() and one.task == Number(0, 1) and one.label.dtype == np.float32
+        assert whole[:, -1].all() and one.task == Number(0, 1) and one.label.dtype == np.float64
     with opened(study, *SURVIVAL) as survival:
         assert len(survival.table) == N and survival.table.label.shape == (N, 2)
 
@@ -403,3 +417,82 @@ def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
 )
 def test_what_works_with_classes_alone_is_refused_for_other_questions(study, override, said):
     refused(lambda: trained(study, *SURVIVAL, OPEN, override, method="proxyfl"), said)
+
+
+@pytest.mark.parametrize("n_classes", [3, 5])
+def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(study, monkeypatch, n_classes):
+    """Both accuracies follow from the counts; no bins tell of an AUROC, which no page has."""
+    monkeypatch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
+    make_real(study, says=f'{REAL}\nallow = ["scores"]')
+    names = [f"g{k}" for k in range(n_classes)]
+    for site in study.site_names():
+        rows = list(csv.DictReader((study.root / f"{site}.csv").open()))
+        graded = [row | {"grade": names[int(float(row["burden"]) * n_classes)]} for row in rows]
+        write_table(study.root / f"{site}.csv", graded)
+    target = ('target.column="grade"', f"target.classes={json.dumps(names)}", "train.alone=false")
+    run = trained(study, *target, method="oneshot")
+    document, truth = evaluate(study, run), []
+    for site in study.site_names():
+        rows = answers(study.root / run, site)
+        told = [row for row in rows if sum(one["truth"] == row["truth"] for one in rows) >= FEWEST]
+        truth += [row["truth"] for row in told]
+    merged = document["between"]["models"]["shared"]["merged"]
+    assert (merged["n"], merged["auroc"], merged["auroc_within"]) == (len(truth), None, None)
+    folder = RunFolder(study.root / run)
+    kept = folder.site("S0").kept("scores")
+    table = np.sum([one["confusion"] for one in kept["counts"]["shared"].values()], axis=0)
+    recalls = [row[k] / row.sum() for k, row in enumerate(table) if row.sum()]
+    assert merged["accuracy"] == table.trace() / len(truth)
+    assert merged["macro_accuracy"] == pytest.approx(np.mean(recalls))
+    assert any("between hospitals" in str(line) for line in evaluation_lines(document))
+    parts = document["between"]["models"]["shared"]["hospitals"]
+    assert all(
+        0 < part["n_classes"] < n_classes for part in parts.values()
+    )  # of few examples nothing is told
+    for page in (report(study, run).read_text(), render_coordinator(folder.summary(), kept)):
+        assert "Only counts left the hospitals" in page
+        assert "Macro-accuracy is the mean over the classes that occur, at" in page
+    described = clinical(study, [run])["sites"][0]
+    assert [*described["classes"]] == names and described["point"] is None
+
+
+YEARS = [0.1, 0.1, 0.3, 0.3, 0.3, 0.7, 0.7, 1.1, 1.1, 1.5]
+
+
+@pytest.mark.parametrize("unit", [1.0, 1 / 365.25, 30.4375 / 365.25, 0.1])
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_an_event_at_the_end_of_an_interval_is_before_it_whatever_the_unit(unit, kind):
+    """Decimals of years, days in years, months in years: what single precision can't hold; by scikit-survival."""
+    event = np.array([1, 1, 1, 0, 1, 1, 1, 0, 1, 0])
+    times, ends = np.array(YEARS) * unit, [end * unit for end in (0.1, 0.3, 0.7, 1.1)]
+    said = np.tile([0.8, 0.6, 0.4, 0.2], (10, 1))
+    known = np.array([*zip(event.astype(bool), times, strict=True)], dtype=[("e", bool), ("t", float)])
+    right = sksurv.integrated_brier_score(known, known, said, ends)
+    task, truth = Survival(tuple(ends)), np.stack([times, event], axis=1).astype(kind)
+    assert task.scored(said, truth)["integrated_brier"] == pytest.approx(right, rel=1e-6)
+    at_end = torch.from_numpy(truth)[[0, 2, 5, 8]]  # who had the event at the end of each interval
+    assert task.columns(at_end).tolist() == [0, 1, 2, 3]
+
+
+def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(study):
+    edit(study, months="1.1", burden="20240115.123456")
+    with opened(study, *SURVIVAL[:2], "target.intervals=[0.1, 1.1, 365.2501, 365.2502]") as data:
+        assert data.table.label.dtype == np.float64 and 1.1 in data.table.label[:, 0]
+        assert len(set(data.classes)) == 4  # a column of predictions.csv each
+    with opened(study, NUMBER[0], "target.range=[0, 30000000]") as data:
+        assert 20240115.123456 in data.table.label
+    seconds = Number(1.7e9, 1.7e9 + 1000)
+    outputs, truth = torch.tensor([[0.5], [-1.0]]), torch.tensor([1.7e9 + 750, 1.7e9], dtype=torch.float64)
+    assert seconds.losses(outputs, truth).tolist() == [0, 0]
+    assert seconds.said(outputs.double()).flatten().tolist() == truth.tolist()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64])
+def test_what_single_precision_holds_is_learned_as_before_to_the_last_bit(kind):
+    """Numbers of a range that begins at a whole number."""
+    task, rng = Number(-3.0, 50.0), np.random.default_rng(0)
+    truth = (rng.random(200) * 50).astype(kind).astype(np.float64)
+    outputs = torch.from_numpy(rng.normal(size=(200, 1)).astype(np.float32))
+    single = torch.from_numpy(truth.astype(np.float32))
+    before = (outputs[:, 0] - (2 * (single + 3.0) / 53.0 - 1)).square() / 2
+    assert torch.equal(task.losses(outputs, torch.from_numpy(truth)), before)

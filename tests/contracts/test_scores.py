@@ -8,10 +8,11 @@ import pytest
 import torch
 from changing import edit, site_file
 from conftest import REAL, make_study, nightly, planned, refused, write_features
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import recall_score, roc_auc_score
 
 from wsi_fl.federation import cross_site_evaluation as between
 from wsi_fl.federation.comm import LocalComm
+from wsi_fl.hospitals.work.said import _whole
 from wsi_fl.learning.counts import (
     FEWEST,
     _scores_of,
@@ -30,6 +31,7 @@ from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.report.between import render_coordinator, section
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.between import between_lines
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import resume, train
@@ -410,6 +412,43 @@ def uneven():
         drawn = [np.clip(rng.normal(0.4 + shift * label, 0.2), 0, 1) for _ in range(2)]
         counts[site] = {one: count(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)}
     return of_scores(counts, ["healthy", "<tumor>"])
+
+
+@pytest.mark.parametrize("n_classes", [1, 3, 5])
+def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not(n_classes):
+    """Also where a model did not arrive at a hospital, or at any; as sites, the coordinator and the board show it."""
+    rng, names = np.random.default_rng(0), [f"grade {k}" for k in range(n_classes)]
+    truth = rng.integers(0, n_classes, 80)
+    said = {site: rng.dirichlet(np.ones(n_classes), 80) for site in SITES}
+    halves = np.split(np.arange(80), 2)
+    counts = {
+        site: dict(zip(("S0", "S2"), (count(said[site][rows], truth[rows]) for rows in halves), strict=True))
+        for site in ("S0", "S1")
+    }
+    counts["S1"]["S2"], counts["S2"] = nothing(n_classes), dict.fromkeys(("S0", "S2"), nothing(n_classes))
+    for site, held in counts.items():
+        counts[site] = {one: unpacked(packed([told]), 1, n_classes)[0] for one, told in held.items()}
+    document = of_scores(counts, names)
+    assert _whole(document)  # what a coordinator asks of what hospitals send
+    models = results(document)["models"]
+    called = said["S0"].argmax(1)
+    assert models["S0"]["merged"] == {
+        "n": 80,
+        "n_classes": n_classes,
+        "accuracy": (called == truth).mean(),
+        "macro_accuracy": pytest.approx(recall_score(truth, called, average="macro")),
+        "auroc": None,
+        "auroc_within": None,
+    }
+    assert (models["S1"]["merged"]["n"], models["S2"]["merged"]["accuracy"]) == (40, None)
+    tables = section(results(document))["tables"]
+    assert [table["title"] for table in tables] == ["Accuracy", "Macro-accuracy"]
+    assert list(between_lines(results(document)))
+    summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
+    page = render_coordinator(
+        summary | {"communication": dict.fromkeys(("messages", "bytes", "seconds"), 0)}, document
+    )
+    assert all(name in page for name in names)
 
 
 def test_the_matrix_has_every_model_at_every_hospital_and_all_together():

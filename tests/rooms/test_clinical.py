@@ -1,14 +1,17 @@
 """What clinics ask, on scikit-learn's table of breast tumours: every figure against the library that computes it."""
 
+from dataclasses import asdict
+
 import dcurves
 import numpy as np
 import pandas as pd
 import pytest
 import statsmodels.api as sm
+from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logit
-from scipy.stats import mannwhitneyu
+from scipy.stats import beta, binomtest, mannwhitneyu
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, recall_score, roc_auc_score
@@ -17,6 +20,11 @@ from statsmodels.stats.proportion import proportion_confint
 
 from wsi_fl.learning import clinical
 from wsi_fl.learning.clinical import Wanted, _Interval
+from wsi_fl.learning.predictions import Predictions
+from wsi_fl.report.clinical import findings, section
+from wsi_fl.stages.answers import clinical as stage
+from wsi_fl.stages.answers.clinical import plan_size
+from wsi_fl.types import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +211,135 @@ def test_net_benefit_at_a_prevalence_is_that_of_as_many_more_others():
     at = clinical.net_benefit(score, case, [0.1, 0.3], 0.1)
     counted = clinical.net_benefit(score[many], case[many], [0.1, 0.3])
     assert all(at[kind] == pytest.approx(counted[kind]) for kind in at)
+
+
+UNSURE = np.full(8, 0.5)
+PERFECT = np.linspace(0, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "value", "most"),
+    [
+        (PERFECT, UNSURE, 0.5, 0.5),
+        (UNSURE, PERFECT, -0.5, 0.5),
+        (PERFECT, 1 - PERFECT, 1.0, 1.0),
+        (1 - PERFECT, UNSURE, -0.5, 0.5),
+    ],
+)
+def test_models_that_differ_alike_for_every_patient_are_not_alike(ours, theirs, value, most):
+    """The interval is that of four of four pairs, and p of a sign test on them."""
+    found = clinical.auroc_difference(ours, theirs, np.arange(8) >= 4)
+    low, high = proportion_confint(4, 4, method="beta")
+    ends = sorted(np.sign(value) * most * (2 * np.array([low, high]) - 1))
+    assert (found.value, found.low, found.high) == pytest.approx((value, *ends))
+    assert found.p == pytest.approx(binomtest(4, 4).pvalue) and found.n == 8
+
+
+def test_pairs_that_differ_unlike_while_no_patient_does_count_in_part():
+    """Of two cases and two others, each gains one half: one pair a whole and one nothing."""
+    case = np.array([True, True, False, False])
+    ours, theirs = np.array([2.0, 4.0, 1.0, 3.0]), np.array([1.0, 3.0, 2.0, 4.0])
+    found = clinical.auroc_difference(ours, theirs, case)
+    ends = 2 * np.array([beta.ppf(0.025, 1.5, 1.5), beta.ppf(0.975, 2.5, 0.5)]) - 1
+    assert (found.value, found.low, found.high) == pytest.approx((0.5, *ends)) and found.p == 1
+    same = clinical.auroc_difference(ours, ours**3, case)
+    assert (same.value, same.low, same.high, same.p) == (0, 0, 0, None)
+
+
+def test_p_is_small_but_never_nothing():
+    rng, case = np.random.default_rng(0), np.arange(3000) >= 1500
+    good, bad = rng.normal(3.0 * case, 1), rng.normal(-3.0 * case, 1)
+    found = clinical.auroc_difference(good, bad, case)
+    assert 0 < found.p < 1e-100
+    few = clinical.auroc_difference(np.where(case, 2.0, rng.random(3000)), rng.random(3000), case)
+    assert 0 < few.p < 1e-50
+
+
+def test_at_another_prevalence_one_kind_of_patients_says_nothing_of_the_model():
+    score, at = np.array([0.9, 0.8, 0.6, 0.4]), [0.1, 0.25, 0.5]
+    for case in (np.ones(4, bool), np.zeros(4, bool)):
+        found = clinical.net_benefit(score, case, at, 0.05)
+        assert found["everybody"] == pytest.approx([0.05 - 0.95 * t / (1 - t) for t in at])
+        assert found["model"] == [None] * 3
+        assert clinical.described(score, score > 0.5, case, 0.05).get("at_prevalence") is None
+    both = np.array([True, True, False, False])
+    data = pd.DataFrame({"case": both.astype(int), "model": score})
+    table = dcurves.dca(data=data, outcome="case", modelnames=["model"], thresholds=at, prevalence=0.05)
+    found = clinical.net_benefit(score, both, at, 0.05)
+    for name, known in (("model", "model"), ("everybody", "all")):
+        expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
+        assert found[name] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("prevalence", "area", "width"),
+    [
+        (1e-300, 0.8, 0.1),
+        (0.2, 0.85, 1e-9),
+        (0.5, 0.5 + 1e-12, 0.1),
+        (1 - 1e-15, 0.9, 0.1),
+        (1e-12, 0.9, 0.5),
+    ],
+)
+def test_more_patients_than_there_are_people_are_no_plan(prevalence, area, width):
+    with pytest.raises(ValueError, match="fewer people"):
+        clinical.patients_needed(prevalence, area, Wanted(auroc=width))
+    refused(lambda: plan_size(prevalence, area, width=width), "--width", "--prevalence", error=UsageError)
+
+
+def test_narrow_intervals_take_as_many_patients_as_their_square_asks_for():
+    wide, narrow = (
+        clinical.patients_needed(0.2, 0.85, Wanted(auroc=width))["auroc"] for width in (0.01, 1e-4)
+    )
+    assert narrow == pytest.approx(10**4 * wide, rel=1e-3)
+
+
+def described_at(case, prevalence):
+    """The document of one site whose model is perfect, beside a lone one that says the same of everybody."""
+    score, at = np.where(case, 0.9, 0.1), [0.1, 0.25, 0.5]
+    more = clinical.auroc_difference(score, np.full(len(case), 0.5), case)
+    one = clinical.described(score, score > 0.5, case, prevalence) | {
+        "net_benefit": clinical.net_benefit(score, case, at, prevalence),
+        "over_alone": asdict(more) if more else None,
+        "subgroups": None,
+    }
+    site = {"site": "C1", "on": "own", "with": "proxy", "unit": "patient", "any_counts": False, "point": 0.5}
+    return {
+        "prevalence": prevalence,
+        "by": None,
+        "least": 10,
+        "thresholds": at,
+        "sites": [site | {"classes": {"tumor": one}}],
+    }
+
+
+def test_the_page_tells_what_a_constant_lone_model_lacks_and_how_sure_six_patients_are():
+    found = " ".join(findings(described_at(np.arange(6) > 2, None)))
+    assert "AUROC is 0.50 above that of its lone model (−0.21 to +0.50)" in found
+
+
+@pytest.mark.parametrize("case", [np.ones(4, bool), np.zeros(4, bool)])
+@pytest.mark.parametrize("prevalence", [None, 0.05])
+def test_patients_of_one_kind_have_their_page(case, prevalence):
+    """At another prevalence the model's net benefit is not known, so that its curve is not drawn."""
+    page = section(described_at(case, prevalence), {"C1": "#123456"})
+    ((title, chart),) = page["curves"]
+    assert title == "Net benefit, tumor" and ("C1" in chart.alt) == (prevalence is None)
+    assert page["cells"][0]["AUROC"] == "–"
+
+
+@pytest.mark.parametrize("n_classes", [1, 3, 5])
+def test_every_class_of_other_than_two_is_asked_against_the_rest(n_classes):
+    rng, names = np.random.default_rng(0), np.array([f"p{k}" for k in range(60)])
+    said, truth = rng.dirichlet(np.ones(n_classes), 60), rng.integers(0, n_classes, 60)
+    outputs = tuple(f"grade {k}" for k in range(n_classes))
+    part, patients = np.full(60, "C1"), clinical.by_patient(said, truth, names)
+    table = Predictions("C1", "proxy", part, names, names, truth, {"proxy": said}, outputs)
+    asked = stage._Asked(patients, said.argmax(1), None, None, table, None)
+    found = stage._site("C1", [asked], None, 10)["classes"]
+    assert [*found] == [*outputs]
+    for k, one in enumerate(found.values()):
+        recall = recall_score(truth == k, said.argmax(1) == k)
+        assert (one["cases"], one["sensitivity"]["value"]) == ((truth == k).sum(), recall)
+        area = one["auroc"] and one["auroc"]["value"]
+        assert area == (None if n_classes == 1 else pytest.approx(roc_auc_score(truth == k, said[:, k])))

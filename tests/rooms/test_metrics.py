@@ -7,9 +7,17 @@ import pytest
 from conftest import slow_intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import rankdata
+from scipy.stats import beta, binomtest, rankdata
+from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 
-from wsi_fl.learning.metrics import calibration, confusion, mean_and_sd, slide_level
+from wsi_fl.learning.metrics import (
+    _recentred_at_half,
+    calibration,
+    confusion,
+    mean_and_sd,
+    operating_point,
+    slide_level,
+)
 from wsi_fl.learning.tasks import intervals, scored
 
 
@@ -36,8 +44,7 @@ def test_confusion_and_calibration_against_counting(case, n_bins):
             ece += len(mine) / len(y) * abs(right - np.mean([p[i].max() for i in mine]))
     found = calibration(p, y, n_bins)
     assert found["ece"] == pytest.approx(ece) and sum(b["n"] for b in found["bins"]) == len(y)
-    brier = np.mean([sum((p[i, c] - (c == y[i])) ** 2 for c in k) for i in range(len(y))])
-    assert found["brier"] == pytest.approx(brier)
+    assert found["brier"] == pytest.approx(brier_score_loss(y, p if len(k) > 2 else p[:, 1], labels=[*k]))
 
 
 UNKNOWN = dict.fromkeys(("accuracy", "macro_accuracy", "auroc"))
@@ -80,11 +87,13 @@ def test_intervals_repeat_with_their_seed_and_need_two_patients():
     assert one_class["auroc"] is None and one_class["accuracy"] is not None
 
 
-def slowly_scored(p, y):
-    """Scores of rows that stand there as often as they were drawn, sorted anew."""
+def slowly_scored(p, y, classes=()):
+    """Scores of rows that stand there as often as they were drawn, sorted anew; no mean over fewer classes."""
     if not len(y):
         return UNKNOWN
     right, present = p.argmax(1) == y, np.unique(y)
+    if set(classes) > set(present):
+        return UNKNOWN | {"accuracy": right.mean()}
     areas = []
     for c in [1] if p.shape[1] == 2 else present:
         n = int((y == c).sum())
@@ -97,15 +106,36 @@ def slowly_scored(p, y):
     }
 
 
+def clopper(share, n):
+    """The interval of a share by its definition: tails of a binomial, or of a beta where n · share is not whole."""
+    if (k := share * n) == round(k):
+        return list(binomtest(round(k), n).proportion_ci(method="exact"))
+    return [beta.ppf(0.025, k, n - k + 1), beta.ppf(0.975, k + 1, n - k)]
+
+
 @settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12), st.sampled_from([7, 10**6]))
-def test_intervals_are_those_of_sorting_every_resample_to_the_last_bit(case, n_patients, at_once):
+def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once):
     """However many resamples are held at a time."""
     p, y = case
     cluster = np.random.default_rng(len(y)).integers(0, n_patients, len(y)).astype(str)
-    slow = slow_intervals(lambda rows: slowly_scored(p[rows], y[rows]), cluster, repeats=30)
+    right = p.argmax(1) == y
+
+    def exact(name, value):
+        n_of = {c: len(set(cluster[y == c])) for c in set(y.tolist())}
+        n_rest = {c: len(set(cluster[y != c])) for c in n_of}
+        if name == "auroc":
+            low, high = np.mean([clopper(value, min(n_of[c], n_rest[c])) for c in n_of], axis=0)
+            return [value, value] if 0 < value < 1 else [low, high]
+        shares = [(right[y == c].mean(), n) for c, n in n_of.items()]
+        shares = shares if name == "macro_accuracy" else [(value, len(set(cluster)))]
+        return np.mean([clopper(*one) for one in shares], axis=0).tolist()
+
+    slow = slow_intervals(lambda rows: slowly_scored(p[rows], y[rows], y), cluster, exact, repeats=30)
     with patch("wsi_fl.learning.metrics._AT_ONCE", at_once * len(y)):
-        assert intervals(p, y, cluster, repeats=30) == slow
+        found = intervals(p, y, cluster, repeats=30)
+    for name, ends in slow.items():
+        assert found[name] == (ends and pytest.approx(ends, abs=1e-12))
     assert {name: value for name, value in scored(p, y).items() if name != "n"} == slowly_scored(p, y)
 
 
@@ -133,3 +163,64 @@ def test_six_patients_who_are_all_right_or_wrong_have_the_exact_interval_of_a_sh
     p = np.eye(2)[labels if right else 1 - labels]
     found = intervals(p, labels, np.array([f"p{k}" for k in range(6)]), repeats=50)
     assert found["accuracy"] == pytest.approx(list(ends))
+
+
+@pytest.mark.parametrize("n_rare", [1, 2, 3])
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_draws_without_a_class_do_not_count_as_right_about_it(n_rare, n_classes):
+    labels = np.concatenate([np.arange(18) % (n_classes - 1), np.full(n_rare, n_classes - 1)])
+    p = np.eye(n_classes)[np.where(labels == n_classes - 1, 0, labels)]  # the last class is always missed
+    found = intervals(p, labels, np.arange(len(labels)).astype(str), repeats=200)["macro_accuracy"]
+    high = binomtest(0, n_rare).proportion_ci(method="exact").high
+    assert found[1] == pytest.approx((n_classes - 1 + high) / n_classes) and found[1] < 1
+    assert found[0] <= scored(p, labels)["macro_accuracy"] == pytest.approx(1 - 1 / n_classes)
+
+
+def test_where_most_draws_lack_a_class_nothing_is_said_of_the_mean_over_classes():
+    labels, rng = np.repeat([0, 1, 2, 3], [30, 1, 1, 1]), np.random.default_rng(0)
+    found = intervals(rng.dirichlet(np.ones(4), 33), labels, np.arange(33).astype(str), repeats=200)
+    assert found["macro_accuracy"] is None and found["auroc"] is None and found["accuracy"] is not None
+
+
+def test_two_patients_of_a_class_who_are_right_leave_much_open_about_it():
+    labels = np.repeat([0, 1], [20, 2])
+    found = intervals(np.eye(2)[labels], labels, np.arange(22).astype(str), repeats=50)
+    ends = [binomtest(n, n).proportion_ci(method="exact").low for n in (20, 2)]
+    assert found["macro_accuracy"] == pytest.approx([np.mean(ends), 1.0])
+    assert found["auroc"] == pytest.approx([ends[1], 1.0])
+    same = intervals(np.full((22, 2), 0.5), labels, np.arange(22).astype(str), repeats=50)
+    assert same["auroc"] == [0.5, 0.5]  # of scores that are all the same
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        [1e-9, 2e-9, 3e-9, 4e-9, 5e-9, 6e-9],
+        [1e-200, 2e-200, 3e-200, 4e-200, 5e-200, 1.0],
+        [1 - 9e-8, 1 - 8e-8, 1 - 7e-8, 1 - 3e-8, 1 - 2e-8, 1.0],
+        [0.0, 0.0, np.nextafter(1, 0), 1.0, 1.0, 1.0],
+        [0.4999999, 0.49999995, 0.5, 0.50000001, 0.50000002, 0.7],
+    ],
+)
+def test_a_point_that_was_chosen_to_part_slides_parts_them(score):
+    score, truth = np.array(score), np.array([0, 0, 0, 1, 1, 1])
+    point = operating_point(score, truth)
+    assert ((score >= point) == truth).all()
+    moved = _recentred_at_half(score, point)
+    assert (np.stack([1 - moved, moved], 1).argmax(1) == truth).all() and (moved <= 1).all()
+    said = np.repeat(np.stack([1 - score, score], 1), 2, axis=0)
+    found = slide_level(said, truth.repeat(2), np.repeat([*"abcdef"], 2), point)
+    assert scored(found[0], found[1])["accuracy"] == 1.0
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10**6), st.floats(-30, 30), st.floats(0.01, 8))
+def test_no_other_score_parts_slides_better_than_the_point(seed, middle, width):
+    """Of models that saturate too."""
+    rng, truth = np.random.default_rng(seed), np.arange(16) % 2
+    score = 1 / (1 + np.exp(-middle - width * rng.normal(truth, 1)))
+    best = max(balanced_accuracy_score(truth, score >= one) for one in score)
+    point = operating_point(score, truth)
+    if point is not None:  # None where all say the same
+        assert 0 < point <= 1
+        assert balanced_accuracy_score(truth, score >= point) >= best - 1e-9 or best == 0.5

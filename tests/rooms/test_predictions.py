@@ -1,6 +1,7 @@
 """The one table of predictions: what is written is what is read, and every score of an evaluation is a group of it."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,14 +15,16 @@ from wsi_fl.learning.tasks import CLASSES, Number, Survival
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.predictions import read_answers, read_predictions, write_predictions
+from wsi_fl.stages.answers.predictions import read_answers, read_predictions, seal_of, write_predictions
 from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
 
 
 def table_of(task, truth, outputs, **about):
     n, rng = len(truth), np.random.default_rng(0)
-    said = {m: rng.random((n, len(outputs))).astype(np.float32).astype(float) for m in ("private", "proxy")}
+    said = {m: rng.random((n, len(outputs))) for m in ("private", "proxy")}
+    if task.kind == "classes":
+        said = {m: one / one.sum(1, keepdims=True) for m, one in said.items()}
     names = np.array(['a, "b"\nc', "ünder 1%d", "plain", "plain"])[np.arange(n) % 4]
     part = np.array(["S1", "S0"])[np.arange(n) // 3 % 2]
     return Predictions("S0", "proxy", part, names, names[::-1], truth, said, outputs, task, about)
@@ -31,8 +34,8 @@ def table_of(task, truth, outputs, **about):
     ("task", "truth", "outputs"),
     [
         (CLASSES, np.array([0, 1, 1, 0, 1, 0]), ("healthy", "p_tumor, solid")),
-        (Number(0, 9e6), np.linspace(0, 8.7654321e6, 6, dtype=np.float32), ("cells",)),
-        (Survival((6, 12.5)), np.array([[0.1, 1], [7, 0]] * 3, np.float32), ("6", "12.5")),
+        (Number(0, 9e9), np.linspace(0, 8.7654321e9, 6).round() + 0.1, ("cells",)),
+        (Survival((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), ("6", "12.5")),
     ],
 )
 def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
@@ -43,8 +46,7 @@ def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
     assert (found.site, found.answer, found.outputs, set(found.said)) == ("S0", "proxy", outputs, {"proxy"})
     for name in ("part", "slide", "patient"):
         assert getattr(found, name).tolist() == getattr(table, name).tolist()
-    assert np.array_equal(*(one.answers.astype(np.float32) for one in (found, table)))
-    assert np.array_equal(found.truth.astype(truth.dtype), truth)
+    assert np.array_equal(found.answers, table.answers) and np.array_equal(found.truth, truth)
     assert found.about["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
     assert (len(found.own), len(found.others), [*found.by("part")]) == (3, 3, ["S1", "S0"])
     assert read_predictions(folder, Number(0, 1) if task is CLASSES else CLASSES) is None
@@ -137,3 +139,76 @@ def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean_and_what_is_rejected
     assert _decided(sites, "weighted", [5, 1, 1])[0].tolist() == [0]
     found = aggregated_scores([np.eye(3)[[k, 0]] for k in range(3)], np.array([0, 0]), [1, 1, 1])
     assert (found["absolute"]["rejected"], found["absolute"]["accuracy"]) == (1, 0.5)
+
+
+def evaluated(root, task, table, *, sealed):
+    """The folder of a site in a run that was evaluated; by a version that kept no seal where it is not sealed."""
+    run = RunFolder(root / "runs" / "00001-x")
+    folder = run.site("S0")
+    write_predictions(folder, table)
+    row = {"site": "S0", "n": len(table), **({"predictions": seal_of(folder)} if sealed else {})}
+    run.write(
+        "evaluation", {"run": "runs/00001-x", "with": "proxy", "merged": None, "sites": [row], "models": {}}
+    )
+    return folder
+
+
+def cut(lines):
+    return [*lines[:-1], lines[-1][: len(lines[-1]) // 2]]
+
+
+def saying(column, value):
+    def change(lines):
+        cells = lines[2].split(",")
+        cells[column] = value
+        return [*lines[:2], ",".join(cells), *lines[3:]]
+
+    return change
+
+
+DAMAGE = {
+    "half": lambda lines: lines[: len(lines) // 2],
+    "first line alone": lambda lines: lines[:1],
+    "doubled": lambda lines: [lines[0], *[line for line in lines[1:] for _ in range(2)]],
+    "empty": lambda lines: [],
+    "cut off": cut,
+    "2.0": saying(-1, "2.0"),
+    "NaN": saying(-1, "nan"),
+    "inf": saying(-2, "inf"),
+    "negative": saying(-1, "-0.25"),
+    "no sum": saying(-1, "0.123"),
+    "no number": saying(-1, "0,5"),
+    "strange class": saying(-3, "benign"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_table_that_is_not_as_it_was_evaluated_is_refused(tmp_path, damage, sealed):
+    """With a length and a digest, and of earlier versions, which kept none, by what it holds."""
+    table = table_of(CLASSES, np.array([0, 1, 1, 0, 1, 0]), ("healthy", "tumor"), x_l0=np.arange(6))
+    table = replace(table, slide=np.array([f"s{k}" for k in range(6)]), patient=np.array([*"abcdef"]))
+    folder = evaluated(tmp_path, CLASSES, table, sealed=sealed)
+    path = folder.path / "predictions.csv"
+    lines = path.read_text().splitlines()
+    assert len(read_predictions(folder)) == 6
+    path.write_text("\n".join(damage(lines)) + "\n" * bool(damage(lines)))
+    refused(lambda: read_predictions(folder), "predictions.csv", "wsi-fl evaluate 00001-x", error=WsiFlError)
+
+
+@pytest.mark.parametrize(
+    ("task", "truth", "value"),
+    [
+        (Number(0, 9), np.arange(6) / 7, "inf"),
+        (Survival((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), "1.5"),
+        (Survival((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), "nan"),
+    ],
+)
+def test_numbers_and_chances_that_nobody_can_say_are_refused(tmp_path, task, truth, value):
+    outputs = ("burden",) if task.kind == "number" else ("6", "12.5")
+    folder = evaluated(tmp_path, task, table_of(task, truth, outputs, x_l0=np.arange(6)), sealed=False)
+    path = folder.path / "predictions.csv"
+    assert len(read_predictions(folder, task)) == 6
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-1], ",".join([*lines[-1].split(",")[:-1], value])]) + "\n")
+    refused(lambda: read_predictions(folder, task), "predictions.csv", error=WsiFlError)

@@ -1,5 +1,6 @@
 """Run folders: numbers are never shared, checkpoints load back or say that they are damaged."""
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -120,3 +121,17 @@ def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):
     lines_of(together, "C2", 0)
     (together.path / "sites" / "C2").mkdir(parents=True)
     assert together.note_loss("C2", "killed")["round"] == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"epsilon": 1.0, "delta": 1e-5, "unit": "row"}', '"x"', "", None]
+)
+def test_an_account_that_is_damaged_or_gone_is_named_with_what_writes_it_again(tmp_path, text):
+    site = SiteFolder(tmp_path / "00007-oneshot-x" / "sites" / "C1")
+    site.account_path.parent.mkdir(parents=True)
+    if text is not None:
+        site.account_path.write_text(text)
+    refused(site.account, "ledger.json", "wsi-fl train --resume 00007-oneshot-x")
+    whole = {"epsilon": 1.0, "delta": 1e-5, "unit": "row", "guarantee": "none", "group": None}
+    site.account_path.write_text(json.dumps(whole))
+    assert site.account() == whole

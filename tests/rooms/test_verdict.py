@@ -9,8 +9,9 @@ from scipy import stats
 from sksurv.metrics import concordance_index_censored
 
 from wsi_fl.learning.tasks import CLASSES, Number, Survival
-from wsi_fl.learning.verdict import Estimate, estimate, of_repetitions, ratio, verdict
+from wsi_fl.learning.verdict import Estimate, estimate, of_repetitions, paired, ratio, verdict
 from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.report.worth import verdict_words
 
 
 def of(values, names=None, noise=None, weights=1.0):
@@ -150,3 +151,45 @@ def test_no_share_of_right_answers_is_said_to_be_above_all_of_them():
     found = of(np.ones(6), noise=np.array([0.3]))
     assert found.high > 1 and found.between(0.0, 1.0) == replace(found, high=1.0)
     assert Estimate(0.5, None, None).between(0.0, 1.0) == Estimate(0.5, None, None)
+
+
+@pytest.mark.parametrize("n", [2, 5, 30])
+@pytest.mark.parametrize("value", [1.0, -1.0, 0.0])
+def test_patients_who_all_say_the_same_leave_others_open(n, value):
+    """By Clopper and Pearson's interval of none of n that is otherwise."""
+    others = stats.binomtest(0, n).proportion_ci(method="exact").high
+    found = of(np.full(n, value)).between(-1.0, 1.0)
+    assert found.low == pytest.approx(value - others * (value + 1))
+    assert found.high == pytest.approx(value + others * (1 - value)) and found.mean == value
+    assert verdict(found, None) == (
+        {1.0: "join", -1.0: "stay"}.get(value, "not shown") if n > 5 else "not shown"
+    )
+    share = of(np.ones(n)).between(0.0, 1.0)
+    assert (share.low, share.high) == pytest.approx(stats.binomtest(n, n).proportion_ci(method="exact"))
+
+
+def test_nothing_to_gain_takes_more_than_a_few_patients_without_a_difference():
+    same = {"gain": of(np.zeros(20)).between(-1.0, 1.0).document(), "verdict": "not shown"}
+    assert verdict_words(same, "C1") == "it gives the same answers alone, to 20 test patients"
+    gain = of(np.array([0.1, -0.1] * 30))
+    few, many = (of(np.zeros(n)).between(-1.0, 1.0) for n in (20, 200))
+    assert (verdict(gain, few), verdict(gain, many)) == ("not shown", "nothing to gain")
+
+
+@pytest.mark.parametrize("n", [2, 8, 40])
+def test_pairs_that_all_differ_alike_differ(n):
+    found = paired([1.0] * n, [0.0] * n)
+    assert found["p"] == pytest.approx(stats.binomtest(n, n).pvalue) and found["difference"] == 1
+    assert paired([0.3] * n, [0.3] * n)["p"] is None
+    assert paired([0.1 + 0.2] * n, [0.3] * n)["p"] is None  # alike but for rounding
+
+
+def test_no_p_is_nothing_and_others_are_those_of_scipy():
+    assert 0 < paired([1.0] * 4000, [0.0] * 3999 + [1.0])["p"] < 1e-300
+    assert 0 < paired([1.0] * 5000, [0.0] * 5000)["p"] < 1e-300
+    a, b = np.random.default_rng(0).normal(size=(2, 30))
+    assert paired([*a], [*b])["p"] == stats.ttest_rel(a, b).pvalue
+
+
+def test_repetitions_without_chance_tell_nothing():
+    assert of_repetitions(0.1, 0.0, 3) == Estimate(0.1, None, None)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import check, refused, same, train_generator
+from diffusers import DDIMScheduler
 from safetensors.torch import load_file
 from test_mpcpa import make_study
 from test_synthesize import interrupted
@@ -111,6 +112,72 @@ def test_every_sampler_finds_the_image_of_the_class(sampler, chain):
     expected = torch.tensor([64.0, 191.0])[torch.tensor([0, 1, 0, 1, 1])]
     assert torch.allclose(images.float().mean(dim=(1, 2, 3)), expected, atol=3)
     assert images.float().std(dim=(1, 2, 3)).max() < 6
+
+
+class Gaussian(Oracle):
+    """The best denoiser there is of pixels N(0.2, 0.25²)."""
+
+    def forward(self, x, t, y):
+        kept = self.kept[t].double()
+        noise = (1 - kept).sqrt() * (x - kept.sqrt() * 0.2) / (kept * 0.25**2 + 1 - kept)
+        return SimpleNamespace(sample=noise)
+
+
+def first_noise(n):
+    """What `drawn` begins with, for seed 0 and one batch."""
+    return torch.randn((n, 1, 8, 8), generator=torch.Generator().manual_seed(ddpm._seed_of_batch(0, 0)))
+
+
+def exact_ddim(shape, steps, n):
+    """Song et al., eq. 12 without noise: round(T (s − k) / s) − 1 are the times, clean images are clipped."""
+    model, x = Gaussian(shape), first_noise(n).double()
+    times = [int(np.round(shape.chain - shape.chain / steps * k)) - 1 for k in range(steps)]
+    for t, following in zip(times, [*times[1:], None], strict=True):
+        kept, then = model.kept[t].double(), 1.0 if following is None else model.kept[following].double()
+        noise = model(x, t, None).sample
+        clean = ((x - (1 - kept).sqrt() * noise) / kept.sqrt()).clamp(-1, 1)
+        x = then**0.5 * clean + (1 - then) ** 0.5 * noise
+    return x
+
+
+@pytest.mark.parametrize("schedule", ["linear", "squaredcos_cap_v2"])
+@pytest.mark.parametrize(
+    ("chain", "steps"), [(40, 25), (100, 60), (100, 29), (300, 7), (1000, 10), (1000, 122), (365, 364)]
+)
+def test_ddim_steps_end_where_the_next_begin_whatever_their_number(chain, steps, schedule):
+    shape = replace(SHAPE, chain=chain, schedule=schedule)
+    labels = np.zeros(256, np.int64)
+    (images,) = drawn(Gaussian(shape), labels, Sampling("ddim", steps, batch_size=256), seed=0)
+    right = exact_ddim(shape, steps, 256)
+    assert (images / 127.5 - 1 - right.clamp(-1, 1)).abs().max() < 0.012  # 1.5 of 255 grey levels
+    if steps >= 122:
+        assert float((images / 127.5 - 1).std()) == pytest.approx(0.25, abs=0.012)
+
+
+@pytest.mark.parametrize("steps", [1, 8, 25, 100])
+def test_where_steps_divide_the_chain_images_are_those_of_the_library(steps):
+    shape = replace(SHAPE, chain=200)
+    (images,) = drawn(Gaussian(shape), np.zeros(4, np.int64), Sampling("ddim", steps, batch_size=4), seed=0)
+    plain = DDIMScheduler(**shape.diffusion, timestep_spacing="trailing")
+    plain.set_timesteps(steps)
+    x = first_noise(4)
+    for t in plain.timesteps:
+        x = plain.step(Gaussian(shape)(x, t, None).sample.float(), t, x).prev_sample
+    assert torch.equal(images, ddpm.to_pixels(x))
+
+
+@pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm++"])
+def test_a_sampler_takes_as_many_steps_as_asked_and_all_within_the_chain(sampler):
+    """Rounding gives the library a time before the chain's first in each of these: it stands for pure noise there."""
+    for chain, steps in ((100, 29), (300, 7), (1000, 61), (1000, 122), (999, 13)):
+        found = ddpm._scheduler_of(replace(SHAPE, chain=chain), Sampling(sampler, steps))
+        times = found.timesteps.tolist()
+        assert len(times) == steps and times[0] == chain - 1 and times[-1] >= 0
+        assert times == sorted(set(times), reverse=True)
+    shape = replace(SHAPE, chain=300)
+    images = torch.cat([*drawn(Gaussian(shape), np.zeros(256, np.int64), Sampling(sampler, 7), seed=0)])
+    assert float((images / 127.5 - 1).mean()) == pytest.approx(0.2, abs=0.01)
+    assert float((images / 127.5 - 1).std()) < 0.25
 
 
 def test_a_denoiser_travels_as_one_vector():

@@ -26,6 +26,21 @@ def test_fid_is_the_formula_with_matrix_roots():
     assert evidence.frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("n", [2, 3, 50])
+def test_fid_of_a_set_and_itself_is_nothing_and_never_less(n):
+    for seed in range(20):
+        a = normal(n, 16, seed, 3.0)
+        assert 0 <= evidence.frechet_distance(a, a.copy()) < 1e-9
+        assert 0 <= evidence.frechet_distance(a, a[::-1]) < 1e-9
+
+
+@pytest.mark.parametrize("distance", [evidence.frechet_distance, evidence.kernel_distance])
+def test_one_image_has_no_spread_and_no_distance(distance):
+    some, one, none = normal(20, 4), normal(1, 4, 1), normal(0, 4)
+    assert distance(one, some) is distance(some, one) is distance(one, one) is distance(some, none) is None
+    assert np.isfinite(distance(normal(2, 4), some))
+
+
 def test_kid_is_unbiased():
     """Zero on average between two samples of one distribution, however small; loops of the definition agree."""
     values = [evidence.kernel_distance(normal(12, 4, 2 * k), normal(15, 4, 2 * k + 1)) for k in range(300)]

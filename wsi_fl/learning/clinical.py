@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import slide_level
+from wsi_fl.privacy.audit import share_interval
 
 _Floats = NDArray[np.float64]
 Names = NDArray[np.str_]
@@ -24,6 +25,8 @@ LEAST = 10
 """Patients, and cases and others among them, below which nothing is told of a subgroup."""
 _Z = 1.959963984540054
 _NARROW = 1e-12
+_PEOPLE = 10**10
+"""No test set has more patients."""
 
 
 @dataclass(frozen=True)
@@ -160,17 +163,22 @@ def _auroc(score: _Floats, case: _Flags) -> _Interval | None:
     areas, covariance = _delong(score[None], case)
     area = float(areas[0])
     if area in (0, 1):
-        pairs = int(min(case.sum(), (~case).sum()))
-        around = binomtest(round(area) * pairs, pairs).proportion_ci(method="exact")
+        pairs = _disjoint_pairs(case)
+        around = binomtest(int(area) * pairs, pairs).proportion_ci(method="exact")
         return _Interval(area, float(around.low), float(around.high), len(case))
     spread = sqrt(covariance[0, 0]) / (area * (1 - area))
     low, high = (expit(logit(area) + sign * _Z * spread) for sign in (-1, 1))
     return _Interval(area, float(low), float(high), len(case))
 
 
+def _disjoint_pairs(case: _Flags) -> int:
+    """Return how many pairs of a case and another there are of which no two share a patient."""
+    return int(min(case.sum(), (~case).sum()))
+
+
 @dataclass(frozen=True)
 class _AreaDifference:
-    """By how much one model's AUROC exceeds another's; p is two-sided, None where both rank all patients alike."""
+    """By how much one model's AUROC exceeds another's; p is two-sided, None where both place every patient alike."""
 
     value: float
     low: float
@@ -180,7 +188,13 @@ class _AreaDifference:
 
 
 def auroc_difference(ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDifference | None:
-    """Return the difference of two AUROCs by DeLong's test for pairs; None for fewer than two cases or others."""
+    """Return the difference of two AUROCs by DeLong's test for pairs; None for fewer than two cases or others.
+
+    Its variance is nothing too where every patient says the same, as of a perfect model beside a constant one. Then
+    pairs of which no two share a patient, as many as there are patients of the rarer kind, are independent and all
+    differ alike: Clopper and Pearson's interval of the share that does, and a sign test, which six patients cannot make
+    significant.
+    """
     from scipy.stats import norm
 
     if min(case.sum(), (~case).sum()) < 2:
@@ -189,10 +203,32 @@ def auroc_difference(ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDiffe
     value = float(areas[0] - areas[1])
     variance = float(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1])
     if variance <= _NARROW**2:
-        return _AreaDifference(value, value, value, None, len(case))
+        return _difference_of_pairs(value, ours, theirs, case)
     sd = sqrt(variance)
-    p = float(2 * norm.sf(abs(value) / sd))
-    return _AreaDifference(value, value - _Z * sd, value + _Z * sd, p, len(case))
+    p = max(float(2 * norm.sf(abs(value) / sd)), np.finfo(float).tiny)  # no test ever says 0
+    low, high = max(-1.0, value - _Z * sd), min(1.0, value + _Z * sd)
+    return _AreaDifference(value, low, high, p, len(case))
+
+
+def _difference_of_pairs(value: float, ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDifference:
+    """Return the difference of two AUROCs, the same for all patients, by pairs of which no two share a patient.
+
+    What a pair can add lies between ∓ its largest difference. The share of pairs that must be for the better one to
+    come to `value` has the interval, in parts of a pair where some pairs are for the other.
+    """
+    from scipy.stats import binomtest
+
+    if abs(value) <= _NARROW:
+        return _AreaDifference(0.0, 0.0, 0.0, None, len(case))
+    side = 1 if value > 0 else -1
+    better, worse = (ours, theirs) if value > 0 else (theirs, ours)
+    first, second = (np.sign(one[case][:, None] - one[~case]) / 2 for one in (better, worse))
+    most, pairs = float((first - second).max()), _disjoint_pairs(case)
+    share = (1 + abs(value) / most) / 2
+    low, high = ((2 * end - 1) * most for end in share_interval(share, pairs))
+    p = float(binomtest(int(share * pairs + _NARROW), pairs).pvalue)
+    ends = sorted((side * low, side * high))
+    return _AreaDifference(value, min(ends[0], value), max(ends[1], value), p, len(case))
 
 
 def _calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | None:
@@ -229,24 +265,28 @@ def _calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | None:
 
 def net_benefit(
     score: _Floats, case: _Flags, thresholds: Sequence[float], prevalence: float | None = None
-) -> dict[str, list[float]]:
+) -> dict[str, list[float] | list[None]]:
     """Return the net benefit of acting where the score reaches each threshold ("model"), and of acting on "everybody".
 
     It is the share of true positives less that of false ones, weighed by the odds of the threshold: whoever acts from a
     probability of 0.1 on accepts nine needless acts for one that was needed. Acting on nobody is 0.
 
     Args:
-        prevalence: the share of cases where the model is used; None for that of these patients.
+        prevalence: the share of cases where the model is used; None for that of these patients. At another one the
+            model's is not known (None) where all patients are of one kind, for how often it is right about the other.
 
     Reference: Vickers and Elkin, "Decision curve analysis", Medical Decision Making 26, 2006.
     """
     at = np.asarray(thresholds, float)
     odds = at / (1 - at)
-    share = float(case.mean()) if prevalence is None or not 0 < case.mean() < 1 else prevalence
+    share = float(case.mean()) if prevalence is None else prevalence
+    everybody: list[float] = (share - (1 - share) * odds).tolist()
+    if prevalence is not None and not 0 < case.mean() < 1:
+        return {"model": [None] * len(at), "everybody": everybody}
     acts = score[None] >= at[:, None]
     right, wrong = ((acts & those).sum(1) / max(1, those.sum()) for those in (case, ~case))
     of_model = share * right - (1 - share) * wrong * odds
-    return {"model": of_model.tolist(), "everybody": (share - (1 - share) * odds).tolist()}
+    return {"model": of_model.tolist(), "everybody": everybody}
 
 
 def described(
@@ -322,7 +362,8 @@ def patients_needed(
     sensitivity: float | None = None,
     specificity: float | None = None,
 ) -> dict[str, int]:
-    """Return how many patients a test set needs for each interval to be as narrow as wanted.
+    """Return how many patients a test set needs for each interval to be as narrow as wanted; ValueError for more than
+    there are people.
 
     The model is taken to be calibrated, and its log-odds to be normal among cases and among others, as wide as `area`
     says.
@@ -338,15 +379,22 @@ def patients_needed(
     found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / _Z)}
     # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
     log_error = asinh(wanted.expected / 2) / _Z
-    found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
+    found["expected"] = _whole((1 - prevalence) / prevalence / log_error**2)
     found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / _Z)
     for name, value, share, width in (
         ("sensitivity", sensitivity, prevalence, wanted.sensitivity),
         ("specificity", specificity, 1 - prevalence, wanted.specificity),
     ):
         if value is not None:
-            found[name] = ceil(value * (1 - value) / (width / 2 / _Z) ** 2 / share)
+            found[name] = _whole(value * (1 - value) / (width / 2 / _Z) ** 2 / share)
     return found
+
+
+def _whole(n: float) -> int:
+    """Return so many patients as a whole number; ValueError for more than there are people."""
+    if not n <= _PEOPLE:
+        raise ValueError(f"it takes more than {_PEOPLE:,} patients, and there are fewer people")
+    return ceil(n)
 
 
 def _for_area(prevalence: float, area: float, error: float) -> int:
@@ -357,7 +405,7 @@ def _for_area(prevalence: float, area: float, error: float) -> int:
         spread = 1 + half * (1 - area) / (2 - area) + half * area / (1 + area)
         return sqrt(area * (1 - area) * spread / (n**2 * prevalence * (1 - prevalence)))
 
-    return 3 + bisect_left(range(3, 1 << 50), True, key=lambda n: reached(n) <= error)
+    return _whole(3 + bisect_left(range(3, 2 * _PEOPLE), True, key=lambda n: reached(n) <= error))
 
 
 def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
@@ -382,4 +430,5 @@ def _for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
 
     information = weight * expit(lp) * expit(-lp)
     a, ab, b = information.sum(), (information * lp).sum(), (information * lp**2).sum()
-    return ceil(float(a / (a * b - ab**2)) / error**2)
+    spread = float(a * b - ab**2)
+    return _whole(float(a) / spread / error**2 if spread > 0 else np.inf)

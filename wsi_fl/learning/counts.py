@@ -186,9 +186,10 @@ def confusion_of(told: Sequence[Counts]) -> list[list[int]]:
 
 
 class OfCounts(TypedDict):
-    """The scores that follow from one model's counts."""
+    """The scores that follow from one model's counts; `n_classes` have examples, and macro-accuracy is over these."""
 
     n: int
+    n_classes: int
     accuracy: float | None
     macro_accuracy: float | None
     auroc: float | None
@@ -199,18 +200,27 @@ def _scores_of(told: Sequence[Counts]) -> OfCounts:
     """Return n and the three scores that follow from one model's counts on one test part or more.
 
     Accuracies are exact, and so is the AUROC of one test part. Of several, pairs between hospitals whose bins overlap
-    count as half, so the exact one lies at most `auroc_within` away. Both are None for more than two classes. All are
-    None without examples.
+    count as half, so the exact one lies at most `auroc_within` away. Both are None unless there are two classes. All
+    are None without examples.
     """
     n = sum(one["n"] for one in told)
     if not n:
-        return {"n": 0, "accuracy": None, "macro_accuracy": None, "auroc": None, "auroc_within": None}
+        unknown: OfCounts = {
+            "n": 0,
+            "n_classes": 0,
+            "accuracy": None,
+            "macro_accuracy": None,
+            "auroc": None,
+            "auroc_within": None,
+        }
+        return unknown
     table = np.array(confusion_of(told), np.int64)
     present = table.sum(1) > 0
     per_class = table.diagonal()[present] / table.sum(1)[present]
     area, within = _auroc(told)
     return {
         "n": n,
+        "n_classes": int(present.sum()),
         "accuracy": float(table.trace() / n),
         "macro_accuracy": float(per_class.mean()),
         "auroc": area,
@@ -219,7 +229,12 @@ def _scores_of(told: Sequence[Counts]) -> OfCounts:
 
 
 def _auroc(told: Sequence[Counts]) -> tuple[float, float] | tuple[None, None]:
-    """Return the area under the ROC curve, uncertain pairs counting half, and how far the exact one may lie away."""
+    """Return the area under the ROC curve, uncertain pairs counting half, and how far the exact one may lie away.
+
+    Both are None unless there are two classes: others have no bins.
+    """
+    if any(len(part["confusion"]) != 2 for part in told):
+        return None, None
     area = within = 0.0
     for one in told:
         for other in told:
@@ -258,6 +273,7 @@ class Between(TypedDict):
     """The document of `results`."""
 
     hospitals: list[str]
+    n_classes: int
     models: dict[str, OfModel]
     constant: Constant | None
 
@@ -266,9 +282,9 @@ def results(document: Scores) -> Between:
     """Return the scores that follow from the counts between hospitals, as `evaluate --json` prints under `between`.
 
     Returns:
-        `hospitals`, the names of those that told counts, and `models`: by name, the scores on each hospital's test
-        part (`hospitals`) and on all of these together (`merged`). `constant` is the class that most of all test
-        examples have, and the accuracy of always saying it; None without examples.
+        `hospitals`, the names of those that told counts, how many classes are asked for (`n_classes`), and `models`: by
+        name, the scores on each hospital's test part (`hospitals`) and on all of these together (`merged`). `constant`
+        is the class that most of all test examples have, and the accuracy of always saying it; None without examples.
     """
     models: dict[str, OfModel] = {}
     truth = np.zeros(len(document["classes"]), np.int64)
@@ -278,10 +294,9 @@ def results(document: Scores) -> Between:
         whole = list(told.values())
         models[model] = {"hospitals": parts, "merged": _scores_of(whole)}
         truth = np.maximum(truth, np.sum(confusion_of(whole), axis=1))  # 0 of a model that did not arrive
-    most = int(truth.argmax())
-    constant: Constant = {"class": document["classes"][most], "accuracy": float(truth[most] / truth.sum())}
-    return {
-        "hospitals": list(document["hospitals"]),
-        "models": models,
-        "constant": constant if truth.sum() else None,
-    }
+    most, n = int(truth.argmax()), int(truth.sum())
+    constant: Constant | None = None
+    if n:
+        constant = {"class": document["classes"][most], "accuracy": float(truth[most] / n)}
+    hospitals, n_classes = list(document["hospitals"]), len(document["classes"])
+    return {"hospitals": hospitals, "n_classes": n_classes, "models": models, "constant": constant}

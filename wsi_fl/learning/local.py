@@ -288,8 +288,9 @@ def probabilities_of_each(
 
     parts = []
     for outputs, _ in _answers(predict, examples, device, batch_size):
-        said = torch.stack([examples.task.said(one) for one in outputs.unbind(1)])
-        parts.append(said.double().cpu().numpy())
+        # in single precision all that is likelier than 1 − 6e-8 would be certain, and no order be left among it
+        said = torch.stack([examples.task.said(one.double()) for one in outputs.unbind(1)])
+        parts.append(said.cpu().numpy())
         alive()
     return np.concatenate(parts, axis=1)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.audit import Ranked, redrawn
+from wsi_fl.privacy.audit import TAILS, Ranked, redrawn, share_interval
 
 Probabilities = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -25,7 +25,6 @@ Weights = NDArray[np.int32]
 Measure = Callable[[Weights], Mapping[str, NDArray[np.float64]]]
 """Weights → every score by name, float64[b]; NaN where it cannot be computed."""
 
-_TAILS = [(1 - 0.95) / 2, (1 + 0.95) / 2]
 _TOP = 0.1
 """Share of a slide's patches by whose mean it is scored."""
 _AT_ONCE = 1 << 20
@@ -36,7 +35,8 @@ def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: L
     """Return a function that computes accuracy, macro-accuracy and AUROC for any weights; scores are sorted once, here.
 
     Macro-accuracy is the mean over the classes that occur (ProxyFL, appendix B.1). So is the AUROC of more than two
-    classes, each against the rest.
+    classes, each against the rest. Under weights without one of these classes neither can be computed: a mean over
+    fewer classes is another score.
 
     Args:
         right: bool[n], whether the answer was.
@@ -52,21 +52,13 @@ def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: L
 
     def measure(weights: Weights) -> dict[str, NDArray[np.float64]]:
         n, n_right = np.hsplit(weights @ columns, 2)
-        areas = np.stack([ranked.aurocs(row) for row in weights])
         return {
             "accuracy": n_right.sum(1) / n.sum(1),
-            "macro_accuracy": _mean_where(n > 0, n_right / np.maximum(n, 1)),
-            "auroc": _mean_where(~np.isnan(areas), areas),
+            "macro_accuracy": np.where(n.all(1), (n_right / np.maximum(n, 1)).mean(1), np.nan),
+            "auroc": np.stack([ranked.aurocs(row) for row in weights]).mean(1),
         }
 
     return measure
-
-
-def _mean_where(known: NDArray[np.bool_], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean of what is known in each row of [b, k]; NaN where nothing is."""
-    means = np.full(len(values), np.nan)
-    np.divide(np.where(known, values, 0).sum(1), known.sum(1), out=means, where=known.any(1))
-    return means
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
@@ -105,7 +97,11 @@ def confusion(probabilities: Probabilities, labels: Labels) -> list[list[int]]:
 
 
 def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) -> dict[str, Any]:
-    """Return the expected calibration error over bins of equal width (Guo et al., 2017), and the Brier score."""
+    """Return the expected calibration error over bins of equal width (Guo et al., 2017), and the Brier score.
+
+    Of two classes that is the mean squared error of the second one's probability, from 0 to 1, as clinical papers have
+    it; of more, squared errors are summed over the classes, from 0 to 2 (Brier, 1950).
+    """
     if not len(labels):
         return {"ece": None, "brier": None, "bins": []}
     confidence = probabilities.max(1)
@@ -121,23 +117,29 @@ def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) 
     ]
     ece = sum(b["n"] * abs(b["confidence"] - b["accuracy"]) for b in bins) / len(labels)
     one_hot = np.eye(probabilities.shape[1])[labels]
-    brier = ((probabilities - one_hot) ** 2).sum(1).mean()
+    each = ((probabilities - one_hot) ** 2).sum(1)
+    brier = (each / 2 if probabilities.shape[1] == 2 else each).mean()
     return {"ece": float(ece), "brier": float(brier), "bins": bins}
 
 
+Exact = Callable[[str, float], list[float] | None]
+"""The name of a score and the value that it has in every resample → its exact interval; None where there is none."""
+
+
 def resampled(
-    measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], *, repeats: int
+    measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], exact: Exact, *, repeats: int
 ) -> dict[str, list[float] | None]:
     """Return 95 % percentile intervals of scores when whole clusters (patients) are drawn with replacement.
 
     None where there are fewer than two clusters, or where most resamples have no score, as when a class is missing.
-    Where every resample has a score of 1, or of 0, the other end is that of the exact interval for as many right, or
-    wrong, answers as there are clusters (Clopper and Pearson, 1934): six of six right are no proof of a perfect model.
+    Where every resample has the same score, the interval is the exact one: six of six right are no proof of a perfect
+    model.
 
     Args:
         measure: of the n examples.
         scores: the names of what it computes.
         cluster: str[n], whose each example is.
+        exact: of a score that no resample changes.
     """
     names, which = np.unique(cluster, return_inverse=True)
     if len(names) < 2:
@@ -150,19 +152,42 @@ def resampled(
         weights = [redrawn(rng, which, len(names)) for _ in range(repeats)[some]]
         for name, values in measure(np.stack(weights)).items():
             drawn[name][some] = values
-    known = {name: values[~np.isnan(values)] for name, values in drawn.items()}
-    return {
-        name: _interval(values, len(names)) if len(values) > repeats / 2 else None
-        for name, values in known.items()
-    }
+    intervals: dict[str, list[float] | None] = {}
+    for name, draws in drawn.items():
+        values = draws[~np.isnan(draws)]
+        if len(values) <= repeats / 2:
+            intervals[name] = None
+            continue
+        low, high = (float(end) for end in np.quantile(values, TAILS))
+        intervals[name] = exact(name, low) if low == high else [low, high]
+    return intervals
 
 
-def _interval(drawn: NDArray[np.float64], n_clusters: int) -> list[float]:
-    low, high = (float(q) for q in np.quantile(drawn, _TAILS))
-    least = _TAILS[0] ** (1 / n_clusters)
-    if low == high == 1:
-        return [least, 1.0]
-    return [0.0, 1 - least] if low == high == 0 else [low, high]
+def exact_interval(measure: Measure, labels: Labels, cluster: NDArray[np.str_]) -> Exact:
+    """Return the exact intervals of scores of classes that no resample changes.
+
+    An accuracy is a share of the clusters. Macro-accuracy is the mean of such shares, over the clusters of each class:
+    of a class with two patients, both right, little is known. An AUROC of 0 or 1 rests on pairs of which no two share a
+    cluster; another is that of scores that are all the same, which rank nobody anywhere.
+    """
+
+    def n_of(rows: NDArray[np.bool_]) -> int:
+        return len(np.unique(cluster[rows]))
+
+    def exact(name: str, value: float) -> list[float] | None:
+        classes = [labels == c for c in np.unique(labels)]
+        if name == "macro_accuracy":
+            shares = measure(np.stack(classes).astype(np.int32))["accuracy"]
+            ends = [share_interval(s, n_of(rows)) for s, rows in zip(shares, classes, strict=True)]
+        elif name == "auroc" and value not in (0, 1):
+            ends = [(value, value)]
+        elif name == "auroc":
+            ends = [share_interval(value, min(n_of(rows), n_of(~rows))) for rows in classes]
+        else:
+            ends = [share_interval(value, len(np.unique(cluster)))]
+        return [float(end) for end in np.mean(ends, axis=0)]
+
+    return exact
 
 
 def slide_level(
@@ -192,26 +217,34 @@ def slide_level(
 def operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
     """Return the threshold on scores float64[n] in [0, 1] with the best balanced accuracy, the middle one of equals.
 
-    None where truth int64[n], 0 or 1, has one class alone.
+    It lies between two scores, or at the upper one where no number lies between them, and is never rounded: scores of a
+    model that is sure of one class may all be nearer to each other than any number of decimals. None where truth
+    int64[n], 0 or 1, has one class alone.
     """
     if len(np.unique(truth)) < 2:
         return None
     ordered = np.unique(score)
-    between = (ordered[1:] + ordered[:-1]) / 2
+    middle = (ordered[1:] + ordered[:-1]) / 2
+    between = np.where(middle > ordered[:-1], middle, ordered[1:])
     reached = [mean_over_classes((score >= t) == (truth == 1), truth) for t in between]
     if not reached:
         return None
     best = np.flatnonzero(np.isclose(reached, max(reached)))
-    return round(float(between[best[len(best) // 2]]), 6)
+    return float(between[best[len(best) // 2]])
 
 
 def _recentred_at_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
-    """Return scores float64[n] in [0, 1], stretched so that the threshold comes to lie at one half."""
-    above = score >= threshold
-    low = 0.5 * score / threshold
-    high = 0.5 + 0.5 * (score - threshold) / max(1 - threshold, 1e-12)
-    found: NDArray[np.float64] = np.where(above, high, np.minimum(low, 0.5 - 1e-9))
-    return found
+    """Return scores float64[n] in [0, 1], stretched so that the threshold comes to lie at one half.
+
+    Order is kept. What reaches the threshold lies above one half, by the least that a number can, and all else below.
+    """
+    if not 0 < threshold <= 1:  # of an earlier version, which rounded it: it parts nothing
+        return score
+    below, above = np.nextafter(0.5, [0.0, 1.0])
+    low = np.minimum(0.5 * (score / threshold), below)
+    high = 0.5 + 0.5 * ((score - threshold) / max(1 - threshold, np.finfo(float).eps))
+    moved: NDArray[np.float64] = np.where(score >= threshold, np.maximum(high, above), low)
+    return moved
 
 
 def mean_and_sd(values: list[float | None]) -> dict[str, float | None]:

@@ -1,7 +1,7 @@
 """How good predictions of survival are: concordance, Brier score; Kaplan–Meier curves by scikit-survival.
 
-Times and events are float[n, 2]; see `tasks`. What is predicted is float64[n, k], the probability of being without the
-event at the end of each of k intervals.
+Times and events are float64[n, 2]; see `tasks`. What is predicted is float64[n, k], the probability of being without
+the event at the end of each of k intervals.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def integrated_briers(
     """
     if not len(truth):
         return np.full(len(weights), np.nan)
-    time, seen, end = truth[:, 0].astype(np.float64), truth[:, 1] > 0.5, np.asarray(ends, np.float64)
+    time, seen, widths = truth[:, 0], truth[:, 1] > 0.5, np.diff(np.asarray(ends, np.float64))
+    # an event at an end is before it, also where times are of single precision, which has no 1.1
+    end = np.asarray(ends, time.dtype if time.dtype.kind == "f" else np.float64)
     times, at = np.unique(time, return_inverse=True)
     # 1. G, the share not censored after each time: Kaplan–Meier, whoever has the event at that time gone before
     there, left = (
@@ -103,8 +105,8 @@ def integrated_briers(
     first, last = np.where(there > 0, times, np.inf).min(1), np.where(there > 0, times, -np.inf).max(1)
     within = (first[:, None] <= end) & (end < last[:, None])
     both = within[:, 1:] & within[:, :-1]
-    area = np.where(both, np.diff(end) * (brier[:, 1:] + brier[:, :-1]) / 2.0, 0).sum(1)
-    found = _divided(area, np.where(both, np.diff(end), 0).sum(1))
+    area = np.where(both, widths * (brier[:, 1:] + brier[:, :-1]) / 2.0, 0).sum(1)
+    found = _divided(area, np.where(both, widths, 0).sum(1))
     found[~(weights * seen).any(1)] = np.nan
     return found
 

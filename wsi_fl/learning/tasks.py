@@ -1,7 +1,8 @@
 """What is asked of an example: its class, a number, or when an event will happen. Losses, answers, scores of each.
 
-The *truth* of n examples is int64[n] positions in the classes, float32[n] numbers, or float32[n, 2] of times and
-whether the event was seen then (1) or the patient was last seen without it (0). A model's *outputs* are float32[b, k];
+The *truth* of n examples is int64[n] positions in the classes, float64[n] numbers, or float64[n, 2] of times and
+whether the event was seen then (1) or the patient was last seen without it (0): double, since single precision tells
+0.1 years from the end of an interval at 0.1. A model's *outputs* are float32[b, k];
 what they say is float64[n, k]: probabilities of the classes, the number itself, or the probability of being without
 the event at the end of each interval.
 """
@@ -11,13 +12,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning import metrics, survival
-from wsi_fl.learning.metrics import Measure, Weights, counted_once, measure_of_classes, resampled
+from wsi_fl.learning.metrics import (
+    Measure,
+    Weights,
+    counted_once,
+    exact_interval,
+    measure_of_classes,
+    resampled,
+)
+from wsi_fl.privacy.audit import share_interval
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,7 +167,8 @@ class Number(Task):
     scores = ("r2", "mae", "rmse")
 
     def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
-        wanted = 2 * (truth - self.low) / (self.high - self.low) - 1
+        above = (truth.double() - self.low).to(outputs.dtype)  # dates, say, are large beside their range
+        wanted = 2 * above / (self.high - self.low) - 1
         return (outputs[:, 0] - wanted).square() / 2
 
     def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
@@ -298,8 +309,25 @@ def quality(said: Predicted, truth: Truth, task: Task = CLASSES) -> float | None
 def intervals(
     said: Predicted, truth: Truth, cluster: NDArray[np.str_], task: Task = CLASSES, *, repeats: int
 ) -> dict[str, list[float] | None]:
-    """Return percentile intervals of every score when whole clusters (patients) are drawn with replacement."""
-    return resampled(task.measure(said, truth), task.scores, cluster, repeats=repeats)
+    """Return percentile intervals of every score when whole clusters (patients) are drawn with replacement.
+
+    See `resampled`. A score that no resample changes has the exact interval of a share: of the clusters, or for
+    concordance of pairs of which no two share a cluster. Errors of numbers have no bound, so there is none.
+    """
+    measure = task.measure(said, truth)
+    if task.kind == "classes":
+        exact = exact_interval(measure, truth, cluster)
+    else:
+        exact = partial(_exact, task, len(np.unique(cluster)))
+    return resampled(measure, task.scores, cluster, exact, repeats=repeats)
+
+
+def _exact(task: Task, n_clusters: int, name: str, value: float) -> list[float] | None:
+    if task.kind == "number":
+        return None
+    if name == "concordance" and value not in (0, 1):
+        return [value, value]  # risks that are all the same rank nobody anywhere
+    return [*share_interval(value, n_clusters // 2 if name == "concordance" else n_clusters)]
 
 
 def strata(truth: Truth, task: Task) -> NDArray[np.int64]:

@@ -27,6 +27,8 @@ _LEVEL = 0.95
 _MORE = 4
 """Patients by which a stratum's ratio is moved towards that of the whole."""
 _ROUNDING = 1e-12
+_LEAST = float(np.finfo(float).tiny)
+"""No p-value is below it: a test never says that something is impossible."""
 
 
 class Value(TypedDict):
@@ -58,10 +60,19 @@ class Estimate:
     n_patients: int | None = None
 
     def between(self, least: float, most: float) -> Estimate:
-        """Return it with an interval of possible values alone."""
+        """Return it with an interval of possible values alone.
+
+        Patients who all say the same have no variance, which does not make others like them. Of n so many as
+        1 − 0.025^(1/n) of all may be otherwise (Clopper and Pearson, 1934), and by the most that is possible.
+        """
         if self.low is None or self.high is None:
             return self
-        return replace(self, low=max(self.low, least), high=min(self.high, most))
+        low, high = self.low, self.high
+        if self.patients == 0 and self.n_patients:
+            unseen = 1 - ((1 - _LEVEL) / 2) ** (1 / self.n_patients)
+            low = min(low, self.mean - unseen * (self.mean - least))
+            high = max(high, self.mean + unseen * (most - self.mean))
+        return replace(self, low=max(low, least), high=min(high, most))
 
     def document(self) -> Value:
         """Return it as ``--json`` has it: mean, low, high, the number of test patients, and the sources apart."""
@@ -147,9 +158,10 @@ def of_repetitions(mean: float, sd: float | None, n: int) -> Estimate:
     """Return the mean of n values that repetitions with other seeds gave, with the interval of Student's t.
 
     Args:
-        sd: their standard deviation, with n − 1 in the divisor; None for a single one.
+        sd: their standard deviation, with n − 1 in the divisor; None for a single one. Where it is 0, as of training
+            without chance, repetitions tell nothing, and there is no interval.
     """
-    if sd is None:
+    if not sd:
         return Estimate(mean, None, None)
     half = _half([(sd**2 / n, n - 1)])
     return Estimate(mean, mean - half, mean + half, seeds=sd / sqrt(n))
@@ -197,7 +209,7 @@ def shows_room(room: Estimate | None) -> bool:
 class Paired(TypedDict):
     """The mean of n differences a − b, their standard deviation (n − 1 in the divisor), and how surprising it is.
 
-    `sd` is None for a single pair. `p` is two-sided; None for fewer than two pairs, or where all differences are equal.
+    `sd` is None for a single pair. `p` is two-sided; None for fewer than two pairs, or where nothing differs.
     """
 
     difference: float
@@ -209,6 +221,8 @@ class Paired(TypedDict):
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     """Return Student's paired t-test of n values each; a[k] and b[k] were measured under the same conditions.
 
+    Where all differ by the same, their variance is nothing, and p that of a sign test: 2^(1 − n). No p is 0.
+
     Raises:
         ValueError: when there is no pair, or a value without a partner.
     """
@@ -219,12 +233,13 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     if n < 2:
         return {"difference": mean, "sd": None, "n": n, "p": None}
     if float(np.ptp(differences)) <= _ROUNDING:
-        return {"difference": mean, "sd": 0.0, "n": n, "p": None}
+        sign_test = max(0.5 ** (n - 1), _LEAST) if abs(mean) > _ROUNDING else None
+        return {"difference": mean, "sd": 0.0, "n": n, "p": sign_test}
     from scipy.stats import ttest_rel
 
     p = float(ttest_rel(a, b).pvalue)
     sd = float(differences.std(ddof=1))
-    return {"difference": mean, "sd": sd, "n": n, "p": p if isfinite(p) else None}
+    return {"difference": mean, "sd": sd, "n": n, "p": max(p, _LEAST) if isfinite(p) else None}
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

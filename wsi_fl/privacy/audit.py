@@ -33,6 +33,8 @@ ADJACENCY = (
     "record replaced by another, ε is that of a group of two."
 )
 """Which two data sets are neighbours for ε; a canary's coin decides between two such."""
+TAILS = [(1 - 0.95) / 2, (1 + 0.95) / 2]
+"""Outside a 95 % interval lie the quantiles below and above these."""
 _MOST = 50.0  # an ε above anything that canaries can show
 
 
@@ -110,9 +112,11 @@ def auroc_interval(
     *,
     repeats: int,
     seed: int = 0,
-    level: float = 0.95,
 ) -> list[float] | None:
-    """Return the AUROC's bootstrap interval over whole patients; None with fewer than two on either side.
+    """Return the AUROC's 95 % bootstrap interval over whole patients; None with fewer than two on either side.
+
+    Where every draw ranks all pairs alike it is the exact one, of as many pairs as share no patient: three patients who
+    all look more trained-on than three others prove little.
 
     Args:
         member_of, other_of: the patient of each row.
@@ -126,8 +130,22 @@ def auroc_interval(
         ranked.aurocs(np.concatenate([redrawn(rng, mine, n_mine), redrawn(rng, theirs, n_theirs)]))[0]
         for _ in range(repeats)
     ]
-    found = np.array(drawn, np.float64)
-    return [float(q) for q in np.quantile(found, [(1 - level) / 2, (1 + level) / 2])]
+    low, high = (float(q) for q in np.quantile(np.array(drawn), TAILS))
+    return [*share_interval(low, min(n_mine, n_theirs))] if low == high and low in (0, 1) else [low, high]
+
+
+def share_interval(share: float, n: float) -> tuple[float, float]:
+    """Return the 95 % interval of a share of n independent trials (Clopper and Pearson, 1934), n · share whole or not.
+
+    Example:
+        >>> [round(end, 3) for end in share_interval(1.0, 6)]
+        [0.541, 1.0]
+    """
+    from scipy.stats import beta
+
+    k = share * n
+    low = float(beta.ppf(TAILS[0], k, n - k + 1)) if k > 0 else 0.0
+    return low, float(beta.ppf(TAILS[1], k + 1, n - k)) if k < n else 1.0
 
 
 def _numbered(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:

@@ -25,15 +25,20 @@ def section(between: Between | None) -> dict[str, object] | None:
 
     Returns:
         `hospitals` with the number of test examples of each (`sizes`) and of all (`n`), and a table (`tables`) for each
-        metric that is known: its rows of cells, and the `low` and `high` end of its colours.
+        metric that is known: its rows of cells, and the `low` and `high` end of its colours. `over` says where
+        macro-accuracy is a mean over some of the classes alone.
     """
     if not between or not between["models"]:
         return None
     hospitals, models = between["hospitals"], between["models"]
     sizes = {name: max(one["hospitals"][name]["n"] for one in models.values()) for name in hospitals}
+    present = {
+        name: max(one["hospitals"][name].get("n_classes", 0) for one in models.values()) for name in hospitals
+    }
     return {
         "hospitals": hospitals,
         "sizes": sizes,
+        "over": words.over_classes(present, between.get("n_classes", 0)),
         "n": sum(sizes.values()),
         "one": next(iter(models)) if len(models) == 1 else None,
         "tables": [table for metric in _METRICS if (table := _table(hospitals, models, metric))],

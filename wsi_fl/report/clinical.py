@@ -115,26 +115,32 @@ def _over_alone(one: Json) -> str:
 
 
 def _curves(document: Json, colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
-    """A decision curve for every class, with a line per site, as far as acting on everybody does no great harm."""
+    """A decision curve for every class, with a line per site, as far as acting on everybody does no great harm.
+
+    A site whose model's net benefit is not known, as of patients of one kind at another prevalence, has no line.
+    """
     found = []
     thresholds = document["thresholds"]
     for name in document["sites"][0]["classes"]:
-        lines = {site["site"]: site["classes"][name]["net_benefit"] for site in document["sites"]}
-        everybody = next(iter(lines.values()))["everybody"]
-        most = max(0.02, *(max(one["model"]) for one in lines.values()))
+        benefit = {site["site"]: site["classes"][name]["net_benefit"] for site in document["sites"]}
+        everybody = {
+            tuple(one["everybody"]): site for site, one in benefit.items()
+        }  # a site's, as its share of cases
+        lines = {site: one["model"] for site, one in benefit.items() if words.known(one["model"][0])}
+        most = max([0.02, *map(max, lines.values())])
         with new_figure() as (figure, axes):
-            shown = [(t, b) for t, b in zip(thresholds, everybody, strict=True) if b > -0.3 * most]
-            axes.plot(*zip(*shown, strict=True), color=MUTED, lw=1.2, ls=(0, (4, 3)), label="everybody")
+            for curve, site in everybody.items():
+                shown = [(t, b) for t, b in zip(thresholds, curve, strict=True) if b > -0.3 * most]
+                color = MUTED if len(everybody) == 1 else colors.get(site, INK)
+                axes.plot(*zip(*shown, strict=True), color=color, lw=1.2, ls=(0, (4, 3)), label="everybody")
             axes.axhline(0, color=INK, lw=0.8)
             for site, one in lines.items():
-                axes.plot(thresholds, one["model"], color=colors.get(site, INK), lw=1.6, label=site)
+                axes.plot(thresholds, one, color=colors.get(site, INK), lw=1.6, label=site)
             axes.set_ylim(-0.3 * most, 1.15 * most)
             axes.set_xlim(0, 1)
             axes.set_xlabel("acts from this probability on", loc="right", labelpad=1)
             title = f"Net benefit, {name}"
-            alt = f"{title}: " + "; ".join(
-                _said(site, one["model"], thresholds) for site, one in lines.items()
-            )
+            alt = f"{title}: " + "; ".join(_said(site, one, thresholds) for site, one in lines.items())
             found.append((title, Chart(to_svg(figure, title), alt)))
     return found
 

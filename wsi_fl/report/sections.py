@@ -96,6 +96,7 @@ def headline(page: Page, n_sites: int) -> dict[str, object]:
         "verdicts": [_verdict(merged, run, name, score) for name, run in alone.items()],
         "gain": _gain(merged, *next(iter(alone.items())), score) if alone else None,
         "majority": _majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
+        "over_classes": words.classes_of_parts(evaluated),
         "rounds": max(
             (n for s in page.summary.get("sites", ()) if known(n := s.get("rounds"))), default=None
         ),

@@ -69,6 +69,28 @@ def area_words(scores: Mapping[str, Any]) -> str:
     return number(scores.get("auroc")) + around
 
 
+def over_classes(present: Mapping[str, int], n_classes: int) -> str:
+    """Return in a sentence over how many classes the macro-accuracy of each part is a mean; "" where over all.
+
+    Args:
+        present: by name of a test part, how many of the classes have examples in it; 0 of parts without examples.
+
+    >>> over_classes({"C1": 3, "C2": 2}, 3), over_classes({"C1": 3}, 3)
+    ('Macro-accuracy is the mean over the classes that occur, at C2 over 2 of 3.', '')
+    """
+    fewer = [f"{name} over {n} of {n_classes}" for name, n in present.items() if 0 < n < n_classes]
+    if not fewer:
+        return ""
+    return f"Macro-accuracy is the mean over the classes that occur, at {', at '.join(fewer)}."
+
+
+def classes_of_parts(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return `over_classes` of the sites' own test parts, by their rows of an evaluation; "" where none has classes."""
+    tables = {row["site"]: (row.get("own") or {}).get("confusion") or [] for row in rows}
+    present = {name: sum(any(counts) for counts in table) for name, table in tables.items()}
+    return over_classes(present, max(map(len, tables.values()), default=0))
+
+
 def letters(digests: Mapping[str, str]) -> str:
     """Return the letters that heads were made of, by site and the beginning of their digests.
 

@@ -170,7 +170,8 @@ def verdict_words(row: Json, name: str) -> str:
     gain = row.get("gain")
     if not gain:
         return ""
-    if gain["low"] == gain["high"] == 0:
+    alike = (gain.get("sources") or {}).get("patients") == 0 or gain["low"] == gain["high"]
+    if gain["mean"] == 0 and alike and known(gain["low"]):
         return f"it gives the same answers alone, to {_asked(gain)}"
     said = (_MEANS_OF_ALL if name == ALL else _MEANS).get(row.get("verdict", ""), "")
     room = row.get("headroom")

@@ -35,6 +35,8 @@ PIXELS = "pixels_sha256"
 SITE_FILE = "site.toml"
 """The site file as it was when the run began."""
 _ADVICE = "put its backup back, or start a new run"
+_ACCOUNT = ("epsilon", "delta", "guarantee", "unit")
+"""What others read of a site's account."""
 _KEPT_CHECKPOINTS = 2
 """The last round, and the one before for peers that had not finished theirs."""
 _ROUND = {
@@ -173,6 +175,23 @@ class SiteFolder:
         """Drops the lines of rounds that will be run again."""
         kept = [line for line in self.metrics() if line["round"] < round_]
         write_text(self.metrics_path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+
+    @property
+    def account_path(self) -> Path:
+        """Return the file in which the site's account stands, as it was when the run ended."""
+        return self.path / "ledger.json"
+
+    def account(self) -> dict[str, Any]:
+        """Return the site's account when the run ended; WsiFlError where it is missing or damaged."""
+        run = self.path.parents[1].name
+        advice = (
+            "put its backup back; or delete the run's summary.json and run "
+            f"`wsi-fl train --resume {run}`, which writes it again"
+        )
+        document = read_object(self.account_path, advice)
+        if missing := [key for key in _ACCOUNT if key not in document]:
+            raise WsiFlError(f"{self.account_path}: damaged, it has no {missing[0]}; {advice}")
+        return document
 
     def save_model(self, role: str, tensors: Mapping[str, Tensor]) -> Path:
         """Writes `<role>.safetensors`."""

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import partial
 from math import ceil, gcd
 from typing import Any, Literal
@@ -184,17 +185,37 @@ def _ema_decay(iteration: int, ema: float) -> float:
     return min(ema, (1 + iteration) / (_EMA_RAMP + iteration))
 
 
+class _Ddim(DDIMScheduler):  # type: ignore[misc]
+    """DDIM in which each step ends where the next begins, and the last at the clean image (Song et al., eq. 12).
+
+    The library's own goes back by the whole number of chain steps per sampling step, whatever times it lists.
+    """
+
+    def step(self, noise: Tensor, t: Tensor, x: Tensor) -> Any:
+        """Return the library's step from time t to the time that follows in `timesteps`."""
+        following = int(self.previous_timestep(t))
+        # the library divides the chain by this for the stride; as a fraction it gives any stride exactly
+        self.num_inference_steps = Fraction(self.config.num_train_timesteps, int(t) - following)
+        return super().step(noise, t, x)
+
+    def previous_timestep(self, t: Tensor) -> int:
+        """Return the time that follows t in `timesteps`, -1 after the last."""
+        (place,) = torch.nonzero(self.timesteps == t).flatten().tolist()
+        return int(self.timesteps[place + 1]) if place + 1 < len(self.timesteps) else -1
+
+
 def _scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
     """Return diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
     # clipped like the others: of noise alone a denoiser that errs by little says clean images that are far off
     clipped = {"thresholding": True, "sample_max_value": 1.0, "algorithm_type": "dpmsolver++"}
-    kinds = {
-        "ddpm": DDPMScheduler,
-        "ddim": DDIMScheduler,
-        "dpm++": partial(DPMSolverMultistepScheduler, **clipped),
-    }
+    kinds = {"ddpm": DDPMScheduler, "ddim": _Ddim, "dpm++": partial(DPMSolverMultistepScheduler, **clipped)}
     found: Any = kinds[sampling.sampler](**shape.diffusion, timestep_spacing="trailing")
     found.set_timesteps(sampling.steps)
+    if (found.timesteps < 0).any():  # rounding gave the library one time too many, before the chain begins
+        times = found.timesteps[found.timesteps >= 0]
+        if sampling.sampler == "dpm++":  # its noise levels follow from the times
+            found.set_timesteps(timesteps=times.tolist())
+        found.timesteps = times
     return found
 
 

@@ -363,22 +363,30 @@ def moved(after: _Distances, before: _Distances) -> _Moved:
 # ---- distances between sets
 
 
-def frechet_distance(a: _Features, b: _Features) -> float:
+def frechet_distance(a: _Features, b: _Features) -> float | None:
     """Return FID: |μ_a − μ_b|² + tr(Σ_a + Σ_b − 2 (Σ_a Σ_b)^½) of features a [n, d] and b [m, d].
 
-    With A and B the centred features over √(n − 1) and √(m − 1), the last trace is the sum of the singular values
-    of A Bᵀ, which needs no root of a singular d × d matrix.
+    None for fewer than two images of either, which have no covariance; never below 0, whatever rounding leaves. With A
+    and B the centred features over √(n − 1) and √(m − 1), the last trace is the sum of the singular values of A Bᵀ,
+    which needs no root of a singular d × d matrix.
     """
+    if min(len(a), len(b)) < 2:
+        return None
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
     shift = x.mean(axis=0) - y.mean(axis=0)
     x = (x - x.mean(axis=0)) / np.sqrt(len(x) - 1)
     y = (y - y.mean(axis=0)) / np.sqrt(len(y) - 1)
     shared = np.linalg.svd(x @ y.T, compute_uv=False).sum()
-    return float(shift @ shift + (x**2).sum() + (y**2).sum() - 2 * shared)
+    return max(0.0, float(shift @ shift + (x**2).sum() + (y**2).sum() - 2 * shared))
 
 
-def kernel_distance(a: _Features, b: _Features) -> float:
-    """Return KID, the unbiased squared maximum mean discrepancy under the kernel (x·y/d + 1)³; it may be negative."""
+def kernel_distance(a: _Features, b: _Features) -> float | None:
+    """Return KID, the unbiased squared maximum mean discrepancy under the kernel (x·y/d + 1)³; it may be negative.
+
+    None for fewer than two images of either, which make no pair.
+    """
+    if min(len(a), len(b)) < 2:
+        return None
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
 
     def kernel(u: NDArray[np.float64], v: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -150,7 +150,7 @@ def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
     point = None  # of more than two classes the most probable one is called
     if len(table.outputs) == 2:
         found = choice.get("slide_threshold") if choice.get("with") == table.answer else None
-        point = float(found) if found is not None and patients.any_counts else 0.5
+        point = float(found) if found and patients.any_counts else 0.5  # an earlier version rounded to 0
     called = (patients.said[:, 1] >= point).astype(np.int64) if point is not None else patients.said.argmax(1)
     groups = _groups(party.study, site, table, patients, by) if by else None
     alone = read_predictions(folder, model=LONE) if table.answer != LONE else None
@@ -166,7 +166,7 @@ def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: in
     theirs = measures.together(alone) if len(alone) == len(told) else None
     table, points = told[0].table, {one.point for one in told}
     found = {}
-    for k in range(len(table.outputs)) if len(table.outputs) > 2 else [1]:
+    for k in [1] if len(table.outputs) == 2 else range(len(table.outputs)):
         score, positive, case = patients.said[:, k], called == k, patients.truth == k
         more = None if theirs is None else measures.auroc_difference(score, theirs.said[:, k], case)
         whose = measures.subgroups(np.concatenate(groups), positive, case, score, least) if groups else None
@@ -245,9 +245,13 @@ def plan_size(
             raise UsageError(f"--{name} {value:g}: it must lie between 0 and 1")
     if not 0.5 < area < 1:
         raise UsageError(f"--auroc {area:g}: it must lie between 0.5 and 1")
-    needed = measures.patients_needed(
-        prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
-    )
+    try:
+        needed = measures.patients_needed(
+            prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
+        )
+    except ValueError as error:
+        wider = "give a wider --width, or a --prevalence or an --auroc farther from its bounds"
+        raise UsageError(f"--prevalence {prevalence:g} --width {wanted.auroc:g}: {error}; {wider}") from None
     most = max(needed.values())
     return {
         **asked,

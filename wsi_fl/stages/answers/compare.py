@@ -61,6 +61,7 @@ def compare(
     if on == "own":
         own = "each model is measured on its own site's test part"
         notes.append(f"Not every run has a merged test set: {own}.")
+        notes += filter(None, [words.classes_of_parts(evaluations[0]["sites"])])
     if lost := sorted({site for run in everything for site in run.summary["lost"]}):
         notes.append(f"Lost during training in some run: {', '.join(lost)}.")
     rows = _grouped(everything, evaluations, on, first)

@@ -139,11 +139,14 @@ def _compared(answers: Mapping[str, _BySeed]) -> Gain:
     """
     found: dict[str, Estimate | None] = {"pooled": None}
     found |= {kind: _value(runs) for kind, runs in answers.items()}
-    if all(one.score in SCORES for runs in answers.values() for one in runs.values()):
+    bounded = all(one.score in SCORES for runs in answers.values() for one in runs.values())
+    if bounded:
         found = {kind: one and one.between(0.0, 1.0) for kind, one in found.items()}
     gains = _differences(answers["joined"], answers["alone"])
     rooms = _differences(answers.get("pooled", {}), {seed: answers["alone"][seed] for seed in gains})
     gain, room = _value(gains), _value(rooms)
+    if bounded:
+        gain, room = gain and gain.between(-1.0, 1.0), room and room.between(-1.0, 1.0)
     share = _share(gains, rooms, room) if room and shows_room(room) else None
     found |= {"gain": gain, "room": room, "headroom": share}
     told = {name: None if one is None else one.document() for name, one in found.items()}

@@ -23,10 +23,10 @@ from wsi_fl.learning.predictions import Predictions, aggregated_scores, measured
 from wsi_fl.learning.tasks import Task, scored
 from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.words import SCORES, SHORT, known, measured_in, number, received, spread
+from wsi_fl.report.words import SCORES, SHORT, classes_of_parts, known, measured_in, number, received, spread
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_lines, between_of
-from wsi_fl.stages.answers.predictions import write_predictions
+from wsi_fl.stages.answers.predictions import seal_of, write_predictions
 from wsi_fl.stages.answers.trained import TrainedModels, answering, offered, settings_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext, as_begun
@@ -204,6 +204,7 @@ def _evaluate_site(
     row = {
         "site": site.name,
         "with": table.answer,
+        "predictions": seal_of(folder),
         **(level(table) | {"noise": moved and moved[0]} if merged else own),
         "own": own,
         "external": others.scores() | {"tumor_types": of_tumor_types(others)} if merged else None,
@@ -383,6 +384,11 @@ def evaluation_lines(document: Evaluation) -> Lines:
     first = scores[0]
     if document["sites"]:
         yield _table(document)
+        over = classes_of_parts(document["sites"])
+        if over and (
+            document["merged"] is None or document["shared"]
+        ):  # macro-accuracy of parts stands there
+            yield Line(f"  {over}")
     for said in received(document):
         yield Line(f"  {said}")
     if together := document["aggregated"]:

@@ -294,8 +294,16 @@ def learned_from(store: PatchStore, known: Mapping[str, Any]) -> bool:
 def _hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
     """Return the SHA-256 so far over what is known of the examples, their labels, slides, patients and splits."""
     digest = hashlib.sha256()
-    for column in (known, table.label, table.slide, table.patient, table.split):
+    label, beyond = table.label, None
+    if (
+        label.dtype == np.float64
+    ):  # what single precision holds counts as it did when labels were of that kind
+        label = label.astype(np.float32)
+        beyond = table.label - label
+    for column in (known, label, table.slide, table.patient, table.split):
         digest.update(np.ascontiguousarray(column).tobytes())
+    if beyond is not None and beyond.any():
+        digest.update(beyond.tobytes())
     return digest
 
 

@@ -66,7 +66,12 @@ def outputs_of(target: Target) -> tuple[str, ...]:
     """Return what each output of a model is called: the classes, the column, or the ends of the intervals."""
     if target.classes:
         return tuple(target.classes)
-    return tuple(f"{end:g}" for end in target.intervals) if target.intervals else (str(target.column),)
+    return tuple(map(_shortest, target.intervals)) if target.intervals else (str(target.column),)
+
+
+def _shortest(value: float) -> str:
+    """Return a number as it is written by hand, with all digits that it takes to read the same number again."""
+    return text if float(text := f"{value:g}") == value else repr(value)
 
 
 def question(target: Target) -> str:
@@ -119,7 +124,7 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
             f"{path}: has an answer to [target] for none of the {len(slides)} slides of site {site.name}"
         )
     rows = np.array([row for row, _ in known])
-    truth = np.array([value for _, value in known], np.int64 if target.classes else np.float32)
+    truth = np.array([value for _, value in known], np.int64 if target.classes else np.float64)
     kept = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
     if target.of == "slide":
         return _TargetLabels(kept, tuple(rows[:, None]), tuple(aside), path.name)

@@ -216,7 +216,7 @@ def check_lines(document: Document) -> Lines:
                 f"5 % quantile {one['q05']:.4f} (n = {one['n']})"
             )
         if one := document["quality"].get(name):
-            yield Line(f"  quality {name}: FID {one['fid']:.1f}, KID {one['kid']:.4f}")
+            yield Line(f"  quality {name}: FID {number(one['fid'], 1)}, KID {number(one['kid'], 4)}")
     if z := document.get("memorization"):
         yield Line(
             f"  nearest training image: least {z['least']:.4f}, median {z['median']:.4f} (held-out images "
