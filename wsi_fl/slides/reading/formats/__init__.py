@@ -119,7 +119,8 @@ def levels_of_openslide(path: Path, sizes_px: tuple[tuple[int, int], ...], *, ge
         generic: whether the file is a TIFF of no known scanner.
 
     Raises:
-        WsiFlError: when it is a TIFF without colours of 8 bits, which OpenSlide does not refuse, or of several pictures.
+        WsiFlError: when it is a TIFF of several pictures, or without colours of 8 bits, which OpenSlide does not
+            refuse.
     """
 
     def foreign(tif: TiffFile) -> set[int]:

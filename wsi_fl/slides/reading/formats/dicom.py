@@ -55,10 +55,12 @@ _TEXT = {
     "sop_class": 0x00080016,
     "pyramid": 0x00080019,
     "series": 0x0020000E,
+    "concatenation": 0x00209161,
     "colours": 0x00280004,
 }
 _NUMBERS = {
     "samples": (0x00280002, "<H", 3),
+    "planar": (0x00280006, "<H", 0),
     "bits": (0x00280100, "<H", 8),
     "width": (0x00480006, "<I", 0),
     "height": (0x00480007, "<I", 0),
@@ -75,7 +77,9 @@ class Header:
         syntax: UID of the transfer syntax.
         kind: third value of the image type: VOLUME, LABEL, OVERVIEW or THUMBNAIL.
         series, pyramid: UIDs; "" where the file gives none.
+        concatenation: UID of the whole of which the file is a part, or "".
         colours: the photometric interpretation, of so many `samples` of so many `bits`.
+        planar: whether colours are planes of their own.
         width, height: of the whole picture, in pixels.
         paths, planes: how many optical paths and focal planes it has.
     """
@@ -85,8 +89,10 @@ class Header:
     kind: str
     series: str
     pyramid: str
+    concatenation: str
     colours: str
     samples: int
+    planar: int
     bits: int
     width: int
     height: int
@@ -123,8 +129,8 @@ def member_of(folder: Path) -> Path:
     if len(series) > 1:
         named = ", ".join(f"{uid} ({name})" for uid, name in sorted(series.items())[:4])
         raise WsiFlError(
-            f"{folder.name}: the folder holds {len(series)} DICOM slides, the series {named}; put the files of each into a "
-            "folder of its own, or name one of its files"
+            f"{folder.name}: the folder holds {len(series)} DICOM slides, the series {named}; put the files of each "
+            "into a folder of its own, or name one of its files"
         )
     if not headers:
         raise WsiFlError(f"{folder}: a folder without DICOM slide files")
@@ -151,13 +157,25 @@ def require_one_slide(path: Path) -> None:
     strange = next(
         (one for one, size in zip(volumes, sizes, strict=True) if size not in {sizes[k] for k in own}), None
     )
-    if len(pyramids) > 1 or strange is not None:
-        first, second = list(pyramids.values())[:2] if strange is None else (volumes[own[0]], strange)
+    twins = _of_one_size(volumes)
+    if len(pyramids) > 1 or strange is not None or twins:
+        several = (volumes[own[0]], strange) if strange is not None else twins or list(pyramids.values())
+        first, second = several[:2]
         pair = " and ".join(f"{one.path.name} ({one.width} × {one.height})" for one in (first, second))
         raise WsiFlError(
             f"{path.name}: its series holds several pyramids: {pair} are no levels of one slide; put the files of each "
             "pyramid into a folder of its own"
         )
+
+
+def _of_one_size(volumes: Sequence[Header]) -> list[Header]:
+    """Return two pictures of one size that are no parts of one concatenation; [] where there are none."""
+    seen: dict[tuple[int, int], Header] = {}
+    for header in volumes:
+        other = seen.setdefault((header.width, header.height), header)
+        if other is not header and not (header.concatenation and header.concatenation == other.concatenation):
+            return [other, header]
+    return []
 
 
 def _require_read(header: Header) -> None:
@@ -174,9 +192,11 @@ def _require_read(header: Header) -> None:
                 f"{name}: a slide is one picture; this DICOM has {n} {what}; write the one that is meant into "
                 "a file of its own"
             )
-    if header.samples != 3 or header.bits != 8:
+    encoded = header.syntax == _EXPLICIT and header.colours != "RGB"
+    if header.samples != 3 or header.bits != 8 or header.planar or encoded:
+        planes = " in planes" if header.planar else ""
         raise WsiFlError(
-            f"{name}: a slide has 8-bit colours; this DICOM is {header.bits}-bit {header.colours}; save it as "
+            f"{name}: a slide has 8-bit colours; this DICOM is {header.bits}-bit {header.colours}{planes}; save it as "
             "red, green and blue of 8 bits"
         )
 
@@ -241,7 +261,11 @@ def _values(data: mmap.mmap) -> dict[int, bytes]:
 def _elements(
     data: bytes | mmap.mmap, at: int, *, explicit: bool, until: int
 ) -> Iterator[tuple[int, Sequence[int], int]]:
-    """Yield (tag, value, where the next begins) of the elements before the tag `until`; sequences have no value."""
+    """Yield (tag, value, where the next begins) of the elements before the tag `until`; sequences have no value.
+
+    Raises:
+        ValueError: when the data end before.
+    """
     while at + 8 <= len(data):
         tag, length, begin = _element(data, at, explicit=explicit)
         if tag >= until:
@@ -252,6 +276,7 @@ def _elements(
         else:
             at = begin + length
             yield tag, data[begin:at] if length <= 1 << 10 else b"", at
+    raise ValueError("the file ends within its header")
 
 
 def _element(data: bytes | mmap.mmap, at: int, *, explicit: bool) -> tuple[int, int, int]:

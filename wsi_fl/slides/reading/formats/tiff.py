@@ -22,6 +22,7 @@ _REDUCED, _MASK = 1, 4
 _WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _TRANSPARENCY, _CMYK, _YCBCR = 0, 1, 2, 3, 4, 5, 6
 """Numbers of the tag PhotometricInterpretation."""
 _SAMPLES = {_WHITE_IS_ZERO: 1, _GREY: 1, _RGB: 3, _PALETTE: 1, _CMYK: 4, _YCBCR: 3}
+_NAMES = {_WHITE_IS_ZERO: "grey", _GREY: "grey", _PALETTE: "colours of a palette"}
 _ALPHA = {1, 2}
 """Extra samples that are transparency, premultiplied or not; others are further channels."""
 _NUMBERS = {2: "signed numbers", 3: "floating point", 5: "complex numbers", 6: "complex numbers"}
@@ -47,7 +48,7 @@ def n_pictures(tif: TiffFile) -> int:
 def what_else(page: TiffPage) -> str:
     """Return what a picture's pixels are, where they are no colours of 8 bits; "" where they are."""
     bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
-    kind = getattr(page.photometric, "name", str(page.photometric))
+    kind = _name(page)
     if page.sampleformat in _NUMBERS:
         return _NUMBERS[page.sampleformat]
     if bits == 1 and page.photometric != _PALETTE:
@@ -111,6 +112,11 @@ def foreign_levels(tif: TiffFile, sizes_px: tuple[tuple[int, int], ...]) -> set[
     return {k for k, page in enumerate(pages) if _is_mask(page) or _kind(page) != kind}
 
 
+def _name(page: TiffPage) -> str:
+    """What a picture calls its colours."""
+    return _NAMES.get(int(page.photometric)) or str(getattr(page.photometric, "name", page.photometric))
+
+
 def codec_of(page: TiffPage) -> str:
     """Return the name of what packs the tiles of a picture."""
     return str(getattr(page.compression, "name", page.compression)).replace("_", " ")
@@ -129,12 +135,12 @@ def of_tiles(path: Path) -> Source:
         tif = stack.enter_context(TiffFile(path))
         main = main_picture(tif)
         require_a_slide(path, tif)
-        kind, codec = getattr(main.photometric, "name", str(main.photometric)), codec_of(main)
+        codec = codec_of(main)
         plain = main.samplesperpixel == 3 and main.photometric == _RGB
         jpeg = main.photometric == _YCBCR and main.compression in _JPEG
         if not (plain or jpeg or (main.samplesperpixel == 1 and main.photometric == _GREY)):
             raise WsiFlError(
-                f"{path.name}: OpenSlide does not read its {codec}, and nobody else {kind} of {main.samplesperpixel} "
+                f"{path.name}: OpenSlide does not read its {codec}, and nobody else {_name(main)} of {main.samplesperpixel} "
                 "channels in it; save it as red, green and blue in tiles of JPEG"
             )
         try:
@@ -171,11 +177,11 @@ class Gaps:
         across, down = -(-first.imagewidth // first.tilewidth), -(-first.imagelength // first.tilelength)
         missing = np.zeros((down, across), bool)
         for page in pages:
-            absent = (
-                np.array(page.databytecounts, np.int64) == 0
-                if page is not None
-                else np.ones(down * across, bool)
-            )
+            absent = np.ones(missing.size, bool)
+            if page is not None:
+                absent = np.array(
+                    [not (at and n) for at, n in zip(page.dataoffsets, page.databytecounts, strict=True)]
+                )
             missing |= absent[: absent.size // missing.size * missing.size].reshape(-1, down, across).any(0)
         return missing if missing.any() else None
 
