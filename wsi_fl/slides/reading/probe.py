@@ -32,8 +32,8 @@ _SECONDS, _BYTES = 60, 2 << 30
 _READY = "ready\n"
 _DAMAGED = "the file is damaged"
 _ENDLESS = (
-    "it is a Ventana slide with a single row or column of tiles, which OpenSlide does not finish reading; export it anew "
-    "with a larger area, or as a tiled TIFF"
+    "it is a Ventana slide with a single row or column of tiles, which OpenSlide does not finish reading; export it "
+    "anew with a larger area, or as a tiled TIFF"
 )
 _READ_PX = 64
 _MOST_TILE_PX = 1 << 28

@@ -140,8 +140,8 @@ def of_tiles(path: Path) -> Source:
         jpeg = main.photometric == _YCBCR and main.compression in _JPEG
         if not (plain or jpeg or (main.samplesperpixel == 1 and main.photometric == _GREY)):
             raise WsiFlError(
-                f"{path.name}: OpenSlide does not read its {codec}, and nobody else {_name(main)} of {main.samplesperpixel} "
-                "channels in it; save it as red, green and blue in tiles of JPEG"
+                f"{path.name}: OpenSlide does not read its {codec}, and nobody else {_name(main)} of "
+                f"{main.samplesperpixel} channels in it; save it as red, green and blue in tiles of JPEG"
             )
         try:
             needed("imagecodecs", "formats", path)
