@@ -37,12 +37,14 @@ class Place(NamedTuple):
         level: the number of its level.
         downsamples: level-0 pixels per pixel of every level.
         background: what stands for pixels that the file does not hold.
+        is_filled: whether they have that colour themselves, instead of being transparent.
     """
 
     corner_l0: tuple[int, int]
     level: int
     downsamples: Sequence[float]
     background: tuple[int, int, int]
+    is_filled: bool
 
 
 def holes_in(
@@ -86,7 +88,8 @@ def is_lost(holes: _Mask, place: Place, read: _ReadRegion) -> bool:
         sure = _inner(holes, 2 / (ratio * step))
         if int((sure & _shows(there, place.background)).sum()) >= _LEAST:
             return True
-        holes = holes & (there[..., 3] == 0)
+        blank = (there[..., 3] == 0) | (place.is_filled & (there[..., :3] == place.background).all(axis=-1))
+        holes = holes & blank
         if not holes.any():
             return False
     return place.level > 0 and _is_shown_finer(holes, step, place, read)

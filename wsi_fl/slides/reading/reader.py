@@ -371,7 +371,7 @@ class Slide:
         inside = [ceil((whole - v) / downsample) for whole, v in zip(self.size_l0, corner, strict=True)]
         fill = self._handle.fill
         holes = holes_in(region, fill, (inside[0], inside[1])) if len(self.level_downsamples) > 1 else None
-        place = Place(corner, level, self.level_downsamples, fill or self._background)
+        place = Place(corner, level, self.level_downsamples, fill or self._background, fill is not None)
         if holes is not None and is_lost(holes, place, self._region):
             raise self._unreadable(
                 corner, WsiFlError("the file lacks pixels there, which other levels of it show")
