@@ -50,7 +50,7 @@ class Place(NamedTuple):
 def holes_in(
     region: Image.Image, fill: tuple[int, int, int] | None, inside_px: tuple[int, int]
 ) -> _Mask | None:
-    """Return bool[h, w] of the pixels of an RGBA region that the file may not hold; None where it holds all.
+    """Return bool[h, w] of the pixels of an RGBA region that the file may not hold; None where it holds about all.
 
     Args:
         fill: the colour of what the file does not hold, where it is not transparent.
@@ -64,7 +64,7 @@ def holes_in(
     else:
         holes = (np.asarray(region)[..., :3] == fill).all(axis=-1)
     holes[height:], holes[:, width:] = False, False
-    return holes if holes.any() else None
+    return holes if np.count_nonzero(holes) >= _LEAST else None
 
 
 def is_lost(holes: _Mask, place: Place, read: _ReadRegion) -> bool:

@@ -22,7 +22,9 @@ from wsi_fl.types import WsiFlError
 
 
 class _Image(NamedTuple):
-    """One multiscale image: its arrays, the letters of their axes, and what NGFF says of it and of its group."""
+    """One multiscale image: its arrays, the largest first, the letters of their axes, and what NGFF says of it and of
+    its group.
+    """
 
     arrays: Sequence[Any]
     axes: str
@@ -71,8 +73,10 @@ def _images(group: Any) -> Iterator[_Image]:
         return
     for multiscale in stated.get("multiscales") or ():
         axes = "".join(axis["name"] for axis in multiscale["axes"])
-        arrays = [group[dataset["path"]] for dataset in multiscale["datasets"]]
-        yield _Image(arrays, axes, multiscale, stated)
+        pairs = [(group[dataset["path"]], dataset) for dataset in multiscale["datasets"]]
+        pairs.sort(key=lambda pair: -int(np.prod(pair[0].shape, dtype=np.int64)))
+        ordered = {**multiscale, "datasets": [dataset for _, dataset in pairs]}
+        yield _Image([array for array, _ in pairs], axes, ordered, stated)
 
 
 def _series(root: Any) -> list[str]:
