@@ -16,6 +16,7 @@ from PIL import Image
 
 from wsi_fl.demo import phantom
 from wsi_fl.slides.reading.formats import pictures, source
+from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError
 
@@ -463,3 +464,33 @@ def test_planes_of_an_ome_tiff_and_of_an_ome_zarr_are_one_slide(picture, tmp_pat
     with Slide(ome_planes()(tmp_path, picture)) as tiff, Slide(ome_zarr("0.4")(tmp_path, picture)) as zarr:
         for mpp in (MPP, 2 * MPP, 0.7):
             np.testing.assert_array_equal(tiff.read((99, 50), 300, mpp), zarr.read((99, 50), 300, mpp))
+
+
+@pytest.mark.parametrize("bits", [12, 14, 16, None])
+def test_a_czi_of_16_bits_is_read_by_the_bits_that_it_uses(picture, tmp_path, bits):
+    library = pytest.importorskip("pylibCZIrw.czi")
+    path = tmp_path / "a.czi"
+    deep = picture[..., ::-1].astype(np.uint16) << ((bits or 16) - 8)
+    with library.create_czi(str(path)) as writer:
+        writer.write(np.ascontiguousarray(deep))
+        writer.write_metadata("a", scale_x=MPP * 1e-6, scale_y=MPP * 1e-6)
+    if bits is None:
+        refused(lambda: Slide(path), "a.czi", "Bgr48", "how many of its 16 bits", "8 bits")
+        return
+    content = path.read_bytes()
+    start = content.index(b"<SizeT>")
+    end = content.index(b"</SizeM>") + len(b"</SizeM>")
+    said = f"<ComponentBitCount>{bits}</ComponentBitCount>".encode().ljust(end - start)
+    path.write_bytes(content[:start] + said + content[end:])
+    with Slide(path) as slide:
+        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
+        beyond = slide.read((1250, 1050), 100, MPP)
+        assert (beyond[60:, 60:] == 255).all()
+
+
+def test_openslide_reads_no_czi_of_16_bits_that_uses_fewer():
+    """Told by its properties: nothing here writes a CZI that OpenSlide opens."""
+    said = {"zeiss.Information.Image.PixelType": "Bgr48", "zeiss.Information.Image.ComponentBitCount": "14"}
+    assert wastes_bits(said) and wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": ""})
+    assert not wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": "16"})
+    assert not wastes_bits({**said, "zeiss.Information.Image.PixelType": "Bgr24"}) and not wastes_bits({})

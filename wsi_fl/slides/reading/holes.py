@@ -58,9 +58,10 @@ def holes_in(
     """
     width, height = (max(0, min(side, extent)) for side, extent in zip(inside_px, region.size, strict=True))
     if fill is None:
-        if region.getchannel("A").getextrema()[0] > 0:
+        alpha = np.asarray(region.getchannel("A"))
+        if alpha.all():
             return None
-        holes = np.asarray(region.getchannel("A")) == 0
+        holes = alpha == 0
     else:
         holes = (np.asarray(region)[..., :3] == fill).all(axis=-1)
     holes[height:], holes[:, width:] = False, False

@@ -30,6 +30,7 @@ from wsi_fl.slides.reading.formats import (
 )
 from wsi_fl.slides.reading.formats.dicom import member_of, require_one_slide
 from wsi_fl.slides.reading.formats.levels import OwnLevels, own_levels
+from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.formats.source import Source, SourceError, rgb
 from wsi_fl.slides.reading.holes import Place, holes_in, is_lost
 from wsi_fl.slides.reading.native import Box, NativeLevel
@@ -427,7 +428,8 @@ def _open(path: Path) -> OwnLevels:
         _require_another_reader(path, error)
     if source is not None:
         generic = _vendor(source) == _GENERIC
-        if not (generic and is_misread_by_openslide(path)):
+        misread = is_misread_by_openslide(path) if generic else wastes_bits(source.properties)
+        if not misread:
             try:
                 return OwnLevels(source, levels_of_openslide(path, source.level_dimensions, generic=generic))
             except WsiFlError:

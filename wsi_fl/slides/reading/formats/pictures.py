@@ -66,7 +66,7 @@ def _main_frame(path: Path) -> int:
     try:
         with TiffFile(path) as tif:
             require_single(path, tif)
-            return main_picture(tif).index
+            return int(main_picture(tif).index)
     except (MemoryError, WsiFlError):
         raise
     except Exception:  # Pillow says what is wrong with it
