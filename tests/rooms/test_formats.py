@@ -494,3 +494,13 @@ def test_openslide_reads_no_czi_of_16_bits_that_uses_fewer():
     assert wastes_bits(said) and wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": ""})
     assert not wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": "16"})
     assert not wastes_bits({**said, "zeiss.Information.Image.PixelType": "Bgr24"}) and not wastes_bits({})
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_two_zarrs_that_say_the_same_of_themselves_are_two_slides(picture, tmp_path, version):
+    hashes = []
+    for name, pixels in (("a", picture), ("b", picture), ("c", picture[::-1].copy())):
+        (tmp_path / name).mkdir()
+        with Slide(ome_zarr(version)(tmp_path / name, pixels)) as slide:
+            hashes.append(slide.quickhash)
+    assert hashes[0] == hashes[1] != hashes[2]

@@ -48,15 +48,15 @@ class Place(NamedTuple):
 
 
 def holes_in(
-    region: Image.Image, fill: tuple[int, int, int] | None, inside_px: tuple[int, int]
+    region: Image.Image, fill: tuple[int, int, int] | None, inside_px: tuple[int, int, int, int]
 ) -> _Mask | None:
     """Return bool[h, w] of the pixels of an RGBA region that the file may not hold; None where it holds about all.
 
     Args:
         fill: the colour of what the file does not hold, where it is not transparent.
-        inside_px: (width, height) of the part of the region that lies on the slide.
+        inside_px: (left, top, right, bottom) of the slide in pixels of the region, which may lie beyond it.
     """
-    width, height = (max(0, min(side, extent)) for side, extent in zip(inside_px, region.size, strict=True))
+    left, top, right, bottom = (max(0, v) for v in inside_px)
     if fill is None:
         alpha = np.asarray(region.getchannel("A"))
         if alpha.all():
@@ -64,7 +64,8 @@ def holes_in(
         holes = alpha == 0
     else:
         holes = (np.asarray(region)[..., :3] == fill).all(axis=-1)
-    holes[height:], holes[:, width:] = False, False
+    for beyond in (np.s_[:top], np.s_[bottom:], np.s_[:, :left], np.s_[:, right:]):
+        holes[beyond] = False
     return holes if np.count_nonzero(holes) >= _LEAST else None
 
 

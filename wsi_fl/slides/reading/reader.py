@@ -368,16 +368,19 @@ class Slide:
         What the file does not hold has its colour, unless other levels show something there: that is damage.
         """
         region = self._region(corner, level, size)
-        downsample = self.level_downsamples[level]
-        inside = [ceil((whole - v) / downsample) for whole, v in zip(self.size_l0, corner, strict=True)]
-        fill = self._handle.fill
-        holes = holes_in(region, fill, (inside[0], inside[1])) if len(self.level_downsamples) > 1 else None
-        place = Place(corner, level, self.level_downsamples, fill or self._background, fill is not None)
-        if holes is not None and is_lost(holes, place, self._region):
-            raise self._unreadable(
-                corner, WsiFlError("the file lacks pixels there, which other levels of it show")
-            )
+        if len(self.level_downsamples) > 1 and self._lacks_pixels(region, corner, level):
+            lost = WsiFlError("the file lacks pixels there, which other levels of it show")
+            raise self._unreadable(corner, lost)
         return rgb(region, self._background)
+
+    def _lacks_pixels(self, region: Image.Image, corner: tuple[int, int], level: int) -> bool:
+        """Whether a region of a level has holes in which other levels show something."""
+        left, top = (round(v / self.level_downsamples[level]) for v in corner)
+        width, height = self._handle.level_dimensions[level]
+        fill = self._handle.fill
+        holes = holes_in(region, fill, (-left, -top, width - left, height - top))
+        place = Place(corner, level, self.level_downsamples, fill or self._background, fill is not None)
+        return holes is not None and is_lost(holes, place, self._region)
 
     def _region(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
         """The handle's RGBA pixels at a level-0 corner. An error kills the handle, not the slide."""
