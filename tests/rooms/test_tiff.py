@@ -187,6 +187,19 @@ def missing(name):
     raise ModuleNotFoundError(name=name)
 
 
+def test_a_codec_that_nobody_reads_is_refused_by_its_number(tmp_path):
+    for module in ("zarr", "imagecodecs"):
+        pytest.importorskip(module)
+    path = write_codec(tmp_path / "a.tif", "lzma")
+    content = bytearray(path.read_bytes())
+    with tifffile.TiffFile(path) as tif:
+        for page in tif.pages:
+            place = page.tags[259].valueoffset
+            content[place : place + 2] = (52_479).to_bytes(2, "little")
+    path.write_bytes(content)
+    refused(partial(Slide, path), "a.tif", "codec 52479", "no library here reads", "tiles of JPEG")
+
+
 def test_a_codec_of_16_bits_or_of_several_pages_is_refused_as_any(tmp_path):
     pytest.importorskip("imagecodecs")
     deep = write_pages(tmp_path / "a.tif", (PICTURE.astype(np.uint16), {"compression": "lzma"}))

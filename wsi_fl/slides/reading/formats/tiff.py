@@ -148,6 +148,7 @@ def of_tiles(path: Path) -> Source:
             zarr = needed("zarr", "formats", path)
         except UsageError as error:
             raise UsageError(f"{error}; OpenSlide does not read it (its tiles are {codec})") from None
+        _require_decoder(path, main)
         pages = _levels(tif, main)
         return levels_of_arrays(
             [zarr.open(page.aszarr(), mode="r") for page in pages],
@@ -157,6 +158,21 @@ def of_tiles(path: Path) -> Source:
             quickhash=digest(path),
             lacks=Gaps([[page] for page in pages]),
             close=stack.pop_all().close,
+        )
+
+
+def _require_decoder(path: Path, page: TiffPage) -> None:
+    """Refuse tiles that are packed by what no library here unpacks."""
+    from tifffile import TIFF
+
+    try:
+        known = TIFF.DECOMPRESSORS[page.compression] is not None or page.compression == 1
+    except (KeyError, ValueError, ImportError):
+        known = False
+    if not known:
+        raise WsiFlError(
+            f"{path.name}: its tiles are packed by codec {codec_of(page)}, which no library here reads; save it as red, "
+            "green and blue in tiles of JPEG"
         )
 
 
