@@ -287,8 +287,8 @@ class Slide:
         if size[0] * size[1] * reduction**2 > _MOST_AT_ONCE_PX and middle:
             parts = (out[:, :middle], out[:, middle:]) if longer == 0 else (out[:middle], out[middle:])
             second = tuple(v + (k == longer) * middle * downsample * reduction for k, v in enumerate(xy_l0))
-            for corner, part in zip((xy_l0, (second[0], second[1])), parts, strict=True):
-                self._area(level, corner, scale, part, overlapping=overlapping)
+            for start, part in zip((xy_l0, (second[0], second[1])), parts, strict=True):
+                self._area(level, start, scale, part, overlapping=overlapping)
             return
         # Whole level pixels around the wanted box, whose edges may be fractional.
         corner = tuple(floor(floor(v / downsample + 1e-9) * downsample) for v in xy_l0)

@@ -171,8 +171,8 @@ def _require_decoder(path: Path, page: TiffPage) -> None:
         known = False
     if not known:
         raise WsiFlError(
-            f"{path.name}: its tiles are packed by codec {codec_of(page)}, which no library here reads; save it as red, "
-            "green and blue in tiles of JPEG"
+            f"{path.name}: its tiles are packed by codec {codec_of(page)}, which no library here reads; save it as "
+            "red, green and blue in tiles of JPEG"
         )
 
 
