@@ -108,3 +108,21 @@ def test_tiles_that_level_0_of_a_sparse_slide_lacks_and_level_1_shows_are_no_bac
         refused(lambda: slide.read((128, 64), 64, MPP), "(128, 64)", "lacks pixels")
         np.testing.assert_array_equal(slide.read((0, 0), 64, MPP), picture[:64, :64])
         assert (slide.read((128, 64), 64, 2 * MPP) == picture[0, 0]).all()
+
+
+def test_frames_that_level_1_lacks_come_from_level_0(tmp_path):
+    write_dicom(tmp_path / "0.dcm", PICTURE)
+    write_dicom(tmp_path / "1.dcm", halves(PICTURE)[1], mpp=2 * MPP, frames="1")
+    with Slide(tmp_path) as slide:
+        seen = slide.read((0, 0), 90, 2 * MPP)
+        assert slide.level_downsamples == (1, 2) and "its level 1 is damaged" in slide.notes[0]
+        np.testing.assert_array_equal(seen, halves(PICTURE)[1][:90, :90])
+
+
+def test_a_folder_of_other_files_is_no_slide(tmp_path):
+    for k in range(300):
+        (tmp_path / f"{k:03}.png").write_bytes(b"\x89PNG" + bytes(200))
+    write_dicom(tmp_path / "zzz.dcm", PICTURE)
+    assert not is_slide_folder(tmp_path)
+    with Slide(tmp_path / "zzz.dcm") as slide:
+        assert slide.size_l0 == (256, 192)

@@ -183,6 +183,35 @@ def test_tiles_that_a_coarse_level_lacks_come_from_a_finer_one(tmp_path, level):
         assert np.abs(small.astype(int) - LEVELS[level]).mean() < 6 and slide.notes == (NOTE.format(level),)
 
 
+@pytest.mark.parametrize("glass", [(205, 205, 205), (235, 232, 225), (215, 210, 205)])
+def test_glass_that_level_0_alone_leaves_out_is_background_whatever_its_grey(tmp_path, glass):
+    grey = np.where((WHOLE == 255).all(-1, keepdims=True), np.uint8(glass), WHOLE).astype(np.uint8)
+    levels = [grey, *(np.asarray(Image.fromarray(grey).reduce(n)) for n in (4, 16))]
+    path = write(tmp_path / "a.tif", "deflate", levels)
+    left_out(path, 0, [0, 1, 8, 9])
+    _, pixels, aside, _ = patches(path)
+    assert not aside and (pixels[0] == 255).all() and (pixels[2] == glass).all()
+
+
+@pytest.mark.parametrize("axes", ["YXS", "CYX"])
+def test_tiles_that_an_ome_tiff_lacks_are_left_out_by_place(tmp_path, axes):
+    for module in ("zarr", "imagecodecs"):
+        pytest.importorskip(module)
+    path, planes = tmp_path / "a.ome.tif", axes == "CYX"
+    levels = [np.moveaxis(level, 2, 0).copy() if planes else level for level in LEVELS]
+    how = {"photometric": "minisblack" if planes else "rgb", "tile": (TILE, TILE), "compression": "deflate"}
+    with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
+        tif.write(
+            levels[0], subifds=2, metadata={"axes": axes, "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}, **how
+        )
+        for level in levels[1:]:
+            tif.write(level, subfiletype=1, **how)
+    left_out(path, 2 if planes else 0, LACKING)  # of the blue channel
+    corners, pixels, aside, _ = patches(path)
+    assert sorted(aside) == LACKING
+    assert_reduced(corners, pixels, 1)
+
+
 def write_zarr(path, levels=LEVELS, fill=0):
     zarr = pytest.importorskip("zarr")
     group, datasets = zarr.open_group(str(path), mode="w", zarr_format=2), []

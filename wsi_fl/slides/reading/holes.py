@@ -23,8 +23,8 @@ _SAMPLES = 256
 """Along each side of a region; more are not looked at."""
 _LEAST = 16
 """Samples that must differ."""
-_APART = 32
-"""Grey levels."""
+_APART, _FAR_APART, _CHROMA = 32, 80, 16
+"""Grey levels from the background: of what has some colour, and of what is grey, as glass is."""
 _PLACES, _PLACE_PX = 64, 4
 """Where finer levels are looked at, and how many of their pixels along a side."""
 
@@ -119,9 +119,12 @@ def _is_shown_finer(holes: _Mask, step: int, place: Place, read: _ReadRegion) ->
 
 
 def _shows(pixels: NDArray[np.uint8], background: tuple[int, int, int]) -> _Mask:
-    """Where RGBA pixels [h, w, 4] are there and differ from the background."""
-    apart = np.abs(pixels[..., :3].astype(np.int16) - np.array(background, np.int16)).max(axis=-1)
-    return np.asarray((pixels[..., 3] == 255) & (apart > _APART), bool)
+    """Where RGBA pixels [h, w, 4] are there and differ from the background by more than empty glass may."""
+    colours = pixels[..., :3].astype(np.int16)
+    apart = np.abs(colours - np.array(background, np.int16)).max(axis=-1)
+    chroma = colours.max(axis=-1) - colours.min(axis=-1)
+    differs = (apart > _FAR_APART) | ((apart > _APART) & (chroma > _CHROMA))
+    return np.asarray((pixels[..., 3] == 255) & differs, bool)
 
 
 def _inner(holes: _Mask, margin: float) -> _Mask:

@@ -49,6 +49,8 @@ _ITEM, _END_OF_ITEM, _END_OF_SEQUENCE = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 _AFTER = 0x52000000
 """Where what is said of single frames begins."""
 _INFLATED = 1 << 22
+_MOST_LOOKED_AT = 256
+"""Files of a folder; some hold a hundred thousand pictures."""
 _TEXT = {
     "syntax": 0x00020010,
     "kind": 0x00080008,
@@ -112,8 +114,8 @@ def is_dicom(path: Path) -> bool:
 
 
 def is_dicom_folder(path: Path) -> bool:
-    """Return whether DICOM files lie in a folder."""
-    return path.is_dir() and any(map(is_dicom, _files(path)))
+    """Return whether DICOM files lie in a folder, among the first by name."""
+    return path.is_dir() and any(map(is_dicom, _files(path)[:_MOST_LOOKED_AT]))
 
 
 def member_of(folder: Path) -> Path:
