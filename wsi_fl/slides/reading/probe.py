@@ -214,10 +214,10 @@ def _is_one_row(path: Path) -> bool:
 
     try:
         with TiffFile(path) as tif:
-            said = [page.tags["XMP"].value for page in tif.pages if "XMP" in page.tags]
+            packets = [page.tags["XMP"].value for page in tif.pages if "XMP" in page.tags]
     except Exception:  # no TIFF, or a damaged one
         return False
-    areas = [area for xml in said for area in re.findall(rb"<AoiInfo[^>]*>", bytes(xml))]
+    areas = [area for xml in packets for area in re.findall(rb"<AoiInfo[^>]*>", bytes(xml))]
     return any(re.search(rb'Num(Rows|Cols)="1"', area) for area in areas)
 
 

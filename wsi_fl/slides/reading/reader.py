@@ -446,13 +446,13 @@ def _open(path: Path) -> OwnLevels:
 
 def _require_another_reader(path: Path, error: openslide.OpenSlideError) -> None:
     """Say what is wrong with a slide, unless it is one that OpenSlide knows not to read, and others may."""
-    said = str(error)
-    if "only one SOP instance in concatenation" in said:
+    reason = str(error)
+    if "only one SOP instance in concatenation" in reason:
         raise WsiFlError(
             f"{path.name}: a part of a DICOM concatenation whose other parts are missing; put all of them into "
             "one folder"
         )
-    if not (any(words in said for words in _LEFT_TO_OTHERS) or is_czi(path) or is_ome(path)):
+    if not (any(words in reason for words in _LEFT_TO_OTHERS) or is_czi(path) or is_ome(path)):
         raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}")
 
 

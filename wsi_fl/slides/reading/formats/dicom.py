@@ -146,37 +146,42 @@ def require_one_slide(path: Path) -> None:
         WsiFlError: for a codec that is not read, several optical paths, focal planes or pyramids, or other pixels
             than 8-bit colours.
     """
-    mine = header_of(path)
-    if mine is None:
+    header = header_of(path)
+    if header is None:
         return
-    series = [one for one in _headers(_files(path.parent)) if one.series == mine.series]
-    volumes = [one for one in series if one.kind == "VOLUME"]
-    for header in volumes:
-        _require_read(header)
-    pyramids = {one.pyramid: one for one in volumes if one.pyramid}
-    sizes = [(one.width, one.height) for one in volumes]
-    own = own_levels(sizes)
-    strange = next(
-        (one for one, size in zip(volumes, sizes, strict=True) if size not in {sizes[k] for k in own}), None
-    )
-    twins = _of_one_size(volumes)
-    if len(pyramids) > 1 or strange is not None or twins:
-        several = (volumes[own[0]], strange) if strange is not None else twins or list(pyramids.values())
-        first, second = several[:2]
-        pair = " and ".join(f"{one.path.name} ({one.width} × {one.height})" for one in (first, second))
+    series = [member for member in _headers(_files(path.parent)) if member.series == header.series]
+    volumes = [member for member in series if member.kind == "VOLUME"]
+    for volume in volumes:
+        _require_read(volume)
+    if pair := _strangers(volumes):
+        names = " and ".join(f"{volume.path.name} ({volume.width} × {volume.height})" for volume in pair)
         raise WsiFlError(
-            f"{path.name}: its series holds several pyramids: {pair} are no levels of one slide; put the files of each "
-            "pyramid into a folder of its own"
+            f"{path.name}: its series holds several pyramids: {names} are no levels of one slide; put the files of "
+            "each pyramid into a folder of its own"
         )
+
+
+def _strangers(volumes: Sequence[Header]) -> list[Header]:
+    """Return two pictures of a series that are no levels of one slide; [] where all are."""
+    sizes = [(volume.width, volume.height) for volume in volumes]
+    levels = own_levels(sizes)
+    fitting = {sizes[k] for k in levels}
+    for volume, size in zip(volumes, sizes, strict=True):
+        if size not in fitting:
+            return [volumes[levels[0]], volume]
+    pyramids = {volume.pyramid: volume for volume in volumes if volume.pyramid}
+    return _of_one_size(volumes) or (list(pyramids.values())[:2] if len(pyramids) > 1 else [])
 
 
 def _of_one_size(volumes: Sequence[Header]) -> list[Header]:
     """Return two pictures of one size that are no parts of one concatenation; [] where there are none."""
-    seen: dict[tuple[int, int], Header] = {}
+    first: dict[tuple[int, int], Header] = {}
     for header in volumes:
-        other = seen.setdefault((header.width, header.height), header)
-        if other is not header and not (header.concatenation and header.concatenation == other.concatenation):
-            return [other, header]
+        before = first.setdefault((header.width, header.height), header)
+        if before is not header and not (
+            header.concatenation and header.concatenation == before.concatenation
+        ):
+            return [before, header]
     return []
 
 

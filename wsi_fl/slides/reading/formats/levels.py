@@ -66,14 +66,14 @@ class OwnLevels:
 
     def _renumbered(self, properties: Mapping[str, str]) -> dict[str, str]:
         """Name the properties of levels by their new numbers."""
-        found = {}
+        renamed = {}
         for key, value in properties.items():
             match = _OF_LEVEL.fullmatch(key)
             if match is None:
-                found[key] = value
+                renamed[key] = value
             elif int(match[1]) in self.numbers:
-                found[f"openslide.level[{self.numbers.index(int(match[1]))}]{match[2]}"] = value
-        return found
+                renamed[f"openslide.level[{self.numbers.index(int(match[1]))}]{match[2]}"] = value
+        return renamed
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
         """See `Source`."""

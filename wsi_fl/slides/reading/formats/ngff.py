@@ -61,16 +61,16 @@ def of_zarr(path: Path) -> Source:
 
 def _digest(path: Path, image: _Image) -> str:
     """SHA-256 over what the Zarr says of itself, and the first bytes of some chunks of the coarsest level."""
-    known = hashlib.sha256()
+    digest = hashlib.sha256()
     stated = {each for name in (".z*", "zarr.json") for each in path.rglob(name) if each.is_file()}
     coarsest = path / str(image.arrays[-1].path)
     chunks = sorted(each for each in coarsest.rglob("*") if each.is_file() and each not in stated)
-    some = {chunks[k] for k in np.linspace(0, len(chunks) - 1, _CHUNKS).astype(int)} if chunks else set()
-    for file in sorted(stated | some):
+    samples = {chunks[k] for k in np.linspace(0, len(chunks) - 1, _CHUNKS).astype(int)} if chunks else set()
+    for file in sorted(stated | samples):
         with file.open("rb") as opened:
-            head = opened.read(_HEAD if file in some else -1)
-        known.update(file.relative_to(path).as_posix().encode() + head)
-    return known.hexdigest()
+            head = opened.read(_HEAD if file in samples else -1)
+        digest.update(file.relative_to(path).as_posix().encode() + head)
+    return digest.hexdigest()
 
 
 def _ngff(group: Any) -> Mapping[str, Any]:

@@ -166,10 +166,10 @@ def _require_decoder(path: Path, page: TiffPage) -> None:
     from tifffile import TIFF
 
     try:
-        known = TIFF.DECOMPRESSORS[page.compression] is not None or page.compression == 1
+        is_read = TIFF.DECOMPRESSORS[page.compression] is not None or page.compression == 1
     except (KeyError, ValueError, ImportError):
-        known = False
-    if not known:
+        is_read = False
+    if not is_read:
         raise WsiFlError(
             f"{path.name}: its tiles are packed by codec {codec_of(page)}, which no library here reads; save it as "
             "red, green and blue in tiles of JPEG"
