@@ -16,6 +16,7 @@ from PIL import Image
 
 from wsi_fl.demo import phantom
 from wsi_fl.slides.reading.formats import pictures, source
+from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError
 
@@ -79,6 +80,24 @@ def ome_flat(**how):
     return write
 
 
+def ome_planes(**channel):
+    """An OME-TIFF whose red, green and blue are planes of their own, with a pyramid in SubIFDs."""
+
+    def write(folder, picture):
+        path, levels = ome_path(folder), [np.moveaxis(level, 2, 0).copy() for level in halves(picture)]
+        said = {"axes": "CYX", "PhysicalSizeX": MPP, "PhysicalSizeY": MPP} | (
+            {"Channel": channel} if channel else {}
+        )
+        how = {"photometric": "minisblack", "tile": (256, 256), "compression": "deflate"}
+        with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
+            tif.write(levels[0], subifds=len(levels) - 1, metadata=said, **how)
+            for level in levels[1:]:
+                tif.write(level, subfiletype=1, **how)
+        return path
+
+    return write
+
+
 def ome_zarr(version, axes="cyx", **attributes):
     def write(folder, picture):
         zarr = pytest.importorskip("zarr")
@@ -116,6 +135,9 @@ WRITERS = {
     "ome-tiff": ome_tiff,
     "ome-tiff strips": ome_flat(rowsperstrip=64),
     "ome-tiff jpeg 2000": ome_flat(tile=(256, 256), compression="jpeg2000"),
+    "ome-tiff planes": ome_planes(),
+    "ome-tiff named planes": ome_planes(Name=["Red", "Green", "Blue"]),
+    "ome-tiff coloured planes": ome_planes(Name=["0", "1", "2"], Color=[-16776961, 16711935, 65535]),
     "ome-zarr 0.4": ome_zarr("0.4"),
     "ome-zarr 0.5": ome_zarr("0.5"),
     "ome-zarr yxc": ome_zarr("0.5", "yxc"),
@@ -290,9 +312,10 @@ def test_a_plain_picture_is_seen_as_it_is_meant(unlike, tmp_path, what):
         np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), meant[300:700, 500:900])
 
 
-def channels_ome(n):
-    how = {"ome": True, "metadata": {"axes": "CYX"}, "photometric": "minisblack", "tile": (256, 256)}
-    return written_tiff(np.zeros((n, 600, 600), np.uint8), **how)
+def channels_ome(n, dtype=np.uint8, **channel):
+    said = {"axes": "CYX", "Channel": channel} if channel else {"axes": "CYX"}
+    how = {"ome": True, "metadata": said, "photometric": "minisblack", "tile": (256, 256)}
+    return written_tiff(np.zeros((n, 600, 600), dtype), **how)
 
 
 def channels_zarr(n, **attributes):
@@ -315,8 +338,18 @@ NO_COLOURS = {
     "16-bit tiff": (written_tiff(np.zeros((600, 600, 3), np.uint16), photometric="rgb"), "16-bit RGB"),
     "16-bit grey tiff": (written_tiff(np.zeros((600, 600), np.uint16)), "more than 8 bits"),
     "bilevel tiff": (saved(Image.new("1", (600, 600)), "a.tif"), "black and white alone"),
-    "ome-tiff of 3 channels": (channels_ome(3), "MINISBLACK"),
+    "ome-tiff of 2 channels": (channels_ome(2), "MINISBLACK"),
     "ome-tiff of 4 channels": (channels_ome(4), "axes CYX"),
+    "ome-tiff of named stains": (
+        channels_ome(3, Name=["DAPI", "FITC", "TRITC"]),
+        "channels DAPI, FITC, TRITC",
+    ),
+    "ome-tiff of other colours": (
+        channels_ome(3, Color=[65535, 16711935, -16776961]),  # blue, green, red
+        "axes CYX",
+    ),
+    "ome-tiff of blue first": (channels_ome(3, Name=["Blue", "Green", "Red"]), "channels Blue, Green, Red"),
+    "16-bit ome-tiff of 3 channels": (channels_ome(3, np.uint16), "1 × uint16"),
     "16-bit ome-tiff": (
         written_tiff(np.zeros((600, 600, 3), np.uint16), ome=True, photometric="rgb", tile=(256, 256)),
         "3 × uint16",
@@ -325,6 +358,10 @@ NO_COLOURS = {
     "ome-zarr of other colours": (
         channels_zarr(3, omero={"channels": [{"color": c} for c in ("0000FF", "00ff00", "FF0000")]}),
         "0000FF, 00FF00, FF0000",
+    ),
+    "ome-zarr of named stains": (
+        channels_zarr(3, omero={"channels": [{"label": name} for name in ("DAPI", "FITC", "TRITC")]}),
+        "DAPI, FITC, TRITC",
     ),
     "16-bit czi": (channels_czi(np.uint16, 1), "Gray16"),
     "czi of 2 channels": (channels_czi(np.uint8, 2), "2 channel(s) of Gray8"),
@@ -363,3 +400,107 @@ def test_a_zarr_by_bioformats2raw_is_read_and_scales_multiply(picture, tmp_path)
     with Slide(outer) as slide:
         assert slide.mpp == 2 * MPP
         np.testing.assert_array_equal(slide.read((500, 300), 400, 2 * MPP), picture[300:700, 500:900])
+
+
+def outer_zarr(folder, version, images, series=None):
+    """A Zarr as bioformats2raw lays it: `images` by their groups, and what its OME group lists."""
+    zarr = pytest.importorskip("zarr")
+    path = folder / "outer.zarr"
+    group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
+
+    def said(**values):
+        return values if version == "0.4" else {"ome": {"version": version, **values}}
+
+    group.attrs.update(said(**{"bioformats2raw.layout": 3}))
+    if series is not None:
+        group.create_group("OME").attrs.update(said(series=series))
+    for name, image in images.items():
+        (folder / name).mkdir()
+        ome_zarr(version)(folder / name, image).rename(path / name)
+    return path
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+@pytest.mark.parametrize(
+    ("names", "series"),
+    [
+        (("0", "1"), None),
+        (("0", "1"), ["1", "0"]),
+        (("0", "1"), ["0", "1"]),
+        (("label", "slide"), ["slide", "label"]),
+        (("macro image", "9"), ["macro image", "9", "gone"]),
+        (("2", "10"), None),
+    ],
+)
+def test_the_slide_of_a_zarr_is_the_largest_of_its_pictures_however_they_are_listed(
+    picture, tmp_path, version, names, series
+):
+    images = dict(zip(names, (np.ascontiguousarray(picture[:200, :300]), picture), strict=True))
+    with Slide(outer_zarr(tmp_path, version, images, series)) as slide:
+        assert (slide.size_l0, slide.mpp) == ((1300, 1100), MPP)
+        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
+
+
+def test_labels_levels_in_any_order_and_pictures_that_are_not_listed_do_not_matter(picture, tmp_path):
+    small = np.ascontiguousarray(picture[:200, :300])
+    path = outer_zarr(tmp_path, "0.5", {"0": small, "1": picture}, ["0"])
+    with Slide(path) as slide:  # the OME group says what is a picture
+        assert slide.size_l0 == (300, 200)
+    (tmp_path / "labels").mkdir()
+    labels = ome_zarr("0.5", **{"image-label": {}})(tmp_path / "labels", picture)
+    labels.rename(tmp_path / "outer.zarr" / "5")
+    meta = path / "1" / "zarr.json"
+    said = json.loads(meta.read_text())
+    said["attributes"]["ome"]["multiscales"][0]["datasets"].reverse()
+    meta.write_text(json.dumps(said))
+    (path / "OME" / "zarr.json").unlink()
+    with Slide(path) as slide:
+        assert slide.size_l0 == (1300, 1100) and slide.level_downsamples == pytest.approx((1, 2, 4), rel=0.01)
+        assert slide.mpp == MPP
+        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
+
+
+def test_planes_of_an_ome_tiff_and_of_an_ome_zarr_are_one_slide(picture, tmp_path):
+    with Slide(ome_planes()(tmp_path, picture)) as tiff, Slide(ome_zarr("0.4")(tmp_path, picture)) as zarr:
+        for mpp in (MPP, 2 * MPP, 0.7):
+            np.testing.assert_array_equal(tiff.read((99, 50), 300, mpp), zarr.read((99, 50), 300, mpp))
+
+
+@pytest.mark.parametrize("bits", [12, 14, 16, None])
+def test_a_czi_of_16_bits_is_read_by_the_bits_that_it_uses(picture, tmp_path, bits):
+    library = pytest.importorskip("pylibCZIrw.czi")
+    path = tmp_path / "a.czi"
+    deep = picture[..., ::-1].astype(np.uint16) << ((bits or 16) - 8)
+    with library.create_czi(str(path)) as writer:
+        writer.write(np.ascontiguousarray(deep))
+        writer.write_metadata("a", scale_x=MPP * 1e-6, scale_y=MPP * 1e-6)
+    if bits is None:
+        refused(lambda: Slide(path), "a.czi", "Bgr48", "how many of its 16 bits", "8 bits")
+        return
+    content = path.read_bytes()
+    start = content.index(b"<SizeT>")
+    end = content.index(b"</SizeM>") + len(b"</SizeM>")
+    said = f"<ComponentBitCount>{bits}</ComponentBitCount>".encode().ljust(end - start)
+    path.write_bytes(content[:start] + said + content[end:])
+    with Slide(path) as slide:
+        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
+        beyond = slide.read((1250, 1050), 100, MPP)
+        assert (beyond[60:, 60:] == 255).all()
+
+
+def test_openslide_reads_no_czi_of_16_bits_that_uses_fewer():
+    """Told by its properties: nothing here writes a CZI that OpenSlide opens."""
+    said = {"zeiss.Information.Image.PixelType": "Bgr48", "zeiss.Information.Image.ComponentBitCount": "14"}
+    assert wastes_bits(said) and wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": ""})
+    assert not wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": "16"})
+    assert not wastes_bits({**said, "zeiss.Information.Image.PixelType": "Bgr24"}) and not wastes_bits({})
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_two_zarrs_that_say_the_same_of_themselves_are_two_slides(picture, tmp_path, version):
+    hashes = []
+    for name, pixels in (("a", picture), ("b", picture), ("c", picture[::-1].copy())):
+        (tmp_path / name).mkdir()
+        with Slide(ome_zarr(version)(tmp_path / name, pixels)) as slide:
+            hashes.append(slide.quickhash)
+    assert hashes[0] == hashes[1] != hashes[2]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from building import refused
 from PIL import Image
 
@@ -91,6 +92,17 @@ def test_a_slide_over_which_the_child_waits_or_is_killed_twice_is_set_aside(
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     monkeypatch.setattr(probe, "_started", lambda: subprocess.Popen(command, **pipes))
     refused(lambda: check_opens_safely(slide), said)
+
+
+def test_a_ventana_slide_of_one_row_over_which_the_child_waits_is_named(tmp_path, fresh, monkeypatch):
+    """The file is never opened here: all that counts is what its XML says."""
+    for rows, why in ((1, "single row or column of tiles"), (2, "is its disk slow?")):
+        path = tmp_path / f"{rows}.bif"
+        xml = f'<EncodeInfo><AoiInfo XIMAGESIZE="64" NumRows="{rows}" NumCols="7"/></EncodeInfo>'.encode()
+        tag = (700, 1, len(xml), xml, True)
+        tifffile.imwrite(path, np.zeros((64, 64, 3), np.uint8), photometric="rgb", extratags=[tag])
+        monkeypatch.setattr(fresh, "_answer", lambda question: -signal.SIGALRM)
+        refused(lambda path=path: check_opens_safely(path), path.name, why)
 
 
 @pytest.mark.parametrize("seen", [True, False])

@@ -16,16 +16,19 @@ import pytest
 import tifffile
 from changing import edit, make_real
 from conftest import nightly, refused
+from test_levels import LACKING, NOTE, left_out, zeroed
+from test_levels import write as levels_file
 
 from wsi_fl.demo import phantom
 from wsi_fl.slides.patching.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import bytes_of, tile
+from wsi_fl.stages.prepare.tile import bytes_of, tile, tile_lines
 from wsi_fl.stages.prepare.tile_plans import made_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
+from wsi_fl.stages.work.console import Line
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import content_of
 from wsi_fl.study.folder import Study
@@ -422,7 +425,7 @@ for k, record in enumerate(records):
     rows = rng.integers(0, 9, (2000, 2)), rng.integers(0, 2, 2000), np.zeros(2000, np.float32)
     seen = bytes(200_000), np.zeros(1 << 17, np.uint8), (1024, 1024), [np.zeros((50, 2))]
     aside = np.zeros((0, 2), np.int64), np.zeros(0, "U1"), "saturation", 1.0
-    facts = record, spec, 0.5, (100_000, 100_000), "hash", False, 97.0
+    facts = record, spec, 0.5, (100_000, 100_000), "hash", False, 97.0, ()
     plans.save(k, SlidePlan(*facts, *rows, *seen, *aside), None)
 for k, keep in enumerate(choose(plans, range({n}), balance=True, max_per_slide=None)):
     one = plans.load(k)
@@ -445,3 +448,35 @@ def test_memory_does_not_grow_with_the_number_of_slides(tmp_path):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout))
     assert peaks[1] - peaks[0] < 64 << 10, peaks  # KiB
+
+
+def test_a_damaged_level_is_said_and_costs_no_patch_and_lacking_tiles_are_counted(tmp_path):
+    slides = [levels_file(tmp_path / f"{name}.tif") for name in ("whole", "coarse", "lacking")]
+    zeroed(slides[1], 1)
+    left_out(slides[2], 0, LACKING)
+    rows = [(path.name, path.stem, "A", "negative") for path in slides]
+    study = generic_study(tmp_path / "archive", rows, slides)
+    for mpp, native in ((0.5, "native"), (2.0, "raw")):
+        how = ["tile.size_px=64", f"tile.mpp={mpp}", "tile.balance=false", "slides.test_fraction=0"]
+        document = tile(study, site=None, overrides=[*how, f"store.pixels={native}"])
+        (row,), lines = (
+            document["sites"],
+            [line.text for line in tile_lines(document) if isinstance(line, Line)],
+        )
+        pixels, table = content(study, "A")
+        n = {slide: int((table.slide == slide).sum()) for slide in ("whole", "coarse", "lacking")}
+        told = mpp == 2.0  # else nobody looks at level 1
+        assert n["coarse"] == n["whole"]
+        assert row["notes"] == [{"slide": "coarse", "note": NOTE.format(1)}] * told
+        assert (f"  A: coarse: {NOTE.format(1)}" in lines) == told
+        assert np.abs(pixels[table.slide == "coarse"].astype(int) - pixels[table.slide == "whole"]).mean() < 6
+        if mpp == 0.5:
+            (failed,) = row["failed"]
+            assert n["lacking"] == n["whole"] - 2 and failed["reason"].startswith(
+                "2 of 16 patches set aside, at"
+            )
+            assert "lacks pixels" in failed["reason"]
+            places = table.xy_l0[table.slide == "lacking"].tolist()
+            assert [192, 192] not in places and [256, 192] not in places
+        else:  # level 1 has all
+            assert n["lacking"] == n["whole"] and not row["failed"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from wsi_fl.slides.reading.formats import is_zarr
+from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError, natural, strange_character
 
@@ -195,7 +195,7 @@ def slide_files(sources: Sources) -> list[Path]:
             Path(name)
             for pattern in sources.slides
             for name in glob.glob(pattern, recursive=True)  # noqa: PTH207 absolute patterns
-            if Path(name).is_file() or is_zarr(Path(name))
+            if Path(name).is_file() or is_slide_folder(Path(name))
         }
     )
     if not files:

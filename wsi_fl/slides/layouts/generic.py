@@ -18,6 +18,7 @@ from wsi_fl.slides.layouts.common import (
     sites_of,
     slide_files,
 )
+from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.types import SPLITS, SetAside, SlideRecord, Supervision, UsageError
 
 
@@ -73,7 +74,7 @@ def _generic_record(sources: Sources, row: TableRow, path: Path) -> SlideRecord:
         supervision = "partial" if partial else "annotated"
     return SlideRecord(
         path,
-        path.stem,
+        slide_name(path),
         row["patient"],
         sources.site,
         supervision,

@@ -154,9 +154,11 @@ def plan_slide(
         picture = np.array(Image.fromarray(picture).reduce(factor))
         mask = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)) > 127
     rings = shapely.get_rings(shapely.get_parts(annotations.tumor)) if annotations is not None else []
-    facts = record, spec, seen.mpp, seen.size_l0, seen.quickhash, seen.in_tiles, seen.downsample * factor
+    stated = seen.mpp, seen.size_l0, seen.quickhash, seen.in_tiles, seen.downsample * factor, seen.notes
     return SlidePlan(
-        *facts,
+        record,
+        spec,
+        *stated,
         seen.xy_l0[keep],
         label[keep],
         tumor[keep],

@@ -39,6 +39,8 @@ class SlideFacts:
     """Whether patches are whole native tiles of the slide, but for those over its edge."""
     downsample: float
     """Level-0 pixels per thumbnail pixel."""
+    notes: tuple[str, ...]
+    """What of the slide is damaged though the rest makes up for it."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def survey(
         side_l0, in_tiles = size_in_l0(spec, mpp), slide.has_tiles_of(spec)
         wanted_px = ceil(max(size_l0) / side_l0 * patch_px)
         thumbnail, downsample = slide.thumbnail(min(max(wanted_px, PICTURE_PX), _MOST_THUMBNAIL_PX))
+        notes = slide.notes
     try:
         if tissue.masks:
             file = _mask_file(Path(tissue.masks), record.slide)
@@ -87,7 +90,7 @@ def survey(
         raise type(error)(f"{record.path.name}: {error}") from None
     xy_l0 = grid_positions(size_l0, spec, mpp)
     shares = tissue_fraction(found.mask, xy_l0, side_l0, downsample)
-    facts = record, spec, mpp, size_l0, quickhash, in_tiles, downsample
+    facts = record, spec, mpp, size_l0, quickhash, in_tiles, downsample, notes
     return SlideSurvey(*facts, reader, thumbnail, found, side_l0, xy_l0, shares)
 
 

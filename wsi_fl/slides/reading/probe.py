@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -30,6 +31,10 @@ _SECONDS, _BYTES = 60, 2 << 30
 """What opening a slide may take."""
 _READY = "ready\n"
 _DAMAGED = "the file is damaged"
+_ENDLESS = (
+    "it is a Ventana slide with a single row or column of tiles, which OpenSlide does not finish reading; export it "
+    "anew with a larger area, or as a tiled TIFF"
+)
 _READ_PX = 64
 _MOST_TILE_PX = 1 << 28
 
@@ -76,7 +81,8 @@ class _Child:
         if isinstance(found, str):
             return found
         if found == -signal.SIGALRM:
-            return f"opening it takes more than {_SECONDS} s; is its disk slow?"
+            why = "is its disk slow?" if not _is_one_row(path) else _ENDLESS
+            return f"opening it takes more than {_SECONDS} s; {why}"
         if found == -signal.SIGKILL:
             return "the process that opens it was killed twice (SIGKILL); is there too little memory?"
         return f"opening it ended the reader ({_named(found)}); {_DAMAGED}"
@@ -200,6 +206,19 @@ def _lie(path: Path, *, natively: bool) -> str:
     if tile_px > _MOST_TILE_PX:
         return f"it says that its tiles have {tile_px} pixels"
     return ""
+
+
+def _is_one_row(path: Path) -> bool:
+    """Return whether a Ventana slide has an area of one row or column of tiles, as its XML says."""
+    from tifffile import TiffFile
+
+    try:
+        with TiffFile(path) as tif:
+            packets = [page.tags["XMP"].value for page in tif.pages if "XMP" in page.tags]
+    except Exception:  # no TIFF, or a damaged one
+        return False
+    areas = [area for xml in packets for area in re.findall(rb"<AoiInfo[^>]*>", bytes(xml))]
+    return any(re.search(rb'Num(Rows|Cols)="1"', area) for area in areas)
 
 
 def _main() -> None:

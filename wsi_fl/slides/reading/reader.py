@@ -7,7 +7,7 @@ decode to the same pixels, they are read by `native` instead, which takes a frac
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from functools import cached_property
 from math import ceil, floor, isfinite
@@ -24,11 +24,17 @@ from wsi_fl.slides.reading.formats import (
     is_misread_by_openslide,
     is_ome,
     is_zarr,
+    levels_of_openslide,
     open_source,
     properties_of_ome,
 )
+from wsi_fl.slides.reading.formats.dicom import member_of, require_one_slide
+from wsi_fl.slides.reading.formats.levels import OwnLevels, own_levels
+from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.formats.source import Source, SourceError, rgb
+from wsi_fl.slides.reading.holes import Place, holes_in, is_lost
 from wsi_fl.slides.reading.native import Box, NativeLevel
+from wsi_fl.slides.reading.painting import Area, continued, paint, resampled
 from wsi_fl.slides.reading.trusted import TrustedLevels
 from wsi_fl.types import GridSpec, UsageError, WsiFlError, one_line
 
@@ -37,8 +43,12 @@ Reader = Literal["auto", "native", "openslide"]
 
 _STRIP_PX = 1 << 24
 """Most level pixels held at once while a thumbnail is made."""
+_MOST_AT_ONCE_PX = 1 << 26
+"""And while any other area is."""
 _GENERIC = "generic-tiff"
 """OpenSlide's name of a TIFF of no known scanner."""
+_LEFT_TO_OTHERS = ("Unsupported TIFF compression", "Cannot get required TIFF tag: 258")
+"""What OpenSlide says of codecs that it lacks, and of masks and pictures of one bit."""
 _TOLERANCE = 0.01
 _MAX_DRIFT_PX = 0.5
 """A patch whose far edge drifts by less than this is taken as it is instead of being resampled."""
@@ -47,9 +57,6 @@ _PLAUSIBLE_MPP = (0.05, 20.0)
 """Others count as missing: a default of 72 dpi reads as 353 µm."""
 _MAX_ANISOTROPY = 0.05
 _UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
-_MOST_FAILURES, _MOST_MISSING = 400, 0.5
-_Area = tuple[slice, slice]
-"""Rows and columns of a picture."""
 
 
 class Slide:
@@ -79,7 +86,8 @@ class Slide:
         self.path = path
         self._override = mpp_override
         self._lock = threading.Lock()
-        self._file = _dicom_member(path) if path.is_dir() and not is_zarr(path) else path
+        self._damaged: set[int] = set()
+        self._file = member_of(path) if path.is_dir() and not is_zarr(path) else path
         self._handle = _open(self._file)
         self.size_l0: tuple[int, int] = self._handle.dimensions
         self.level_downsamples: tuple[float, ...] = self._handle.level_downsamples
@@ -89,7 +97,7 @@ class Slide:
             self._properties |= properties_of_ome(self._file)
         self.quickhash = self._properties.get(openslide.PROPERTY_NAME_QUICKHASH1, "")
         self._background = _background(self._properties)
-        foreign = not isinstance(self._handle, openslide.OpenSlide)
+        foreign = not isinstance(self._handle.source, openslide.OpenSlide)
         if foreign and reader == "native":
             self._handle.close()
             raise WsiFlError(
@@ -149,14 +157,24 @@ class Slide:
         width, height = self.size_l0
         downsample = max(1.0, max(width, height) / max_px)
         columns, rows = (ceil(extent / downsample - 1e-6) for extent in self.size_l0)
-        level_scale = downsample / self.level_downsamples[self._coarsest_for(downsample)]
         out = np.empty((rows, columns, 3), np.uint8)
+        areas: list[Area] = [(slice(0, rows), slice(0, columns))]
+        for level in range(self._coarsest_for(downsample), -1, -1):
 
-        def paint(area: _Area) -> None:
-            corner = (area[1].start * downsample, area[0].start * downsample)
-            self.area(corner, downsample, out[area], overlapping=False)
+            def paint_by_level(area: Area, level: int = level) -> None:
+                corner = (area[1].start * downsample, area[0].start * downsample)
+                self._area(level, corner, downsample, out[area], overlapping=False)
 
-        return _painted(out, paint, max(1, int(_STRIP_PX / (columns * level_scale**2)))), downsample
+            level_scale = downsample / self.level_downsamples[level]
+            step = max(1, int(_STRIP_PX / (columns * level_scale**2)))
+            unpainted = paint((rows, columns), areas, paint_by_level, step)
+            if not (areas := unpainted.areas):
+                break
+            if level:
+                self._note_damage(level)
+            elif unpainted.hopeless and unpainted.error is not None:
+                raise unpainted.error
+        return continued(out, areas), downsample
 
     def read(
         self,
@@ -206,7 +224,7 @@ class Slide:
         """The slide's own JPEG bytes of a patch, self-contained; None where it is not one whole native tile.
 
         Raises:
-            WsiFlError: when the tile is damaged.
+            WsiFlError: when the tile is damaged and no finer level has its place.
         """
         level = self._native_level(size_px, mpp)
         if level is None:
@@ -217,6 +235,9 @@ class Slide:
         try:
             return None if at is None else native.stream((*at, size_px, size_px))
         except WsiFlError as error:
+            if number:  # a finer level makes up for it
+                self._note_damage(number)
+                return None
             raise self._unreadable(corner, error) from None
 
     def has_tiles_of(self, spec: GridSpec) -> bool:
@@ -230,10 +251,31 @@ class Slide:
     ) -> None:
         """Fill out [height, width, 3] with the area at xy_l0, with `scale` level-0 pixels per output pixel.
 
-        Averaged by area, for which no µm need be known; `overlapping` as in `read`, whose errors it raises.
+        Averaged by area, for which no µm need be known; `overlapping` as in `read`, whose errors it raises. What is
+        damaged in a level is made from a finer one.
         """
-        size = (out.shape[1], out.shape[0])
         level = self._coarsest_for(scale)
+        while True:
+            try:
+                self._area(level, xy_l0, scale, out, overlapping=overlapping)
+                return
+            except WsiFlError:
+                if level == 0:
+                    raise
+            self._note_damage(level)
+            level -= 1
+
+    def _area(
+        self,
+        level: int,
+        xy_l0: tuple[float, float],
+        scale: float,
+        out: NDArray[np.uint8],
+        *,
+        overlapping: bool,
+    ) -> None:
+        """Fill out as `area` does, from this level alone, in parts where that takes many of its pixels."""
+        size = (out.shape[1], out.shape[0])
         downsample = self.level_downsamples[level]
         if self._is_unchanged(level, scale, max(size)):
             self._pixels(self._nearest_corner(level, xy_l0), level, out, overlapping=overlapping)
@@ -241,6 +283,13 @@ class Slide:
         reduction = scale / downsample
         if reduction > 1 and abs(round(reduction) - reduction) * max(size) < _MAX_DRIFT_PX:
             reduction = float(round(reduction))
+        longer, middle = int(np.argmax(size)), max(size) // 2
+        if size[0] * size[1] * reduction**2 > _MOST_AT_ONCE_PX and middle:
+            parts = (out[:, :middle], out[:, middle:]) if longer == 0 else (out[:middle], out[middle:])
+            second = tuple(v + (k == longer) * middle * downsample * reduction for k, v in enumerate(xy_l0))
+            for start, part in zip((xy_l0, (second[0], second[1])), parts, strict=True):
+                self._area(level, start, scale, part, overlapping=overlapping)
+            return
         # Whole level pixels around the wanted box, whose edges may be fractional.
         corner = tuple(floor(floor(v / downsample + 1e-9) * downsample) for v in xy_l0)
         left, top = (max(0.0, (v - c) / downsample) for v, c in zip(xy_l0, corner, strict=True))
@@ -248,7 +297,18 @@ class Slide:
         region = np.empty((ceil(box[3] - 1e-6), ceil(box[2] - 1e-6), 3), np.uint8)
         self._pixels((corner[0], corner[1]), level, region, overlapping=overlapping)
         box = (*box[:2], min(box[2], region.shape[1]), min(box[3], region.shape[0]))
-        out[:] = np.asarray(_resampled(Image.fromarray(region), size, reduction, box))
+        out[:] = np.asarray(resampled(Image.fromarray(region), size, reduction, box))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was found to be damaged though finer levels made up for it, a line each."""
+        return tuple(
+            f"its level {level} is damaged or lacks tiles; what it cannot give is made from finer levels"
+            for level in sorted(self._damaged)
+        )
+
+    def _note_damage(self, level: int) -> None:
+        self._damaged.add(level)
 
     def _coarsest_for(self, scale: float) -> int:
         """The coarsest level that does not lose resolution at so many level-0 pixels per output pixel."""
@@ -305,70 +365,99 @@ class Slide:
     def _composed(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
         """OpenSlide's pixels [height, width, 3] at a level-0 corner, over the background.
 
-        An error kills the handle, not the slide.
+        What the file does not hold has its colour, unless other levels show something there: that is damage.
         """
+        region = self._region(corner, level, size)
+        if len(self.level_downsamples) > 1 and self._lacks_pixels(region, corner, level):
+            lost = WsiFlError("the file lacks pixels there, which other levels of it show")
+            raise self._unreadable(corner, lost)
+        return rgb(region, self._background)
+
+    def _lacks_pixels(self, region: Image.Image, corner: tuple[int, int], level: int) -> bool:
+        """Whether a region of a level has holes in which other levels show something."""
+        left, top = (round(v / self.level_downsamples[level]) for v in corner)
+        width, height = self._handle.level_dimensions[level]
+        fill = self._handle.fill
+        holes = holes_in(region, fill, (-left, -top, width - left, height - top))
+        place = Place(corner, level, self.level_downsamples, fill or self._background, fill is not None)
+        return holes is not None and is_lost(holes, place, self._region)
+
+    def _region(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
+        """The handle's RGBA pixels at a level-0 corner. An error kills the handle, not the slide."""
         handle = self._handle
         try:
-            region = handle.read_region(corner, level, size)
+            return handle.read_region(corner, level, size)
         except SourceError as error:
             raise self._unreadable(corner, error) from None
         except openslide.OpenSlideError:
             # The handle may have died of another thread's region: a handle of its own judges this one.
-            with self._lock, closing(_open(self._file)) as own:
+            with self._lock, closing(self._reopened()) as own:
                 try:
-                    region = own.read_region(corner, level, size)
+                    return own.read_region(corner, level, size)
                 except openslide.OpenSlideError as error:
                     raise self._unreadable(corner, error) from None
                 finally:
                     # Nobody closes the dead handle: others may be in it, and it goes with its last user.
                     if self._handle is handle:
-                        self._handle = _open(self._file)
-        return rgb(region, self._background)
+                        self._handle = self._reopened()
+
+    def _reopened(self) -> OwnLevels:
+        """Another handle of the same levels."""
+        try:
+            return OwnLevels(openslide.OpenSlide(str(self._file)), self._handle.numbers)
+        except openslide.OpenSlideError as error:
+            raise WsiFlError(f"{self.path.name}: cannot be opened: {one_line(error)}") from None
 
     def _unreadable(self, corner: tuple[int, int], error: Exception) -> WsiFlError:
         where = f"{self.path.name}: cannot be read at level-0 pixel ({corner[0]}, {corner[1]})"
         return WsiFlError(f"{where}: {one_line(error)}")
 
 
-def _open(path: Path) -> Source:
+def _open(path: Path) -> OwnLevels:
     """Open a slide by OpenSlide, or by what reads it where OpenSlide does not, or misreads it."""
     if not path.exists():
         raise WsiFlError(f"{path}: no such slide")
     if not (path.is_file() or path.is_dir()):
         raise WsiFlError(f"{path.name}: neither a file nor a folder")
-    found: Source | None = None
+    if path.is_file():
+        require_one_slide(path)
+    source: Source | None = None
     try:
         if not path.is_dir():
-            found = openslide.OpenSlide(str(path))
+            source = openslide.OpenSlide(str(path))
     except openslide.OpenSlideUnsupportedFormatError:
         pass
     except openslide.OpenSlideError as error:
-        if "only one SOP instance in concatenation" in str(error):
-            raise WsiFlError(
-                f"{path.name}: a part of a DICOM concatenation whose other parts are missing; put all of them into "
-                "one folder"
-            ) from None
-        if not (is_czi(path) or is_ome(path)):  # OpenSlide reads some, and knows that it does not read others
-            raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}") from None
-    if found is not None and not (_vendor(found) == _GENERIC and is_misread_by_openslide(path)):
-        return found
-    if found is not None:
-        found.close()
-    if (found := open_source(path)) is None:
+        _require_another_reader(path, error)
+    if source is not None:
+        generic = _vendor(source) == _GENERIC
+        misread = is_misread_by_openslide(path) if generic else wastes_bits(source.properties)
+        if not misread:
+            try:
+                return OwnLevels(source, levels_of_openslide(path, source.level_dimensions, generic=generic))
+            except WsiFlError:
+                source.close()
+                raise
+        source.close()
+    if (source := open_source(path)) is None:
         raise WsiFlError(f"{path.name}: not a slide format that is known here")
-    return found
+    return OwnLevels(source, own_levels(source.level_dimensions))
+
+
+def _require_another_reader(path: Path, error: openslide.OpenSlideError) -> None:
+    """Say what is wrong with a slide, unless it is one that OpenSlide knows not to read, and others may."""
+    reason = str(error)
+    if "only one SOP instance in concatenation" in reason:
+        raise WsiFlError(
+            f"{path.name}: a part of a DICOM concatenation whose other parts are missing; put all of them into "
+            "one folder"
+        )
+    if not (any(words in reason for words in _LEFT_TO_OTHERS) or is_czi(path) or is_ome(path)):
+        raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}")
 
 
 def _vendor(source: Source) -> str:
     return source.properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown")
-
-
-def _dicom_member(folder: Path) -> Path:
-    """One file of a DICOM slide; OpenSlide finds the others of its series beside it."""
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and openslide.OpenSlide.detect_format(str(path)) == "dicom":
-            return path
-    raise WsiFlError(f"{folder}: a folder without DICOM slide files")
 
 
 def _stated_mpp(properties: Mapping[str, str], name: str) -> float:
@@ -414,52 +503,3 @@ def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
     except ValueError:
         return 255, 255, 255
     return red, green, blue
-
-
-def _resampled(
-    region: Image.Image, size: tuple[int, int], reduction: float, box: tuple[float, float, float, float]
-) -> Image.Image:
-    """The box of a region as a picture of that size, averaged by area where it shrinks."""
-    left, top, right, bottom = (round(v) for v in box)
-    whole = all(v == round(v) for v in (reduction, *box))
-    if whole and right - left == size[0] * reduction:
-        small = region.reduce(round(reduction), (left, top, right, bottom))
-        if small.size == size:
-            return small
-    how = Image.Resampling.BOX if reduction > 1 else Image.Resampling.BILINEAR
-    return region.resize(size, how, box=box)
-
-
-def _painted(out: NDArray[np.uint8], painter: Callable[[_Area], None], step: int) -> NDArray[np.uint8]:
-    """The picture [rows, columns, 3] after `painter` was called for strips of so many rows.
-
-    Where it raises WsiFlError it is called for halves of halves. What cannot be painted becomes the nearest pixel that
-    was; the painter's error is raised when too much fails.
-    """
-    rows, columns = out.shape[:2]
-    smallest_px = max(8, max(rows, columns) // 64)
-    missing, n_failures = np.zeros((rows, columns), bool), 0
-    waiting = [(slice(top, min(top + step, rows)), slice(0, columns)) for top in range(0, rows, step)][::-1]
-    while waiting:
-        area = waiting.pop()
-        try:
-            painter(area)
-        except WsiFlError:
-            n_failures += 1
-            axis = int(np.argmax([part.stop - part.start for part in area]))
-            start, stop = area[axis].start, area[axis].stop
-            is_smallest = stop - start <= smallest_px
-            if is_smallest:
-                missing[area] = True
-            if n_failures > _MOST_FAILURES or missing.mean() > _MOST_MISSING:
-                raise
-            if not is_smallest:
-                middle = (start + stop) // 2
-                halves = (slice(middle, stop), slice(start, middle))
-                waiting += [(half, area[1]) if axis == 0 else (area[0], half) for half in halves]
-    if not missing.any():
-        return out
-    from scipy.ndimage import distance_transform_edt
-
-    nearest = distance_transform_edt(missing, return_distances=False, return_indices=True)
-    return np.asarray(out[tuple(nearest)])

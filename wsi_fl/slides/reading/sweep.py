@@ -234,6 +234,7 @@ def read_patches(
     threads: int,
     reader: Reader = "auto",
     aside: dict[int, str] | None = None,
+    notes: set[str] | None = None,
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
 
@@ -245,6 +246,7 @@ def read_patches(
         threads: how many decode.
         aside: row → one-line reason of the patches that cannot be decoded. They are left out of their batch, which
             may become empty; a batch's entries are there when it is yielded.
+        notes: gets what of the slide is damaged though the rest makes up for it, after the last batch.
 
     Raises:
         WsiFlError: when a patch cannot be decoded and `aside` is None.
@@ -261,3 +263,5 @@ def read_patches(
             with closing(in_order(sweep.fill, range(len(sweep)), threads=threads, ahead=ahead)) as filled:
                 for number in filled:
                     yield sweep.take(number, aside)
+        if notes is not None:
+            notes.update(slide.notes)

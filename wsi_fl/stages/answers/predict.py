@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Color, Heat
+from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
 from wsi_fl.stages.work.console import Line, Lines, OneOf, Table, Watcher, reason_of
 from wsi_fl.stages.work.job import Job
@@ -62,7 +63,7 @@ def predict(
     """
     began, job = time.perf_counter(), Job()
     told = job.watched(watcher)
-    names = [path.name if path.is_dir() else path.stem for path in slides]  # as in a store
+    names = [slide_name(path) for path in slides]  # as in a store
     if twice := [name for name, n in Counter(names).items() if n > 1]:
         raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")
     predictor = job.each(lambda: load_predictor(study, run_name, site, tumor_type, overrides))

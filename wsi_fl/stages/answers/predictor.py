@@ -259,9 +259,10 @@ class Predictor:
         check_opens_safely(record.path, record.mpp_override, reader)
         plan = plan_slide(record, self.meta.spec, params, reader=reader, segmenter=self.segmenter)
         aside: dict[int, str] = {}
+        notes = set(plan.notes)
         parts, features = [], []
         with torch.inference_mode():
-            for images in self._batches(plan, aside):
+            for images in self._batches(plan, aside, notes):
                 shown = images if self.kind.of_images else encode([images], self.encoder)
                 if self.kind.example == "patch":
                     parts.append(self.models.probabilities(Examples.of(shown), len(images)))
@@ -271,18 +272,22 @@ class Predictor:
                 watcher.update(record.site, done, 1, record.slide)
         if not parts and not features:
             raise WsiFlError(next(iter(aside.values())))
+        for note in sorted(notes):
+            watcher.say(f"  {record.slide}: {note}")
         xy_l0 = np.delete(plan.xy_l0, list(aside), axis=0)
         bag = Bag(np.concatenate(features), xy_l0) if features else None
         base = Base(record.path, plan.thumbnail, plan.downsample, plan.mpp, plan.size_l0, plan.quickhash)
         return Seen(xy_l0, np.concatenate(parts) if parts else None, bag, base, len(aside))
 
-    def _batches(self, plan: SlidePlan, aside: dict[int, str]) -> Iterator[NDArray[np.uint8]]:
+    def _batches(
+        self, plan: SlidePlan, aside: dict[int, str], notes: set[str]
+    ) -> Iterator[NDArray[np.uint8]]:
         """Images uint8[b, input_px, input_px, 3], reduced as for training, few at a time; row → why it is missing."""
         size = max(1, min(_BATCH, _BATCH_PIXELS // self.input_px**2))
         waiting: list[NDArray[np.uint8]] = []
         threads, reader = n_cores(), self.pipeline.slides.reader
         for _, pixels in read_patches(
-            plan.record, plan.xy_l0, plan.spec, threads=threads, reader=reader, aside=aside
+            plan.record, plan.xy_l0, plan.spec, threads=threads, reader=reader, aside=aside, notes=notes
         ):
             if not len(pixels):
                 continue

@@ -61,6 +61,7 @@ class _Chosen:
         pixels: yields them, uint8[b, h, w, 3], and notes in `unread` why rows are missing.
         picture: what was chosen, to look at, once the pixels were read; None for none.
         cluster, weight, mpp_l0, note: as in `Bag` and `BagShard`.
+        damage: gets, while pixels are read, what of the slide is damaged though the rest makes up for it.
     """
 
     slide: str
@@ -72,6 +73,7 @@ class _Chosen:
     weight: NDArray[np.float32] | None = None
     mpp_l0: float = float("nan")
     note: str = ""
+    damage: set[str] = field(default_factory=set)
 
     def bag(self, features: NDArray[np.float32]) -> Bag:
         """Return the features, float32[m, d], of the m patches that could be read, with their places and groups."""
@@ -187,8 +189,9 @@ class Way(Generic[_Item]):
                 raise encoded.error
             unread = tuple((*chosen.xy_l0[row].tolist(), chosen.unread[row]) for row in sorted(chosen.unread))
             bag = chosen.bag(encoded.features)
+            note = "; ".join(filter(None, (chosen.note, *sorted(chosen.damage))))
             shard = BagShard(
-                chosen.slide, wanted, self.encoder.label, self.spec, bag, chosen.mpp_l0, chosen.note, unread
+                chosen.slide, wanted, self.encoder.label, self.spec, bag, chosen.mpp_l0, note, unread
             )
             if chosen.picture is not None:
                 write_bytes(path.with_suffix(".png"), chosen.picture())
@@ -253,9 +256,10 @@ class OfSlides(Way[SlideRecord]):
         plan = plan_mosaic(item, self.spec, self.params, reader=self.reader)
         small: list[tuple[int, NDArray[np.uint8]]] = []
         unread: dict[int, str] = {}
+        damage = set(plan.seen.notes)
 
         def pixels() -> Iterator[NDArray[np.uint8]]:
-            how: Any = {"threads": self.threads, "reader": self.reader, "aside": unread}
+            how: Any = {"threads": self.threads, "reader": self.reader, "aside": unread, "notes": damage}
             for first, read in read_patches(item, plan.kept_l0, self.spec, **how):
                 rows = islice((row for row in count(first) if row not in unread), len(read))
                 small.extend((row, small_copy(patch)) for row, patch in zip(rows, read, strict=True))
@@ -271,6 +275,7 @@ class OfSlides(Way[SlideRecord]):
             plan.mosaic.weight,
             plan.seen.mpp,
             plan.note,
+            damage,
         )
 
     def bag(self, record: SlideRecord) -> Bag:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from wsi_fl.models.directions import (
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.privacy.accounting import sigma_for
 from wsi_fl.slides.patching.patches import plan_slide
+from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare.tile_plans import params_of, spec_of
@@ -90,8 +92,15 @@ def directions(
     encoder = encoder_of(study, pipeline, "features", n_cores())
     told = watcher or Silent()
     rows, known, aside = [], [], []
-    inside = (sorted(path.iterdir()) if path.is_dir() else [path] for path in sources)
-    files = [file for files in inside for file in files if file.is_file() or file in sources]
+    inside = (
+        sorted(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path] for path in sources
+    )
+    files = [
+        file
+        for files in inside
+        for file in files
+        if file.is_file() or file in sources or is_slide_folder(file)
+    ]
     for path in files:
         told.update(path.name, 0, 1)
     for path in files:
@@ -104,7 +113,7 @@ def directions(
             aside.append(path.name)
             continue
         rows.append(found)
-        known.append(Source(name=path.name, rows=len(found), sha256=sha256_of(path)))
+        known.append(Source(name=path.name, rows=len(found), sha256=_digest(path)))
         told.update(path.name, 1, 1)
     if not rows:
         raise WsiFlError(f"--from: no slide, picture or feature store{_named(aside)}")
@@ -121,6 +130,15 @@ def directions(
         "sources": [one.model_dump() for one in known],
         "left_aside": aside,
     }
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file, or of the names and digests of the files of a slide that is a folder."""
+    if not path.is_dir():
+        return sha256_of(path)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    lines = [f"{sha256_of(file)}  {file.relative_to(path).as_posix()}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _stored(path: Path, encoder: str) -> NDArray[np.float32]:

@@ -158,6 +158,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
         "site": name,
         "slides": n + len(listed.aside),
         "failed": [asdict(aside) for aside in failed],
+        "notes": [{"slide": one.slide, "note": one.note} for one in written if one.note],
         "patches": sum(sum(one.values()) for one in table.values()),
         **{label: sum(one.get(label, 0) for one in table.values()) for label in CLASSES},
         **{split: sum(table[split].values()) for split in ("train", "test")},
@@ -390,6 +391,7 @@ class _Shards:
         self._plans, self._spec, self._threads = plans, plans.spec, threads
         self.folder, self.content = listed.study.store(listed.site.name).parent, listed.pipeline.store.pixels
         self._reader, self._relative = listed.pipeline.slides.reader, listed.study.relative
+        self._notes: dict[str, set[str]] = {}
 
     def path(self, slide: str) -> Path:
         return self.folder / "slides" / f"{slide}.h5"
@@ -420,7 +422,8 @@ class _Shards:
         except Exception as error:  # one slide that a library chokes on must not end the others
             return Done(slide, reason=reason_of(error))
         quality = quality_of_plan(len(plan.xy_l0), plan, plan.aside_reason)
-        return Done(slide, n - len(unread), partly(unread, n), content=content, quality=quality)
+        note = "; ".join(sorted({*plan.notes, *self._notes.get(slide, ())}))
+        return Done(slide, n - len(unread), partly(unread, n), note, content=content, quality=quality)
 
     def _picture(self, slide: str) -> Path:
         return self.folder / "overview" / f"{slide}.png"
@@ -477,7 +480,8 @@ class _Shards:
         """Reads these rows and writes the shard without `unread`."""
         record, corners = plan.record, what[2].xy_l0[rows]
         aside: dict[int, str] = {}
-        how: Any = {"threads": self._threads, "reader": self._reader, "aside": aside}
+        notes = self._notes.setdefault(record.slide, set())
+        how: Any = {"threads": self._threads, "reader": self._reader, "aside": aside, "notes": notes}
         if content == "native":
             streams = _whole(self._native_streams(plan, corners, aside), aside)
             stored.write_streams(*what, streams, unread=unread)

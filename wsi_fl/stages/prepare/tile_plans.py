@@ -33,7 +33,7 @@ from wsi_fl.system.files import atomic, sha256_of
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord, UsageError
 
-_MADE = 3
+_MADE = 4
 """How plans are made; with another number none is believed that was kept."""
 _ONE_FILE = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
 """Slides whose size and time are those of their one file; others are looked at each time."""
@@ -107,7 +107,7 @@ def made_of(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Rea
     Raises:
         OSError: when the slide or its annotation is gone.
     """
-    if record.path.suffix.lower() not in _ONE_FILE:
+    if record.path.suffix.lower() not in _ONE_FILE or record.path.is_dir():
         return None
     file, outlines = record.path.stat(), record.annotation
     said = [
@@ -213,7 +213,7 @@ def plan_each(numbers: Sequence[int], listed: Listed, plans: Plans, threads: int
             faults = quality_of_plan(0, error, error.reasons) if isinstance(error, AllSetAside) else None
             return Done(record.slide, reason=reason_of(error), quality=faults)
         plans.save(number, found, of)
-        return Done(record.slide)
+        return Done(record.slide, note="; ".join(found.notes))
 
     n_threads = min(threads, _PLANNERS)
     yield from in_order(one, numbers, threads=n_threads, ahead=2 * n_threads)

@@ -14,10 +14,20 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from wsi_fl.slides.reading.formats.ome import is_misread, mpp_of_ome, of_ome_tiff, of_zarr
+from wsi_fl.slides.reading.formats.dicom import is_dicom_folder
+from wsi_fl.slides.reading.formats.levels import own_levels
+from wsi_fl.slides.reading.formats.ngff import of_zarr
+from wsi_fl.slides.reading.formats.ome import is_misread, mpp_of_ome, of_ome_tiff
 from wsi_fl.slides.reading.formats.pictures import of_picture
 from wsi_fl.slides.reading.formats.scanners import of_czi, of_isyntax
 from wsi_fl.slides.reading.formats.source import Source, mpp_properties
+from wsi_fl.slides.reading.formats.tiff import (
+    foreign_levels,
+    main_picture,
+    of_tiles,
+    require_a_slide,
+    require_colours,
+)
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import WsiFlError, one_line
 
@@ -52,11 +62,32 @@ def open_source(path: Path) -> Source | None:
         (head.startswith(_CZI), of_czi),
         (b'<DataObject ObjectType="DPUfsImport"' in head, of_isyntax),
         (is_ome(path), of_ome_tiff),
-        (head.startswith(_TIFF), partial(of_picture, kind=TiffImageFile)),
+        (head.startswith(_TIFF), _of_tiff),
         (head.startswith(b"\x89PNG"), partial(of_picture, kind=PngImageFile)),
         (head.startswith(b"\xff\xd8\xff"), partial(of_picture, kind=JpegImageFile)),
     )
     return next((_guarded(path, opened) for fits, opened in kinds if fits), None)
+
+
+def _of_tiff(path: Path) -> Source:
+    """Open a plain TIFF, by its tiles or as a picture."""
+    tiled = _asked(path, lambda tif: bool(main_picture(tif).is_tiled), False)
+    return of_tiles(path) if tiled else of_picture(path, TiffImageFile)
+
+
+def is_slide_folder(path: Path) -> bool:
+    """Return whether a folder is one slide: an OME-Zarr, or the files of a DICOM slide."""
+    return is_zarr(path) or is_dicom_folder(path)
+
+
+def slide_name(path: Path) -> str:
+    """Return the name of a slide: that of its folder of DICOM files, else that of its file or Zarr without suffix.
+
+    Example:
+        >>> slide_name(Path("slides/a.svs"))
+        'a'
+    """
+    return path.name if is_dicom_folder(path) and not is_zarr(path) else path.stem
 
 
 def is_zarr(path: Path) -> bool:
@@ -70,8 +101,36 @@ def is_ome(path: Path) -> bool:
 
 
 def is_misread_by_openslide(path: Path) -> bool:
-    """Return whether OpenSlide reads an OME-TIFF, but reads another picture or less than there is."""
-    return _asked(path, lambda tif: bool(tif.is_ome) and is_misread(path, tif), False)
+    """Return whether OpenSlide reads a TIFF of no scanner, but reads another picture or less than there is."""
+
+    def misread(tif: TiffFile) -> bool:
+        if tif.is_ome:
+            return is_misread(path, tif)
+        main, first = main_picture(tif), tif.pages[0]
+        return bool(main.imagewidth * main.imagelength > first.imagewidth * first.imagelength)
+
+    return _asked(path, misread, False)
+
+
+def levels_of_openslide(path: Path, sizes_px: tuple[tuple[int, int], ...], *, generic: bool) -> list[int]:
+    """Return the numbers of a slide's own levels among those of these sizes that OpenSlide lists.
+
+    Args:
+        generic: whether the file is a TIFF of no known scanner.
+
+    Raises:
+        WsiFlError: when it is a TIFF of several pictures, or without colours of 8 bits, which OpenSlide does not
+            refuse.
+    """
+
+    def foreign(tif: TiffFile) -> set[int]:
+        if not generic:
+            require_colours(path, tif, sizes_px[0])
+        elif not tif.is_ome:
+            require_a_slide(path, tif)
+        return foreign_levels(tif, sizes_px) if generic else set()
+
+    return own_levels(sizes_px, _asked(path, foreign, set()))
 
 
 def properties_of_ome(path: Path) -> dict[str, str]:
@@ -89,7 +148,7 @@ def _asked(path: Path, question: Callable[[TiffFile], _Answer], otherwise: _Answ
     try:
         with TiffFile(path) as tif:
             return question(tif)
-    except MemoryError:
+    except (MemoryError, WsiFlError):
         raise
     except Exception:  # whatever a parser stumbles over in a damaged file
         return otherwise

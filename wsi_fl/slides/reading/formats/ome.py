@@ -1,35 +1,47 @@
-"""Slides of the Open Microscopy Environment: OME-TIFF by tifffile, OME-Zarr by zarr."""
+"""OME-TIFF, read by tifffile."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest, needed
+from wsi_fl.slides.reading.formats.source import (
+    Mpp,
+    Source,
+    are_red_green_blue,
+    digest,
+    levels_of_arrays,
+    needed,
+)
+from wsi_fl.slides.reading.formats.tiff import Gaps
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage, TiffPageSeries
 
-_UM = {
+UNIT_UM = {
     **dict.fromkeys(("m", "meter"), 1e6),
     "cm": 1e4,
     **dict.fromkeys(("mm", "millimeter"), 1e3),
     **dict.fromkeys(("µm", "um", "micrometer"), 1.0),
     **dict.fromkeys(("nm", "nanometer"), 1e-3),
 }
-_PRIMARIES = ("FF0000", "00FF00", "0000FF")
+_MOST_CHANNELS = 3
+_GREY = 1
+"""Number of the tag PhotometricInterpretation."""
+_UNCOLOURED = "FFFFFF"
+"""What OME-XML says of a channel's colour where nobody has said anything."""
 
 
 def of_ome_tiff(path: Path) -> Source:
-    """OME-TIFF: the largest series, with its pyramid in SubIFDs."""
+    """OME-TIFF: the largest series, with its pyramid in SubIFDs.
+
+    Its colours lie in each pixel, or are three channels, as planes of their own.
+    """
     from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile
 
     with ExitStack() as stack:
@@ -37,19 +49,22 @@ def of_ome_tiff(path: Path) -> Source:
         series = _largest(tif)
         page = series.keyframe
         encoded = page.photometric == PHOTOMETRIC.YCBCR and page.compression != COMPRESSION.JPEG
-        if encoded or not all(_is_rgb(level.keyframe) for level in series.levels):
+        in_pixels = not encoded and all(_is_rgb(level.keyframe) for level in series.levels)
+        if not in_pixels and not _is_in_planes(tif, series):
             raise WsiFlError(
-                f"{path.name}: a slide has red, green and blue of 8 bits in each pixel; this OME-TIFF has "
-                f"{page.samplesperpixel} × {page.dtype} ({PHOTOMETRIC(page.photometric).name}), axes {series.axes}"
+                f"{path.name}: a slide has red, green and blue of 8 bits in each pixel, or as three channels; this "
+                f"OME-TIFF has {page.samplesperpixel} × {page.dtype} ({PHOTOMETRIC(page.photometric).name}), axes "
+                f"{series.axes}, shape {series.shape}, channels {', '.join(_channels(tif)[0]) or 'without names'}"
             )
         zarr = _zarr(path)
         arrays = [zarr.open(series.aszarr(level=k), mode="r") for k in range(len(series.levels))]
-        return _of_arrays(
+        return levels_of_arrays(
             arrays,
             series.axes.lower().replace("s", "c"),
             vendor="ome-tiff",
             mpp=mpp_of_ome(tif),
             quickhash=digest(path),
+            lacks=Gaps([list(level.pages)[: 1 if in_pixels else _MOST_CHANNELS] for level in series.levels]),
             close=stack.pop_all().close,
         )
 
@@ -71,22 +86,50 @@ def is_misread(path: Path, tif: TiffFile) -> bool:
 
 def mpp_of_ome(tif: TiffFile) -> Mpp:
     """Return the µm per pixel that OME-XML states of the largest series."""
+    pixels = _pixels(tif)
+
+    def stated(axis: str) -> float | None:
+        if pixels is None:
+            return None
+        value, unit = pixels.get(f"PhysicalSize{axis}"), pixels.get(f"PhysicalSize{axis}Unit", "µm")
+        return float(value) * UNIT_UM[unit] if value and unit in UNIT_UM else None
+
+    return stated("X"), stated("Y")
+
+
+def _pixels(tif: TiffFile) -> ElementTree.Element | None:
+    """What OME-XML says of the largest series."""
     page = _largest(tif).keyframe
     size = str(page.imagewidth), str(page.imagelength)
     try:
         root = ElementTree.fromstring(tif.ome_metadata or "")
     except ElementTree.ParseError:
-        return None, None
-    all_pixels = (one for one in root.iter() if one.tag.rpartition("}")[2] == "Pixels")
-    pixels = next((one for one in all_pixels if (one.get("SizeX"), one.get("SizeY")) == size), None)
-    if pixels is None:
-        return None, None
+        return None
+    every = (each for each in root.iter() if _tag(each) == "Pixels")
+    return next((each for each in every if (each.get("SizeX"), each.get("SizeY")) == size), None)
 
-    def stated(axis: str) -> float | None:
-        value, unit = pixels.get(f"PhysicalSize{axis}"), pixels.get(f"PhysicalSize{axis}Unit", "µm")
-        return float(value) * _UM[unit] if value and unit in _UM else None
 
-    return stated("X"), stated("Y")
+def _tag(element: ElementTree.Element) -> str:
+    return element.tag.rpartition("}")[2]
+
+
+def _channels(tif: TiffFile) -> tuple[list[str], list[str]]:
+    """(names, colours as hexadecimal digits) of the channels of the largest series; "" where nothing is said."""
+    pixels = _pixels(tif)
+    channels = [each for each in pixels if _tag(each) == "Channel"] if pixels is not None else []
+    colours = [f"{int(each.get('Color') or -1) & 0xFFFFFFFF:08X}"[:6] for each in channels]
+    return [each.get("Name") or "" for each in channels], [c if c != _UNCOLOURED else "" for c in colours]
+
+
+def _is_in_planes(tif: TiffFile, series: TiffPageSeries) -> bool:
+    """Return whether a series has three channels of 8 bits, a plane each, that may be red, green and blue."""
+    page, axes = series.keyframe, series.axes
+    single = page.samplesperpixel == 1 and page.dtype == np.uint8 and page.photometric == _GREY
+    return (
+        single
+        and dict(zip(axes, series.shape, strict=True)).get("C") == 3
+        and are_red_green_blue(*_channels(tif))
+    )
 
 
 def _largest(tif: TiffFile) -> TiffPageSeries:
@@ -105,74 +148,3 @@ def _zarr(path: Path) -> Any:
     """Import Zarr, through which tiles are read, once the codecs of tiles are found too."""
     needed("imagecodecs", "formats", path)
     return needed("zarr", "formats", path)
-
-
-def of_zarr(path: Path) -> Source:
-    """OME-Zarr (NGFF 0.4 and 0.5): the first of its multiscale images, also where bioformats2raw put it."""
-    group = needed("zarr", "formats", path).open_group(str(path), mode="r")
-    said = _said(group)
-    if "multiscales" not in said and "0" in group:
-        group = group["0"]
-        said = _said(group)
-    if not said.get("multiscales"):
-        raise WsiFlError(f"{path.name}: a Zarr without multiscales; OME-Zarr 0.4 and 0.5 are read")
-    image = said["multiscales"][0]
-    axes = "".join(axis["name"] for axis in image["axes"])
-    arrays = [group[one["path"]] for one in image["datasets"]]
-    _require_rgb(path, arrays, axes, said)
-    known = hashlib.sha256()
-    for file in sorted(one for name in (".z*", "zarr.json") for one in path.rglob(name) if one.is_file()):
-        known.update(file.relative_to(path).as_posix().encode() + file.read_bytes())
-    mpp = _mpp_of_ngff(image, axes)
-    return _of_arrays(arrays, axes, vendor="ome-zarr", mpp=mpp, quickhash=known.hexdigest())
-
-
-def _said(group: Any) -> Mapping[str, Any]:
-    """What NGFF says of a group: NGFF 0.5 says it under a name of its own."""
-    attributes = dict(group.attrs)
-    found: Mapping[str, Any] = attributes.get("ome", attributes)
-    return found
-
-
-def _require_rgb(path: Path, arrays: Sequence[Any], axes: str, said: Mapping[str, Any]) -> None:
-    """Refuse what is not three channels of 8 bits, or has channels that are said to be other colours."""
-    shape = arrays[0].shape
-    channels = shape[axes.index("c")] if {"x", "y", "c"} <= set(axes) and len(axes) == len(shape) else 0
-    if channels != 3 or any(str(array.dtype) != "uint8" for array in arrays):
-        raise WsiFlError(
-            f"{path.name}: a slide has three channels of 8-bit colours; this Zarr has axes {axes}, shape {shape} "
-            f"and {arrays[0].dtype}"
-        )
-    channels_said = said.get("omero", {}).get("channels", [])
-    colours = [str(one.get("color") or "").lstrip("#").upper() for one in channels_said]
-    if any(colour and colour != own for colour, own in zip(colours, _PRIMARIES, strict=False)):
-        raise WsiFlError(
-            f"{path.name}: a slide has red, green and blue; the channels of this Zarr are {', '.join(colours)}"
-        )
-
-
-def _mpp_of_ngff(image: Mapping[str, Any], axes: str) -> Mpp:
-    """µm per pixel of the first dataset: its own scale times that of all datasets."""
-    own, of_all = image["datasets"][0], image.get("coordinateTransformations", [])
-    every = (*own["coordinateTransformations"], *of_all)
-    scales = [one["scale"] for one in every if one["type"] == "scale"]
-    units = {axis["name"]: _UM.get(axis.get("unit", "")) for axis in image["axes"]}
-
-    def stated(axis: str) -> float | None:
-        unit = units[axis]
-        return unit * float(np.prod([scale[axes.index(axis)] for scale in scales])) if unit else None
-
-    return stated("x"), stated("y")
-
-
-def _of_arrays(arrays: Sequence[Any], axes: str, **said: Any) -> Source:
-    """A source of arrays that are sliced, as Zarr's: of their axes x, y and c all are read, of others the first."""
-
-    def read(level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
-        cut = {"x": slice(at[0], at[0] + size[0]), "y": slice(at[1], at[1] + size[1]), "c": slice(0, 3)}
-        found = np.asarray(arrays[level][tuple(cut.get(axis, 0) for axis in axes)])
-        order = [axis for axis in axes if axis in cut]
-        return np.moveaxis(found, [order.index(axis) for axis in "yxc"], [0, 1, 2])
-
-    sizes = [(array.shape[axes.index("x")], array.shape[axes.index("y")]) for array in arrays]
-    return Levels(sizes, read, **said)

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from PIL.ImageFile import ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest, rgb
+from wsi_fl.slides.reading.formats.tiff import main_picture, require_single
 from wsi_fl.types import WsiFlError
 
 _MOST_PX = 1 << 25
@@ -35,6 +37,8 @@ def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]
             f"{path.name}: a picture that Pillow does not read ({error}); save it as PNG or as a tiled pyramid"
         ) from None
     with picture:
+        if kind is TiffImageFile:
+            picture.seek(_main_frame(path))
         width, height = picture.size
         if width * height > _MOST_PX:
             raise WsiFlError(
@@ -53,6 +57,20 @@ def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]
             strip = picture.crop((0, top, picture.width, min(top + step, picture.height)))
             out[top : top + step] = rgb(strip.convert("RGBA"), _WHITE)
     return out, (25_400 / x if x > 0 else None, 25_400 / y if y > 0 else None)
+
+
+def _main_frame(path: Path) -> int:
+    """Return the number of the largest picture of a TIFF; WsiFlError where there are several of its size."""
+    from tifffile import TiffFile
+
+    try:
+        with TiffFile(path) as tif:
+            require_single(path, tif)
+            return int(main_picture(tif).index)
+    except (MemoryError, WsiFlError):
+        raise
+    except Exception:  # Pillow says what is wrong with it
+        return 0
 
 
 def of_picture(path: Path, kind: type[ImageFile]) -> Source:

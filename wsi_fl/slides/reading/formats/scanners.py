@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from wsi_fl.slides.reading.formats.source import Levels, Source, digest, needed
 from wsi_fl.types import WsiFlError
 
-_COLOURS = {"Bgr24", "Bgr48", "Gray8"}
-"""Pixels of CZI that libCZI turns into 8-bit colours without loss of what they mean."""
+_DEEP = "Bgr48"
+_COLOURS = {"Bgr24", _DEEP, "Gray8"}
+"""Pixels of CZI that are or become 8-bit colours without loss of what they mean."""
 
 
 def of_czi(path: Path) -> Source:
@@ -31,6 +33,8 @@ def of_czi(path: Path) -> Source:
                 f"{path.name}: a slide has red, green and blue in each pixel; this CZI has {len(kinds)} "
                 f"channel(s) of {', '.join(sorted(set(kinds)))}"
             )
+        shift = _bits_used(path, xml) - 8 if kinds[0] == _DEEP else 0
+        kind = _DEEP if shift else "Bgr24"
         zooms = [1.0]
 
         def noted(_: int, block: Any) -> bool:
@@ -52,10 +56,30 @@ def of_czi(path: Path) -> Source:
         step = 2**level
         roi = (bounds.x + at[0] * step, bounds.y + at[1] * step, size[0] * step, size[1] * step)
         with lock:
-            found = reader.read(roi=roi, zoom=1 / step, pixel_type="Bgr24", background_pixel=(1.0, 1.0, 1.0))
-        return np.asarray(found[: size[1], : size[0], ::-1], np.uint8)
+            found = reader.read(roi=roi, zoom=1 / step, pixel_type=kind, background_pixel=(1.0, 1.0, 1.0))
+        pixels = found[: size[1], : size[0], ::-1]
+        return np.asarray(np.minimum(pixels >> shift, 255) if shift else pixels, np.uint8)
 
     return Levels(sizes, read, vendor="zeiss czi", mpp=mpp, quickhash=digest(path), close=close)
+
+
+def wastes_bits(properties: Mapping[str, str]) -> bool:
+    """Return whether OpenSlide, of these properties, makes 8 bits of the upper half of 16 of which a CZI uses fewer."""
+    image = "zeiss.Information.Image."
+    return (
+        properties.get(f"{image}PixelType") == _DEEP and properties.get(f"{image}ComponentBitCount") != "16"
+    )
+
+
+def _bits_used(path: Path, xml: str) -> int:
+    """Return how many of the 16 bits of its colours a CZI uses; WsiFlError where it does not say so."""
+    counts = {int(each.text or 0) for each in ElementTree.fromstring(xml).iter("ComponentBitCount")}
+    if len(counts) != 1 or not 8 < max(counts) <= 16:
+        raise WsiFlError(
+            f"{path.name}: a slide has 8-bit colours; this CZI has {_DEEP} and does not say how many of its 16 bits "
+            "count; save it with colours of 8 bits"
+        )
+    return counts.pop()
 
 
 def of_isyntax(path: Path) -> Source:

@@ -20,6 +20,11 @@ Mpp = tuple[float | None, float | None]
 """µm per level-0 pixel (x, y), as far as it is known."""
 _ReadLevel = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.uint8]]
 """(level, (x, y) in its pixels, (width, height)) → uint8[height, width, 3], all within the level."""
+_Lacks = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.bool_]]
+"""As `_ReadLevel`, → bool[height, width]."""
+Rgb = tuple[int, int, int]
+_PRIMARIES = ("FF0000", "00FF00", "0000FF")
+_NAMES = (("red", "green", "blue"), ("r", "g", "b"))
 
 
 class SourceError(WsiFlError):
@@ -49,6 +54,8 @@ class Levels:
         read: reads a box of a level; several threads may call it.
         vendor, quickhash: name of the format, and a digest of the content.
         close: lets go of the file.
+        fill: the colour that stands where the file holds nothing, if that is no transparent place.
+        lacks: tells where the file holds no pixels.
     """
 
     def __init__(
@@ -60,6 +67,8 @@ class Levels:
         mpp: Mpp,
         quickhash: str,
         close: Callable[[], None] = lambda: None,
+        fill: Rgb | None = None,
+        lacks: _Lacks | None = None,
     ) -> None:
         self.level_dimensions = tuple((int(w), int(h)) for w, h in sizes)
         self.dimensions = self.level_dimensions[0]
@@ -67,7 +76,7 @@ class Levels:
         self.level_downsamples = tuple((width / w + height / h) / 2 for w, h in self.level_dimensions)
         said = {"openslide.vendor": vendor, "openslide.quickhash-1": quickhash}
         self.properties: Mapping[str, str] = said | mpp_properties(mpp)
-        self._read, self.close = read, close
+        self._read, self.close, self.fill, self._lacks = read, close, fill, lacks
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
         """See `Source`.
@@ -89,7 +98,49 @@ class Levels:
                 raise SourceError(one_line(error)) from None
             there = out[y - corner[1] : bottom - corner[1], x - corner[0] : right - corner[0]]
             there[..., :3], there[..., 3] = pixels, 255
+            if self._lacks is not None:
+                there[self._lacks(level, (x, y), (right - x, bottom - y))] = 0
         return Image.fromarray(out, "RGBA")
+
+
+def levels_of_arrays(arrays: Sequence[Any], axes: str, **facts: Any) -> Levels:
+    """Return a source of arrays that are sliced, as Zarr's.
+
+    Args:
+        axes: their axes, a letter each: of x, y and c all is read, of others the first; without c they are grey.
+        facts: as for `Levels`.
+    """
+    grey = "c" not in axes
+
+    def read(level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
+        cut = {"x": slice(at[0], at[0] + size[0]), "y": slice(at[1], at[1] + size[1]), "c": slice(0, 3)}
+        pixels = np.asarray(arrays[level][tuple(cut.get(axis, 0) for axis in axes)])
+        order = [axis for axis in axes if axis in cut]
+        if grey:
+            return np.repeat(pixels if order == ["y", "x"] else pixels.T, 3).reshape(size[1], size[0], 3)
+        return np.moveaxis(pixels, [order.index(axis) for axis in "yxc"], [0, 1, 2])
+
+    sizes = [(array.shape[axes.index("x")], array.shape[axes.index("y")]) for array in arrays]
+    return Levels(sizes, read, **facts)
+
+
+def are_red_green_blue(names: Sequence[str], colours: Sequence[str]) -> bool:
+    """Return whether three channels may be red, green and blue, by what is said of them; "" stands for nothing.
+
+    Args:
+        names: such as "Red" or "DAPI"; names that differ by a number alone say nothing.
+        colours: six hexadecimal digits each.
+
+    Example:
+        >>> are_red_green_blue(["Channel 0", "Channel 1", "Channel 2"], ["", "", ""])
+        True
+        >>> are_red_green_blue(["DAPI", "FITC", "TRITC"], ["FF0000", "00FF00", "0000FF"])
+        False
+    """
+    plain = tuple(name.strip().lower() for name in names)
+    neutral = len({name.strip("0123456789 _:-#") for name in plain}) <= 1
+    coloured = all(not colour or colour == own for colour, own in zip(colours, _PRIMARIES, strict=False))
+    return coloured and (neutral or plain in _NAMES)
 
 
 def rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uint8]:

@@ -1,0 +1,106 @@
+"""DICOM slides of a few kB, written element by element."""
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+_VOLUME = "ORIGINAL\\PRIMARY\\VOLUME\\NONE"
+EXPLICIT, DEFLATED = "1.2.840.10008.1.2.1", "1.2.840.10008.1.2.1.99"
+_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6"
+_FORM = {"US": "<H", "UL": "<I"}
+_LONG = {"OB", "SQ"}
+
+
+def element(tag, kind, value):
+    """One element of explicit VR little endian."""
+    if isinstance(value, str):
+        value = value.encode()
+        value += (b"\0" if kind == "UI" else b" ") * (len(value) % 2)
+    elif kind in _FORM:
+        value = struct.pack(_FORM[kind], value)
+    size = struct.pack("<HI", 0, len(value)) if kind in _LONG else struct.pack("<H", len(value))
+    return struct.pack("<HH", tag >> 16, tag & 0xFFFF) + kind.encode() + size + value
+
+
+def sequence(tag, *items):
+    """A sequence of items that are elements one after the other; items have undefined lengths, as some write them."""
+    whole = b"".join(
+        struct.pack("<HHI", 0xFFFE, 0xE000, 0xFFFFFFFF) + item + struct.pack("<HHI", 0xFFFE, 0xE00D, 0)
+        for item in items
+    )
+    head = struct.pack("<HH2sHI", tag >> 16, tag & 0xFFFF, b"SQ", 0, 0xFFFFFFFF)
+    return head + whole + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0)
+
+
+def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=EXPLICIT, **more):
+    """Write a picture uint8[h, w, 3] as one file of a slide, in tiles of 64 px.
+
+    Args:
+        lacking: numbers of tiles, row by row, that are left out: the file is sparse then.
+        more: values of attributes by their name below.
+    """
+    height, width = picture.shape[:2]
+    tiles = [
+        (x, y, np.pad(t := picture[y : y + 64, x : x + 64], [(0, 64 - n) for n in t.shape[:2]] + [(0, 0)]))
+        for y in range(0, height, 64)
+        for x in range(0, width, 64)
+    ]
+    tiles = [tile for k, tile in enumerate(tiles) if k not in lacking]
+    uid = "1.2.3." + ".".join(str(ord(letter)) for letter in f"{series[-3:]}{Path(path).stem}")
+    spacing = f"{mpp / 1000:.6f}\\{mpp / 1000:.6f}"
+    places = [
+        sequence(
+            0x0048021A,
+            element(0x0048021E, "SL", struct.pack("<i", x + 1))
+            + element(0x0048021F, "SL", struct.pack("<i", y + 1)),
+        )
+        for x, y, _ in tiles
+    ]
+    given = {
+        "kind": (0x00080008, "CS", _VOLUME),
+        "sop_class": (0x00080016, "UI", _CLASS),
+        "instance": (0x00080018, "UI", uid),
+        "pyramid": (0x00080019, "UI", ""),
+        "modality": (0x00080060, "CS", "SM"),
+        "study": (0x0020000D, "UI", "1.2.3.1"),
+        "series": (0x0020000E, "UI", series),
+        "frame": (0x00200052, "UI", "1.2.3.3"),
+        "organization": (0x00209311, "CS", "TILED_SPARSE" if lacking else "TILED_FULL"),
+        "samples": (0x00280002, "US", 3),
+        "colours": (0x00280004, "CS", "RGB"),
+        "planar": (0x00280006, "US", 0),
+        "frames": (0x00280008, "IS", str(len(tiles))),
+        "rows": (0x00280010, "US", 64),
+        "columns": (0x00280011, "US", 64),
+        "bits": (0x00280100, "US", 8),
+        "stored": (0x00280101, "US", 8),
+        "high": (0x00280102, "US", 7),
+        "signed": (0x00280103, "US", 0),
+        "width": (0x00480006, "UL", width),
+        "height": (0x00480007, "UL", height),
+        "paths": (0x00480302, "UL", 1),
+        "planes": (0x00480303, "UL", 1),
+    }
+    values = [(tag, kind, more.get(name, value)) for name, (tag, kind, value) in given.items()]
+    elements = [element(*one) for one in values if one[2] != ""]
+    measures = sequence(0x00289110, element(0x00280030, "DS", spacing) + element(0x00180050, "DS", "0.001"))
+    elements.append(sequence(0x52009229, measures))
+    if lacking:
+        elements.append(sequence(0x52009230, *places))
+    elements.append(element(0x7FE00010, "OB", b"".join(tile.tobytes() for _, _, tile in tiles)))
+    data = b"".join(elements)
+    if syntax == DEFLATED:
+        packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+        data = packer.compress(data) + packer.flush()
+    head = [
+        (0x00020001, "OB", b"\0\1"),
+        (0x00020002, "UI", _CLASS),
+        (0x00020003, "UI", uid),
+        (0x00020010, "UI", syntax),
+    ]
+    meta = b"".join(element(*one) for one in head)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(bytes(128) + b"DICM" + element(0x00020000, "UL", len(meta)) + meta + data)
+    return Path(path)

@@ -1,0 +1,128 @@
+"""DICOM slides: which files are one slide, and what is refused by name."""
+
+import numpy as np
+import pytest
+from building import halves, refused
+from dicom_files import DEFLATED, write_dicom
+
+from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
+from wsi_fl.slides.reading.formats.dicom import header_of, is_dicom
+from wsi_fl.slides.reading.reader import Slide
+
+MPP = 0.5
+PICTURE = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+"""uint8[192, 256, 3]"""
+
+
+def write_pyramid(folder, n=2, picture=PICTURE, prefix="", **more):
+    for k, level in enumerate(halves(picture, n)):
+        write_dicom(folder / f"{prefix}{k}.dcm", level, mpp=MPP * 2**k, **more)
+    return folder
+
+
+def test_a_folder_is_the_slide_of_its_files_and_so_is_each_of_them(tmp_path):
+    folder = write_pyramid(tmp_path / "1.2.840.7", 3)
+    kinds = {"LABEL": PICTURE[:64, :64], "OVERVIEW": PICTURE[:64, :128], "THUMBNAIL": PICTURE[::4, ::4]}
+    for kind, picture in kinds.items():  # whose names come first
+        write_dicom(folder / f"${kind}.dcm", picture, kind=f"ORIGINAL\\PRIMARY\\{kind}\\NONE")
+    (folder / ".DS_Store").write_bytes(b"no slide")
+    (folder / "notes.txt").write_text("no slide either")
+    for path in (folder, folder / "0.dcm", folder / "2.dcm"):
+        with Slide(path) as slide:
+            assert (slide.size_l0, slide.level_downsamples, slide.mpp) == ((256, 192), (1, 2, 4), MPP)
+            np.testing.assert_array_equal(slide.read((40, 30), 100, MPP), PICTURE[30:130, 40:140])
+    assert is_slide_folder(folder) and slide_name(folder) == "1.2.840.7"
+    assert not is_slide_folder(tmp_path) and slide_name(folder / "0.dcm") == "0"
+
+
+def test_several_series_in_a_folder_are_named_and_each_file_is_still_a_slide(tmp_path):
+    write_pyramid(tmp_path, prefix="a", series="1.2.3.80")
+    write_pyramid(tmp_path, prefix="b", series="1.2.3.81", picture=255 - PICTURE)
+    refused(lambda: Slide(tmp_path), "holds 2 DICOM slides", "1.2.3.80 (a0.dcm)", "1.2.3.81 (b0.dcm)")
+    for name, meant in (("a1.dcm", PICTURE), ("b0.dcm", 255 - PICTURE)):
+        with Slide(tmp_path / name) as slide:  # as the line says
+            np.testing.assert_array_equal(slide.read((0, 0), 128, MPP), meant[:128, :128])
+
+
+OTHER = 255 - PICTURE
+PYRAMIDS = {
+    "by their UID": (halves(PICTURE)[1], {"pyramid": "1.2.9.2"}),
+    "by their shape": (OTHER[:128, :128], {}),
+    "of one shape": (OTHER, {}),
+}
+
+
+@pytest.mark.parametrize("how", PYRAMIDS)
+def test_two_pyramids_of_one_series_are_told_apart(tmp_path, how):
+    picture, more = PYRAMIDS[how]
+    write_dicom(tmp_path / "first.dcm", PICTURE, pyramid="1.2.9.1" if more else "")
+    write_dicom(tmp_path / "second.dcm", picture, **more)
+    for path in (tmp_path, tmp_path / "first.dcm", tmp_path / "second.dcm"):
+        refused(lambda path=path: Slide(path), "several pyramids", "first.dcm (256 × 192)", "second.dcm")
+
+
+REFUSED = {
+    "HTJ2K": {"syntax": "1.2.840.10008.1.2.4.201"},
+    "JPEG-LS": {"syntax": "1.2.840.10008.1.2.4.80"},
+    "RLE": {"syntax": "1.2.840.10008.1.2.5"},
+    "a deflated file": {"syntax": DEFLATED},
+    "2 optical paths": {"paths": 2},
+    "3 focal planes": {"planes": 3},
+    "16-bit MONOCHROME2": {"samples": 1, "bits": 16, "colours": "MONOCHROME2"},
+    "YBR_FULL": {"colours": "YBR_FULL"},
+    "RGB in planes": {"planar": 1},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_openslide_does_not_read_is_refused_by_its_name(tmp_path, what):
+    write_dicom(tmp_path / "a.dcm", PICTURE, **REFUSED[what])
+    for path in (tmp_path, tmp_path / "a.dcm"):
+        refused(lambda path=path: Slide(path, MPP), "a.dcm", what)
+
+
+@pytest.mark.parametrize("n", [132, 200, 400])
+def test_a_cut_header_says_nothing_and_is_no_error(tmp_path, n):
+    whole = write_dicom(tmp_path / "a.dcm", PICTURE)
+    assert header_of(whole).series == "1.2.3.2" and is_dicom(whole)
+    whole.write_bytes(whole.read_bytes()[:n])
+    assert header_of(whole) is None
+    refused(lambda: Slide(tmp_path), "without DICOM slide files")
+    refused(lambda: Slide(whole), "a.dcm")
+
+
+def test_a_sparse_slide_has_background_where_nothing_was_scanned(tmp_path):
+    write_dicom(tmp_path / "a.dcm", PICTURE, lacking=(5,))
+    with Slide(tmp_path) as slide:
+        seen = slide.read((0, 0), 192, MPP)
+    meant = PICTURE[:, :192].copy()
+    meant[64:128, 64:128] = 255
+    np.testing.assert_array_equal(seen, meant)
+
+
+def test_tiles_that_level_0_of_a_sparse_slide_lacks_and_level_1_shows_are_no_background(tmp_path):
+    picture = np.full((384, 512, 3), (190, 110, 170), np.uint8)
+    write_dicom(tmp_path / "0.dcm", picture, lacking=(10, 11, 12))
+    write_dicom(tmp_path / "1.dcm", halves(picture)[1], mpp=2 * MPP)
+    with Slide(tmp_path) as slide:
+        refused(lambda: slide.read((128, 64), 64, MPP), "(128, 64)", "lacks pixels")
+        np.testing.assert_array_equal(slide.read((0, 0), 64, MPP), picture[:64, :64])
+        assert (slide.read((128, 64), 64, 2 * MPP) == picture[0, 0]).all()
+
+
+def test_frames_that_level_1_lacks_come_from_level_0(tmp_path):
+    write_dicom(tmp_path / "0.dcm", PICTURE)
+    write_dicom(tmp_path / "1.dcm", halves(PICTURE)[1], mpp=2 * MPP, frames="1")
+    with Slide(tmp_path) as slide:
+        seen = slide.read((0, 0), 90, 2 * MPP)
+        assert slide.level_downsamples == (1, 2) and "its level 1 is damaged" in slide.notes[0]
+        np.testing.assert_array_equal(seen, halves(PICTURE)[1][:90, :90])
+
+
+def test_a_folder_of_other_files_is_no_slide(tmp_path):
+    for k in range(300):
+        (tmp_path / f"{k:03}.png").write_bytes(b"\x89PNG" + bytes(200))
+    write_dicom(tmp_path / "zzz.dcm", PICTURE)
+    assert not is_slide_folder(tmp_path)
+    with Slide(tmp_path / "zzz.dcm") as slide:
+        assert slide.size_l0 == (256, 192)

@@ -1,0 +1,138 @@
+"""OME-Zarr (NGFF 0.4 and 0.5), read by zarr."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wsi_fl.slides.reading.formats.ome import UNIT_UM
+from wsi_fl.slides.reading.formats.source import (
+    Mpp,
+    Rgb,
+    Source,
+    are_red_green_blue,
+    levels_of_arrays,
+    needed,
+)
+from wsi_fl.types import WsiFlError
+
+_CHUNKS, _HEAD = 16, 1 << 16
+"""How many chunks tell two slides apart, and how many bytes of each."""
+
+
+class _Image(NamedTuple):
+    """One multiscale image: its arrays, the largest first, the letters of their axes, and what NGFF says of it and of
+    its group.
+    """
+
+    arrays: Sequence[Any]
+    axes: str
+    multiscale: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    @property
+    def area(self) -> int:
+        """Pixels of its largest array."""
+        sides = zip(self.axes, self.arrays[0].shape, strict=False)
+        return int(np.prod([side for axis, side in sides if axis in "xy"], dtype=np.int64))
+
+
+def of_zarr(path: Path) -> Source:
+    """Open the largest multiscale image of an OME-Zarr, also where bioformats2raw put several into it."""
+    root = needed("zarr", "formats", path).open_group(str(path), mode="r")
+    images = list(_images(root)) or [image for name in _series(root) for image in _images(root[name])]
+    if not images:
+        raise WsiFlError(f"{path.name}: a Zarr without multiscales; OME-Zarr 0.4 and 0.5 are read")
+    image = max(images, key=lambda each: each.area)
+    _require_rgb(path, image)
+    return levels_of_arrays(
+        image.arrays,
+        image.axes,
+        vendor="ome-zarr",
+        mpp=_mpp(image),
+        quickhash=_digest(path, image),
+        fill=_fill(image.arrays[0]),
+    )
+
+
+def _digest(path: Path, image: _Image) -> str:
+    """SHA-256 over what the Zarr says of itself, and the first bytes of some chunks of the coarsest level."""
+    digest = hashlib.sha256()
+    stated = {each for name in (".z*", "zarr.json") for each in path.rglob(name) if each.is_file()}
+    coarsest = path / str(image.arrays[-1].path)
+    chunks = sorted(each for each in coarsest.rglob("*") if each.is_file() and each not in stated)
+    samples = {chunks[k] for k in np.linspace(0, len(chunks) - 1, _CHUNKS).astype(int)} if chunks else set()
+    for file in sorted(stated | samples):
+        with file.open("rb") as opened:
+            head = opened.read(_HEAD if file in samples else -1)
+        digest.update(file.relative_to(path).as_posix().encode() + head)
+    return digest.hexdigest()
+
+
+def _ngff(group: Any) -> Mapping[str, Any]:
+    """What NGFF says of a group: NGFF 0.5 says it under a name of its own."""
+    attributes = dict(group.attrs)
+    stated: Mapping[str, Any] = attributes.get("ome", attributes)
+    return stated
+
+
+def _images(group: Any) -> Iterator[_Image]:
+    """Yield the multiscale images of a group, but no labels."""
+    stated = _ngff(group)
+    if "image-label" in stated:
+        return
+    for multiscale in stated.get("multiscales") or ():
+        axes = "".join(axis["name"] for axis in multiscale["axes"])
+        pairs = [(group[dataset["path"]], dataset) for dataset in multiscale["datasets"]]
+        pairs.sort(key=lambda pair: -int(np.prod(pair[0].shape, dtype=np.int64)))
+        ordered = {**multiscale, "datasets": [dataset for _, dataset in pairs]}
+        yield _Image([array for array, _ in pairs], axes, ordered, stated)
+
+
+def _series(root: Any) -> list[str]:
+    """Return the groups that are images: those that the OME group lists, else those that are numbers."""
+    listed = _ngff(root["OME"]).get("series") if "OME" in root else None
+    names = listed or sorted((name for name in root.group_keys() if name.isdecimal()), key=int)
+    return [str(name) for name in names if str(name) in root]
+
+
+def _require_rgb(path: Path, image: _Image) -> None:
+    """Refuse what is not three channels of 8 bits, or has channels that are said to be other colours."""
+    axes, shape = image.axes, image.arrays[0].shape
+    channels = shape[axes.index("c")] if {"x", "y", "c"} <= set(axes) and len(axes) == len(shape) else 0
+    if channels != 3 or any(str(array.dtype) != "uint8" for array in image.arrays):
+        raise WsiFlError(
+            f"{path.name}: a slide has three channels of 8-bit colours; this Zarr has axes {axes}, shape {shape} "
+            f"and {image.arrays[0].dtype}"
+        )
+    channels_stated = image.group.get("omero", {}).get("channels", [])
+    colours = [str(each.get("color") or "").lstrip("#").upper() for each in channels_stated]
+    names = [str(each.get("label") or "") for each in channels_stated]
+    if not are_red_green_blue(names, colours):
+        stated = ", ".join(" ".join(filter(None, pair)) for pair in zip(names, colours, strict=True))
+        raise WsiFlError(
+            f"{path.name}: a slide has red, green and blue; the channels of this Zarr are {stated}"
+        )
+
+
+def _fill(array: Any) -> Rgb | None:
+    """Return the colour that chunks have which nobody wrote."""
+    return None if array.fill_value is None else (int(array.fill_value),) * 3
+
+
+def _mpp(image: _Image) -> Mpp:
+    """µm per pixel of the largest dataset: its own scale times that of all datasets."""
+    first, of_all = image.multiscale["datasets"][0], image.multiscale.get("coordinateTransformations", [])
+    every = (*first["coordinateTransformations"], *of_all)
+    scales = [each["scale"] for each in every if each["type"] == "scale"]
+    units = {axis["name"]: UNIT_UM.get(axis.get("unit", "")) for axis in image.multiscale["axes"]}
+
+    def stated(axis: str) -> float | None:
+        unit = units[axis]
+        return unit * float(np.prod([scale[image.axes.index(axis)] for scale in scales])) if unit else None
+
+    return stated("x"), stated("y")
