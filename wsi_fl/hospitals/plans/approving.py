@@ -163,12 +163,14 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
         _refuse_other_words(replace(party, sites=sites), plan, document)
         if spends(pipeline) and not own.receives:
             require_budget(own)
-        cost = learned = None
+        cost, learned, remark = None, None, ""
         if party.has_store(site):
             learned = of_store(party, site)
             _refuse_other_store(learned, document, site)
             cost = _cost(party, plan, own, frame["id"] if frame else "")
-    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, plan)), learned)
+            remark = party.data(site).remark
+    notes = [*_notes(study, sites, site, cost, plan), *filter(None, [remark])]
+    return Looked(plan, document, site, cost, tuple(notes), learned)
 
 
 def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None = None) -> Path:
@@ -230,10 +232,10 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
     sends = party.by_files and not site.receives
     if sends:
         own_letter(party, site.name)
-    train, _ = learned_from(party, site.name)
+    train, _, units = learned_from(party, site.name)
     planted = np.zeros(pipeline.audit.canaries, bool)
     index = party.names.index(site.name)
-    account = open_account(party, index, train, planted, planned=f"plan {plan.digest[:32]}")
+    account = open_account(party, index, units, planted, planned=f"plan {plan.digest[:32]}")
     ledger, terms, n_units = account.ledger, account.ledger.terms, account.units.n
     past = ledger.mechanisms(lifetime=True)
     framed = of_frame(ledger.entries, site.name, frame) if frame else []
