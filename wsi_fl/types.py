@@ -113,6 +113,19 @@ def strange_character(text: str) -> str | None:
 
 
 _BETWEEN_PARTS = "; "
+NOT_PLAIN = "is no plain name of an architecture: letters, digits, dots, dashes and underscores, and no hub, folder or address"
+
+
+def is_plain(name: str) -> bool:
+    """Return whether an architecture's name can only be looked up in a library's own table.
+
+    Example:
+        >>> [is_plain(name) for name in ("vit_base_patch16_224.dino", "hf-hub:me/net", "local-dir:/tmp", "")]
+        [True, False, False, False]
+    """
+    return re.fullmatch("[A-Za-z0-9_.-]+", name) is not None
+
+
 _DIGEST = " sha256:"
 
 

@@ -16,7 +16,6 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 from torch.nn import functional
 
-from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.units import rows_alone, whole_patients
 from wsi_fl.models import build
 from wsi_fl.privacy import accounting

@@ -1,7 +1,6 @@
 """Who answers for a site: by a validation split, or a stack of both models."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest

@@ -68,6 +68,7 @@ _OF_STORE = {
     "encoder": "features of the encoder",
     "n_features": "features per patch",
     "weights": "weights (model.weights) with the SHA-256",
+    "parameters": "a model whose parameters have the SHA-256",
     "directions": "directions with the SHA-256",
     "data": "data",
     "example": "examples, each a",

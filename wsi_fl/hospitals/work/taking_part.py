@@ -97,6 +97,7 @@ def take_part(
         begins_without=least is not None,
         agreement=agreed.digest,
         approved=approved,
+        parameters=agreed.document["learns"]["parameters"] or "",
     )
     party = RunContext.of(study, agreed.pipeline(), agreed.method)
     if run is not None:

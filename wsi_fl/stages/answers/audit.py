@@ -26,7 +26,6 @@ from wsi_fl.report.audit import findings, tables
 from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.trained import with_dp
-from wsi_fl.stages.site.account import units_of
 from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.training.workshop import agreed_canaries, build_model, learned_from
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher

@@ -37,7 +37,9 @@ _RARE, _MANY = 0.5, 1000
 
 
 class _Cost(TypedDict):
-    """What a plan costs one site; of a real one rows are counted before any are held out, and those that are not told."""
+    """What a plan costs one site; of a real one rows are counted before any are held out, and how many these are is
+    None.
+    """
 
     site: str
     n_train: int

@@ -33,7 +33,7 @@ from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
 from wsi_fl.learning.units import Canaries, Units, canaries, tossed
 from wsi_fl.learning.validation import LONE, held_out, require_names
-from wsi_fl.models import HUB, Start, build, schema, started_from
+from wsi_fl.models import HUB, Start, build, parameters_digest, schema, started_from
 from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.weights import NoWeightsError
@@ -53,7 +53,7 @@ from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import Section, value_of
 from wsi_fl.system.files import sha256_of
-from wsi_fl.types import UNLABELLED, Bags, Images, UsageError, Vectors, WsiFlError
+from wsi_fl.types import UNLABELLED, Bags, Images, NoCommonPlan, UsageError, Vectors, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
 """Keeps the private models' initialisation apart from the proxies', which all sites share."""
@@ -148,15 +148,15 @@ def brought(site: Site, party: RunContext) -> Brought:
         "size_px": meta.spec.size_px,
         "mpp": meta.spec.mpp,
         **data.inputs(),
-        "weights": started_from(site.learners[travels].model)[:16] if travels else "",
+        "weights": started_from(site.learners[travels].model) if travels else "",
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": party.names,
         "receivers": party.receivers,
         "graph": _graph_digest(party),
-        "directions": directions_of(data).digest[:16] if party.method.once else None,
+        "directions": directions_of(data).digest if party.method.once else None,
         "buffer": [value_of(pipeline, "replay.variant"), *astuple(buffer.shape)] if buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
-        "releases": {name: released.digest[:8] for name, released in party.releases.items()},
+        "releases": {name: released.digest for name, released in party.releases.items()},
         "versions": versions(),
         "affordable": affordable_rounds(site, pipeline.train.rounds),
         "units": site.units.n,
@@ -176,6 +176,16 @@ def _settings(pipeline: Pipeline) -> dict[str, Setting]:
     joined = [name for name, one in pipeline if isinstance(one, Section) and one.compared]
     found = {f"{name}.{key}": value for name in (*_COMPARED, *joined) for key, value in values[name].items()}
     return {key: value for key, value in found.items() if key not in _OWN}
+
+
+def require_signed_model(site: Site, party: RunContext) -> None:
+    """Refuse to train where the model that travels is not the one that hospitals signed, by its `parameters_digest`."""
+    signed, travels = party.run.parameters, party.method.travels
+    if signed and travels and parameters_digest(site.learners[travels].model) != signed:
+        raise NoCommonPlan(
+            f"site {site.name} makes another model than the plan's (names and shapes of its parameters differ); "
+            "nothing was trained, so compare the versions of timm and torchvision, or agree on a new plan"
+        )
 
 
 def _graph_digest(party: RunContext) -> str | None:
