@@ -113,7 +113,9 @@ def strange_character(text: str) -> str | None:
 
 
 _BETWEEN_PARTS = "; "
-NOT_PLAIN = "is no plain name of an architecture: letters, digits, dots, dashes and underscores, and no hub, folder or address"
+NOT_PLAIN = (
+    "is no plain name of an architecture (letters, digits, dots, dashes, underscores); a hub's is not taken"
+)
 
 
 def is_plain(name: str) -> bool:
