@@ -95,6 +95,11 @@ class Plan:
         return {str(site["name"]): str(site["key"]) for site in self.document["sites"] if site.get("key")}
 
     @property
+    def parameters(self) -> str:
+        """The SHA-256 of the parameters of the model that travels; "" where only the hospitals' stores know."""
+        return str(self.document.get("learns", {}).get("parameters") or "")
+
+    @property
     def most_bytes(self) -> int:
         """The longest letter that can be part of this plan."""
         return int(self.document["most_bytes"])

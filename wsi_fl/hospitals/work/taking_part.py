@@ -97,7 +97,7 @@ def take_part(
         begins_without=least is not None,
         agreement=agreed.digest,
         approved=approved,
-        parameters=agreed.document["learns"]["parameters"] or "",
+        parameters=agreed.parameters,
     )
     party = RunContext.of(study, agreed.pipeline(), agreed.method)
     if run is not None:
