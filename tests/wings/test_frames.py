@@ -374,7 +374,10 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
     file = tmp_path / "plan.json"
 
     def planned(method, k):
-        given = {"overrides": [*INSECURE, f"train.lr={(k + 1) / 1000}"], "keys": Root.open(bed.root / "kits").keys()}
+        given = {
+            "overrides": [*INSECURE, f"train.lr={(k + 1) / 1000}"],
+            "keys": Root.open(bed.root / "kits").keys(),
+        }
         return make_plan(bed.study("S0"), method=method, pipeline_name=bed.pipeline, out=file, **given)
 
     for site in bed.sites:

@@ -14,7 +14,7 @@ from datetime import UTC, date, datetime
 from typing import Any, cast, get_args
 from uuid import uuid4
 
-from wsi_fl.hospitals.plans.approving import Looked, above_words, cost_words, look, sign
+from wsi_fl.hospitals.plans.approving import Looked, above_words, cost_words, is_alike, look, sign
 from wsi_fl.hospitals.plans.contents import Learned, Leaving, leaving, of_store
 from wsi_fl.hospitals.plans.frames import (
     FORMAT,
@@ -212,8 +212,10 @@ def _beyond(
     """
     allows = frame["allows"]
     for what, values in _said(said, plan, frame["site"], said["method"], learned, said["leaves"]).items():
-        none = [None] if unknown and what in Learned.__annotations__ else []
-        if more := [value for value in values if value not in [*allows[what], *none]]:
+        known = [
+            value for value in values if not (unknown and value is None and what in Learned.__annotations__)
+        ]
+        if more := [value for value in known if not any(is_alike(what, value, one) for one in allows[what])]:
             return f"{what}: {shown(more[0])}, where the frame has {'; '.join(map(shown, allows[what])) or 'none'}"
     return ""
 

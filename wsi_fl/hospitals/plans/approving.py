@@ -62,7 +62,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import write_json, write_text
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, encoder_differences
 
 _OF_STORE = {
     "encoder": "features of the encoder",
@@ -217,12 +217,16 @@ def _refuse_other_store(learned: Learned, document: PlanDocument, site: str) -> 
     said: dict[str, object] = dict(document["learns"])
     for key, what in _OF_STORE.items():
         wanted, found = said[key], own[key]
-        named = key == "encoder" and str(found).split()[0]  # without a store a plan knows the name alone
-        if None not in (wanted, found) and wanted not in (found, named):
+        if None not in (wanted, found) and not is_alike(key, wanted, found):
             raise UsageError(
                 f"the plan is for {what} {shown(wanted)}, but {site} has {shown(found)}; make the store as the plan "
                 "says, or ask for another plan"
             )
+
+
+def is_alike(key: str, wanted: object, found: object) -> bool:
+    """Return whether two values of a key of `Learned` mean the same; without a store a plan knows an encoder's name."""
+    return not any(encoder_differences([str(wanted), str(found)])) if key == "encoder" else wanted == found
 
 
 def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | None:
