@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +129,19 @@ def slides_of(study: Study, site: SiteFile) -> Iterator[Path]:
         yield from map(Path, glob.iglob(pattern, recursive=True))  # noqa: PTH207 patterns may be absolute
 
 
+class Eligible(NamedTuple):
+    """What a site may train on. Others see how many rows or patients that are, so no setting that others choose for the
+    sake of a patient changes it.
+
+    Attributes:
+        patient: str[m], of each row.
+        training: int64[n], which of these rows are trained on, in the order of the training examples.
+    """
+
+    patient: NDArray[np.str_]
+    training: NDArray[np.int64]
+
+
 Table = PatchTable | BagTable
 _Opened = TypeVar("_Opened", PatchStore, BagStore)
 
@@ -187,14 +200,11 @@ class Data:
             raise UsageError(f"site {self.site}: {error}") from None
         return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))
 
-    @cached_property
-    def eligible(self) -> NDArray[np.int64]:
-        """Return the rows that may be trained on, int64[m], before a fold or validation patients are held out.
-
-        Others see how many they are, or how many patients, so it depends on no setting that draws patients.
-        """
+    def eligible(self) -> Eligible:
+        """Return what may be trained on, before a fold or validation patients are held out of it."""
         split = np.full(len(self.table), "train") if self.is_fold else self.table.split
-        return np.flatnonzero(split == "train")
+        rows = np.flatnonzero(split == "train")
+        return Eligible(self.table.patient[rows], np.flatnonzero(self.table.split[rows] == "train"))
 
     @property
     def remark(self) -> str:
@@ -392,6 +402,21 @@ class _Bagged(Data):
         if not self.receives:
             return table
         return replace(table, label=np.zeros_like(table.label), split=np.full(len(table), "test"))
+
+    def eligible(self) -> Eligible:
+        """As of all data; of a real site with those of whom its table has no answer, so that n tells of no answer."""
+        if self.answers is None or self.receives or not self.study.site(self.site).real:
+            return super().eligible()
+        slides, table = self.store.table, self.table
+        rows = np.flatnonzero(table.split == "train")
+        known = np.zeros(len(slides), bool)
+        known[np.concatenate(self.answers.bags)] = True
+        may = (known | (slides.patient != "")) & (self.is_fold | (slides.split == "train"))
+        if self.pipeline.target.of == "patient":
+            names = np.unique(slides.patient[may])
+            return Eligible(names, np.searchsorted(names, table.patient[rows]))
+        place = np.cumsum(may) - 1
+        return Eligible(slides.patient[may], place[[self.answers.bags[row][0] for row in rows]])
 
     def _rows(self) -> Table:
         if self.answers is not None:

@@ -136,7 +136,7 @@ def _cost(site: Site, party: RunContext, affordable: int) -> _Cost:
     cost = planned(site, pipeline.train.rounds) if pipeline.privacy.noisy else []
     return {
         "site": site.name,
-        "n_train": len(party.data(site.name).eligible if terms.lifetime else site.train),
+        "n_train": len(party.data(site.name).eligible().patient if terms.lifetime else site.train),
         "n_units": site.units.n,
         "canaries": site.n_canaries,
         "n_validation": None if terms.lifetime else len(site.validation) if site.validation else 0,

@@ -216,22 +216,17 @@ def learned_from(party: RunContext, name: str) -> TrainingPart:
         return _validated(party, party.data(name))
     parts, patients, places = [], [], []
     for site in party.names:  # whose patients stay apart where their names agree
-        data = party.data(site)
-        part, rows = _training(data), sum(map(len, patients))
+        data, n = party.data(site), sum(map(len, patients))
+        part, eligible = _training(data), data.eligible()
         parts.append(replace(part, patient=_named(site, part.patient)))
-        patients.append(_named(site, data.table.patient[data.eligible]))
-        places.append(rows + _places(data))
+        patients.append(_named(site, eligible.patient))
+        places.append(n + eligible.training)
     units = units_of(party.pipeline, np.concatenate(patients), name)
     return TrainingPart(joined(parts), None, units.only(np.concatenate(places)))
 
 
 def _named(site: str, patient: NDArray[np.str_]) -> NDArray[np.str_]:
     return np.array([f"{site}/{name}" if name else "" for name in patient.tolist()], np.str_)
-
-
-def _places(data: Data) -> NDArray[np.int64]:
-    """Return which of a site's eligible rows are its training rows, int64[rows]."""
-    return np.flatnonzero(data.table.split[data.eligible] == "train")
 
 
 def agreed_canaries(party: RunContext, name: str) -> Canaries | None:
@@ -297,7 +292,8 @@ def _validated(party: RunContext, data: Data) -> TrainingPart:
     Where nothing is sent there is nothing to choose, and every row that is for training is learned from.
     """
     pipeline, train = party.pipeline, _training(data)
-    units = units_of(pipeline, data.table.patient[data.eligible], data.site).only(_places(data))
+    eligible = data.eligible()
+    units = units_of(pipeline, eligible.patient, data.site).only(eligible.training)
     if "proxy" not in party.method.learners and not party.method.keeps_lone:
         return TrainingPart(train, None, units)
     validation = data.examples("val")
