@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -131,6 +131,55 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
         (row,) = [document for document in documents if "trained_seconds" in document]
         assert [row[key] for key in ("trained_seconds", "communication_seconds", "group")] == [None] * 3
         assert set(row) == set(SummaryRow.__annotations__)
+
+
+def first_numbers():
+    """The keys of «Numbers that leave first»."""
+    rows = PAGE.read_text().split("### Numbers that leave first")[1].split("\n#")[0].splitlines()
+    return {
+        key for line in rows if line[:3] == "| `" for key in re.findall(r"`([a-z_]+)`", line.split("|")[1])
+    }
+
+
+FIRST = (_Proposal, _Claimed, Begun, Runs, Lies, Carried, Brought, Hello, Head, Seen)
+"""What sites tell each other before anything is charged."""
+
+
+def is_number(kind):
+    return any(is_number(one) for one in get_args(kind)) if get_args(kind) else kind in (int, float)
+
+
+def numbers_in(document):
+    """The keys of a document whose values are numbers, or lists and tables that hold some."""
+
+    def holds(value):
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        return any(map(holds, inside)) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+    return {key for key, value in document.items() if holds(value)}
+
+
+def test_the_numbers_that_leave_before_anything_is_charged_stand_in_one_table(finished):
+    folders, _ = finished
+    listed = first_numbers()
+    typed = {key for kind in FIRST for key, one in get_type_hints(kind).items() if is_number(one)}
+    assert typed <= listed <= {key for kind in FIRST for key in get_type_hints(kind)}
+    for k, folder in enumerate(folders):
+        documents = read_lines(folder / "gathered.jsonl")
+        last = next(n for n, document in enumerate(documents) if "affordable" in document)
+        told = [*documents[: last + 1]]
+        assert {"number", "units", "sigma"} <= {key for one in told for key in numbers_in(one)} <= listed
+        assert told[last]["units"] == 36  # three patients of twelve patches
+        log = (
+            folder / "runs" / f"S{k}.log"
+        ).read_text()  # at home there is a line of it: what, to whom, in which run
+        (line,) = [one for one in log.splitlines() if "preflight of" in one]
+        others = ", ".join(name for name in SITES if name != f"S{k}")
+        assert (
+            f"00002-proxyfl-small {RunFolder(folder / 'runs' / '00002-proxyfl-small').id}: {others} are told"
+            in line
+        )
+        assert json.loads(line[line.index("{") :]) == told[last]
 
 
 def test_their_output_says_what_the_table_lists_and_nothing_else(finished):

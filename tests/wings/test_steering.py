@@ -142,7 +142,8 @@ def attacks(plan, n, rng):
         lambda: {"train": {"left_out": "S0"}},
         lambda: {"train": {"max_patches": 3}},
     ]
-    return [forged(plan, **ways[k % len(ways)]()) for k in range(n)]
+    made = (forged(plan, **ways[k % len(ways)]()) for k in range(2 * n))
+    return [one for one in made if one.text != plan.text][:n]
 
 
 def told(study, pipeline, method="proxyfl"):
