@@ -60,7 +60,8 @@ class Units:
         """Return int64[b], the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
         if self._one_row_each and len(self.of_row):
             place = np.searchsorted(self.of_row, chosen).clip(max=len(self.of_row) - 1)
-            return place[self.of_row[place] == chosen]
+            rows: NDArray[np.int64] = place[self.of_row[place] == chosen]
+            return rows
         found = [np.zeros(0, np.int64)]
         for rows in (self._rows_of[k] for k in chosen):
             few = self.max_rows is None or len(rows) <= self.max_rows

@@ -193,9 +193,15 @@ class Data:
         if not self.is_fold:
             return table
         assert train.folds is not None and train.fold is not None
-        given = {"n_folds": train.folds, "seed": train.seed, "stratified": train.stratify}
         try:
-            fold = folds_of(table.patient, strata(table.label, self.task), **given, lots=self.lots)
+            fold = folds_of(
+                table.patient,
+                strata(table.label, self.task),
+                n_folds=train.folds,
+                seed=train.seed,
+                stratified=train.stratify,
+                lots=self.lots,
+            )
         except UsageError as error:
             raise UsageError(f"site {self.site}: {error}") from None
         return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))

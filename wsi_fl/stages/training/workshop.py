@@ -214,7 +214,9 @@ def learned_from(party: RunContext, name: str) -> TrainingPart:
     """Return what a site trains on."""
     if party.method.learns_from != "everybody":
         return _validated(party, party.data(name))
-    parts, patients, places = [], [], []
+    parts: list[Examples] = []
+    patients: list[NDArray[np.str_]] = []
+    places: list[NDArray[np.int64]] = []
     for site in party.names:  # whose patients stay apart where their names agree
         data, n = party.data(site), sum(map(len, patients))
         part, eligible = _training(data), data.eligible()
