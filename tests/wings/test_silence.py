@@ -30,7 +30,7 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import RunContext, as_begun
-from wsi_fl.stages.training import launch
+from wsi_fl.stages.training import launch, ranks
 from wsi_fl.stages.training.carrying import Carried, Lies
 from wsi_fl.stages.training.going_on import Asked, Begun, Runs, _Claimed, _Proposal, which_run
 from wsi_fl.stages.training.summary import SummaryRow
@@ -39,7 +39,7 @@ from wsi_fl.stages.work.console import Discreet, Quiet
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.stages import mpcpa
 from wsi_fl.system.files import read_lines, write_sealed
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError, WsiFlError
 
 pytestmark = pytest.mark.story
 
@@ -215,6 +215,31 @@ def test_a_failure_names_the_hospital_and_its_log_and_no_slide(finished, tmp_pat
     assert said == ["wsi-fl: error: site S1 failed; its own log says why (runs/S1.log)"], done.stderr
     assert not SECRETS.search(done.stdout + done.stderr)
     assert "S1_slide_0" in (copies[1] / "runs" / "S1.log").read_text()
+
+
+@pytest.mark.parametrize(("real", "kinds"), [(True, 1), (False, 2)])
+def test_not_even_the_kind_of_a_failure_tells_what_is_wrong_at_a_real_hospital(tmp_path, real, kinds):
+    """A wrong value of its table, a damaged store and a fault of ours look alike."""
+    study, seen = (
+        make_study(tmp_path / "study", n_sites=1, site_extra=REAL if real else "real = false"),
+        set(),
+    )
+    for error in (UsageError("slide S0_slide_1"), WsiFlError("slide S0_slide_1"), KeyError("S0_slide_1")):
+
+        def work(_, error=error):
+            raise error
+
+        told = []
+        comm = SimpleNamespace(abort=told.append)
+        with pytest.raises(WsiFlError) as caught:
+            ranks._guarded(
+                comm, study, "S0", lambda: None, work, lambda *given, told=told: told.append(given)
+            )
+        seen.add((type(caught.value), told[-1]))
+        assert real is ("slide_1" not in str(caught.value))
+        assert not real or told == [("site S0 failed; its own log says why (runs/S0.log)", False), 1]
+    assert len(seen) == kinds
+    assert not real or (study.runs / "S0.log").read_text().count("S0_slide_1") >= 3
 
 
 def test_events_of_a_real_hospital_hold_rounds_and_nothing_else(capsys):
