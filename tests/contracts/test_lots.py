@@ -116,7 +116,10 @@ def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
     made = release(study, site=None, overrides=given)
     assert [row["n"] for row in made["sites"]] == [n, n]
     assert read_sums(study.release("S0"), "").facts.n == n
-    heads = train(study, method="oneshot", overrides=[*given, "train.releases=true"], backend="local")
+    files = (*given, "train.releases=true")
+    brings = told(study, *files, method="oneshot")  # digests are told, and compared, whole
+    assert [len(one) for one in (brings["directions"], *brings["releases"].values())] == [64] * 3
+    heads = train(study, method="oneshot", overrides=files, backend="local")
     assert [row["n_units"] for row in heads["sites"]] == [n, n]
     assert audit(study, heads["run"])["sites"][0]["tail"]["n"] < n  # of whom the letter holds nothing
 
