@@ -138,7 +138,8 @@ class Looked:
 def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Looked:
     """Check a plan against its own settings, this installation, the hospital's site file and its store.
 
-    Nothing is written, and no other site's store is opened.
+    Nothing is written but the secret of the hospital's lots, where it has none and the plan draws who is held out. No
+    other site's store is opened.
 
     Args:
         frame: that the plan might lie in: what was spent in it is counted, and its list of code holds.
@@ -361,6 +362,8 @@ def look_lines(looked: Looked) -> Lines:
     yield Line(f"  {trained} to answer {learned['asks']}: {classes}. {learned['says']}")
     if learned["weights"] is not None:
         yield Line(f"  models start from weights with the SHA-256 {learned['weights']}")
+    if learned["parameters"] is not None:
+        yield Line(f"  the model that travels has parameters with the SHA-256 {learned['parameters']}")
     if learned["directions"] is not None:
         yield Line(f"  features are summed along directions: {learned['directions']}")
     yield Line(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")
