@@ -170,6 +170,9 @@ def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities,
     refused(lambda: admit(study, identities["S0"], plan), *words)
     write_frame(study, frame, identities["S1"])
     refused(lambda: admit(study, identities["S0"], plan), "not a frame of S0")
+    earlier = {key: value for key, value in frame.items() if key != "settings"} | {"format": "wsi-fl frame 1"}
+    write_frame(study, earlier, identities["S0"])  # it fixed too little
+    refused(lambda: admit(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another")
 
 
 def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(

@@ -22,7 +22,7 @@ from wsi_fl.system.files import alone, read_object, write_json
 from wsi_fl.types import UsageError
 
 FORMAT = "wsi-fl frame 2"
-_PURPOSE = b"wsi-fl frame of plans, version 2\n"
+_PURPOSE = b"wsi-fl frame of plans, version 1\n"
 _ROUND_OFF = 1e-6
 """Of ε: the same rounds are added up in another order as a plan is admitted."""
 
