@@ -113,7 +113,22 @@ def strange_character(text: str) -> str | None:
 
 
 _BETWEEN_PARTS = "; "
-_DIGEST = " sha256:"
+NOT_PLAIN = (
+    "is no plain name of an architecture (letters, digits, dots, dashes, underscores); a hub's is not taken"
+)
+
+
+def is_plain(name: str) -> bool:
+    """Return whether an architecture's name can only be looked up in a library's own table.
+
+    Example:
+        >>> [is_plain(name) for name in ("vit_base_patch16_224.dino", "hf-hub:me/net", "local-dir:/tmp", "")]
+        [True, False, False, False]
+    """
+    return re.fullmatch("[A-Za-z0-9_.-]+", name) is not None
+
+
+_DIGEST, _EARLIER = " sha256:", 16
 
 
 def encoder_label(head: str, parts: Sequence[str]) -> str:
@@ -124,19 +139,34 @@ def encoder_label(head: str, parts: Sequence[str]) -> str:
 def encoder_differences(labels: Sequence[str]) -> list[str]:
     """Return of each label the parts in which the labels differ; all are empty where they mean the same features.
 
-    A label without a digest of weights, as of features that another tool made, is compared by its name alone.
+    A label without a digest of weights, as of features that another tool made, is compared by its name alone. Digests
+    are compared whole, and with one that an earlier version wrote by the digits that it has.
 
     Example:
         >>> encoder_differences(["a sha256:1; mean 0.5; bilinear", "a sha256:1; mean 0.4; bilinear"])
         ['mean 0.5', 'mean 0.4']
         >>> encoder_differences(["uni; written as uni_v1", "uni at 224 px sha256:1; mean 0.5"])
         ['', '']
+        >>> encoder_differences([f"a sha256:{16 * '1'}", f"a sha256:{64 * '1'}"])
+        ['', '']
     """
+    if any(_digits(label) == _EARLIER for label in labels):
+        labels = [short_label(label) for label in labels]
     if len({_named(label) for label in labels}) == 1:
         known = next((label for label in labels if _DIGEST in label), labels[0])
         labels = [label if _DIGEST in label else known for label in labels]
     rows = list(zip_longest(*(label.split(_BETWEEN_PARTS) for label in labels), fillvalue=""))
     return [_BETWEEN_PARTS.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
+
+
+def short_label(label: str) -> str:
+    """Return what a store says of its encoder with as many digits of the digest as earlier versions wrote."""
+    return re.sub(f"({_DIGEST}[0-9a-f]{{{_EARLIER}}})[0-9a-f]*", r"\1", label)
+
+
+def _digits(label: str) -> int:
+    found = re.search(f"{_DIGEST}([0-9a-f]*)", label)
+    return len(found[1]) if found else 0
 
 
 def _named(label: str) -> str:

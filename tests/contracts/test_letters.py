@@ -177,7 +177,9 @@ def test_honest_letters_of_numbers_and_times_are_believed_and_forged_ones_are_no
         assert not impossible(head, letter, 60, 2.0)
     assert refusals <= binom.ppf(0.9999, 500, 0.02)
     assert impossible(head, torch.cat([1000 * sums, variances]), 60, 2.0)
-    assert "announced" in impossible(head, letter, 600, 2.0)
+    exact = torch.cat([head.exact, torch.zeros(len(letter) - len(head.exact))])
+    assert "announced" in impossible(head, exact, 50, 0.0) and not impossible(head, exact, 60, 0.0)
+    assert not impossible(head, letter, 70, 2.0)  # ten rows are held out of those that n counts
 
 
 def test_with_many_rows_a_number_is_what_linear_regression_says():

@@ -16,7 +16,6 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 from torch.nn import functional
 
-from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.units import rows_alone, whole_patients
 from wsi_fl.models import build
 from wsi_fl.privacy import accounting
@@ -111,17 +110,12 @@ def test_a_patient_moves_the_model_by_at_most_C_over_B_however_many_rows(n_rows)
     assert abs(float(empty.std()) / 1.5 - 1) < 0.05  # a step of noise
 
 
-def examples(patients):
-    names = np.array(patients)
-    return Examples(lambda rows: rows, np.zeros(len(names), np.int64), names, names)
-
-
 def test_patients_enter_whole_independently_and_at_their_rate():
     """23 patients of 1 to 23 rows, B = 5: q = 1/5 for each, whatever it has."""
-    nobodys = examples(["a", "", ""])
+    nobodys = np.array(["a", "", ""])
     refused(lambda: whole_patients(nobodys, 4, "S7"), "S7", "2 training rows have no patient")
     names = [f"p{k}" for k in range(23) for _ in range(k + 1)]
-    units = whole_patients(examples(names), None, "S")
+    units = whole_patients(np.array(names), None, "S")
     sampler = CipherStream.seeded(0)
     drawn = [units.rows(chosen, sampler) for chosen in planned(units.n, 5, 800).batches(sampler)]
     assert len(drawn) == 800 * 5
@@ -137,7 +131,7 @@ def test_patients_enter_whole_independently_and_at_their_rate():
 
 
 def test_of_many_rows_a_few_are_drawn_anew_in_every_step():
-    units = whole_patients(examples(["a"] * 50 + ["b"] * 3), 8, "S")
+    units = whole_patients(np.array(["a"] * 50 + ["b"] * 3), 8, "S")
     sampler = CipherStream.seeded(0)
     drawn = [units.rows(np.array([0, 1]), sampler) for _ in range(200)]
     assert all(len(set(rows.tolist())) == 11 for rows in drawn)
@@ -149,7 +143,7 @@ def test_of_many_rows_a_few_are_drawn_anew_in_every_step():
 @pytest.mark.parametrize("seed", range(3))
 def test_coins_change_neither_rate_nor_number_of_steps(seed):
     coins = np.random.default_rng(seed).random(9) < 0.5
-    for units in (rows_alone(20), whole_patients(examples(["a", "b"] * 10), 3, "S")):
+    for units in (rows_alone(20), whole_patients(np.array(["a", "b"] * 10), 3, "S")):
         planted = units.with_canaries(coins)
         assert planted.n == units.n + 9
         rows = planted.rows(np.arange(planted.n), CipherStream.fresh())

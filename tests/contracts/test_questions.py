@@ -496,3 +496,28 @@ def test_what_single_precision_holds_is_learned_as_before_to_the_last_bit(kind):
     single = torch.from_numpy(truth.astype(np.float32))
     before = (outputs[:, 0] - (2 * (single + 3.0) / 53.0 - 1)).square() / 2
     assert torch.equal(task.losses(outputs, torch.from_numpy(truth)), before)
+
+
+@pytest.mark.parametrize(
+    ("target", "change"),
+    [
+        (GRADE, {"grade": "medium"}),
+        (NUMBER, {"burden": "7"}),
+        (NUMBER, {"burden": "much"}),
+        (SURVIVAL, {"dead": "perhaps"}),
+        (SURVIVAL, {"months": "-3"}),
+    ],
+)
+def test_a_real_site_sets_aside_what_nobody_agreed_on_and_is_counted_as_before(study, target, change):
+    """Whether it fails would tell others that the value occurs, and so would n; its own log names line and value."""
+
+    def seen():
+        with open_data(study, "S0", study.pipeline("q", target)) as data:
+            return data.remark, set(data.whole.patient), data.eligible().patient.tolist()
+
+    make_real(study, "S0")
+    _, everybody, counted = seen()
+    edit(study, **change)
+    (key, value), (remark, left, still) = next(iter(change.items())), seen()
+    assert len(everybody - left) == 1 and left < everybody and still == counted
+    assert "values were not agreed on, such as S0.csv" in remark and f"{key} = " in remark and value in remark

@@ -131,6 +131,7 @@ def test_sites_that_start_from_other_weights_do_not_begin(study, tmp_path):
 
     (first, agreed), (second, same_agreed), (odd, other_agreed) = of(study, 0), of(study, 1), of(other, 1)
     preflight.compare([first, second])
+    assert len(first["weights"]) == 64
     assert agreed == same_agreed != other_agreed  # and so no message of the one is taken by the other
     with pytest.raises(WsiFlError, match=r"S1 brings \w{16} as the weights .*\(model.weights\)"):
         preflight.compare([first, odd])

@@ -1,7 +1,6 @@
 """Who answers for a site: by a validation split, or a stack of both models."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from conftest import edited, interrupted_after, metrics, refused
 from conftest import larger_study as make_study
 
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.validation import best_answer, with_validation
+from wsi_fl.learning.validation import Lots, best_answer, held_out
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.trained import answers_with, settings_of
@@ -48,24 +47,28 @@ def examples(patients):
 
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.9])
 def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
-    everyone = examples([f"p{k // 4}" for k in range(1600)])
-    train_part, held = with_validation(everyone, fraction, 3)
+    everyone = np.array([f"p{k // 4}" for k in range(1600)])
+
+    def drawn(seed=3, **given):
+        return set(everyone[held_out(everyone, fraction, seed, **given)])
+
+    held = held_out(everyone, fraction, 3)
     spread = 4 * np.sqrt(400 * fraction * (1 - fraction))
-    assert len(set(held.patient)) == pytest.approx(400 * fraction, abs=spread)
-    assert not set(held.patient) & set(train_part.patient) and len(train_part) + len(held) == 1600
-    assert (with_validation(everyone, fraction, 3)[1].patient == held.patient).all()
-    assert len({tuple(with_validation(everyone, fraction, seed)[1].patient) for seed in range(9)}) > 1
+    assert len(drawn()) == pytest.approx(400 * fraction, abs=spread)
+    assert not set(everyone[held]) & set(everyone[~held]) and drawn() == drawn()
+    assert len({tuple(sorted(drawn(seed))) for seed in range(9)}) > 1
+    assert drawn(lots=Lots(b"a")) == drawn(lots=Lots(b"a")) != drawn(lots=Lots(b"b"))
+    assert len(drawn(lots=Lots(b"a"))) == pytest.approx(400 * fraction, abs=spread)
 
 
-def test_neither_labels_nor_other_patients_decide_who_is_held_out():
-    names = [f"p{k}" for k in range(24)]
-    held = set(with_validation(examples(names), 0.34, 0)[1].patient)
-    assert held
-    other_labels = replace(examples(names), label=1 - examples(names).label)
-    assert set(with_validation(other_labels, 0.34, 0)[1].patient) == held
-    for gone in names:
-        one_less = examples([name for name in names if name != gone])
-        assert set(with_validation(one_less, 0.34, 0)[1].patient) == held - {gone}
+def test_no_other_patient_decides_who_is_held_out():
+    names = np.array([f"p{k}" for k in range(24)])
+    for lots in (Lots(), Lots(b"secret")):
+        held = set(names[held_out(names, 0.34, 0, lots)])
+        assert held
+        for gone in names:
+            rest = names[names != gone]
+            assert set(rest[held_out(rest, 0.34, 0, lots)]) == held - {gone}
 
 
 def test_rows_without_a_patient_are_held_out_where_nothing_is_promised_alone(tmp_path):

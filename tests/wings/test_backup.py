@@ -16,6 +16,7 @@ from wsi_fl.hospitals.work.backup import backup, restore, restored_lines
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import heads_of
+from wsi_fl.stages.site.lots import lots_of, lots_path
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 
@@ -53,7 +54,7 @@ def spend(study, *rounds):
 
 def test_what_was_lost_comes_back_and_goes_on(bed):
     root, study, kit = bed
-    digest = approved_plan(study, kit.identity()).digest
+    digest, lots = approved_plan(study, kit.identity()).digest, lots_of(study, "S0")
     made = backup(kit, study, root / "S0.tar")
     assert (made["name"], made["lines"]) == ("S0", 2)
     assert (root / "S0.tar").stat().st_mode & 0o777 == 0o600
@@ -65,6 +66,8 @@ def test_what_was_lost_comes_back_and_goes_on(bed):
     assert approved_plan(study, Kit.open(kit.path).identity()).digest == digest
     spend(study, 3)
     assert [entry.round for entry in ledger_of(study).entries] == [1, 2, 3]
+    assert lots_of(study, "S0") == lots and len(lots.secret) == 32  # so the same patients are held out
+    assert lots_path(study, "S0").stat().st_mode & 0o777 == 0o600
 
 
 def test_restore_says_what_its_ledger_knows(bed):

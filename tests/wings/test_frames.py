@@ -12,7 +12,7 @@ from wires import Wire, at_once
 
 from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.plans import frames
-from wsi_fl.hospitals.plans.admitting import _outside, admit, make_frame, with_code
+from wsi_fl.hospitals.plans.admitting import _outside, admit, make_frame, outside_by_text, with_code
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.frames import frame_path, of_frame, open_frame, withdraw, write_frame
 from wsi_fl.hospitals.plans.making import make_plan
@@ -26,7 +26,7 @@ from wsi_fl.privacy.guarantee import Terms, applied
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import open_ledger
 from wsi_fl.system.files import read_lines
-from wsi_fl.types import NoCommonPlan, UsageError
+from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 SITES = ("S0", "S1")
 PATIENTS = ("privacy.unit='patient'", "train.batch_size=3", "privacy.sigma=5", "train.rounds=2")
@@ -93,8 +93,8 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
     looked = look(study, plan, "S0", frame)
     assert open_frame(study, identities["S0"]) == frame
 
-    def why(frame=frame, looked=looked, today=TODAY):
-        return _outside(frame, looked, today)
+    def why(frame=frame, looked=looked, today=TODAY, n=0):
+        return outside_by_text(frame, plan, today, n) or _outside(frame, looked)
 
     def only(**given):
         return {"frame": {**frame, "allows": {**allows, **given}}}
@@ -116,7 +116,9 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
         ("guarantee", only(guarantee=[])),
         ("delta", only(delta=[1e-6])),
         ("code", only(code=["0" * 64])),
+        ("pipeline", only(pipeline=["another"])),
         ("not on this machine", {"looked": replace(looked, cost=None)}),
+        ("for 3 runs", {"n": 3}),
         ("3 runs", costs(framed_runs=3)),
         ("ε = 3.01 of 3", costs(framed=3.01)),
     ):
@@ -151,7 +153,7 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     other = made(study, identities, method="fedavg")
     refused(lambda: admit(study, me, other), f"plan {other.digest[:8]} lies outside the frame of S0: method")
     dear = made(study, identities, "privacy.sigma=1.5")
-    refused(lambda: admit(study, me, dear), "would cost ε = 4.", "of 3")
+    refused(lambda: admit(study, me, dear), "privacy.sigma: 1.5, where the frame has 5", "or more")
     stranger = made(study, identities, S1="0" * 64)
     refused(lambda: admit(study, me, stranger), "partners")
     edited = Plan(plan.text.replace('"rounds": 2', '"rounds": 1', 1))
@@ -168,6 +170,9 @@ def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities,
     refused(lambda: admit(study, identities["S0"], plan), *words)
     write_frame(study, frame, identities["S1"])
     refused(lambda: admit(study, identities["S0"], plan), "not a frame of S0")
+    earlier = {key: value for key, value in frame.items() if key != "settings"} | {"format": "wsi-fl frame 1"}
+    write_frame(study, earlier, identities["S0"])  # it fixed too little
+    refused(lambda: admit(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another")
 
 
 def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(
@@ -197,12 +202,31 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
     framed(study, identities, plan)
     looked = look(study, plan, "S0", open_frame(study, me))
     group = {"rows": 700, "epsilon": 99.0, "delta": 1e-5}
-    dear = replace(looked, cost=replace(looked.cost, group=group, lifetime_group=group))
-    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *_: dear)
-    with pytest.raises(UsageError) as told:
-        admit(study, me, plan)
-    assert "its own federation/frame.log says why" in str(told.value) and "patient" not in str(told.value)
+    above = replace(looked, cost=replace(looked.cost, group=group, lifetime_group=group))
+    dear = replace(looked, cost=replace(looked.cost, framed=3.01))
+    strange = replace(looked, learned={**looked.learned, "classes": ["a", "b"]})
+    gone = replace(looked, cost=None)
+
+    def fails(error):
+        def raised(*_):
+            raise error
+
+        return raised
+
+    reasons = [lambda *_, one=one: one for one in (dear, strange, gone)]
+    for why in (*reasons, fails(UsageError("slide S_7")), fails(WsiFlError("S_7")), fails(KeyError("S_7"))):
+        monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", why)
+        with pytest.raises(UsageError) as told:
+            admit(study, me, plan)
+        words = f"site S0 cannot approve plan {plan.digest[:8]} in its frame; its own federation/frame.log says why"
+        assert (type(told.value), str(told.value)) == (UsageError, words)
+    log = log_of(study).read_text()
+    assert "ε = 3.01 of 3" in log and "classes" in log and log.count("S_7") == 3
+    # a refusal would tell how many rows the patient with the most has: by plans of more noise as exactly as one likes
+    monkeypatch.setattr("wsi_fl.hospitals.plans.admitting.look", lambda *_: above)
+    admit(study, me, plan)
     assert "above your max_epsilon" in log_of(study).read_text()
+    refused(lambda: framed(study, identities, plan), "above your max_epsilon", "no frame is for such plans")
 
 
 def spend(study, me, run, rounds):
@@ -238,7 +262,7 @@ def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(
     """Lines on the ledger would name another approval than that of the plan that is done."""
     sign(study, look(study, plan, "S0"), me)  # by a person
     framed(study, identities, plan)
-    other, seen = made(study, identities, "comm.timeout_s=1", out="other.json"), []
+    other, seen = made(study, identities, "train.lr=0.5", out="other.json"), []
 
     def meanwhile(*given):
         if not seen:
@@ -259,7 +283,8 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
     write_frame(study, with_code(frame), me)
     listed = open_frame(study, me)
     assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
-    assert _outside(listed, look(study, plan, "S0", listed), TODAY) == ""
+    assert _outside(listed, look(study, plan, "S0", listed)) == ""
+    assert outside_by_text(listed, plan, TODAY, 1) == ""
     refused(lambda: look(study, plan, "S0"), "install the plan's version")  # a person approves one code
     part = partial(take_part, study, me, Wire("S0", {}), plan=plan.digest)
     monkeypatch.setattr("wsi_fl.hospitals.work.taking_part._introduced", lambda *_, **__: 1 / 0)
@@ -312,7 +337,7 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
     for k in range(10):
         for inside in (True, False):
             method, more = ("proxyfl", "privacy.sigma=5") if inside else ODD[k % 4]
-            given = ("train.rounds=1", f"train.seed={k}", more)
+            given = ("train.rounds=1", f"train.lr={(k + 1) / 1000}", more)
             try:
                 plan = made(studies["S0"], identities, *given, method=method, out=f"{k}-{inside}.json")
             except Exception as error:  # a plan that no site file allows is not even made
@@ -351,8 +376,11 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
     bed = Bed(tmp_path)
     file = tmp_path / "plan.json"
 
-    def planned(method, seed):
-        given = {"overrides": [*INSECURE, f"train.seed={seed}"], "keys": Root.open(bed.root / "kits").keys()}
+    def planned(method, k):
+        given = {
+            "overrides": [*INSECURE, f"train.lr={(k + 1) / 1000}"],
+            "keys": Root.open(bed.root / "kits").keys(),
+        }
         return make_plan(bed.study("S0"), method=method, pipeline_name=bed.pipeline, out=file, **given)
 
     for site in bed.sites:
@@ -387,7 +415,7 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
     bed = Bed(tmp_path, folder=str(share))
     keys = Root.open(bed.root / "kits").keys()
     given = {"method": "proxyfl", "pipeline_name": bed.pipeline, "out": share / "plan.json", "keys": keys}
-    like = make_plan(bed.study("S0"), overrides=[*INSECURE, "train.seed=9"], **given)
+    like = make_plan(bed.study("S0"), overrides=[*INSECURE, "train.lr=0.9"], **given)
     for site in bed.sites:
         limits = {"epsilon": None, "until": "2099-01-31", "runs": 1}
         study, identity = bed.study(site), bed.kit(site).identity()
@@ -397,8 +425,8 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
         processes = [bed.start(site, wait=False) for site in bed.sites]
         return [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
 
-    for seed, status in ((0, 0), (1, 2)):  # the frame is for one run
-        plan = make_plan(bed.study("S0"), overrides=[*INSECURE, f"train.seed={seed}"], **given)
+    for rate, status in ((0.01, 0), (0.02, 2)):  # the frame is for one run
+        plan = make_plan(bed.study("S0"), overrides=[*INSECURE, f"train.lr={rate}"], **given)
         said = all_start()
         assert [one[1] for one in said] == [status] * len(bed.sites), said
         assert all(plan.digest[:8] in one[0] for one in said)

@@ -20,7 +20,7 @@ from wsi_fl.federation.comm import LocalComm, PeerLate
 from wsi_fl.federation.documents import Count
 from wsi_fl.federation.message import BYTES, Outgoing
 from wsi_fl.hospitals.lines import relayed
-from wsi_fl.hospitals.lines.relayed import Attendance, RelayedComm, SiteReturned, SitesGone
+from wsi_fl.hospitals.lines.relayed import Attendance, Hello, RelayedComm, SiteReturned, SitesGone
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified
 from wsi_fl.hospitals.trust.letters import Letter, Writer
@@ -164,15 +164,40 @@ def test_a_key_of_another_federation_or_than_the_pinned_one_never_gets_in(federa
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"plan": "1" * 64}, "has approved another plan"),
         ({"version": "9.9"}, "has wsi-fl 9.9"),
         ({"code": "2" * 64}, "(22222222)"),
     ],
 )
-def test_another_plan_version_or_code_ends_the_run_before_training(identities, given, said):
+def test_another_version_or_code_ends_the_run_before_training(identities, given, said):
     found = together(identities, lambda comm: None, given={"C2": given}, timeout_s=6.0)
     assert all(isinstance(one, KnownToAll) for one in found.values())
     assert any(said in str(one) for one in found.values())
+
+
+def test_an_old_hello_for_another_plan_is_passed_over_and_nobody_is_blamed(identities, folder):
+    """Somebody lays it before the new ones, as whoever can write to a shared folder may."""
+    writer, refused = Writer(identities["C3"]), []
+    said = Hello(
+        certificate=identities["C3"].certificate,
+        public=writer.public,
+        time=writer.since - 60,
+        version="",
+        code="0" * 64,
+        gone={},
+    )
+    old = writer.hello(said, "1" * 64)
+
+    def meddle(sender, to, name, letter):
+        return [old, letter] if name == "hello" and to != "C3" else [letter]
+
+    right(together(identities, noting(rounds_of(folder), refused), meddle=meddle))
+    assert {"a hello as C3 for another plan (11111111) was passed over"} == set(refused)
+
+
+def test_a_hospital_with_another_plan_is_waited_for_and_the_plan_is_named(identities):
+    found = together(identities, lambda comm: None, given={"C2": {"plan": "1" * 64}}, timeout_s=1.0)
+    assert all(isinstance(one, PeerLate) for one in found.values())
+    assert any("for another plan" in str(one) for one in found.values()), found
 
 
 def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):

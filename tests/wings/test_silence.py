@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import RunContext, as_begun
-from wsi_fl.stages.training import launch
+from wsi_fl.stages.training import launch, ranks
 from wsi_fl.stages.training.carrying import Carried, Lies
 from wsi_fl.stages.training.going_on import Asked, Begun, Runs, _Claimed, _Proposal, which_run
 from wsi_fl.stages.training.summary import SummaryRow
@@ -39,7 +39,7 @@ from wsi_fl.stages.work.console import Discreet, Quiet
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.stages import mpcpa
 from wsi_fl.system.files import read_lines, write_sealed
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError, WsiFlError
 
 pytestmark = pytest.mark.story
 
@@ -133,6 +133,55 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
         assert set(row) == set(SummaryRow.__annotations__)
 
 
+def first_numbers():
+    """The keys of «Numbers that leave first»."""
+    rows = PAGE.read_text().split("### Numbers that leave first")[1].split("\n#")[0].splitlines()
+    return {
+        key for line in rows if line[:3] == "| `" for key in re.findall(r"`([a-z_]+)`", line.split("|")[1])
+    }
+
+
+FIRST = (_Proposal, _Claimed, Begun, Runs, Lies, Carried, Brought, Hello, Head, Seen)
+"""What sites tell each other before anything is charged."""
+
+
+def is_number(kind):
+    return any(is_number(one) for one in get_args(kind)) if get_args(kind) else kind in (int, float)
+
+
+def numbers_in(document):
+    """The keys of a document whose values are numbers, or lists and tables that hold some."""
+
+    def holds(value):
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        return any(map(holds, inside)) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+    return {key for key, value in document.items() if holds(value)}
+
+
+def test_the_numbers_that_leave_before_anything_is_charged_stand_in_one_table(finished):
+    folders, _ = finished
+    listed = first_numbers()
+    typed = {key for kind in FIRST for key, one in get_type_hints(kind).items() if is_number(one)}
+    assert typed <= listed <= {key for kind in FIRST for key in get_type_hints(kind)}
+    for k, folder in enumerate(folders):
+        documents = read_lines(folder / "gathered.jsonl")
+        last = next(n for n, document in enumerate(documents) if "affordable" in document)
+        told = [*documents[: last + 1]]
+        assert {"number", "units", "sigma"} <= {key for one in told for key in numbers_in(one)} <= listed
+        assert told[last]["units"] == 36  # three patients of twelve patches
+        log = (
+            folder / "runs" / f"S{k}.log"
+        ).read_text()  # at home there is a line of it: what, to whom, in which run
+        (line,) = [one for one in log.splitlines() if "preflight of" in one]
+        others = ", ".join(name for name in SITES if name != f"S{k}")
+        assert (
+            f"00002-proxyfl-small {RunFolder(folder / 'runs' / '00002-proxyfl-small').id}: {others} are told"
+            in line
+        )
+        assert json.loads(line[line.index("{") :]) == told[last]
+
+
 def test_their_output_says_what_the_table_lists_and_nothing_else(finished):
     _, done = finished
     public = (
@@ -166,6 +215,31 @@ def test_a_failure_names_the_hospital_and_its_log_and_no_slide(finished, tmp_pat
     assert said == ["wsi-fl: error: site S1 failed; its own log says why (runs/S1.log)"], done.stderr
     assert not SECRETS.search(done.stdout + done.stderr)
     assert "S1_slide_0" in (copies[1] / "runs" / "S1.log").read_text()
+
+
+@pytest.mark.parametrize(("real", "kinds"), [(True, 1), (False, 2)])
+def test_not_even_the_kind_of_a_failure_tells_what_is_wrong_at_a_real_hospital(tmp_path, real, kinds):
+    """A wrong value of its table, a damaged store and a fault of ours look alike."""
+    study, seen = (
+        make_study(tmp_path / "study", n_sites=1, site_extra=REAL if real else "real = false"),
+        set(),
+    )
+    for error in (UsageError("slide S0_slide_1"), WsiFlError("slide S0_slide_1"), KeyError("S0_slide_1")):
+
+        def work(_, error=error):
+            raise error
+
+        told = []
+        comm = SimpleNamespace(abort=told.append)
+        with pytest.raises(WsiFlError) as caught:
+            ranks._guarded(
+                comm, study, "S0", lambda: None, work, lambda *given, told=told: told.append(given)
+            )
+        seen.add((type(caught.value), told[-1]))
+        assert real is ("slide_1" not in str(caught.value))
+        assert not real or told == [("site S0 failed; its own log says why (runs/S0.log)", False), 1]
+    assert len(seen) == kinds
+    assert not real or (study.runs / "S0.log").read_text().count("S0_slide_1") >= 3
 
 
 def test_events_of_a_real_hospital_hold_rounds_and_nothing_else(capsys):

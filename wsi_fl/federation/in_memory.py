@@ -150,7 +150,7 @@ def federate(
         acting = []
         for index, name in enumerate(sites):
             train = joined(list(sites.values())) if row.learns_from == "everybody" else sites[name]
-            units = rows_alone(len(train)) if unit == "row" else whole_patients(train, None, name)
+            units = rows_alone(len(train)) if unit == "row" else whole_patients(train.patient, None, name)
             plan, place = None, Path(folder or temporary) / name
             if sigma is not None:
                 plan = plan_of_round(

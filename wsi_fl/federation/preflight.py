@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -40,18 +41,16 @@ class Brought(Inputs):
     classes: _Classes
     size_px: Count
     mpp: Amount
-    weights: Words  # beginning of the SHA-256 of those that the model that travels starts from; empty for random ones
+    weights: Words  # SHA-256 of those that the model that travels starts from; empty for random ones
     schema: Words  # of the model that travels; empty where none does
     sites: Annotated[list[Name], Field(max_length=10_000)]
     receivers: Annotated[list[Name], Field(max_length=10_000)]  # those of the sites that give nothing
     graph: Words | None  # the name of the graph, or the digest of its file; None for the method's own
-    directions: (
-        Words | None
-    )  # beginning of the SHA-256 of those along which features are summed; None where none are
+    directions: Words | None  # SHA-256 of those along which features are summed; None where none are
     # the variant, and number, size, channels and classes of the samples; None where no buffers travel
     buffer: Annotated[list[Words | int], Field(max_length=10)] | None
     noise: Amount | None  # σ of the noise that all sites add together; None where each adds its own
-    # site → beginning of the digest of its released sums, where these are used
+    # site → digest of its released sums, where these are used
     releases: Annotated[dict[Name, Words], Field(max_length=10_000)]
     versions: Annotated[dict[Words, Words], Field(max_length=100)]
     affordable: Count  # rounds that the site's budget is enough for
@@ -143,8 +142,12 @@ def _odd(words: str, values: Mapping[str, Any]) -> str:
 
 
 def _said(text: str) -> str:
-    """Return a JSON value in words for messages."""
-    return "nothing" if text == "null" else _short(text.strip('"'))
+    """Return a JSON value in words for messages; of a digest, which is compared whole, its first digits."""
+    return (
+        "nothing"
+        if text == "null"
+        else _short(re.sub(r"\b([0-9a-f]{16})[0-9a-f]{48}\b", r"\1", text.strip('"')))
+    )
 
 
 def _short(text: str, limit: int = 60) -> str:

@@ -168,6 +168,11 @@ class Site:
     losses: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
 
+    @property
+    def n_canaries(self) -> int:
+        """Return how many canaries were tossed for, whether they are in or out."""
+        return len(self.canaries.included) if self.canaries else 0
+
     def learned(self) -> Examples:
         """Return what batches are drawn from: the training rows, and the canaries that are in."""
         return self.train if self.canaries is None else joined([self.train, self.canaries.planted()])

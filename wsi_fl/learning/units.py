@@ -36,7 +36,8 @@ class Units:
 
     Attributes:
         kind: "row" or "patient".
-        n: how many there are; public, and fixed before anything is known of their rows. A unit may have none.
+        n: how many there are; public, and counted before a fold or validation patients are held out, since others see n
+            and choose those settings. A unit may have no row.
         of_row: int64[rows], in [0, n): whose each training row is.
         max_rows: the most rows that one unit has in one batch, a public constant; None for all.
     """
@@ -52,13 +53,15 @@ class Units:
         return np.split(order, np.searchsorted(self.of_row[order], np.arange(1, self.n)))
 
     @cached_property
-    def _each_a_row(self) -> bool:
-        return np.array_equal(self.of_row, np.arange(self.n))
+    def _one_row_each(self) -> bool:
+        return bool((np.diff(self.of_row) > 0).all())
 
     def rows(self, chosen: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
         """Return int64[b], the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
-        if self._each_a_row:
-            return chosen
+        if self._one_row_each and len(self.of_row):
+            place = np.searchsorted(self.of_row, chosen).clip(max=len(self.of_row) - 1)
+            rows: NDArray[np.int64] = place[self.of_row[place] == chosen]
+            return rows
         found = [np.zeros(0, np.int64)]
         for rows in (self._rows_of[k] for k in chosen):
             few = self.max_rows is None or len(rows) <= self.max_rows
@@ -66,9 +69,10 @@ class Units:
         return np.concatenate(found)
 
     def epoch(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
-        """Yield the rows of the batches of `epochs` shuffled passes over the units."""
-        for chosen in epoch_rows(self.n, batch_size, epochs, sampler=sampler):
-            yield self.rows(chosen, sampler)
+        """Yield the rows of the batches of `epochs` shuffled passes over the units that have rows, without privacy."""
+        units = np.unique(self.of_row)
+        for chosen in epoch_rows(len(units), batch_size, epochs, sampler=sampler):
+            yield self.rows(units[chosen], sampler)
 
     def labelled(
         self, drawn: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device
@@ -81,6 +85,15 @@ class Units:
 
         for (x, y), chosen in zip(drawn, rows, strict=True):
             yield x, y, torch.from_numpy(self.of_row[chosen]).to(device)
+
+    def only(self, rows: NDArray[np.int64]) -> Units:
+        """Return the same units with these of their rows alone, as int64[rows] positions; n stays."""
+        return replace(self, of_row=self.of_row[rows])
+
+    def with_rows(self) -> Units:
+        """Return the units that have rows alone, as an attack on each of them sees them."""
+        units, of_row = np.unique(self.of_row, return_inverse=True)
+        return replace(self, n=len(units), of_row=of_row.astype(np.int64))
 
     def with_canaries(self, included: NDArray[np.bool_]) -> Units:
         """Return the units with canaries bool[m] added, each a unit of its own, whose rows come behind all others.
@@ -97,19 +110,19 @@ def rows_alone(n: int) -> Units:
     return Units("row", n, np.arange(n))
 
 
-def whole_patients(examples: Examples, max_rows: int | None, site: str) -> Units:
-    """Return the patients of rows, each a unit.
+def whole_patients(patient: NDArray[np.str_], max_rows: int | None, site: str) -> Units:
+    """Return the patients of rows, str[rows], each a unit.
 
     Raises:
         UsageError: where rows have no patient. Taken for a patient of its own, such a row would be promised what may
             not hold: whom it comes from may have others.
     """
-    if n := int((examples.patient == "").sum()):
+    if n := int((patient == "").sum()):
         raise UsageError(
             f"site {site}: {n} training rows have no patient, so privacy.unit = 'patient' cannot protect whom they "
             "come from; name the patients in the site's table of slides, or use privacy.unit = 'row'"
         )
-    names, which = np.unique(examples.patient, return_inverse=True)
+    names, which = np.unique(patient, return_inverse=True)
     return Units("patient", len(names), which.astype(np.int64), max_rows)
 
 

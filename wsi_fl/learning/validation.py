@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import Examples, subset
 from wsi_fl.learning.metrics import Labels, Probabilities, one_each
 from wsi_fl.learning.stacking import Stack
 from wsi_fl.learning.tasks import CLASSES, Task, quality
@@ -22,22 +24,47 @@ STACK = "stack"
 """The answer that mixes what a site would answer alone with what it has by joining, by a `Stack`."""
 
 
-def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
-    """Return (training, validation): each patient is held out with probability `fraction`, independently of all others.
+@dataclass(frozen=True)
+class Lots:
+    """What draws who is held out, by a seed and the patients' names.
 
-    A patient's lot depends on the name alone, that of a row without a patient on its place, which is why such rows
-    are refused under noise (`require_names`). A split that looked at labels, or took so many of all patients, would
-    let one record decide which others are trained on, and ε would not cover that. So a small site may be left without
-    validation rows, or without training rows.
+    Attributes:
+        secret: of the hospital, so that whoever chooses the seed cannot choose whom it holds out; empty for a simulated
+            site, whose results follow from the seed alone.
     """
 
-    def lot(name: str) -> float:
-        return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big") / 2**48
+    secret: bytes = b""
 
-    names = one_each(examples.patient).tolist()
-    lots = {name: lot(name) for name in set(names)}
-    held = np.array([lots[name] < fraction for name in names], bool)
-    return subset(examples, np.flatnonzero(~held)), subset(examples, np.flatnonzero(held))
+    def draw(self, purpose: str, seed: int, name: str) -> int:
+        """Return a number in [0, 2²⁵⁶), as good as random to whoever lacks the secret (HMAC-SHA256)."""
+        if self.secret:
+            text = json.dumps([purpose, seed, name]).encode()
+            return int.from_bytes(hmac.digest(self.secret, text, "sha256"), "big")
+        return int.from_bytes(hashlib.sha256(f"{purpose}{seed} {name}".encode()).digest(), "big")
+
+    @property
+    def mark(self) -> str:
+        """Return what tells one secret from another, for the hospital's own run folders; "" without a secret."""
+        return hmac.digest(self.secret, b"mark", "sha256").hex() if self.secret else ""
+
+
+OPEN_LOTS = Lots()
+"""Those that follow from the seed alone."""
+
+
+def held_out(
+    patient: NDArray[np.str_], fraction: float, seed: int, lots: Lots = OPEN_LOTS
+) -> NDArray[np.bool_]:
+    """Return bool[rows]: each patient is held out with probability `fraction`, independently of all others.
+
+    A patient's lot depends on the name and the lots' secret alone, that of a row without a patient on its place, which
+    is why such rows are refused under noise (`require_names`). A split that looked at labels, or took so many of all
+    patients, would let one record decide which others are trained on, and ε would not cover that. So a small site may
+    be left without validation rows, or without training rows.
+    """
+    names = one_each(patient).tolist()
+    lot = {name: (lots.draw("", seed, name) >> 208) / 2**48 for name in set(names)}
+    return np.array([lot[name] < fraction for name in names], bool)
 
 
 def require_names(patient: NDArray[np.str_], site: str) -> None:
@@ -59,34 +86,43 @@ def require_names(patient: NDArray[np.str_], site: str) -> None:
 
 
 def folds_of(
-    patient: NDArray[np.str_], label: NDArray[np.int64], *, n_folds: int, seed: int, stratified: bool
+    patient: NDArray[np.str_],
+    label: NDArray[np.int64],
+    *,
+    n_folds: int,
+    seed: int,
+    stratified: bool,
+    lots: Lots = OPEN_LOTS,
 ) -> NDArray[np.int64]:
     """Return int64[rows] in [0, n_folds): the fold of each row, the same for all rows of a patient, in whatever order.
 
-    Not stratified, a patient's fold follows from `seed` and the patient's name alone, whoever else there is, as ε asks
-    for: with one patient more or less, all others stay where they are.
+    Not stratified, a patient's fold follows from `seed`, the lots' secret and the patient's name alone, whoever else
+    there is, as ε asks for: with one patient more or less, all others stay where they are. A fold may be empty then.
 
     Stratified, a patient's class is the highest label of its rows, as a patient with tumour on one slide has a tumour.
     The patients of a class, in an order drawn from `seed` and their names, go round the folds, and the next class
     begins where the last one ended. So folds differ by at most one patient, in every class and in all.
 
     Raises:
-        UsageError: for rows without a patient, and for fewer patients than folds.
+        UsageError: for rows without a patient, and for fewer patients than folds, unless lots are secret and folds not
+            stratified.
     """
     if n := int((patient == "").sum()):
         raise UsageError(
             f"{n} rows have no patient, but folds divide patients; name them in the table of slides"
         )
     names, which = np.unique(patient, return_inverse=True)
-    if len(names) < n_folds:
+    if len(names) < n_folds and (
+        stratified or not lots.secret
+    ):  # a hospital does not tell how many patients it has
         raise UsageError(
             f"{len(names)} patients cannot be divided into {n_folds} folds; set train.folds to {len(names)} or less"
         )
-    lots = [hashlib.sha256(f"fold {seed} {name}".encode()).digest() for name in names.tolist()]
+    drawn = [lots.draw("fold ", seed, name) for name in names.tolist()]
     if not stratified:
-        return np.array([int.from_bytes(lot[:8], "big") % n_folds for lot in lots], np.int64)[which]
+        return np.array([(lot >> 192) % n_folds for lot in drawn], np.int64)[which]
     kind = _kinds(which, label, len(names))
-    order = sorted(range(len(names)), key=lambda k: (kind[k], lots[k]))
+    order = sorted(range(len(names)), key=lambda k: (kind[k], drawn[k]))
     fold = np.empty(len(names), np.int64)
     fold[order] = np.arange(len(names)) % n_folds
     return fold[which]

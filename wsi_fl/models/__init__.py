@@ -123,6 +123,12 @@ def schema(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
+def parameters_digest(model: nn.Module) -> str:
+    """Return the SHA-256 over names and shapes of all parameters of a model, and which of them are trained."""
+    shapes = [[name, list(p.shape), p.requires_grad] for name, p in model.named_parameters()]
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+
+
 def started_from(model: nn.Module) -> str:
     """Return the SHA-256 of the weights that a model started from; "" for random ones."""
     started = getattr(model, "started", None)

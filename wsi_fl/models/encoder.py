@@ -40,7 +40,6 @@ _CLASS, _BOTH = "class token", "class token and mean of patches"
 _GPU_BATCH = 256  # patches that a GPU takes at once: with 32 it waits for the processor half of the time
 _CPU_PX = 1 << 19
 """Most pixels of a forward pass on processors, where larger ones leave the caches and are slower."""
-_DIGITS = 16
 _AHEAD = 2
 
 
@@ -154,7 +153,7 @@ class Encoder:
         self.parts = PRESETS[name].parts if name in PRESETS else own
         self.input_px = network.transform.px
         size = f" at {self.input_px} px" if self.input_px else ""
-        self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)[:_DIGITS]}", self.parts)
+        self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)}", self.parts)
         self.network = network.eval().requires_grad_(False).to(self.device)
         self.network.to(memory_format=torch.channels_last)
         self.half = None

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from wsi_fl.system.tensors import load_document, save_tensors
-from wsi_fl.types import DiskFull, UsageError, WsiFlError, one_line
+from wsi_fl.types import NOT_PLAIN, DiskFull, UsageError, WsiFlError, is_plain, one_line
 
 State = Mapping[str, torch.Tensor]
 
@@ -193,8 +193,7 @@ def _others(names: list[str]) -> str:
 
 def refuse_file_name(name: str) -> None:
     """An encoder is a name; a path belongs into `weights`."""
-    path = "/" in name and not name.startswith("hf-hub:")
-    if path or name.endswith((".safetensors", *_PICKLES)):
+    if ("/" in name and ":" not in name) or name.endswith((".safetensors", *_PICKLES)):
         raise UsageError(f"encoder = {name!r} is a preset's or a timm model's name; a file goes into weights")
 
 
@@ -258,9 +257,15 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def created(name: str, what: str, **arguments: Any) -> Any:
-    """Return a timm model with fresh weights, as timm makes it; `what` says in words what is asked for."""
+    """Return a timm model with fresh weights, as timm makes it; `what` says in words what is asked for.
+
+    UsageError for a name that timm would look up elsewhere, on a hub or in a file: what was agreed on by name could
+    become another model, and whoever names it could make this process open connections or files.
+    """
     import timm
 
+    if not is_plain(name):
+        raise UsageError(f"{name!r} {NOT_PLAIN}")
     try:
         return timm.create_model(name, pretrained=False, **arguments)
     except Exception as error:  # each architecture has its own way to refuse

@@ -90,6 +90,11 @@ class RunFolder:
         """Return when this hospital approved what the run does now; "" where nobody was asked."""
         return str(self.manifest.get("approved") or "") if self.id else ""
 
+    @property
+    def parameters(self) -> str:
+        """Return the SHA-256 of the parameters of the model that hospitals signed; "" where no plan said it."""
+        return str(self.manifest.get("parameters") or "") if self.id else ""
+
     def go_on_under(self, approved: str) -> None:
         """Write down that the run goes on under a hospital's newest approval, which is good for no other run then."""
         if approved != self.approved:

@@ -78,7 +78,8 @@ class SiteFolder:
             write_sealed(self.path / "store.json", {**facts, "sha256": digest})
         elif kept["sha256"] != digest or kept.get(PIXELS) != facts.get(PIXELS):
             raise UsageError(
-                f"site {self.path.name}: its store was made anew since this run began; start a new run"
+                f"site {self.path.name}: its store was made anew since this run began, or the secret of its lots was "
+                "(beside its ledger); put its backup back, or start a new run"
             )
 
     def store_digest(self) -> str | None:

@@ -13,7 +13,16 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 from pydantic import Field, create_model, field_validator, model_validator
 
 from wsi_fl.plugins import entries
-from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, key, refuse_twice
+from wsi_fl.study.toml import (
+    LEAST_SIGMA,
+    MOST_SEED,
+    EncoderName,
+    ModelName,
+    Section,
+    SiteName,
+    key,
+    refuse_twice,
+)
 
 _S = TypeVar("_S", bound=Section)
 _Fault = Literal["pen", "black", "fold", "bubble", "blur"]
@@ -128,7 +137,7 @@ class Mosaic(Section):
     """Number of groups into which the patches of a slide are sorted by colour."""
     fraction: float = Field(0.05, gt=0, le=1)
     """Share of each colour group that is kept, spread over the slide."""
-    encoder: str = "densenet121"
+    encoder: EncoderName = "densenet121"
     """Name of the encoder: a preset of `wsi-fl encoders`, or any timm model, whose pooled output is the feature."""
     weights: str | None = None
     """Path of a file with the encoder's weights: safetensors, or a .bin, .pt or .pth that holds tensors alone. By
@@ -142,7 +151,7 @@ class _Features(Section):
     """How `features` encodes every patch of a patch store. A key that is not set is taken from [mosaic]."""
 
     without_effect = ("",)
-    encoder: str | None = None
+    encoder: EncoderName | None = None
     """Name of the encoder: a preset of `wsi-fl encoders`, or any timm model. By default `mosaic.encoder`."""
     weights: str | None = None
     """Path of a file with the encoder's weights. By default `mosaic.weights`, for the same encoder."""
@@ -323,12 +332,12 @@ class Target(Section):
 class _Model(Section):
     """Which architectures are trained."""
 
-    private: str = "resnet18"
+    private: ModelName = "resnet18"
     """Architecture of the private models, which stay at home. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`,
     `lenet5`, `mlp`, `cnn1`, `cnn2`, `vgg11`, or `timm:NAME` for any timm architecture. For features: `linear_head`,
     `mlp_head`. For mosaics: `deepset`, `deepset_max`, `deepset_attention`, `abmil`, `clam_sb`, `transmil`,
     `mean_head`."""
-    proxy: str = "resnet18"
+    proxy: ModelName = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
     weights: str = key("", needs={"train.data = patches": "heads on features and bags start at random"})
     """What networks of patches start from, `timm:NAME` and `resnet18`: a file of weights, a folder with a file

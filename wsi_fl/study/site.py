@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from wsi_fl.study.toml import Section, SiteName
+from wsi_fl.study.toml import ModelName, Section, SiteName
 from wsi_fl.types import MPP_BOUNDS
 
 _Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
@@ -51,7 +51,7 @@ class SiteFile(Section):
     role: Literal["member", "receiver"] = "member"
     """What the site does in `oneshot`. A `receiver` has no labels, or does not lend them: it writes no letter and pays
     nothing, and takes the head that the members' letters make. Other methods go on without it."""
-    private_model: str | None = None
+    private_model: ModelName | None = None
     """Architecture of this site's private model. By default `model.private` of the pipeline."""
     max_epsilon: float | None = Field(None, gt=0, le=1_000_000)
     """The site's privacy budget: the largest ε of everything it ever releases, over all runs and seeds. A real site

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from wsi_fl.types import UsageError, strange_character
+from wsi_fl.types import NOT_PLAIN, UsageError, is_plain, strange_character
 
 _S = TypeVar("_S", bound=BaseModel)
 
@@ -22,6 +22,26 @@ LEAST_SIGMA = 1e-3
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 """What a site is called: its file, its folders and its store bear the name."""
+
+
+def _plain(name: str) -> str:
+    if name.startswith("timm:") and not is_plain(name.removeprefix("timm:")):
+        raise ValueError(f"{name!r} {NOT_PLAIN}")
+    return name
+
+
+ModelName = Annotated[str, AfterValidator(_plain)]
+"""What an architecture is called; what follows `timm:` is in timm's own table."""
+
+
+def _of_no_hub(name: str) -> str:
+    if ":" in name:  # of a file's path `encoder` itself says that it goes into weights
+        raise ValueError(f"{name!r} {NOT_PLAIN}")
+    return name
+
+
+EncoderName = Annotated[str, AfterValidator(_of_no_hub)]
+"""What an encoder is called: a preset, or an architecture in timm's own table."""
 
 
 def refuse_twice(names: list[str] | None) -> list[str] | None:

@@ -334,9 +334,9 @@ class RelayedComm:
             return "refused"  # of a process that ended
         if met and said["time"] == heard:
             return "taken"
-        if why := self._stranger(said, name):
+        if why := self._stranger(said, name, letter):
             return self._refuse(why)
-        if problem := self._unlike(said, name, letter):
+        if problem := self._unlike(said, name):
             if self._few:  # the others go on without it
                 return self._refuse(problem)
             self._left = KnownToAll(f"{problem}; nothing was trained")
@@ -351,8 +351,11 @@ class RelayedComm:
         self._changed.notify_all()
         return "taken"
 
-    def _stranger(self, said: Hello, name: str) -> str:
-        """Why a hello is none of this run's; empty where it is one."""
+    def _stranger(self, said: Hello, name: str, letter: Letter) -> str:
+        """Why a hello is none of this run's; empty where it is one.
+
+        One for another plan may be an old one that somebody laid here again, so it is held against nobody.
+        """
         print_, behind_s = fingerprint(said["certificate"]), time.time() - said["time"]
         if name not in self._invited:
             return f"{name} said hello, and takes no part in this run"
@@ -360,15 +363,15 @@ class RelayedComm:
             return f"somebody said hello as {name} with another key than the plan's"
         if behind_s > _SKEW_S + self.line.lag_s + self.timeout_s:  # an old one, or a clock that is behind
             return f"{name} said hello {behind_s / 3600:.1f} h ago by this clock"
+        if letter.head["session"] != self.plan:
+            return f"a hello as {name} for another plan ({str(letter.head['session'])[:8]}) was passed over"
         return ""
 
-    def _unlike(self, said: Hello, name: str, letter: Letter) -> str:
+    def _unlike(self, said: Hello, name: str) -> str:
         """What a peer has otherwise than this site; empty where it is alike."""
         me, ahead_s = self.identity.name, max([said["time"], *said["gone"].values()]) - time.time()
         if ahead_s > _SKEW_S:
             return f"the clock of {name} is {ahead_s / 3600:.1f} h ahead"
-        if letter.head["session"] != self.plan:
-            return f"{name} has approved another plan than {me}"
         if (said["version"], said["code"]) != (self.version, self.code):
             theirs, ours = f"{said['version']} ({said['code'][:8]})", f"{self.version} ({self.code[:8]})"
             return f"{name} has wsi-fl {theirs}, {me} has {ours}"

@@ -1,33 +1,57 @@
 """What lies inside a frame: how one is made of a plan, and how a hospital's process takes the plans that come later.
 
-Nobody trusts whoever sent a plan. A hospital's process looks at it as `approve` does, and the frame says what it may
-come to on the hospital's own store and ledger. What fails as it looks stays at home; others learn what lies outside.
+Nobody trusts whoever sent a plan. Its own text is compared with the frame first, before anything is built, fetched or
+opened, so that a plan outside makes no connection, and neither words nor time of the refusal tell of the store. Only
+then does a hospital's process look at the plan as `approve` does. What is wrong by then stays at home: others learn
+that the hospital does not approve, and not why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
 from typing import Any, cast, get_args
 from uuid import uuid4
 
-from wsi_fl.hospitals.plans.approving import Looked, above_words, cost_words, look, sign
+from wsi_fl.hospitals.plans.approving import Looked, above_words, cost_words, is_alike, look, sign
 from wsi_fl.hospitals.plans.contents import Learned, Leaving, leaving, of_store
-from wsi_fl.hospitals.plans.frames import FORMAT, Frame, frame_path, is_over, open_frame
-from wsi_fl.hospitals.plans.making import sites_of
-from wsi_fl.hospitals.plans.signed import Plan, approved_plan, code_digest, shown
+from wsi_fl.hospitals.plans.frames import (
+    FORMAT,
+    Frame,
+    admitted,
+    frame_path,
+    is_over,
+    note_admitted,
+    open_frame,
+)
+from wsi_fl.hospitals.plans.making import PlanDocument, document_of, sites_of, written
+from wsi_fl.hospitals.plans.signed import Plan, approved_plan, by_key, code_digest, shown
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import note
-from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.party import RunContext, settings_for
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError, one_line
 
 _STRONGEST_FIRST = get_args(Guarantee)
+_Varies = Callable[[Any, Any], bool]
+_MAY_VARY: dict[str, tuple[str, _Varies]] = {
+    "train.rounds": ("or fewer", lambda said, agreed: said <= agreed),
+    "train.lr": ("or any other", lambda said, agreed: True),
+    "privacy.sigma": ("or more", lambda said, agreed: said >= agreed),
+    "privacy.target_epsilon": (
+        "or less",
+        lambda said, agreed: said == agreed or (None not in (said, agreed) and said <= agreed),
+    ),
+}
+"""The settings in which plans of a frame may differ, in words and as a test of (what a plan says, what was agreed on).
+
+None of them changes n, which rows are trained on, or what is asked of whom.
+"""
 
 
 def make_frame(
@@ -61,6 +85,10 @@ def make_frame(
         raise UsageError("until when? say --until DATE, as in --until 2027-03-31") from None
     looked, limit = look(study, plan, site), study.site(site).max_epsilon or 0
     worth, wanted = looked.document["privacy"], {site, *(partners or plan.sites)}
+    if above := above_words(looked.cost):
+        raise UsageError(
+            f"{above}; no frame is for such plans: sign each, or ask for one per patient (privacy.unit)"
+        )
     if worth["differential_privacy"] and (epsilon is None or not 0 < epsilon <= limit):
         raise UsageError(f"sites/{site}.toml: max_epsilon = {limit:g}; say --epsilon up to that")
     if unknown := sorted(wanted - set(plan.keys)):
@@ -71,11 +99,18 @@ def make_frame(
     for method in methods or [plan.method]:
         for what, values in _of_method(study, looked, method).items():
             allows[what] = [*(known := allows.get(what, [])), *(one for one in values if one not in known)]
+    allows["pipeline"] = [plan.name]
     allows["partners"] = [f"{name} {key}" for name, key in plan.keys.items() if name in wanted]
     allows["guarantee"] = list(_STRONGEST_FIRST[: _STRONGEST_FIRST.index(worth["guarantee"]) + 1])
+    settings = {
+        method: str(plan.document["settings"])
+        if method == plan.method
+        else written(settings_for(method, study, plan.pipeline()))
+        for method in allows["method"]
+    }
+    made = {"format": FORMAT, "id": uuid4().hex, "site": site, "allows": allows, "settings": settings}
     limits = {"epsilon": epsilon, "runs": runs, "until": last.isoformat()}
-    made = {"format": FORMAT, "id": uuid4().hex, "site": site, "allows": allows, **limits}
-    return with_code(cast("Frame", made), codes)
+    return with_code(cast("Frame", made | limits), codes)
 
 
 def with_code(frame: Frame, codes: Sequence[str] = ()) -> Frame:
@@ -88,19 +123,26 @@ def _of_method(study: Study, looked: Looked, method: str) -> dict[str, list[Any]
     """What a plan would say if it were of a method."""
     own = study.site(looked.site)
     files = tuple(own if one.name == own.name else one for one in sites_of(looked.document))
-    with RunContext(study, looked.plan.pipeline(), method, RunFolder(study.runs / "plan"), files) as party:
+    pipeline = settings_for(method, study, looked.plan.pipeline())
+    with RunContext(study, pipeline, method, RunFolder(study.runs / "plan"), files) as party:
         if not party.method.shares:
             raise UsageError(f"{method} shares nothing between hospitals and needs no frame")
         if not party.has_store(own.name):
             raise UsageError(f"the store of {own.name} is not on this machine; sign a frame where it is")
-        return _said(looked, method, of_store(party, own.name), leaving(party, None, None))
+        learned, leaves = of_store(party, own.name), leaving(party, None, None)
+        return _said(looked.document, looked.plan, own.name, method, learned, leaves)
 
 
 def _said(
-    looked: Looked, method: str, learned: Mapping[str, object], leaves: Sequence[Leaving]
+    said: PlanDocument,
+    plan: Plan,
+    site: str,
+    method: str,
+    learned: Mapping[str, object],
+    leaves: Sequence[Leaving],
 ) -> dict[str, list[Any]]:
-    """What a plan says of each thing that a frame limits: what its models see in the own store, what would leave."""
-    said, privacy = looked.document, looked.plan.pipeline().privacy
+    """What a plan says of each thing that a frame limits: what its models see, and what would leave a site."""
+    privacy, own = plan.pipeline().privacy, next(one for one in said["sites"] if one["name"] == site)
     worth, bare = said["privacy"]["guarantee"], ", without differential privacy"
     kinds = {
         row["what"].partition(" (")[0] + (bare if row["protected_by"].startswith("no diff") else "")
@@ -115,21 +157,76 @@ def _said(
         "unit": [privacy.unit],
         "guarantee": [worth],
         "colluding": [privacy.colluding] if worth == "shared" else [],
-        "delta": [looked.cost.delta if looked.cost else None],
+        "delta": [own["delta"] or privacy.delta],
         "code": [said["code"]],
+        "pipeline": [plan.name],
     }
 
 
-def _outside(frame: Frame, looked: Looked, today: date) -> str:
-    """Return in one line what of a plan that was looked at lies outside a frame today, in UTC; "" for nothing."""
-    cost, learned, allows = looked.cost, looked.learned, frame["allows"]
+def outside_by_text(frame: Frame, plan: Plan, today: date, n_admitted: int) -> str:
+    """Return in one line what of a plan's own text lies outside a frame today, in UTC; "" for nothing.
+
+    Nothing else is read, built or fetched, so others may know it.
+
+    Args:
+        n_admitted: how many plans were approved in the frame before.
+
+    Raises:
+        UsageError: when the text is no plan's.
+    """
     if is_over(frame, today):
         return f"its last day was {frame['until']}"
+    if n_admitted >= frame["runs"]:
+        return f"the frame is for {frame['runs']} runs, and it had them"
+    said, site = document_of(plan), frame["site"]
+    if site not in plan.sites:
+        return f"it is a plan without {site}"
+    return _beyond(frame, said, plan, said["learns"], unknown=True) or _other_setting(frame, plan)
+
+
+def _other_setting(frame: Frame, plan: Plan) -> str:
+    """Return in one line the first setting of a plan that is not the frame's, nor one that may vary so; "" for none."""
+    agreed, said = by_key(frame["settings"][plan.method]), by_key(str(plan.document["settings"]))
+    for key in dict.fromkeys([*agreed, *said]):
+        was, now = agreed.get(key), said.get(key)
+        also, fits = _MAY_VARY.get(key, ("", lambda one, other: one == other))
+        if not fits(now, was):
+            return (
+                f"{key}: {_in_words(now)}, where the frame has {_in_words(was)}{f' {also}' if also else ''}"
+            )
+    return ""
+
+
+def _in_words(value: object) -> str:
+    return "a table" if isinstance(value, dict) else shown(value)
+
+
+def _beyond(
+    frame: Frame, said: PlanDocument, plan: Plan, learned: Mapping[str, object], *, unknown: bool = False
+) -> str:
+    """Return in one line what of a plan a frame does not allow; "" for nothing.
+
+    Args:
+        learned: what the plan's models see, as the plan or a store has it.
+        unknown: whether the plan may leave open what only stores know.
+    """
+    allows = frame["allows"]
+    for what, values in _said(said, plan, frame["site"], said["method"], learned, said["leaves"]).items():
+        known = [
+            value for value in values if not (unknown and value is None and what in Learned.__annotations__)
+        ]
+        if more := [value for value in known if not any(is_alike(what, value, one) for one in allows[what])]:
+            return f"{what}: {shown(more[0])}, where the frame has {'; '.join(map(shown, allows[what])) or 'none'}"
+    return ""
+
+
+def _outside(frame: Frame, looked: Looked) -> str:
+    """Return in one line what of a plan that was looked at lies outside a frame; "" for nothing. It stays at home."""
+    cost, learned = looked.cost, looked.learned
     if cost is None or learned is None:
         return "the hospital's store is not on this machine, so what it costs is not known"
-    for what, values in _said(looked, looked.document["method"], learned, looked.document["leaves"]).items():
-        if more := [value for value in values if value not in allows[what]]:
-            return f"{what}: {shown(more[0])}, where the frame has {'; '.join(map(shown, allows[what])) or 'none'}"
+    if beyond := _beyond(frame, looked.document, looked.plan, learned):
+        return beyond
     if cost.framed_runs >= frame["runs"]:
         return f"the frame is for {frame['runs']} runs, and it had them"
     if cost.framed is not None and cost.framed > (frame["epsilon"] or 0):
@@ -143,7 +240,8 @@ def admit(study: Study, identity: Identity, plan: Plan) -> None:
     What became of it is said, and stands in `federation/frame.log`; the plan is kept in `federation/plans/`.
 
     Raises:
-        UsageError: in one line that others may know, when the plan lies outside the frame.
+        UsageError: in one line that others may know. It says what lies outside by the plan's own text, and otherwise
+            nothing but that the hospital does not approve.
     """
     if (frame := open_frame(study, identity)) is None:
         return
@@ -157,21 +255,31 @@ def admit(study: Study, identity: Identity, plan: Plan) -> None:
         note(frame_path(study).with_suffix(".log"), text)
 
     try:
-        looked = look(study, plan, identity.name, frame)
-        why = _outside(frame, looked, datetime.now(UTC).date())
-        if not why and (above := above_words(looked.cost)):
-            raise UsageError(above)
-    except Exception as error:  # may name what is in the store
+        before = len(admitted(study, frame["id"]))
+        why = outside_by_text(frame, plan, datetime.now(UTC).date(), before)
+    except Exception as error:  # of a text that is none of a plan
         tell(f"{called} was refused: {one_line(error)}")
-        own = "its own federation/frame.log says why"
-        raise UsageError(f"site {identity.name} cannot approve {called} in its frame; {own}") from None
+        raise UsageError(f"{called} is damaged; ask for it anew") from None
     if why:
         tell(f"{called} was refused, for it lies outside the frame: {why}")
         raise UsageError(f"{called} lies outside the frame of {identity.name}: {why}")
-    assert looked.cost is not None
-    write_text(study.root / "federation" / "plans" / f"{plan.digest}.json", plan.text)
-    sign(study, looked, identity, frame)
+    try:
+        looked = look(study, plan, identity.name, frame)
+        if why := _outside(frame, looked):
+            raise UsageError(why)
+        assert looked.cost is not None
+        if not note_admitted(study, frame, plan.digest):
+            raise UsageError(f"the frame is for {frame['runs']} runs, and it had them")
+        write_text(study.root / "federation" / "plans" / f"{plan.digest}.json", plan.text)
+        sign(study, looked, identity, frame)
+    except Exception as error:  # may name what is in the store, and follow from it
+        tell(f"{called} was refused: {one_line(error)}")
+        own = "its own federation/frame.log says why"
+        raise UsageError(f"site {identity.name} cannot approve {called} in its frame; {own}") from None
     tell(f"{called} was approved in the frame: {looked.document['does']} {cost_words(looked.cost)}")
+    # others would see a refusal, and find how many rows the patient with the most has by plans of more noise
+    for said in filter(None, [above_words(looked.cost), *looked.notes]):
+        tell(f"  {said}")
 
 
 def frame_lines(frame: Frame) -> Lines:
@@ -183,3 +291,5 @@ def frame_lines(frame: Frame) -> Lines:
     )
     for what, values in frame["allows"].items():
         yield Line(f"  {what}: {'; '.join('nothing' if one is None else str(one) for one in values)}")
+    varies = ", ".join(f"{key} {also}" for key, (also, _) in _MAY_VARY.items())
+    yield Line(f"  all other settings as in this plan, but for {varies}")

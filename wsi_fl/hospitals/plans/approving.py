@@ -62,12 +62,13 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import write_json, write_text
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, encoder_differences
 
 _OF_STORE = {
     "encoder": "features of the encoder",
     "n_features": "features per patch",
     "weights": "weights (model.weights) with the SHA-256",
+    "parameters": "a model whose parameters have the SHA-256",
     "directions": "directions with the SHA-256",
     "data": "data",
     "example": "examples, each a",
@@ -137,7 +138,8 @@ class Looked:
 def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Looked:
     """Check a plan against its own settings, this installation, the hospital's site file and its store.
 
-    Nothing is written, and no other site's store is opened.
+    Nothing is written but the secret of the hospital's lots, where it has none and the plan draws who is held out. No
+    other site's store is opened.
 
     Args:
         frame: that the plan might lie in: what was spent in it is counted, and its list of code holds.
@@ -163,12 +165,14 @@ def look(study: Study, plan: Plan, site: str, frame: Frame | None = None) -> Loo
         _refuse_other_words(replace(party, sites=sites), plan, document)
         if spends(pipeline) and not own.receives:
             require_budget(own)
-        cost = learned = None
+        cost, learned, remark = None, None, ""
         if party.has_store(site):
             learned = of_store(party, site)
             _refuse_other_store(learned, document, site)
             cost = _cost(party, plan, own, frame["id"] if frame else "")
-    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, plan)), learned)
+            remark = party.data(site).remark
+    notes = [*_notes(study, sites, site, cost, plan), *filter(None, [remark])]
+    return Looked(plan, document, site, cost, tuple(notes), learned)
 
 
 def sign(study: Study, looked: Looked, identity: Identity, frame: Frame | None = None) -> Path:
@@ -214,12 +218,16 @@ def _refuse_other_store(learned: Learned, document: PlanDocument, site: str) -> 
     said: dict[str, object] = dict(document["learns"])
     for key, what in _OF_STORE.items():
         wanted, found = said[key], own[key]
-        named = key == "encoder" and str(found).split()[0]  # without a store a plan knows the name alone
-        if None not in (wanted, found) and wanted not in (found, named):
+        if None not in (wanted, found) and not is_alike(key, wanted, found):
             raise UsageError(
                 f"the plan is for {what} {shown(wanted)}, but {site} has {shown(found)}; make the store as the plan "
                 "says, or ask for another plan"
             )
+
+
+def is_alike(key: str, wanted: object, found: object) -> bool:
+    """Return whether two values of a key of `Learned` mean the same; without a store a plan knows an encoder's name."""
+    return not any(encoder_differences([str(wanted), str(found)])) if key == "encoder" else wanted == found
 
 
 def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | None:
@@ -230,10 +238,10 @@ def _cost(party: RunContext, plan: Plan, site: SiteFile, frame: str) -> Cost | N
     sends = party.by_files and not site.receives
     if sends:
         own_letter(party, site.name)
-    train, _ = learned_from(party, site.name)
+    train, _, units = learned_from(party, site.name)
     planted = np.zeros(pipeline.audit.canaries, bool)
     index = party.names.index(site.name)
-    account = open_account(party, index, train, planted, planned=f"plan {plan.digest[:32]}")
+    account = open_account(party, index, units, planted, planned=f"plan {plan.digest[:32]}")
     ledger, terms, n_units = account.ledger, account.ledger.terms, account.units.n
     past = ledger.mechanisms(lifetime=True)
     framed = of_frame(ledger.entries, site.name, frame) if frame else []
@@ -354,6 +362,8 @@ def look_lines(looked: Looked) -> Lines:
     yield Line(f"  {trained} to answer {learned['asks']}: {classes}. {learned['says']}")
     if learned["weights"] is not None:
         yield Line(f"  models start from weights with the SHA-256 {learned['weights']}")
+    if learned["parameters"] is not None:
+        yield Line(f"  the model that travels has parameters with the SHA-256 {learned['parameters']}")
     if learned["directions"] is not None:
         yield Line(f"  features are summed along directions: {learned['directions']}")
     yield Line(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")

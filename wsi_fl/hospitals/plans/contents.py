@@ -6,6 +6,7 @@ What leaves are the shares of the plan's method, in words. What is learned is as
 from __future__ import annotations
 
 import tomllib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -166,12 +167,25 @@ def _bytes(
     if share.what in ("buffer", "generator"):
         found: int | None = share.stage().n_bytes(party.pipeline, shape, n_classes)
         return found
-    from wsi_fl.models import build  # and with it PyTorch
-    from wsi_fl.stages.training.workshop import start_of
+    return each * _of_model(*_recipe(party, share.of), n_classes, shape)[0]
 
-    name, start = _architecture(party, share.of), start_of(party.pipeline)
+
+def _recipe(
+    party: RunContext, role: str
+) -> tuple[str, Literal["all", "head", "last", "norm", "lora"] | None]:
+    """Return the architecture of a role, and the part of it that is trained where it starts from weights."""
+    said = party.pipeline.model
+    return _architecture(party, role), said.train if said.weights else None
+
+
+@lru_cache(maxsize=64)
+def _of_model(name: str, part: Any, n_classes: int, shape: Shape) -> tuple[int, str]:
+    """Return how many parameters of a model are trained, and the SHA-256 of the names and shapes of all."""
+    from wsi_fl.models import Start, build, parameters_digest  # and with it PyTorch
+
+    start = None if part is None else Start(part)
     model = build(name, n_classes=n_classes, shape=shape, seed=0, start=start)
-    return each * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), parameters_digest(model)
 
 
 class Learned(TypedDict):
@@ -184,6 +198,7 @@ class Learned(TypedDict):
         channels, size_px: of patches as models see them.
         n_features, encoder: of features and mosaics.
         weights: that the model that travels starts from, by the SHA-256 of all its tensors.
+        parameters: of the model that travels, by the SHA-256 of all their names and shapes.
         directions: along which features are summed, by the SHA-256 of their file or by how many random ones there are.
         says: where this is from, and what it rests on.
     """
@@ -197,6 +212,7 @@ class Learned(TypedDict):
     n_features: int | None
     encoder: str | None
     weights: str | None
+    parameters: str | None
     directions: str | None
     says: str
 
@@ -244,9 +260,17 @@ def _learned(
         "n_features": shape.n_features if isinstance(shape, Bags | Vectors) else None,
         "encoder": encoder,
         "weights": _weights(party, shape),
+        "parameters": _parameters(party, shape, classes),
         "directions": _directions(party),
         "says": says,
     }
+
+
+def _parameters(party: RunContext, shape: Shape | None, classes: list[str] | None) -> str | None:
+    role = party.method.travels
+    if role is None or shape is None or not classes:
+        return None
+    return _of_model(*_recipe(party, role), len(classes), shape)[1]
 
 
 def _weights(party: RunContext, shape: Shape | None) -> str | None:

@@ -18,10 +18,10 @@ from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import applied
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import read_object, write_json
+from wsi_fl.system.files import alone, read_object, write_json
 from wsi_fl.types import UsageError
 
-FORMAT = "wsi-fl frame 1"
+FORMAT = "wsi-fl frame 2"
 _PURPOSE = b"wsi-fl frame of plans, version 1\n"
 _ROUND_OFF = 1e-6
 """Of ε: the same rounds are added up in another order as a plan is admitted."""
@@ -33,8 +33,9 @@ class Frame(TypedDict):
     Attributes:
         id: stays when code is added, so that what was spent in the frame still counts.
         allows: what plans may say of each thing that `admitting` names, such as "method" and "leaves".
+        settings: of each method, all settings of its plans as TOML; few of them may vary.
         epsilon: of all plans in the frame together; None where nothing is under differential privacy.
-        runs: how many there may be.
+        runs: how many plans may be approved in it, whatever becomes of them.
         until: the last day, in UTC.
     """
 
@@ -42,6 +43,7 @@ class Frame(TypedDict):
     id: str
     site: str
     allows: dict[str, list[Any]]
+    settings: dict[str, str]
     epsilon: float | None
     runs: int
     until: str
@@ -124,6 +126,27 @@ def withdraw(study: Study, identity: Identity) -> Frame:
     frame, path = require_frame(study, identity), frame_path(study)
     path.replace(_withdrawn(path, frame["id"]))
     return frame
+
+
+def _admitted_path(study: Study, number: str) -> Path:
+    return study.root / "federation" / f"frame-{number}-admitted.json"
+
+
+def admitted(study: Study, number: str) -> list[str]:
+    """Return the plans that were approved in the frame with an id, by SHA-256, each as often as it was."""
+    path = _admitted_path(study, number)
+    return [str(one) for one in read_object(path, "put its backup back")["plans"]] if path.exists() else []
+
+
+def note_admitted(study: Study, frame: Frame, plan: str) -> bool:
+    """Count a plan that is about to be approved in a frame; return False, and count nothing, where it had all."""
+    path = _admitted_path(study, frame["id"])
+    with alone(path.with_suffix(".lock")):
+        before = admitted(study, frame["id"])
+        if len(before) >= frame["runs"]:
+            return False
+        write_json(path, {"plans": [*before, plan]})
+        return True
 
 
 def of_frame(entries: Iterable[Entry], site: str, number: str) -> list[Entry]:

@@ -45,7 +45,7 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import pipeline_model
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.system.files import write_text
@@ -188,8 +188,6 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
     unknown = _UNKNOWN_SUMS if party.method.once else _UNKNOWN
     patience = duration(pipeline.comm.timeout_s)
     largest = max((unknown if size is None else size for size in sizes), default=0)
-    # as TOML that is the same once it was read: numbers by default are as those that were written
-    settings = dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -221,8 +219,13 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
         "leaves": rows,
         "stays": staying(party),
         "most_bytes": 2 * largest + _ROOM,
-        "settings": settings,
+        "settings": written(pipeline),
     }
+
+
+def written(pipeline: Pipeline) -> str:
+    """Return settings as TOML that is the same once it was read: numbers by default are as those that were written."""
+    return dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
 
 
 def document_of(plan: Plan) -> PlanDocument:

@@ -95,6 +95,11 @@ class Plan:
         return {str(site["name"]): str(site["key"]) for site in self.document["sites"] if site.get("key")}
 
     @property
+    def parameters(self) -> str:
+        """The SHA-256 of the parameters of the model that travels; "" where only the hospitals' stores know."""
+        return str(self.document.get("learns", {}).get("parameters") or "")
+
+    @property
     def most_bytes(self) -> int:
         """The longest letter that can be part of this plan."""
         return int(self.document["most_bytes"])
@@ -119,12 +124,17 @@ def changes(before: Plan, plan: Plan) -> list[str]:
     ]
 
 
+def by_key(settings: str) -> dict[str, object]:
+    """Return the settings of a TOML text by "section.key"; the list of sites is none of them."""
+    sections = tomllib.loads(settings).items()
+    return {
+        f"{name}.{key}": one for name, keys in sections if isinstance(keys, dict) for key, one in keys.items()
+    }
+
+
 def _terms(plan: Plan, sites: Collection[str]) -> dict[str, object]:
     """Return the method, the settings, and what of these sites a plan says, by name."""
-    found: dict[str, object] = {"method": plan.method}
-    for section, values in tomllib.loads(str(plan.document["settings"])).items():
-        if isinstance(values, dict):
-            found |= {f"{section}.{key}": value for key, value in values.items()}
+    found: dict[str, object] = {"method": plan.method, **by_key(str(plan.document["settings"]))}
     for site in plan.document["sites"]:
         if site["name"] in sites:
             found |= {f"{site['name']}'s {key}": site.get(key) for key in (*PROMISES, "key")}

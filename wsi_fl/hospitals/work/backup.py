@@ -1,4 +1,5 @@
-"""What a site must not lose, in one file: its key and certificates, what it has signed, and its ledger.
+"""What a site must not lose, in one file: its key and certificates, what it has signed, its ledger, and the secret by
+which it draws whom it holds out.
 
 The file is a plain tar that its owner alone may read: it holds the key. What is there already is never overwritten, and
 no ledger takes the place of a newer one.
@@ -18,12 +19,14 @@ from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.guarantee import epsilon_of, of_hospital
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import heads_of
+from wsi_fl.stages.site.lots import lots_path
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import alone, atomic, ordinary, read_lines, write_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _DOCUMENT, _LEDGER = PurePosixPath("kit/federation.json"), PurePosixPath("ledger.jsonl")
+_LOTS = PurePosixPath("ledger.lots")
 _KIT, _STUDY = ("*.json", "jobs.jsonl", "startup/*"), ("federation/*.json", "sites/{}.toml")
 _Files = dict[PurePosixPath, bytes]
 
@@ -37,6 +40,8 @@ def backup(kit: Kit, study: Study | None, out: Path) -> dict[str, object]:
     found, lines = _files("kit", kit.path, _KIT), None
     if study is not None:
         found |= _files("study", study.root, [one.format(kit.name) for one in _STUDY])
+        if (lots := lots_path(study, kit.name)).exists():
+            found[_LOTS] = lots.read_bytes()
         ledger = _opened(study, kit.name)
         if lines := len(ledger.entries):
             with ledger.locked():
@@ -84,7 +89,7 @@ def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
     name, roots = str(json.loads(found[_DOCUMENT])["name"]), {"kit": kit}
     if study is not None:
         roots["study"] = study.root
-    ledger = found.pop(_LEDGER, None)
+    ledger, lots = found.pop(_LEDGER, None), found.pop(_LOTS, None)
     if strange := {one.parts[0] for one in found} - roots.keys():
         raise UsageError(f"{file}: it holds {min(strange)}/ too; give --study DIR")
     targets = {roots[one.parts[0]].joinpath(*one.parts[1:]): data for one, data in found.items()}
@@ -96,6 +101,10 @@ def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
         if study is not None and ledger is not None:
             site = study.root / "sites" / f"{name}.toml"  # it says where the ledger lies
             restored = [*_put(site, targets[site]), *_put_ledger(study, name, ledger)]
+        if study is not None and lots is not None:
+            site = study.root / "sites" / f"{name}.toml"
+            restored += _put(site, targets[site]) if site in targets else []
+            targets[lots_path(study, name)] = lots
         restored += [one for path, data in targets.items() for one in _put(path, data)]
         Kit.open(kit).identity()
     kept = len(targets) + (ledger is not None) - len(restored)

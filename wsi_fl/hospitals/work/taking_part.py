@@ -97,6 +97,7 @@ def take_part(
         begins_without=least is not None,
         agreement=agreed.digest,
         approved=approved,
+        parameters=agreed.parameters,
     )
     party = RunContext.of(study, agreed.pipeline(), agreed.method)
     if run is not None:

@@ -26,7 +26,6 @@ from wsi_fl.report.audit import findings, tables
 from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.trained import with_dp
-from wsi_fl.stages.site.account import units_of
 from wsi_fl.stages.site.party import RunContext, as_begun
 from wsi_fl.stages.training.workshop import agreed_canaries, build_model, learned_from
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
@@ -127,7 +126,7 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
     name, pipeline = party.names[index], party.pipeline
     data, folder = party.data(name), party.run.site(name)
     folder.remember_store(data.digest(), data.facts())
-    members, _ = learned_from(party, name)
+    members = learned_from(party, name).train
     others = {"own": data.held_out}
     if merged:
         others["merged"] = party.merged()
@@ -255,8 +254,8 @@ def _exposure_of(party: RunContext, name: str) -> dict[str, object]:
 
     Where patients have more rows than a letter takes of each, rows are drawn anew.
     """
-    train, _ = learned_from(party, name)
-    units, folder, stream = units_of(party.pipeline, train, name), party.run.site(name), CipherStream.fresh()
+    train, _, every = learned_from(party, name)
+    units, folder, stream = every.with_rows(), party.run.site(name), CipherStream.fresh()
     sigma = (folder.kept("plan") or {}).get("sigma", 0.0)
     if party.by_files:
         sigma = party.releases[name].facts.sigma

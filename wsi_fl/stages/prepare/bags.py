@@ -41,7 +41,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import locked, write_bytes
 from wsi_fl.system.ordered import in_order
-from wsi_fl.types import DiskFull, GridSpec, SetAside, SlideRecord, WsiFlError
+from wsi_fl.types import DiskFull, GridSpec, SetAside, SlideRecord, WsiFlError, short_label
 
 _LOOKERS = 4
 """Slides looked at while another is encoded: each needs some hundred megabytes for its tissue mask."""
@@ -250,7 +250,9 @@ class OfSlides(Way[SlideRecord]):
         tissue = mask_digest(Path(masks), item.slide) if masks else params.tissue.method
         how = (params.min_tissue, params.clusters, params.fraction, params.seed, tissue)
         patches = (self.reader, self.spec.size_px, self.spec.mpp)
-        return stored.bag_fingerprint(item.slide, quickhash, size, mpp, *patches, *how, self.encoder.label)
+        return stored.bag_fingerprint(
+            item.slide, quickhash, size, mpp, *patches, *how, short_label(self.encoder.label)
+        )
 
     def choose(self, item: SlideRecord) -> _Chosen:
         plan = plan_mosaic(item, self.spec, self.params, reader=self.reader)
@@ -353,7 +355,7 @@ class _OfStore(Way[str]):
 
     def wanted(self, item: str) -> str:
         patches = str(self.store.shard(item).attrs["fingerprint"])
-        return stored.bag_fingerprint(item, patches, len(self._rows(item)), self.encoder.label)
+        return stored.bag_fingerprint(item, patches, len(self._rows(item)), short_label(self.encoder.label))
 
     def choose(self, item: str) -> _Chosen:
         rows = self._rows(item)

@@ -20,7 +20,6 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
 from wsi_fl.privacy.accounting import MOST_EPSILON, Mechanism, epsilon, group_epsilon, sigma_for
 from wsi_fl.privacy.guarantee import Round, Terms, rounds_of
@@ -179,7 +178,7 @@ class Account:
 def open_account(
     party: RunContext,
     index: int,
-    train: Examples,
+    units: Units,
     canaries: NDArray[np.bool_] | None = None,
     *,
     planned: str = "",
@@ -187,6 +186,7 @@ def open_account(
     """Open the account of a site in the run of a party, or in one that is only planned.
 
     Args:
+        units: what privacy counts, without canaries.
         canaries: bool[m], which of those that are planted are in; None where none are.
         planned: what the ledger calls a run that has not begun; "" for the party's.
 
@@ -202,7 +202,6 @@ def open_account(
     terms = terms_of(site, pipeline, worth)
     if spends(pipeline) and not site.receives:
         require_budget(site)
-    units = units_of(pipeline, train, name)
     if canaries is not None:
         units = units.with_canaries(canaries)
     released = party.releases.get(name)
@@ -219,12 +218,12 @@ def open_account(
     return Account(ledger, units, plan)
 
 
-def units_of(pipeline: Pipeline, train: Examples, site: str) -> Units:
-    """What privacy counts at a site; without it batches are of rows."""
+def units_of(pipeline: Pipeline, patient: NDArray[np.str_], site: str) -> Units:
+    """Return what privacy counts at a site whose rows are of these patients; without privacy batches are of rows."""
     privacy = pipeline.privacy
     if not privacy.enabled or privacy.unit == "row":
-        return rows_alone(len(train))
-    return whole_patients(train, privacy.max_rows, site)
+        return rows_alone(len(patient))
+    return whole_patients(patient, privacy.max_rows, site)
 
 
 def open_ledger(

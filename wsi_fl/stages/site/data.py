@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +31,11 @@ from wsi_fl.learning.examples import (
     resized,
 )
 from wsi_fl.learning.tasks import Task, strata
-from wsi_fl.learning.validation import folds_of
+from wsi_fl.learning.validation import Lots, folds_of
 from wsi_fl.runs.site import PIXELS
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader, Slide
+from wsi_fl.stages.site.lots import lots_of
 from wsi_fl.stages.site.targets import answers, classes_of, outputs_of, task_of
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore, SlideSource, SlideUnreadable
@@ -128,6 +129,19 @@ def slides_of(study: Study, site: SiteFile) -> Iterator[Path]:
         yield from map(Path, glob.iglob(pattern, recursive=True))  # noqa: PTH207 patterns may be absolute
 
 
+class Eligible(NamedTuple):
+    """What a site may train on. Others see how many rows or patients that are, so no setting that others choose for the
+    sake of a patient changes it.
+
+    Attributes:
+        patient: str[m], of each row.
+        training: int64[n], which of these rows are trained on, in the order of the training examples.
+    """
+
+    patient: NDArray[np.str_]
+    training: NDArray[np.int64]
+
+
 Table = PatchTable | BagTable
 _Opened = TypeVar("_Opened", PatchStore, BagStore)
 
@@ -162,19 +176,41 @@ class Data:
         return self.store.table
 
     @cached_property
+    def lots(self) -> Lots:
+        """What draws who is held out."""
+        return lots_of(self.study, self.site)
+
+    @property
+    def is_fold(self) -> bool:
+        """Whether the run tests one of folds in place of the store's own test part."""
+        train = self.pipeline.train
+        return train.folds is not None and train.fold is not None and not self.receives
+
+    @cached_property
     def table(self) -> Any:
         """The same with the splits that the run uses: those of its fold, where it is one of folds."""
         table, train = self.whole, self.pipeline.train
-        if train.folds is None or train.fold is None:
+        if not self.is_fold:
             return table
+        assert train.folds is not None and train.fold is not None
         try:
-            kind = strata(table.label, self.task)
             fold = folds_of(
-                table.patient, kind, n_folds=train.folds, seed=train.seed, stratified=train.stratify
+                table.patient,
+                strata(table.label, self.task),
+                n_folds=train.folds,
+                seed=train.seed,
+                stratified=train.stratify,
+                lots=self.lots,
             )
         except UsageError as error:
             raise UsageError(f"site {self.site}: {error}") from None
         return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))
+
+    def eligible(self) -> Eligible:
+        """Return what may be trained on, before a fold or validation patients are held out of it."""
+        split = np.full(len(self.table), "train") if self.is_fold else self.table.split
+        rows = np.flatnonzero(split == "train")
+        return Eligible(self.table.patient[rows], np.flatnonzero(self.table.split[rows] == "train"))
 
     @property
     def remark(self) -> str:
@@ -199,7 +235,16 @@ class Data:
         return {"classes": list(self.classes), "spec": asdict(self.store.meta.spec)}
 
     def digest(self) -> str:
-        """Return the SHA-256 over what a run uses: examples, labels and splits. It stays with the site."""
+        """Return the SHA-256 over what a run uses: examples, labels, splits and the secret of its lots, where it draws
+        any. It stays with the site.
+        """
+        draws = self.is_fold or self.pipeline.train.val_fraction > 0
+        if not draws or not (mark := self.lots.mark):
+            return self._store_digest()
+        return hashlib.sha256(f"{self._store_digest()} {mark}".encode()).hexdigest()
+
+    def _store_digest(self) -> str:
+        """Return the SHA-256 over the store's examples, labels and splits."""
         raise NotImplementedError
 
     def is_synthetic(self) -> bool:
@@ -238,7 +283,7 @@ class Patches(Data):
     def inputs(self) -> Inputs:
         return {"channels": self.shape.channels, "input_px": self.shape.size_px}
 
-    def digest(self) -> str:
+    def _store_digest(self) -> str:
         return store_digest(self.store)
 
     def facts(self) -> dict[str, Any]:
@@ -360,7 +405,9 @@ class _Bagged(Data):
             return ""
         shown = ", ".join(aside[:3]) + (", …" if len(aside) > 3 else "")
         where = f"site {self.site}: {len(aside)} of {len(self.store)} slides have no answer"
-        return f"{where} in {self.answers.source} and are left out: {shown}"
+        strange = self.answers.strange
+        also = f"; {len(strange)} values were not agreed on, such as {strange[0]}" if strange else ""
+        return f"{where} in {self.answers.source} and are left out: {shown}{also}"
 
     @cached_property
     def whole(self) -> Table:
@@ -369,6 +416,21 @@ class _Bagged(Data):
         if not self.receives:
             return table
         return replace(table, label=np.zeros_like(table.label), split=np.full(len(table), "test"))
+
+    def eligible(self) -> Eligible:
+        """As of all data; of a real site with those of whom its table has no answer, so that n tells of no answer."""
+        if self.answers is None or self.receives or not self.study.site(self.site).real:
+            return super().eligible()
+        slides, table = self.store.table, self.table
+        rows = np.flatnonzero(table.split == "train")
+        known = np.zeros(len(slides), bool)
+        known[np.concatenate(self.answers.bags)] = True
+        may = (known | (slides.patient != "")) & (self.is_fold | (slides.split == "train"))
+        if self.pipeline.target.of == "patient":
+            names = np.unique(slides.patient[may])
+            return Eligible(names, np.searchsorted(names, table.patient[rows]))
+        place = np.cumsum(may) - 1
+        return Eligible(slides.patient[may], place[[self.answers.bags[row][0] for row in rows]])
 
     def _rows(self) -> Table:
         if self.answers is not None:
@@ -490,7 +552,7 @@ class _Bagged(Data):
             found["tumor_types"] = {kind: list(classes) for kind, classes in kinds.items()}
         return found
 
-    def digest(self) -> str:
+    def _store_digest(self) -> str:
         whole, store = self.whole, self.store
         digest = _hashed(whole, whole.tumor_type if isinstance(whole, BagTable) else whole.xy_l0)
         if self.answers is not None:

@@ -33,6 +33,11 @@ def method_for(name: str, pipeline: Pipeline) -> Method:
     return next((one for (key, value), one in row.variants.items() if values[key] == value), row)
 
 
+def settings_for(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
+    """Return the settings that a method makes of a pipeline's."""
+    return _of_one_release(name, study, pipeline) if method_for(name, pipeline).once else pipeline
+
+
 def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
     """Return the settings of a method that releases once: one round, and heads that are solved and not trained."""
     linear = kind_of(pipeline).linear
@@ -77,8 +82,8 @@ class RunContext:
         once, every = method_for(method, pipeline).once, study.sites(pipeline)
         left_out = pipeline.train.left_out
         sites = tuple(site for site in every if site.name != left_out and (once or not site.receives))
+        pipeline = settings_for(method, study, pipeline)
         if once:
-            pipeline = _of_one_release(method, study, pipeline)
             sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
         if len(sites) < len(every):
             pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})

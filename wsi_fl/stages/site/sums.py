@@ -207,7 +207,10 @@ def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
     """Refuse sums that cannot be added to those of this plan, naming the first thing that differs."""
     for key, value in wanted.items():
         theirs = getattr(facts, key)
-        if theirs != value:
+        alike = theirs == value
+        if key == "encoder":
+            alike = not any(encoder_differences([str(theirs), str(value)]))
+        if not alike:
             raise UsageError(
                 f"{label}: sums with {key} = {_short(theirs)}, but here it is {_short(value)}; put the settings back, "
                 f"or release anew (wsi-fl release --site {facts.site} --again), which spends the same ε again"

@@ -92,26 +92,40 @@ class _TargetLabels:
     Attributes:
         table: a row per example, a slide or a patient, whose label is the truth of the task.
         bags: the rows of the store that make each example.
-        aside: slides of which the table says nothing, by name.
+        aside: slides of which the table says nothing that was agreed on, by name.
         source: the table's name.
+        strange: what is wrong with each value that was not agreed on.
     """
 
     table: BagTable
     bags: tuple[NDArray[np.int64], ...]
     aside: tuple[str, ...]
     source: str
+    strange: tuple[str, ...] = ()
 
 
 def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _TargetLabels:
     """Look up every slide of a store in the site's table; of a receiver, which needs none, the truth is 0.
 
-    UsageError names the line of the table: a value that was not agreed on, or slides of a patient that contradict.
+    A real site sets aside what has a value that was not agreed on: a failure would tell others that it occurs.
+
+    UsageError names the line of the table: such a value of a simulated site, or slides of a patient that contradict.
     """
     path = Path(f"sites/{site.name}.toml") if site.receives else _table_path(study, site)
     columns = [str(name) for name in ([target.column] if target.column else [target.time, target.event])]
-    said = {}
+    said, strange = {}, list[str]()
+
+    def read(row: Mapping[str, str], where: str) -> Any:
+        try:
+            return _truth(row, target, where)
+        except UsageError as error:
+            if not site.real:
+                raise
+            strange.append(str(error))
+            return None
+
     if not site.receives:
-        said = _by_name(path, site, columns, lambda row, where: _truth(row, target, where))
+        said = _by_name(path, site, columns, read)
     known, aside, nothing = [], [], (0.0, 0.0) if target.intervals else 0
     for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
         value = nothing if site.receives else said.get(("slide", slide), said.get(("patient", patient)))
@@ -126,15 +140,14 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
     rows = np.array([row for row, _ in known])
     truth = np.array([value for _, value in known], np.int64 if target.classes else np.float64)
     kept = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
-    if target.of == "slide":
-        return _TargetLabels(kept, tuple(rows[:, None]), tuple(aside), path.name)
-    return _by_patient(kept, rows, tuple(aside), path)
+    table, bags = (kept, tuple(rows[:, None])) if target.of == "slide" else _by_patient(kept, rows, path)
+    return _TargetLabels(table, bags, tuple(aside), path.name, tuple(strange))
 
 
 def _by_patient(
-    slides: BagTable, rows: NDArray[np.int64], aside: tuple[str, ...], path: Path
-) -> _TargetLabels:
-    """One example of all slides of a patient, in the order of the store."""
+    slides: BagTable, rows: NDArray[np.int64], path: Path
+) -> tuple[BagTable, tuple[NDArray[np.int64], ...]]:
+    """Return a row for all slides of a patient, in the order of the store, and which rows of that these are."""
     if unnamed := [str(name) for name in slides.slide[slides.patient == ""]]:
         raise UsageError(f"{path}: slide {unnamed[0]} has no patient, and [target] asks per patient")
     _, first, of = np.unique(slides.patient, return_index=True, return_inverse=True)
@@ -146,7 +159,7 @@ def _by_patient(
     order = np.sort(first)
     bags = tuple(rows[slides.patient == slides.patient[k]] for k in order)
     table = slides.take(order)
-    return _TargetLabels(replace(table, slide=table.patient), bags, aside, path.name)
+    return replace(table, slide=table.patient), bags
 
 
 def _table_path(study: Study, site: SiteFile) -> Path:

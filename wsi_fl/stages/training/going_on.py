@@ -45,6 +45,7 @@ class Asked:
         begins_without: whether a new run may begin without them too, and they may come to it later.
         agreement: SHA-256 of the plan that the hospitals signed; "" where nobody signed.
         approved: when this hospital approved it.
+        parameters: SHA-256 of the parameters of the model that travels, as that plan says; "" where it does not.
     """
 
     pipeline: str
@@ -55,6 +56,7 @@ class Asked:
     begins_without: bool = False
     agreement: str = ""
     approved: str = ""
+    parameters: str = ""
 
 
 def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
@@ -316,6 +318,7 @@ def describe_run(
             "series": series,
             "agreement": asked.agreement or None,
             "approved": asked.approved or None,
+            "parameters": asked.parameters or None,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "argv": ["wsi-fl", *sys.argv[1:]],
             "versions": versions() | {"python": sys.version.split()[0]},

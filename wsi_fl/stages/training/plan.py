@@ -37,13 +37,15 @@ _RARE, _MANY = 0.5, 1000
 
 
 class _Cost(TypedDict):
-    """What a plan costs one site."""
+    """What a plan costs one site; of a real one rows are counted before any are held out, and how many these are is
+    None.
+    """
 
     site: str
     n_train: int
     n_units: int
     canaries: int
-    n_validation: int
+    n_validation: int | None
     epsilon: float | None
     detection: float | None
     group: Group | None
@@ -114,7 +116,7 @@ def _cost(site: Site, party: RunContext, affordable: int) -> _Cost:
     """ε of the plan, and the time of all rounds from a few steps on throw-away models."""
     pipeline = party.pipeline
     batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size
-    units = np.arange(min(batch_size, site.units.n))
+    units = np.unique(site.units.of_row)[:batch_size]
     stream = CipherStream.fresh()
     rows = [site.units.rows(units, stream)] * (_TIMED_STEPS + 1)
     schedule = schedule_of(party)
@@ -134,10 +136,10 @@ def _cost(site: Site, party: RunContext, affordable: int) -> _Cost:
     cost = planned(site, pipeline.train.rounds) if pipeline.privacy.noisy else []
     return {
         "site": site.name,
-        "n_train": len(site.train),
+        "n_train": len(party.data(site.name).eligible().patient if terms.lifetime else site.train),
         "n_units": site.units.n,
-        "canaries": len(site.canaries.included) if site.canaries else 0,
-        "n_validation": len(site.validation) if site.validation else 0,
+        "canaries": site.n_canaries,
+        "n_validation": None if terms.lifetime else len(site.validation) if site.validation else 0,
         "epsilon": epsilon(cost, terms.delta) if cost else None,
         "detection": detection_of(terms.guarantee, cost),
         "group": group_of(site, cost),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -29,7 +30,14 @@ from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.going_on import Asked, which_run
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import Summary, SummaryRow, row_of, summary_of
-from wsi_fl.stages.training.workshop import brought, build_site, leaving_words, remember, schedule_of
+from wsi_fl.stages.training.workshop import (
+    brought,
+    build_site,
+    leaving_words,
+    remember,
+    require_signed_model,
+    schedule_of,
+)
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit, reason_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -60,7 +68,11 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
     for site in sites:
         data = party.data(site.name)
         site.folder.remember_store(data.digest(), data.facts())
-    documents = comm.gather([brought(site, party) for site in sites], preflight.Brought)
+        require_signed_model(site, party)
+    bringing = [brought(site, party) for site in sites]
+    for site, document in zip(sites, bringing, strict=True):
+        _note_preflight(party, site.name, document)
+    documents = comm.gather(bringing, preflight.Brought)
     preflight.compare(documents)  # by now all have the letters that were carried
     digests = {name: one.digest for name, one in party.releases.items()}
     for site in sites if digests else ():
@@ -103,6 +115,18 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     return rows
+
+
+def _note_preflight(party: RunContext, name: str, document: preflight.Brought) -> None:
+    """Note in a real hospital's own log what it is about to tell whom, in which run of which plan; nothing is spent."""
+    if not party.site(name).real:
+        return
+    others = ", ".join(other for other in party.names if other != name) or "nobody"
+    plan = f" of plan {party.run.agreement}" if party.run.agreement else ""
+    told = json.dumps(document, ensure_ascii=False, sort_keys=True)
+    note(
+        party.study.runs / f"{name}.log", f"preflight of {party.run.identity}{plan}: {others} are told {told}"
+    )
 
 
 def rank_main(run_path: Path) -> None:
@@ -163,14 +187,15 @@ def _guarded(
     except Interrupted:  # nothing failed here: whoever called begins again
         raise
     except BaseException as error:
-        kind = UsageError if isinstance(error, UsageError) else WsiFlError
+        told = not real or isinstance(error, KnownToAll)  # else not even what kind of failure it is
+        kind = UsageError if told and isinstance(error, UsageError) else WsiFlError
         text = reason_of(error, study.runs)
         if real:
             begun = run is not None and run.site(me).checkpoints()  # else its folder is about to go
             log = run.site(me).log_path if run and begun else study.runs / f"{me}.log"
             with suppress(OSError):
                 note(log, f"{text}\n{traceback.format_exc()}")
-            if not isinstance(error, KnownToAll):
+            if not told:
                 text = f"site {me} failed; its own log says why ({study.relative(log)})"
         with suppress(OSError):  # nobody listens any more
             tell(text, kind is UsageError)

@@ -29,7 +29,7 @@ from wsi_fl.stages.site import account
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN, Facts, ReleasedSums, read_sums, refuse_others, wanted_of, write_sums
 from wsi_fl.stages.training.workshop import build_model, learned_from
-from wsi_fl.stages.work.console import Line, Lines
+from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.stages.work.job import Job, device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -109,10 +109,11 @@ def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedS
     (site,) = party.sites
     data = party.data(site.name)
     data.require_current()
-    train, _ = learned_from(party, site.name)
+    if data.remark:
+        say(f"  {data.remark}", "yellow")
+    train, _, units = learned_from(party, site.name)
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training {party.examples}")
-    units = account.units_of(party.pipeline, train, site.name)
     mine = (ledger.site, RUN)  # the next release takes the place of one that never left
     counted = [one for one in rounds_of(ledger.entries) if one.final or (one.site, one.run) != mine]
     past = [one.mechanism for one in counted if one.mechanism]

@@ -116,19 +116,29 @@ def row_of(site: Site) -> SummaryRow:
         "rounds": len(took_part),
         "attended": _stretches(took_part),
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
-        # where patients are protected, how many rows they have is theirs
-        "n_train": None if terms.lifetime and terms.unit == "patient" else len(site.train),
+        "n_train": told_rows(site),
         "n_units": site.units.n,
-        "canaries": len(site.canaries.included) if site.canaries else 0,
+        "canaries": site.n_canaries,
         "detection": site.ledger.detection(),
         "group": None if terms.lifetime else group_of(site),
-        "receives": not len(site.train),
+        "receives": site.receives,
         # time grows with the rows that were drawn, so a real hospital keeps its own
         "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
         "messages": sum(line["messages"] for line in lines) + len(sent),
         "bytes": sum(line["bytes"] for line in [*lines, *sent]),
         "communication_seconds": None if terms.lifetime else float(waited),
     }
+
+
+def told_rows(site: Site) -> int | None:
+    """Return how many training rows a site tells others.
+
+    A real one tells n: where patients are protected, how many rows they have is theirs, and how many are left once some
+    are held out would say of whom the settings hold out whether they are there.
+    """
+    if not site.ledger.terms.lifetime:
+        return len(site.train)
+    return None if site.ledger.terms.unit == "patient" else site.units.n - site.n_canaries
 
 
 def _stretches(rounds: Sequence[int]) -> list[list[int]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, astuple, replace
 from functools import partial
 from sys import maxsize
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,9 +31,9 @@ from wsi_fl.learning.examples import (
 from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised_step, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
-from wsi_fl.learning.units import Canaries, canaries, tossed
-from wsi_fl.learning.validation import LONE, require_names, with_validation
-from wsi_fl.models import HUB, Start, build, schema, started_from
+from wsi_fl.learning.units import Canaries, Units, canaries, tossed
+from wsi_fl.learning.validation import LONE, held_out, require_names
+from wsi_fl.models import HUB, Start, build, parameters_digest, schema, started_from
 from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.weights import NoWeightsError
@@ -41,7 +42,7 @@ from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.sums import impossible
-from wsi_fl.stages.site.account import affordable_rounds, open_account, weights_of
+from wsi_fl.stages.site.account import affordable_rounds, open_account, units_of, weights_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import directions_of, of_patients, refuse_others, wanted_of
@@ -52,7 +53,7 @@ from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import Section, value_of
 from wsi_fl.system.files import sha256_of
-from wsi_fl.types import UNLABELLED, Bags, Images, UsageError, Vectors, WsiFlError
+from wsi_fl.types import UNLABELLED, Bags, Images, NoCommonPlan, UsageError, Vectors, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
 """Keeps the private models' initialisation apart from the proxies', which all sites share."""
@@ -92,14 +93,14 @@ def build_site(party: RunContext, index: int) -> Site:
         data.require_current()
     if data.remark:
         folder.log(data.remark)
-    train, validation = learned_from(party, name)
+    train, validation, units = learned_from(party, name)
     if not len(train) and not data.receives:
         raise WsiFlError(f"site {name}: its store has no training {party.examples}")
     tests = {} if data.receives else {"own": data.held_out}
     if tests and len(party.members) > 1 and party.may_merge:
         tests["merged"] = party.merged()
     canaries = agreed_canaries(party, name)
-    account = open_account(party, index, train, canaries.included if canaries else None)
+    account = open_account(party, index, units, canaries.included if canaries else None)
     make = _learners_of(party, index, device, account.plan, train)
     roles = {role: one for role, one in party.method.learners.items() if role == "proxy" or not data.receives}
     learners = {role: make(role, dp=one.dp, common=one.common) for role, one in roles.items()}
@@ -147,15 +148,15 @@ def brought(site: Site, party: RunContext) -> Brought:
         "size_px": meta.spec.size_px,
         "mpp": meta.spec.mpp,
         **data.inputs(),
-        "weights": started_from(site.learners[travels].model)[:16] if travels else "",
+        "weights": started_from(site.learners[travels].model) if travels else "",
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": party.names,
         "receivers": party.receivers,
         "graph": _graph_digest(party),
-        "directions": directions_of(data).digest[:16] if party.method.once else None,
+        "directions": directions_of(data).digest if party.method.once else None,
         "buffer": [value_of(pipeline, "replay.variant"), *astuple(buffer.shape)] if buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
-        "releases": {name: released.digest[:8] for name, released in party.releases.items()},
+        "releases": {name: released.digest for name, released in party.releases.items()},
         "versions": versions(),
         "affordable": affordable_rounds(site, pipeline.train.rounds),
         "units": site.units.n,
@@ -177,6 +178,16 @@ def _settings(pipeline: Pipeline) -> dict[str, Setting]:
     return {key: value for key, value in found.items() if key not in _OWN}
 
 
+def require_signed_model(site: Site, party: RunContext) -> None:
+    """Refuse to train where the model that travels is not the one that hospitals signed, by its `parameters_digest`."""
+    signed, travels = party.run.parameters, party.method.travels
+    if signed and travels and parameters_digest(site.learners[travels].model) != signed:
+        raise NoCommonPlan(
+            f"site {site.name} makes another model than the plan's (names and shapes of its parameters differ); "
+            "nothing was trained, so compare the versions of timm and torchvision, or agree on a new plan"
+        )
+
+
 def _graph_digest(party: RunContext) -> str | None:
     """The name of the graph, or what its file says."""
     graph = party.pipeline.topology.graph
@@ -185,16 +196,39 @@ def _graph_digest(party: RunContext) -> str | None:
     return sha256_of(party.study.resolve(graph))
 
 
-def learned_from(party: RunContext, name: str) -> tuple[Examples, Examples | None]:
-    """Return (the examples that a site's models learn from, those it holds out for validation)."""
+class TrainingPart(NamedTuple):
+    """What a site trains on.
+
+    Attributes:
+        train: the examples that its models learn from.
+        validation: those that are held out to say what answers best; None for none.
+        units: what privacy counts, of `Data.eligible`; the rows are those of `train`.
+    """
+
+    train: Examples
+    validation: Examples | None
+    units: Units
+
+
+def learned_from(party: RunContext, name: str) -> TrainingPart:
+    """Return what a site trains on."""
     if party.method.learns_from != "everybody":
         return _validated(party, party.data(name))
-    parts = []
+    parts: list[Examples] = []
+    patients: list[NDArray[np.str_]] = []
+    places: list[NDArray[np.int64]] = []
     for site in party.names:  # whose patients stay apart where their names agree
-        part = _training(party.data(site))
-        named = [f"{site}/{patient}" if patient else "" for patient in part.patient.tolist()]
-        parts.append(replace(part, patient=np.array(named, np.str_)))
-    return joined(parts), None
+        data, n = party.data(site), sum(map(len, patients))
+        part, eligible = _training(data), data.eligible()
+        parts.append(replace(part, patient=_named(site, part.patient)))
+        patients.append(_named(site, eligible.patient))
+        places.append(n + eligible.training)
+    units = units_of(party.pipeline, np.concatenate(patients), name)
+    return TrainingPart(joined(parts), None, units.only(np.concatenate(places)))
+
+
+def _named(site: str, patient: NDArray[np.str_]) -> NDArray[np.str_]:
+    return np.array([f"{site}/{name}" if name else "" for name in patient.tolist()], np.str_)
 
 
 def agreed_canaries(party: RunContext, name: str) -> Canaries | None:
@@ -254,32 +288,35 @@ def _training(data: Data) -> Examples:
     return train
 
 
-def _validated(party: RunContext, data: Data) -> tuple[Examples, Examples | None]:
-    """(for training, for validation): the store's own split, else a share of the training patients.
+def _validated(party: RunContext, data: Data) -> TrainingPart:
+    """Return what a site trains on, with its store's own validation split, or a share of its training patients.
 
     Where nothing is sent there is nothing to choose, and every row that is for training is learned from.
     """
     pipeline, train = party.pipeline, _training(data)
+    eligible = data.eligible()
+    units = units_of(pipeline, eligible.patient, data.site).only(eligible.training)
     if "proxy" not in party.method.learners and not party.method.keeps_lone:
-        return train, None
+        return TrainingPart(train, None, units)
     validation = data.examples("val")
     if not len(validation) and pipeline.train.val_fraction:
         fraction = pipeline.train.val_fraction
         if pipeline.privacy.noisy:
             require_names(train.patient, data.site)
-        learned, validation = with_validation(train, fraction, pipeline.train.seed)
-        if len(train) and not len(learned):
+        held = held_out(train.patient, fraction, pipeline.train.seed, data.lots)
+        if len(train) and held.all():
             raise UsageError(
                 f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
             )
-        train = learned
+        validation = subset(train, np.flatnonzero(held))
+        train, units = subset(train, np.flatnonzero(~held)), units.only(np.flatnonzero(~held))
     known = pipeline.train.alone or (pipeline.train.tune and pipeline.privacy.noisy) or party.method.once
     if pipeline.predict.with_ == "stack" and not known and not len(validation):
         raise UsageError(
             "predict.with = 'stack' needs a model that is the site's alone, or rows that no model was trained on; set "
             "train.alone=true, or train.val_fraction=0.15, or tile with a validation split"
         )
-    return train, validation if len(validation) else None
+    return TrainingPart(train, validation if len(validation) else None, units)
 
 
 def build_model(
