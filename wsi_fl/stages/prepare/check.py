@@ -18,6 +18,7 @@ from wsi_fl.stores.bags import read_bag_shard
 from wsi_fl.stores.fields import DAMAGE, first_line
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.system.names import without_companions
 from wsi_fl.types import WsiFlError
 
 _NAMED = 5
@@ -74,7 +75,7 @@ def _check_site(study: Study, site: str, watcher: Watcher) -> _SiteRow:
     ):
         if path.exists():
             opened.append(part(study, site))
-        elif any((path.parent / shards).glob("*.h5")):
+        elif without_companions((path.parent / shards).glob("*.h5")):
             n_read += 1
             damaged.append(
                 f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again"
@@ -115,7 +116,7 @@ def _bags(data: str, study: Study, site: str) -> Iterator[list[_Step]]:
         steps: list[_Step] = [
             (str(slide), partial(store.bag, k)) for k, slide in enumerate(store.table.slide)
         ]
-        shards = sorted((store.path.parent / data).glob("*.h5"))
+        shards = without_companions((store.path.parent / data).glob("*.h5"))
         yield [*steps, *((path.stem, partial(read_bag_shard, path)) for path in shards)]
 
 

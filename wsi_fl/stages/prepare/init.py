@@ -15,6 +15,7 @@ from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.system.files import write_text
+from wsi_fl.system.names import without_companions
 from wsi_fl.types import SlideRecord, UsageError
 
 _PIPELINES = {"tcga": "tcga_subtypes"}
@@ -88,7 +89,7 @@ def init(
         raise UsageError("--real goes with --from ARCHIVE or --site NAME")
     if archive is not None and names:
         raise UsageError("--from ARCHIVE finds its sites; --site NAME is for those without an archive")
-    written = [name for name in ("sites", "pipelines") if any((folder / name).glob("*"))]
+    written = [name for name in ("sites", "pipelines") if without_companions((folder / name).glob("*"))]
     if "sites" in written or (archive is None and written):
         raise UsageError(f"{folder}: is a study already ({written[0]}/ exists); choose another folder")
     pipelines = {path.stem: path.read_text(encoding="utf-8") for path in shipped("pipelines").glob("*.toml")}
@@ -112,7 +113,7 @@ def init(
     document: _Begun = {
         "study": str(folder),
         "layout": layout,
-        "pipelines": sorted(p.stem for p in (folder / "pipelines").glob("*.toml")),
+        "pipelines": [path.stem for path in without_companions((folder / "pipelines").glob("*.toml"))],
         "sites": [{"site": name, "slides": n} for name, n in slides.items()],
     }
     if found is not None and (found.subtypes or found.notes):
