@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -45,6 +46,8 @@ UNPLACED = -1
 _ROW_SUMMED = ("features",)
 """The dataset whose rows have checksums."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
+_FEW = 4
+"""Rows of a bag below which their checksums alone are no digest of it."""
 _OWN = {
     "label": "patch_label",
     "patient": "patch_patient",
@@ -100,6 +103,14 @@ class Bag:
     def placed(self) -> bool:
         """Return whether the places of the patches on the slide are known."""
         return bool((self.xy_l0 != UNPLACED).any())
+
+
+def mark_of(features: Features) -> str:
+    """Return a digest of the features [m, d] of a slide, in whatever order they are, and of whatever precision."""
+    with np.errstate(over="ignore"):
+        rows = np.ascontiguousarray(features, np.float16)
+    each = sorted(hashlib.blake2b(row, digest_size=8).digest() for row in rows)
+    return f"features {hashlib.sha256(b''.join(each)).hexdigest()}"
 
 
 def bags_of(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
@@ -282,6 +293,19 @@ class BagStore(StoreFile):
             | {"tumor_fraction": np.full(len(bag), np.nan, np.float32)}
         )
         return PatchTable(file["xy_l0"][:], slide=self.table.slide[bag], **own)
+
+    def marks(self) -> dict[str, frozenset[str]]:
+        """Return slide → a digest of its features, in whatever order they are: equal bags are equal in it.
+
+        It is made of the rows' checksums; only bags of very few rows are read.
+        """
+        found: dict[str, frozenset[str]] = {}
+        for k, slide in enumerate(self.table.slide.tolist()):
+            sums = np.sort(self._sums.values[self.rows_of(k)])
+            with suppress(WsiFlError):
+                few = mark_of(self.bag(k).features) if len(sums) < _FEW else ""
+                found[slide] = frozenset({f"rows {hashlib.sha256(sums.tobytes()).hexdigest()} {few}"})
+        return found
 
     def rows_of(self, k: int) -> slice:
         """Return which patches the k-th bag holds."""

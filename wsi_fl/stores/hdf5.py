@@ -145,7 +145,7 @@ def own_group(file: h5py.Group, name: str) -> h5py.Group:
     Raises:
         WsiFlError: when there is none, or it lies behind a link.
     """
-    found = _own(file, name)
+    found = own(file, name)
     if not isinstance(found, h5py.Group):
         raise WsiFlError(f"{Path(file.file.filename).name}: its {name!r} is no group")
     return found
@@ -159,7 +159,7 @@ def own_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
             states more than the file can hold.
         UsageError: when it is more than fits into memory.
     """
-    where, found = Path(file.file.filename).name, _own(file, name)
+    where, found = Path(file.file.filename).name, own(file, name)
     if not isinstance(found, h5py.Dataset):
         raise WsiFlError(f"{where}: its {name!r} is no dataset")
     if found.external or found.is_virtual:
@@ -172,7 +172,8 @@ def own_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     return found
 
 
-def _own(file: h5py.Group, name: str) -> Any:
+def own(file: h5py.Group, name: str) -> Any:
+    """Return what a file or group has of a name, without following links; WsiFlError for none, and for a link."""
     where, links = Path(file.file.filename).name, file.id.links
     if not links.exists(name.encode()):
         raise WsiFlError(f"{where}: has no {name!r}; it has {', '.join(file) or 'nothing'}")

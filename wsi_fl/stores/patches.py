@@ -6,11 +6,13 @@ reading as black.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -289,6 +291,21 @@ class PatchStore(StoreFile):
             except DAMAGE as error:
                 raise self._wrong(slide, f"is damaged ({first_line(error)})") from None
             return [self._rows[slide].start + row for row in patches.damaged()]
+
+    def marks(self) -> dict[str, frozenset[str]]:
+        """Return slide → digests of its content: of the whole slide, where its shard knows one, and of its patches.
+
+        Shards that cannot be read have the digest of their patches alone.
+        """
+        found = {}
+        for slide in self.slides:
+            places, known = self.table.xy_l0[self._rows[slide]], self.shard_sums[slide]
+            marks = {f"patches {known} {hashlib.sha256(places.tobytes()).hexdigest()}"} if known else set()
+            with suppress(*DAMAGE, WsiFlError):
+                if quickhash := str(self._open_shard(slide).attrs.get("quickhash", "")):
+                    marks.add(f"slide {quickhash}")
+            found[slide] = frozenset(marks)
+        return found
 
     @cached_property
     def channels(self) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from wsi_fl.system.names import composed
 from wsi_fl.types import UsageError, strange_character
 
 _S = TypeVar("_S", bound=BaseModel)
@@ -22,6 +23,10 @@ LEAST_SIGMA = 1e-3
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 """What a site is called: its file, its folders and its store bear the name."""
+
+
+TableText = Annotated[str, AfterValidator(composed)]
+"""What stands in a table of a site too: a column or a value, in the form in which tables are read."""
 
 
 def refuse_twice(names: list[str] | None) -> list[str] | None:

@@ -25,6 +25,7 @@ _OF_SAFETENSORS = ".tmp??????"
 """What that library writes to before it renames."""
 _DIGEST = "digest"
 _RETRY_S = 0.05
+_PIECE_BYTES, _PIECES = 1 << 14, 64
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -44,6 +45,28 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, which need not fit into memory."""
     with ordinary(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def marks_of(paths: Iterable[Path]) -> dict[Path, str]:
+    """Return a digest of each ordinary file of a size that another one of these has too: equal files are equal in it.
+
+    Of large files pieces all over them are read. Folders and files that cannot be read have none.
+    """
+    sizes: dict[int, list[Path]] = {}
+    for path in paths:
+        with suppress(OSError):
+            if path.is_file():
+                sizes.setdefault(path.stat().st_size, []).append(path)
+    found: dict[Path, str] = {}
+    for size, some in sizes.items():
+        for path in some if len(some) > 1 and size else ():
+            with suppress(OSError), path.open("rb") as file:
+                digest = hashlib.sha256(str(size).encode())
+                for start in range(0, size, max(_PIECE_BYTES, size // _PIECES)):
+                    file.seek(start)
+                    digest.update(file.read(_PIECE_BYTES))
+                found[path] = f"file {digest.hexdigest()}"
+    return found
 
 
 @contextmanager

@@ -13,11 +13,46 @@ from pathlib import Path, PurePosixPath
 from unicodedata import normalize
 
 MISSING = frozenset(
-    ";#n/a;#n/a n/a;#na;-nan;<na>;n/a;na;nan;nat;none;null;1.#ind;-1.#ind;1.#qnan;-1.#qnan;-;--;'--;–;—;?;"
-    "unknown;[unknown];not available;[not available];not reported;not provided".split(";")
+    [
+        "",
+        "#n/a",
+        "#n/a n/a",
+        "#na",
+        "-nan",
+        "<na>",
+        "n/a",
+        "na",
+        "nan",
+        "nat",
+        "none",
+        "null",
+        "1.#ind",
+        "-1.#ind",
+        "1.#qnan",
+        "-1.#qnan",
+        "-",
+        "--",
+        "'--",
+        "–",
+        "—",
+        "?",
+        "unknown",
+        "[unknown]",
+        "not available",
+        "[not available]",
+        "not reported",
+        "not provided",
+    ]
 )
 """What tables write where nothing is known, in lower case: what pandas reads as missing, and the words of archives."""
-_COMPANIONS = {"thumbs.db", "desktop.ini", "ehthumbs.db", "__macosx", "$recycle.bin", "system volume information"}
+_COMPANIONS = {
+    "thumbs.db",
+    "desktop.ini",
+    "ehthumbs.db",
+    "__macosx",
+    "$recycle.bin",
+    "system volume information",
+}
 _UUID = re.compile(r"[._ -]?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _BARCODE = re.compile(r"^(tcga-[^.]+)\..*$", re.IGNORECASE)
 _ZEROS = re.compile(r"(?<!\d)0+(?=\d)")

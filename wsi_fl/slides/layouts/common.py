@@ -242,12 +242,7 @@ def decimal_point(text: str) -> str:
 
 def slide_files(sources: Sources) -> list[Path]:
     files = sorted(
-        {
-            path
-            for pattern in sources.slides
-            for path in matching(pattern)
-            if path.is_file() or is_zarr(path)
-        }
+        {path for pattern in sources.slides for path in matching(pattern) if path.is_file() or is_zarr(path)}
     )
     if not files:
         raise UsageError(f"{sources.label}: slides matched no file ({', '.join(sources.slides)})")

@@ -11,8 +11,9 @@ from functools import partial
 from typing import TypedDict, Unpack
 
 from wsi_fl.plugins import entries
-from wsi_fl.stages.prepare.sources import Which, asked_for
-from wsi_fl.stages.site.data import open_bags, open_store
+from wsi_fl.slides.patching.copies import Scan, told_between, told_copies
+from wsi_fl.stages.prepare.sources import Which, asked_for, copies_lines
+from wsi_fl.stages.site.data import open_bags, open_store, scans_in
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import read_bag_shard
 from wsi_fl.stores.fields import DAMAGE, first_line
@@ -30,18 +31,21 @@ _Step = tuple[str, Callable[[], object]]
 
 
 class _SiteRow(TypedDict):
-    """How many shards, bags and other files were read, and a line for each damage: where, what, its mending."""
+    """How many shards, bags and other files were read, a line for each damage: where, what, its mending; and one for each
+    scan that is there several times."""
 
     site: str
     read: int
     damaged: list[str]
+    copies: list[str]
     seconds: float
 
 
 class _Checked(TypedDict):
-    """All sites, and whether nothing is damaged."""
+    """All sites, scans that several of them have, and whether nothing is damaged."""
 
     sites: list[_SiteRow]
+    copies: list[str]
     ok: bool
 
 
@@ -52,14 +56,17 @@ def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which
         WsiFlError: when there is nothing to check.
     """
     _, sites = asked_for(study, **which)
-    rows = [_check_site(study, one.name, watcher or Silent()) for one in sites]
+    scans: dict[str, list[Scan]] = {}
+    rows = [_check_site(study, one.name, watcher or Silent(), scans) for one in sites]
     if not any(row["read"] for row in rows):
         again = "--all" if which["site"] is None else f"--site {which['site']}"
         raise WsiFlError(f"nothing is stored yet; run `wsi-fl tile {again}`")
-    return {"sites": rows, "ok": not any(row["damaged"] for row in rows)}
+    copies = list(dict.fromkeys(line for some in scans.values() for line in told_between(some)))
+    return {"sites": rows, "copies": copies, "ok": not any(row["damaged"] for row in rows)}
 
 
-def _check_site(study: Study, site: str, watcher: Watcher) -> _SiteRow:
+def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list[Scan]]) -> _SiteRow:
+    """Read all of a site; the scans in its stores are added to those of each kind of store."""
     began, n_read = time.perf_counter(), 0
     damaged: list[str] = []
 
@@ -68,13 +75,14 @@ def _check_site(study: Study, site: str, watcher: Watcher) -> _SiteRow:
         return str(error) if isinstance(error, WsiFlError) else f"{site}: damaged ({first_line(error)})"
 
     opened: list[Iterator[list[_Step]]] = []
+    own: dict[str, list[Scan]] = {}
     for path, part, shards, command in (
         (study.store(site), _patches, "slides", "tile"),
         (study.features(site), partial(_bags, "features"), "features", "features"),
         (study.mosaic(site), partial(_bags, "mosaics"), "mosaics", "mosaic"),
     ):
         if path.exists():
-            opened.append(part(study, site))
+            opened.append(part(study, site, own))
         elif without_companions((path.parent / shards).glob("*.h5")):
             n_read += 1
             damaged.append(
@@ -95,11 +103,16 @@ def _check_site(study: Study, site: str, watcher: Watcher) -> _SiteRow:
         except _FOUND as error:  # it does not even open
             n_read += 1
             damaged.append(told(error))
-    return {"site": site, "read": n_read, "damaged": damaged, "seconds": time.perf_counter() - began}
+    for kind, some in own.items():
+        scans.setdefault(kind, []).extend(some)
+    copies = list(dict.fromkeys(line for some in own.values() for line in told_copies(some)))
+    seconds = time.perf_counter() - began
+    return {"site": site, "read": n_read, "damaged": damaged, "copies": copies, "seconds": seconds}
 
 
-def _patches(study: Study, site: str) -> Iterator[list[_Step]]:
+def _patches(study: Study, site: str, scans: dict[str, list[Scan]]) -> Iterator[list[_Step]]:
     with open_store(study, site) as store:
+        scans["patches"] = scans_in(store)
         yield [(slide, partial(_read_slide, store, slide)) for slide in store.slides]
 
 
@@ -111,8 +124,9 @@ def _read_slide(store: PatchStore, slide: str) -> None:
         )
 
 
-def _bags(data: str, study: Study, site: str) -> Iterator[list[_Step]]:
+def _bags(data: str, study: Study, site: str, scans: dict[str, list[Scan]]) -> Iterator[list[_Step]]:
     with open_bags(study, site, data) as store:
+        scans[data] = scans_in(store)
         steps: list[_Step] = [
             (str(slide), partial(store.bag, k)) for k, slide in enumerate(store.table.slide)
         ]
@@ -126,4 +140,5 @@ def check_lines(document: _Checked) -> Lines:
     rows = [[row["site"], row["read"], len(row["damaged"]), f"{row['seconds']:.1f}"] for row in sites]
     yield Table("check", ["site", "read", "damaged", "s"], rows)
     yield from (Line(f"  {line}", "bold red") for row in sites for line in row["damaged"])
+    yield from copies_lines(document)
     yield Line("nothing is damaged" if document["ok"] else "damaged; see above for what mends it")

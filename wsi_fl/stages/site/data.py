@@ -33,6 +33,7 @@ from wsi_fl.learning.examples import (
 from wsi_fl.learning.tasks import Task, strata
 from wsi_fl.learning.validation import folds_of
 from wsi_fl.runs.site import PIXELS
+from wsi_fl.slides.patching.copies import Scan
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stages.site.targets import answers, classes_of, outputs_of, task_of
@@ -275,6 +276,25 @@ def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Pa
             f"`wsi-fl {store.command} --site {site}`"
         )
     return store
+
+
+def scans_in(store: PatchStore | BagStore) -> list[Scan]:
+    """Return the slides of a store with what marks their content; none of synthetic images, which are no slides."""
+    if store.meta.generator is not None:
+        return []
+    slides, (_, first) = store.table.slide, np.unique(store.table.slide, return_index=True)
+    marks, rows = store.marks(), np.sort(first)
+    return [
+        Scan(
+            store.meta.site,
+            str(slides[k]),
+            str(store.table.patient[k]),
+            str(store.table.split[k]),
+            marks[name],
+        )
+        for k in rows.tolist()
+        if (name := str(slides[k])) in marks
+    ]
 
 
 def store_digest(store: PatchStore) -> str:

@@ -230,14 +230,13 @@ def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
             raise UsageError(f"{where}: {target.event} = {event!r} is none of {', '.join(_EVENT)}")
         return _number(time, f"{where}: {target.time}", 0.0, float("inf")), _EVENT[event]
     text = row[str(target.column)]
-    if text in map(composed, target.ignore):
+    if text in target.ignore:
         return None
     if target.range is not None:
         return None if is_missing(text) else _number(text, f"{where}: {target.column}", *target.range)
     assert target.classes is not None
-    classes = [composed(name) for name in target.classes]
-    if text in classes:
-        return classes.index(text)
+    if text in target.classes:
+        return target.classes.index(text)
     if is_missing(text):
         return None
     raise UsageError(
