@@ -23,6 +23,7 @@ from wsi_fl.stores.fields import (
     DAMAGE,
     ROWS,
     Marked,
+    StoreUnavailable,
     crc_of_rows,
     encoded_text,
     first_line,
@@ -30,6 +31,7 @@ from wsi_fl.stores.fields import (
     marked_columns,
     read_marked,
     read_spec,
+    refuse_unavailable,
     require_sound,
     root_attrs,
     seal,
@@ -46,6 +48,7 @@ UNPLACED = -1
 _ROW_SUMMED = ("features",)
 """The dataset whose rows have checksums."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
+_EITHER = "`wsi-fl import` where its features were imported, else `wsi-fl mosaic`"
 _FEW = 4
 """Rows of a bag below which their checksums alone are no digest of it."""
 _OWN = {
@@ -228,12 +231,23 @@ class BagStore(StoreFile):
     rows = _ROW_SUMMED
 
     def __init__(self, path: Path) -> None:
-        self.command = "features" if path.name == "features.h5" else "mosaic"
+        self.command = "features" if path.name == "features.h5" else ""
+        if (
+            not self.command and (path.parent / "mosaics").is_dir()
+        ):  # the shards, which no other command makes
+            self.command = "mosaic"
         super().__init__(path)
+
+    @property
+    def making(self) -> str:
+        """Return which command makes a store that is not there: features that exist are imported."""
+        return super().making if self.command else f"make it with {_EITHER}"
 
     @property
     def mend(self) -> str:
         """Return what to do about damage; a store that was imported needs the same options again."""
+        if not self.command:  # nothing says what made it
+            return f"put its backup back, or make it anew with {_EITHER}"
         return f"{super().mend}, as before" if self.command == "import" else super().mend
 
     def _load(self, file: h5py.File) -> None:
@@ -337,6 +351,7 @@ class BagStore(StoreFile):
             ]
             self._sums.check_rows(wanted, found, self._named)
         except DAMAGE as error:
+            refuse_unavailable(error, self.path)
             raise WsiFlError(f"{self.path}: damaged ({first_line(error)}); {self.mend}") from None
         return found if len(found) == len(rows) and (np.diff(rows) > 0).all() else found[place]
 
@@ -429,11 +444,16 @@ def current_shard(path: Path, wanted: str) -> BagShard | str:
 
     Returns:
         "" where there is no shard.
+
+    Raises:
+        StoreUnavailable: when it is there and cannot be read now.
     """
     if not path.exists():
         return ""
     try:
         shard = read_bag_shard(path)
+    except StoreUnavailable:
+        raise
     except WsiFlError as error:
         return f"its shard was damaged ({error})"
     return shard if shard.fingerprint == wanted else "settings, encoder or slide changed"

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.stores.bags import UNPLACED, Bag, BagStore
-from wsi_fl.stores.fields import first_line, refuse_too_large, too_large
+from wsi_fl.stores.fields import first_line, refuse_too_large, refuse_unavailable, too_large
 from wsi_fl.stores.hdf5 import created, is_own, opened, own, own_dataset, own_group
 from wsi_fl.system.files import atomic, ordinary, write_text
 from wsi_fl.system.names import is_companion, slide_of
@@ -126,6 +126,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     except KeyError as error:
         raise WsiFlError(f"{path.name}: damaged, or not of this format ({first_line(error)})") from None
     except (OSError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+        refuse_unavailable(error, path.name)
         raise WsiFlError(f"{path.name}: not a readable HDF5 file ({first_line(error)})") from None
     except MemoryError as error:
         raise WsiFlError(f"{path.name}: {too_large(error)}") from None
@@ -347,7 +348,11 @@ def _says(group: h5py.Group, name: str) -> bool:
 
 
 def _matrix(file: h5py.File, name: str) -> NDArray[Any]:
-    """Return a matrix of AnnData, dense or of sparse rows or columns, as a dense array."""
+    """Return a matrix of AnnData, dense or of sparse rows or columns, as a dense array.
+
+    Raises:
+        WsiFlError: when it is neither, damaged, or more than fits into memory.
+    """
     if not isinstance(group := own(file, name), h5py.Group):
         return own_dataset(file, name)[:]
     where, kind = Path(file.filename).name, _text(group.attrs, "encoding-type")

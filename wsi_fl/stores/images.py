@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.stores.fields import DAMAGE, refuse_too_large, too_large
+from wsi_fl.stores.fields import DAMAGE, refuse_too_large, refuse_unavailable, too_large
 from wsi_fl.stores.hdf5 import opened, own_dataset, packs_too_much
 from wsi_fl.system.names import without_companions
 from wsi_fl.types import UsageError, WsiFlError, one_line
@@ -116,6 +116,7 @@ def _arrays(path: Path) -> dict[str, Any]:
     try:
         return read(path)
     except _UNREADABLE as error:
+        refuse_unavailable(error, path)
         raise UsageError(f"{path}: not a readable {kind} file ({one_line(error)})") from None
     except MemoryError as error:
         raise UsageError(f"{path}: {too_large(error)}") from None
@@ -240,4 +241,5 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         with Image.open(path) as picture:
             yield picture
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        refuse_unavailable(error, path)
         raise WsiFlError(f"{path}: not a readable image ({one_line(error)})") from None

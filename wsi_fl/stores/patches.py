@@ -29,15 +29,18 @@ from wsi_fl.stores.fields import (
     SHARDS,
     STORE_FORMAT,
     RowChecksums,
+    StoreUnavailable,
     check_format,
     check_seal,
     first_line,
     read_meta,
+    refuse_unavailable,
     require_sound,
     shard_sum,
     sums_of,
     text_of,
     too_large,
+    why_unavailable,
 )
 from wsi_fl.stores.hdf5 import StoreFile, opened
 from wsi_fl.system import jpeg
@@ -114,11 +117,17 @@ class _Rows:
             self._decode(self._checked(int(row)), out[position])
 
     def damaged(self) -> Iterator[int]:
-        """Yield which patches are damaged, after reading each, without decoding it."""
+        """Yield which patches are damaged, after reading each, without decoding it.
+
+        Raises:
+            WsiFlError, OSError: when one cannot be read now, for a reason that is not the file's.
+        """
         for row in range(self.n) if self.sums is not None else ():
             try:
                 self._checked(row)
-            except (*DAMAGE, WsiFlError):
+            except (*DAMAGE, WsiFlError) as error:
+                if why_unavailable(error):
+                    raise
                 yield row
 
     def _checked(self, row: int) -> bytes:
@@ -288,9 +297,11 @@ class PatchStore(StoreFile):
             shard, patches = self._shard(slide)
             try:
                 check_seal(shard, PIXELS)
+                damaged = list(patches.damaged())
             except DAMAGE as error:
+                refuse_unavailable(error, self._shard_path(slide))
                 raise self._wrong(slide, f"is damaged ({first_line(error)})") from None
-            return [self._rows[slide].start + row for row in patches.damaged()]
+            return [self._rows[slide].start + row for row in damaged]
 
     def marks(self) -> dict[str, frozenset[str]]:
         """Return slide → digests of its content: of the whole slide, where its shard knows one, and of its patches.
@@ -316,6 +327,9 @@ class PatchStore(StoreFile):
         """Return the HDF5 group of one slide; WsiFlError where its shard is missing, damaged or of other patches."""
         return self._shard(slide)[0]
 
+    def _shard_path(self, slide: str) -> Path:
+        return self.path.parent / "slides" / f"{slide}.h5"
+
     def _wrong(self, slide: str, what: str) -> WsiFlError:
         return WsiFlError(f"{self.path}: the shard of slide {slide} {what}; {self.mend}")
 
@@ -326,7 +340,7 @@ class PatchStore(StoreFile):
             try:
                 group = self._open_shard(slide)
                 try:
-                    check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5")
+                    check_format(group, SHARD_FORMAT, self._shard_path(slide))
                 except WsiFlError as error:
                     raise WsiFlError(f"{error}; {self.mend}") from None
                 rows = rows_of(group, self.meta.spec, self._read_slide, self._sums.get(slide))
@@ -334,6 +348,7 @@ class PatchStore(StoreFile):
             except FileNotFoundError:
                 raise self._wrong(slide, "is missing") from None
             except DAMAGE as error:
+                refuse_unavailable(error, self._shard_path(slide))
                 raise self._wrong(slide, f"is damaged ({first_line(error)})") from None
             except MemoryError as error:
                 raise self._wrong(slide, f"is {too_large(error)}") from None
@@ -412,9 +427,10 @@ class PatchStore(StoreFile):
         first = self._rows[slide].start
         try:
             patches.read(rows - first, out, at)
-        except SlideUnreadable:
+        except (SlideUnreadable, StoreUnavailable):
             raise
         except (*DAMAGE, WsiFlError) as error:
+            refuse_unavailable(error, self._shard_path(slide))
             row = int(rows[0])
             for k, one in enumerate(rows):
                 try:

@@ -13,36 +13,24 @@ from pathlib import Path, PurePosixPath
 from unicodedata import normalize
 
 MISSING = frozenset(
-    [
-        "",
-        "#n/a",
-        "#n/a n/a",
-        "#na",
-        "-nan",
-        "<na>",
-        "n/a",
-        "na",
-        "nan",
-        "nat",
-        "none",
-        "null",
-        "1.#ind",
-        "-1.#ind",
-        "1.#qnan",
-        "-1.#qnan",
-        "-",
-        "--",
-        "'--",
-        "–",
-        "—",
-        "?",
-        "unknown",
-        "[unknown]",
-        "not available",
-        "[not available]",
-        "not reported",
-        "not provided",
-    ]
+    {
+        *("", "#n/a", "#n/a n/a", "#na", "-nan", "<na>", "n/a", "na", "nan", "nat", "none", "null"),
+        *(
+            "1.#ind",
+            "-1.#ind",
+            "1.#qnan",
+            "-1.#qnan",
+            "-",
+            "--",
+            "'--",
+            "–",
+            "—",
+            "?",
+            "unknown",
+            "[unknown]",
+        ),
+        *("not available", "[not available]", "not reported", "not provided"),
+    }
 )
 """What tables write where nothing is known, in lower case: what pandas reads as missing, and the words of archives."""
 _COMPANIONS = {
@@ -99,7 +87,7 @@ def slide_of(path: Path) -> str:
 
 
 def is_companion(path: Path) -> bool:
-    """Return whether a file or folder is hidden, a lock or a backup copy, or what macOS and Windows leave beside others.
+    """Return whether a file or folder is hidden, a lock or a backup copy, or what macOS and Windows leave beside it.
 
     Example:
         >>> [is_companion(Path(one)) for one in ("._S0.h5", "Thumbs.db", "~$a.csv", "a.svs~", "S0.h5")]

@@ -13,10 +13,10 @@ from typing import TypedDict, Unpack
 from wsi_fl.plugins import entries
 from wsi_fl.slides.patching.copies import Scan, told_between, told_copies
 from wsi_fl.stages.prepare.sources import Which, asked_for, copies_lines
-from wsi_fl.stages.site.data import open_bags, open_store, scans_in
+from wsi_fl.stages.site.data import maker_of, open_bags, open_store, scans_in
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import read_bag_shard
-from wsi_fl.stores.fields import DAMAGE, first_line
+from wsi_fl.stores.fields import DAMAGE, StoreUnavailable, first_line, why_unavailable
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.system.names import without_companions
@@ -31,18 +31,19 @@ _Step = tuple[str, Callable[[], object]]
 
 
 class _SiteRow(TypedDict):
-    """How many shards, bags and other files were read, a line for each damage: where, what, its mending; and one for each
-    scan that is there several times."""
+    """How many shards, bags and other files were read, a line for each damage (where, what, its mending), for each
+    store that could not be read now, and for each scan that is there several times."""
 
     site: str
     read: int
     damaged: list[str]
+    unavailable: list[str]
     copies: list[str]
     seconds: float
 
 
 class _Checked(TypedDict):
-    """All sites, scans that several of them have, and whether nothing is damaged."""
+    """All sites, scans that several of them have, and whether all could be read and nothing is damaged."""
 
     sites: list[_SiteRow]
     copies: list[str]
@@ -60,19 +61,33 @@ def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which
     rows = [_check_site(study, one.name, watcher or Silent(), scans) for one in sites]
     if not any(row["read"] for row in rows):
         again = "--all" if which["site"] is None else f"--site {which['site']}"
-        raise WsiFlError(f"nothing is stored yet; run `wsi-fl tile {again}`")
+        command = maker_of(study, sites[0].name, "tile")
+        others = " or `wsi-fl import`" if command != "tile" else ""
+        raise WsiFlError(
+            f"nothing is stored yet; run `wsi-fl {command}{'' if others else f' {again}'}`{others}"
+        )
     copies = list(dict.fromkeys(line for some in scans.values() for line in told_between(some)))
-    return {"sites": rows, "copies": copies, "ok": not any(row["damaged"] for row in rows)}
+    return {
+        "sites": rows,
+        "copies": copies,
+        "ok": not any(row["damaged"] or row["unavailable"] for row in rows),
+    }
 
 
 def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list[Scan]]) -> _SiteRow:
     """Read all of a site; the scans in its stores are added to those of each kind of store."""
     began, n_read = time.perf_counter(), 0
     damaged: list[str] = []
+    unavailable: list[str] = []
 
-    def told(error: BaseException) -> str:
+    def note(error: BaseException) -> None:
         """Say what is damaged, also where no reader foresaw that: the other stores and sites are read all the same."""
-        return str(error) if isinstance(error, WsiFlError) else f"{site}: damaged ({first_line(error)})"
+        if (reason := why_unavailable(error)) or isinstance(error, StoreUnavailable):
+            unavailable.append(f"{site}: {reason}" if reason else str(error))
+        else:
+            damaged.append(
+                str(error) if isinstance(error, WsiFlError) else f"{site}: damaged ({first_line(error)})"
+            )
 
     opened: list[Iterator[list[_Step]]] = []
     own: dict[str, list[Scan]] = {}
@@ -98,16 +113,23 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
                     try:
                         read()
                     except _FOUND as error:
-                        damaged.append(told(error))
+                        note(error)
                 watcher.update(site, len(known), len(known))
         except _FOUND as error:  # it does not even open
             n_read += 1
-            damaged.append(told(error))
+            note(error)
     for kind, some in own.items():
         scans.setdefault(kind, []).extend(some)
     copies = list(dict.fromkeys(line for some in own.values() for line in told_copies(some)))
     seconds = time.perf_counter() - began
-    return {"site": site, "read": n_read, "damaged": damaged, "copies": copies, "seconds": seconds}
+    return {
+        "site": site,
+        "read": n_read,
+        "damaged": damaged,
+        "unavailable": unavailable,
+        "copies": copies,
+        "seconds": seconds,
+    }
 
 
 def _patches(study: Study, site: str, scans: dict[str, list[Scan]]) -> Iterator[list[_Step]]:
@@ -140,5 +162,8 @@ def check_lines(document: _Checked) -> Lines:
     rows = [[row["site"], row["read"], len(row["damaged"]), f"{row['seconds']:.1f}"] for row in sites]
     yield Table("check", ["site", "read", "damaged", "s"], rows)
     yield from (Line(f"  {line}", "bold red") for row in sites for line in row["damaged"])
+    yield from (Line(f"  {line}", "bold yellow") for row in sites for line in row["unavailable"])
     yield from copies_lines(document)
-    yield Line("nothing is damaged" if document["ok"] else "damaged; see above for what mends it")
+    damaged = any(row["damaged"] for row in sites)
+    unread = "" if document["ok"] or damaged else "not all could be read; see above, then check again"
+    yield Line(unread or ("damaged; see above for what mends it" if damaged else "nothing is damaged"))

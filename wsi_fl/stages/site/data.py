@@ -262,9 +262,20 @@ def open_bags(study: Study, site: str, data: str) -> BagStore:
     return _own(study, site, path(site), command, BagStore)
 
 
+def maker_of(study: Study, site: str, command: str) -> str:
+    """Return the command that makes a site's store: where the site has no slides, features come by `import`, and images
+    by `partition`.
+    """
+    named = study.site_path(site).is_file()
+    if not named or study.site(site).slides is not None or (study.mosaic(site).parent / "mosaics").is_dir():
+        return command
+    return {"mosaic": "import", "tile": "partition"}.get(command, command)
+
+
 def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Path], _Opened]) -> _Opened:
     """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
     if not path.exists():
+        command = maker_of(study, site, command)
         raise WsiFlError(
             f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {command} --site {site}`"
         )
