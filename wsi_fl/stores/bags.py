@@ -23,7 +23,6 @@ from wsi_fl.stores.fields import (
     DAMAGE,
     ROWS,
     Marked,
-    StoreUnavailable,
     crc_of_rows,
     encoded_text,
     first_line,
@@ -31,7 +30,6 @@ from wsi_fl.stores.fields import (
     marked_columns,
     read_marked,
     read_spec,
-    refuse_unavailable,
     require_sound,
     root_attrs,
     seal,
@@ -39,7 +37,7 @@ from wsi_fl.stores.fields import (
     text_of,
 )
 from wsi_fl.stores.hdf5 import StoreFile, created
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import FileUnavailable, atomic, refuse_unavailable
 from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
 _FORMAT, _SHARD_FORMAT = "wsi-fl bag store", "wsi-fl bag"
@@ -446,13 +444,13 @@ def current_shard(path: Path, wanted: str) -> BagShard | str:
         "" where there is no shard.
 
     Raises:
-        StoreUnavailable: when it is there and cannot be read now.
+        FileUnavailable: when it is there and cannot be read now.
     """
     if not path.exists():
         return ""
     try:
         shard = read_bag_shard(path)
-    except StoreUnavailable:
+    except FileUnavailable:
         raise
     except WsiFlError as error:
         return f"its shard was damaged ({error})"

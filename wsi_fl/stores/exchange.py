@@ -37,9 +37,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.stores.bags import UNPLACED, Bag, BagStore
-from wsi_fl.stores.fields import first_line, refuse_too_large, refuse_unavailable, too_large
+from wsi_fl.stores.fields import first_line, refuse_too_large, too_large
 from wsi_fl.stores.hdf5 import created, is_own, opened, own, own_dataset, own_group
-from wsi_fl.system.files import atomic, ordinary, write_text
+from wsi_fl.system.files import atomic, ordinary, refuse_unavailable, write_text
 from wsi_fl.system.names import is_companion, slide_of
 from wsi_fl.types import UsageError, WsiFlError, one_line
 

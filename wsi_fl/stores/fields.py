@@ -5,9 +5,7 @@ CRC-32 detects damage, but no forgery.
 
 from __future__ import annotations
 
-import errno
 import json
-import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -34,21 +32,6 @@ shards."""
 _CHANGED = "not the bytes that were written"
 DAMAGE = (ArithmeticError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 """What reading a damaged HDF5 file raises."""
-_UNAVAILABLE = {
-    errno.EAGAIN: "another program holds it open for writing; close it there (a notebook?) and start again",
-    errno.ENOLCK: "its disk has no file locks; set HDF5_USE_FILE_LOCKING=FALSE in the environment",
-    errno.EACCES: "this user may not read it; change its permissions",
-    errno.EPERM: "this user may not read it; change its permissions",
-    errno.ESTALE: "its network disk has lost it; mount that disk again",
-    errno.ENOTCONN: "its network disk is not connected; mount that disk again",
-    errno.EHOSTDOWN: "its network disk does not answer; try again later",
-    errno.ETIMEDOUT: "its network disk does not answer; try again later",
-    errno.EMFILE: "this program has too many files open; raise the limit with `ulimit -n`",
-    errno.ENFILE: "this machine has too many files open; close other programs",
-    errno.EIO: "its disk fails to read it; look after the disk, not the file",
-}
-"""What the system says of a file that may be whole → why it cannot be read now, and what to do."""
-_ERRNO = re.compile(r"errno = (\d+)")
 _AT_ONCE = 1 << 16
 Marked = tuple[tuple[int, int, str], ...]
 """(x, y) of patches in level-0 pixels, and the reason why they are no rows."""
@@ -199,28 +182,6 @@ def refuse_too_large(where: object, n_bytes: int) -> None:
     if n_bytes > (room := free_bytes()):
         needed = f"{n_bytes / 1e9:.3g} GB; {room / 1e9:.3g} GB are free"
         raise UsageError(f"{where}: {too_large(MemoryError(needed))}")
-
-
-class StoreUnavailable(WsiFlError):
-    """A file that cannot be read now, for a reason that is none of its own: nothing needs to be made anew."""
-
-
-def why_unavailable(error: BaseException) -> str:
-    """Return why the system does not let a file be read now, and what to do; "" where the file itself is at fault."""
-    if not isinstance(error, OSError):
-        return ""
-    found = _ERRNO.search(str(error))  # HDF5 says it in words
-    return _UNAVAILABLE.get(error.errno or (int(found[1]) if found else 0), "")
-
-
-def refuse_unavailable(error: BaseException, path: object) -> None:
-    """Refuse to take for damage what only keeps a file from being read now.
-
-    Raises:
-        StoreUnavailable: when that is the error.
-    """
-    if reason := why_unavailable(error):
-        raise StoreUnavailable(f"{path}: {reason}") from None
 
 
 def first_line(error: BaseException) -> str:

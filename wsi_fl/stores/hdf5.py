@@ -16,17 +16,9 @@ from zlib import error as ZlibError
 
 import h5py
 
-from wsi_fl.stores.fields import (
-    DAMAGE,
-    check_format,
-    check_seal,
-    first_line,
-    refuse_too_large,
-    refuse_unavailable,
-    too_large,
-)
+from wsi_fl.stores.fields import DAMAGE, check_format, check_seal, first_line, refuse_too_large, too_large
 from wsi_fl.system.bulk import ALIGNMENT
-from wsi_fl.system.files import ordinary, reserve
+from wsi_fl.system.files import ordinary, refuse_unavailable, reserve
 from wsi_fl.types import WsiFlError
 
 SLIDE_BYTES = 1 << 14

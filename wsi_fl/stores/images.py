@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.stores.fields import DAMAGE, refuse_too_large, refuse_unavailable, too_large
+from wsi_fl.stores.fields import DAMAGE, refuse_too_large, too_large
 from wsi_fl.stores.hdf5 import opened, own_dataset, packs_too_much
+from wsi_fl.system.files import refuse_unavailable
 from wsi_fl.system.names import without_companions
 from wsi_fl.types import UsageError, WsiFlError, one_line
 

@@ -29,22 +29,20 @@ from wsi_fl.stores.fields import (
     SHARDS,
     STORE_FORMAT,
     RowChecksums,
-    StoreUnavailable,
     check_format,
     check_seal,
     first_line,
     read_meta,
-    refuse_unavailable,
     require_sound,
     shard_sum,
     sums_of,
     text_of,
     too_large,
-    why_unavailable,
 )
 from wsi_fl.stores.hdf5 import StoreFile, opened
 from wsi_fl.system import jpeg
 from wsi_fl.system.bulk import BufferPool
+from wsi_fl.system.files import FileUnavailable, refuse_unavailable, why_unavailable
 from wsi_fl.system.machine import most_open_files, n_cores
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
@@ -120,7 +118,7 @@ class _Rows:
         """Yield which patches are damaged, after reading each, without decoding it.
 
         Raises:
-            WsiFlError, OSError: when one cannot be read now, for a reason that is not the file's.
+            WsiFlError: when one cannot be read now, for a reason that is not the file's; or OSError.
         """
         for row in range(self.n) if self.sums is not None else ():
             try:
@@ -427,7 +425,7 @@ class PatchStore(StoreFile):
         first = self._rows[slide].start
         try:
             patches.read(rows - first, out, at)
-        except (SlideUnreadable, StoreUnavailable):
+        except (SlideUnreadable, FileUnavailable):
             raise
         except (*DAMAGE, WsiFlError) as error:
             refuse_unavailable(error, self._shard_path(slide))

@@ -36,7 +36,6 @@ from wsi_fl.stores.fields import (
     read_marked,
     read_meta,
     read_spec,
-    refuse_unavailable,
     root_attrs,
     seal,
     shard_sum,
@@ -45,7 +44,7 @@ from wsi_fl.stores.fields import (
 from wsi_fl.stores.hdf5 import SLIDE_BYTES, created, opened
 from wsi_fl.stores.patches import PIXELS, PatchStore, SlideSource, quality_of, rows_of
 from wsi_fl.system.bulk import BulkFile, pile_in
-from wsi_fl.system.files import atomic, remove_abandoned
+from wsi_fl.system.files import atomic, refuse_unavailable, remove_abandoned
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
 
 _ROW_BYTES = 256

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,7 +27,44 @@ _OF_SAFETENSORS = ".tmp??????"
 _DIGEST = "digest"
 _RETRY_S = 0.05
 _PIECE_BYTES, _PIECES = 1 << 14, 64
+_UNAVAILABLE = {
+    errno.EAGAIN: "it is in use by another program, which may write it; close it there (a notebook?) and start again",
+    errno.ENOLCK: "its disk has no file locks; set HDF5_USE_FILE_LOCKING=FALSE in the environment",
+    errno.EACCES: "this user may not read it; change its permissions",
+    errno.EPERM: "this user may not read it; change its permissions",
+    errno.ESTALE: "its network disk has lost it; mount that disk again",
+    errno.ENOTCONN: "its network disk is not connected; mount that disk again",
+    errno.EHOSTDOWN: "its network disk does not answer; try again later",
+    errno.ETIMEDOUT: "its network disk does not answer; try again later",
+    errno.EMFILE: "this program has too many files open; raise the limit with `ulimit -n`",
+    errno.ENFILE: "this machine has too many files open; close other programs",
+    errno.EIO: "its disk fails to read it; look after the disk, not the file",
+}
+"""What the system says of a file that may be whole → why it cannot be read now, and what to do."""
+_ERRNO = re.compile(r"errno = (\d+)")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FileUnavailable(WsiFlError):
+    """A file that cannot be read now, for a reason that is none of its own: nothing needs to be made anew."""
+
+
+def why_unavailable(error: BaseException) -> str:
+    """Return why the system does not let a file be read now, and what to do; "" where the file itself is at fault."""
+    if not isinstance(error, OSError):
+        return ""
+    found = _ERRNO.search(str(error))  # HDF5 says it in words
+    return _UNAVAILABLE.get(error.errno or (int(found[1]) if found else 0), "")
+
+
+def refuse_unavailable(error: BaseException, path: object) -> None:
+    """Refuse to take for damage what only keeps a file from being read now.
+
+    Raises:
+        FileUnavailable: when that is the error.
+    """
+    if reason := why_unavailable(error):
+        raise FileUnavailable(f"{path}: {reason}") from None
 
 
 def ordinary(path: Path) -> Path:

@@ -21,11 +21,13 @@ _DELIMITERS = (",", ";", "\t")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _NAMED = 5
 """Other sites that a line names; it counts the rest."""
-_NEGATIVE = {"negative", "normal", "healthy", "benign", "0", "0.0"}
-_POSITIVE = {"positive", "tumor", "tumour", "metastasis", "metastases", "macro", "micro", "1", "1.0"}
+_NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
+_POSITIVE = {"positive", "tumor", "tumour", "metastasis", "metastases", "macro", "micro", "1"}
 _PARTIAL = {"itc"}
 _CLASSES = 12
 """Labels of a table that a hint lists."""
+_WIDTHLESS = "\ufeff\u200b\u2060"
+"""Characters without width that spreadsheets and web pages leave at the ends of texts."""
 _COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
@@ -66,7 +68,7 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
     delimiter = max(_DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), [])))
     records = _records(path, text, delimiter)
     _, names = next(records, (0, []))
-    names = [name.strip() for name in names]
+    names = [name.strip().strip(_WIDTHLESS).strip() for name in names]
     if not any(names):
         raise UsageError(f"{path}: the table is empty; its first line must name the columns")
     if missing := [name for name in needed if name not in names]:
@@ -141,7 +143,7 @@ def _records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[
 
 def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
     """The fields by column; spreadsheets add empty ones at the end, or columns without a name."""
-    given = [field.strip() for field in fields]
+    given = [field.strip().strip(_WIDTHLESS).strip() for field in fields]
     if len(given) < len(names) or any(given[len(names) :]):
         raise UsageError(f"{where}: has {len(given)} fields, but the header has {len(names)}")
     row = TableRow(where)
@@ -202,6 +204,7 @@ def label_of(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool, b
         others: all labels of the table, which an error proposes as classes, as they are written.
     """
     label, known = text.strip().lower(), _NEGATIVE | _POSITIVE | _PARTIAL
+    label = {"0.0": "0", "1.0": "1"}.get(label, label)  # as tables with gaps write whole numbers
     if label in known:
         return label in _NEGATIVE, label in _PARTIAL
     classes = sorted({one.strip() for one in (text, *others) if not is_missing(one)}, key=natural)

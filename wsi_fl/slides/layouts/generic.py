@@ -47,7 +47,9 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         if sources.labelled and not row.value("label"):
             return SetAside(row["slide"], f"has no label ({row.where})")
         name = file_named(row["slide"])
-        named = by_name.get(row["slide"]) or by_name.get(name) or by_stem.get(name) or []
+        named = by_name.get(row["slide"]) or by_name.get(name) or by_stem.get(name)
+        if named is None:  # a suffix in other letters, ".SVS"
+            named = [path for path in by_stem.get(Path(name).stem, ()) if _same_suffix(path, name)]
         if len(named) == 1:
             return _generic_record(sources, row, named[0], labels)
         several = f"several files are called so ({', '.join(path.name for path in named)}); add the suffix"
@@ -57,6 +59,10 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
     sources.account(table, rows, len(mine))
     return divided([judged(row) for row in mine], sources)
+
+
+def _same_suffix(path: Path, name: str) -> bool:
+    return path.suffix.lower() == Path(name).suffix.lower()
 
 
 def _missing(name: str, files: Sequence[Path]) -> str:

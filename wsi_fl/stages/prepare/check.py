@@ -16,9 +16,10 @@ from wsi_fl.stages.prepare.sources import Which, asked_for, copies_lines
 from wsi_fl.stages.site.data import maker_of, open_bags, open_store, scans_in
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import read_bag_shard
-from wsi_fl.stores.fields import DAMAGE, StoreUnavailable, first_line, why_unavailable
+from wsi_fl.stores.fields import DAMAGE, first_line
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.system.files import FileUnavailable, why_unavailable
 from wsi_fl.system.names import without_companions
 from wsi_fl.types import WsiFlError
 
@@ -82,7 +83,7 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
 
     def note(error: BaseException) -> None:
         """Say what is damaged, also where no reader foresaw that: the other stores and sites are read all the same."""
-        if (reason := why_unavailable(error)) or isinstance(error, StoreUnavailable):
+        if (reason := why_unavailable(error)) or isinstance(error, FileUnavailable):
             unavailable.append(f"{site}: {reason}" if reason else str(error))
         else:
             damaged.append(
