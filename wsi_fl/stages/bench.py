@@ -38,12 +38,12 @@ from wsi_fl.models.mil import linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.plan import Unit, planned, proposals
 from wsi_fl.report.fill import fill
-from wsi_fl.slides.layouts.common import TableRow, decimal_point, grouped, rows_of, slide_named
+from wsi_fl.slides.layouts.common import TableRow, decimal_point, group_pairs, rows_of, slide_named
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
 from wsi_fl.system.files import ordinary, read_object, refuse_unavailable, write_json, write_text
-from wsi_fl.system.names import composed, is_missing, unlike
+from wsi_fl.system.names import compose_text, describe_mismatch, is_missing
 from wsi_fl.types import SetAside, UsageError, WsiFlError, one_line
 
 DELTA = 1e-5
@@ -303,6 +303,8 @@ def bench(
     table, told = read_table(path, labels), watcher or Silent()
     if table.aside:
         told.say(_told(table.aside))
+    if (unnamed := int((table.patient == "").sum())) and any(table.patient):
+        told.say(f"{unnamed} rows name no patient; each counts by itself")
     if unit not in get_args(Unit):
         raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
     for method in methods:
@@ -403,7 +405,7 @@ def _lines_of(out: Path) -> _Results:
             rows = [row for row in reader if row["method"]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{out}: not a readable CSV ({error}); choose another --out") from None
-    return grouped((_key(row), row) for row in rows)
+    return group_pairs((_key(row), row) for row in rows)
 
 
 def _whole(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -563,7 +565,9 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     if unknown.any():
         aside += [SetAside(f"row {row}", "has no label") for row in np.flatnonzero(unknown).tolist()]
         x, y, patient = (values[~unknown] for values in (x, y, patient))
-    patient = np.array(["" if is_missing(name) else composed(name) for name in map(str, patient.tolist())])
+    patient = np.array(
+        ["" if is_missing(name) else compose_text(name) for name in map(str, patient.tolist())]
+    )
     classes, numbers = np.unique(y, return_inverse=True)
     if len(classes) < 2:
         raise UsageError(f"{path}: needs two classes at least; its labels are {', '.join(map(str, classes))}")
@@ -610,7 +614,9 @@ def _of_arrays(path: Path) -> _Columns:
         arrays = {name: loaded[name] for name in ("x", "y", "patient") if name in loaded.files}
     except (AttributeError, EOFError, KeyError, OSError, ValueError, BadZipFile, ZlibError) as error:
         refuse_unavailable(error, path)
-        raise UsageError(f"{path}: not a file of NumPy with x and y ({one_line(error)})") from None
+        objects = "it holds objects of Python; save numbers and texts as arrays"
+        why = objects if "pickle" in str(error) else one_line(error)
+        raise UsageError(f"{path}: not a file of NumPy with x and y ({why})") from None
     if missing := [name for name in ("x", "y") if not isinstance(arrays.get(name), np.ndarray)]:
         raise UsageError(
             f"{path}: not a file of NumPy with x and y (its {missing[0]} is no array, or missing)"
@@ -675,7 +681,7 @@ def _of_folder(path: Path, labels: Path | None, aside: list[SetAside]) -> _Colum
             aside.append(SetAside(slide, str(error)))
     aside += [SetAside(name, f"has no label in {labels.name}") for name in files if name not in seen]
     if not known:
-        why = "" if seen & set(files) else f"{unlike(seen, files)}; "
+        why = "" if seen & set(files) else f"{describe_mismatch(seen, files)}; "
         raise UsageError(
             f"{labels}: none of its slides has a label and features in {path}; {why}{_told(aside)}"
         )

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.stores.bags import UNPLACED, Bag, BagStore
 from wsi_fl.stores.fields import first_line, refuse_too_large, too_large
-from wsi_fl.stores.hdf5 import created, is_own, opened, own, own_dataset, own_group
+from wsi_fl.stores.hdf5 import created, entry_of, is_own, opened, own_dataset, own_group
 from wsi_fl.system.files import atomic, ordinary, refuse_unavailable, write_text
 from wsi_fl.system.names import is_companion, slide_of
 from wsi_fl.types import UsageError, WsiFlError, one_line
@@ -343,7 +343,7 @@ def _says(group: h5py.Group, name: str) -> bool:
     nothing."""
     if not is_own(group, name):
         return False
-    found = own(group, name)
+    found = entry_of(group, name)
     return bool(len(found) if isinstance(found, h5py.Group) else found.size)
 
 
@@ -353,7 +353,7 @@ def _matrix(file: h5py.File, name: str) -> NDArray[Any]:
     Raises:
         WsiFlError: when it is neither, damaged, or more than fits into memory.
     """
-    if not isinstance(group := own(file, name), h5py.Group):
+    if not isinstance(group := entry_of(file, name), h5py.Group):
         return own_dataset(file, name)[:]
     where, kind = Path(file.filename).name, _text(group.attrs, "encoding-type")
     if kind not in {"csr_matrix", "csc_matrix"}:
@@ -391,7 +391,8 @@ def _stated(file: h5py.File, name: str, wanted: Sequence[str]) -> dict[str, floa
     if not _says(file, "uns") or not _says(uns := own_group(file, "uns"), name):
         return {}
     group = own_group(uns, name)
-    return {key: float(own_dataset(group, key)[()].item()) for key in wanted if _says(group, key)}
+    stated = {key: own_dataset(group, key)[()] for key in wanted if _says(group, key)}
+    return {key: float(value.item()) for key, value in stated.items() if value.size == 1}
 
 
 def _mpp_of_each(store: BagStore) -> list[float]:

@@ -152,7 +152,7 @@ def own_group(file: h5py.Group, name: str) -> h5py.Group:
     Raises:
         WsiFlError: when there is none, or it lies behind a link.
     """
-    found = own(file, name)
+    found = entry_of(file, name)
     if not isinstance(found, h5py.Group):
         raise WsiFlError(f"{Path(file.file.filename).name}: its {name!r} is no group")
     return found
@@ -166,7 +166,7 @@ def own_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
             states more than the file can hold.
         UsageError: when it is more than fits into memory.
     """
-    where, found = Path(file.file.filename).name, own(file, name)
+    where, found = Path(file.file.filename).name, entry_of(file, name)
     if not isinstance(found, h5py.Dataset):
         raise WsiFlError(f"{where}: its {name!r} is no dataset")
     if found.external or found.is_virtual:
@@ -179,7 +179,7 @@ def own_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     return found
 
 
-def own(file: h5py.Group, name: str) -> Any:
+def entry_of(file: h5py.Group, name: str) -> Any:
     """Return what a file or group has of a name, without following links.
 
     Raises:

@@ -18,7 +18,7 @@ from PIL import Image
 from wsi_fl.stores.fields import DAMAGE, refuse_too_large, too_large
 from wsi_fl.stores.hdf5 import opened, own_dataset, packs_too_much
 from wsi_fl.system.files import refuse_unavailable
-from wsi_fl.system.names import without_companions
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
@@ -206,7 +206,7 @@ def _from_folder(folder: Path, size_px: int | None) -> DataSet:
 
 
 def _classes(root: Path) -> tuple[str, ...]:
-    return tuple(path.name for path in without_companions(root.iterdir()) if path.is_dir() and _files(path))
+    return tuple(path.name for path in drop_companions(root.iterdir()) if path.is_dir() and _files(path))
 
 
 def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> Images:
@@ -223,7 +223,7 @@ def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    named = (path for path in without_companions(folder.iterdir()) if path.suffix.lower() in _SUFFIXES)
+    named = (path for path in drop_companions(folder.iterdir()) if path.suffix.lower() in _SUFFIXES)
     return [path for path in named if path.is_file()]  # a pipe would be waited for
 
 

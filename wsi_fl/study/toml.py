@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from wsi_fl.system.names import composed
+from wsi_fl.system.names import compose_text
 from wsi_fl.types import UsageError, strange_character
 
 _S = TypeVar("_S", bound=BaseModel)
@@ -25,7 +25,7 @@ SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_len
 """What a site is called: its file, its folders and its store bear the name."""
 
 
-TableText = Annotated[str, AfterValidator(composed)]
+TableText = Annotated[str, AfterValidator(compose_text)]
 """What stands in a table of a site too: a column or a value, in the form in which tables are read."""
 
 

@@ -51,11 +51,11 @@ _SUFFIXES = re.compile(
 _SHOWN = 3
 
 
-def composed(text: str) -> str:
+def compose_text(text: str) -> str:
     """Return a text in Unicode's composed form (NFC), in which texts that look alike are equal.
 
     Example:
-        >>> composed("Dru" + chr(0x308) + "se") == "Drüse"
+        >>> compose_text("Dru" + chr(0x308) + "se") == "Drüse"
         True
     """
     return normalize("NFC", text)
@@ -71,56 +71,56 @@ def is_missing(text: str) -> bool:
     return text.strip().lower() in MISSING
 
 
-def file_named(text: str) -> str:
+def file_name_of(text: str) -> str:
     """Return the last part of a path as any system writes it, composed.
 
     Example:
-        >>> [file_named(one) for one in ("D:\\\\scans\\\\w.tif", "/mnt/u.tif", "\\\\\\\\host/share\\\\x.svs", "a.svs")]
-        ['w.tif', 'u.tif', 'x.svs', 'a.svs']
+        >>> [file_name_of(name) for name in ("D:\\\\scans\\\\w.tif", "/mnt/u.tif", "a.svs")]
+        ['w.tif', 'u.tif', 'a.svs']
     """
-    return PurePosixPath(composed(text).replace("\\", "/")).name
+    return PurePosixPath(compose_text(text).replace("\\", "/")).name
 
 
 def slide_of(path: Path) -> str:
     """Return what a slide is called by its file: the name without its suffix, composed."""
-    return composed(path.stem)
+    return compose_text(path.stem)
 
 
 def is_companion(path: Path) -> bool:
     """Return whether a file or folder is hidden, a lock or a backup copy, or what macOS and Windows leave beside it.
 
     Example:
-        >>> [is_companion(Path(one)) for one in ("._S0.h5", "Thumbs.db", "~$a.csv", "a.svs~", "S0.h5")]
+        >>> [is_companion(Path(name)) for name in ("._S0.h5", "Thumbs.db", "~$a.csv", "a.svs~", "S0.h5")]
         [True, True, True, True, False]
     """
     name = path.name
     return name.startswith((".", "~$")) or name.endswith("~") or name.lower() in _COMPANIONS
 
 
-def without_companions(paths: Iterable[Path]) -> list[Path]:
+def drop_companions(paths: Iterable[Path]) -> list[Path]:
     """Return paths in order, without companions of files."""
     return sorted(path for path in paths if not is_companion(path))
 
 
-def matching(pattern: str) -> Iterator[Path]:
+def glob_paths(pattern: str) -> Iterator[Path]:
     """Yield what a glob pattern matches, without companions; spelt as the file system may, where nothing fits as is."""
-    for spelling in dict.fromkeys((pattern, composed(pattern), normalize("NFD", pattern))):
-        found = glob.glob(spelling, recursive=True)  # noqa: PTH207 patterns may be absolute
-        yield from (path for path in map(Path, found) if not is_companion(path))
-        if found:
+    for spelling in dict.fromkeys((pattern, compose_text(pattern), normalize("NFD", pattern))):
+        names = glob.glob(spelling, recursive=True)  # noqa: PTH207 patterns may be absolute
+        yield from (path for path in map(Path, names) if not is_companion(path))
+        if names:
             return
 
 
-def existing(path: Path) -> Path:
+def find_file(path: Path) -> Path:
     """Return the path of the file that a name means: itself, or in its folder the one that Unicode calls the same."""
     if str(path).isascii() or path.exists():
         return path
-    folder = existing(path.parent) if path.parent != path else path
+    folder = find_file(path.parent) if path.parent != path else path
     try:
-        same = [entry for entry in folder.iterdir() if composed(entry.name) == composed(path.name)]
+        entries = [entry for entry in folder.iterdir() if compose_text(entry.name) == compose_text(path.name)]
     except OSError:
         return path
-    return same[0] if len(same) == 1 else path
+    return entries[0] if len(entries) == 1 else path
 
 
 _LIKENESSES: Mapping[str, Callable[[str], str]] = {
@@ -133,21 +133,21 @@ _LIKENESSES: Mapping[str, Callable[[str], str]] = {
 """In what names differ → a name without that."""
 
 
-def unlike(wanted: Collection[str], there: Collection[str]) -> str:
+def describe_mismatch(wanted: Collection[str], there: Collection[str]) -> str:
     """Say why names of a table and names of files do not meet: some of each, and what they differ in where that is one
     thing.
 
     Example:
-        >>> unlike(["s1", "s2"], ["S1", "S2", "S3"])
+        >>> describe_mismatch(["s1", "s2"], ["S1", "S2", "S3"])
         'the table has s1, s2, the site S1, S2, S3; s1 and S1 differ in upper and lower case'
     """
-    said = f"the table has {_some(wanted)}, the site {_some(there)}"
+    text = f"the table has {_some(wanted)}, the site {_some(there)}"
     for what, plain in _LIKENESSES.items():
-        alike = {plain(name): name for name in sorted(there, reverse=True)}
+        by_form = {plain(name): name for name in sorted(there, reverse=True)}
         for name in sorted(wanted):
-            if (other := alike.get(plain(name))) is not None and other != name:
-                return f"{said}; {name} and {other} differ in {what}"
-    return said
+            if (other := by_form.get(plain(name))) is not None and other != name:
+                return f"{text}; {name} and {other} differ in {what}"
+    return text
 
 
 def _some(names: Collection[str]) -> str:

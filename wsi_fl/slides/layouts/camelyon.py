@@ -21,7 +21,7 @@ from wsi_fl.slides.layouts.common import (
     slide_files,
     tiffs,
 )
-from wsi_fl.system.names import existing, file_named, slide_of
+from wsi_fl.system.names import file_name_of, find_file, slide_of
 from wsi_fl.types import SetAside, SlideRecord, Supervision, UsageError
 
 C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)
@@ -103,7 +103,7 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
     supervision: Supervision = "negative" if negative else "weak"
     annotation = None
     if not negative and sources.annotations is not None:
-        annotation = existing(sources.annotations / f"{slide_of(path)}.xml")
+        annotation = find_file(sources.annotations / f"{slide_of(path)}.xml")
         if not annotation.is_file():
             return SetAside(slide_of(path), f"{label}, but its tumour is not outlined (no {annotation.name})")
         supervision = "partial" if partial else "annotated"
@@ -112,7 +112,7 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
 
 
 def _stem(named: str) -> str:
-    return Path(file_named(named)).stem
+    return Path(file_name_of(named)).stem
 
 
 def _first(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:

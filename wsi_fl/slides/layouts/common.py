@@ -13,7 +13,14 @@ from typing import TypeVar
 
 from wsi_fl.slides.reading.formats import is_zarr
 from wsi_fl.system.files import ordinary
-from wsi_fl.system.names import composed, file_named, is_missing, matching, unlike, without_companions
+from wsi_fl.system.names import (
+    compose_text,
+    describe_mismatch,
+    drop_companions,
+    file_name_of,
+    glob_paths,
+    is_missing,
+)
 from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError, natural, strange_character
 
 _T = TypeVar("_T")
@@ -63,7 +70,7 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
         raise UsageError(f"{path}: no such file") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a readable CSV (it is not UTF-8); save it as UTF-8") from None
-    text = composed(text)
+    text = compose_text(text)
     header = text.partition("\n")[0].partition("\r")[0]
     delimiter = max(_DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), [])))
     records = _records(path, text, delimiter)
@@ -77,7 +84,7 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
     return [_row(names, fields, f"{path.name} line {line}") for line, fields in filled]
 
 
-def require_named(row: TableRow, *columns: str) -> None:
+def require_names(row: TableRow, *columns: str) -> None:
     """Refuse a row that does not say whose it is.
 
     Raises:
@@ -89,7 +96,7 @@ def require_named(row: TableRow, *columns: str) -> None:
             raise UsageError(f"{row.where}: {column} is empty{means}; name it, or delete the row")
 
 
-def grouped(pairs: Iterable[tuple[str, _T]]) -> dict[str, list[_T]]:
+def group_pairs(pairs: Iterable[tuple[str, _T]]) -> dict[str, list[_T]]:
     """Return key → all values of the pairs that have it, in order."""
     found: dict[str, list[_T]] = {}
     for key, value in pairs:
@@ -216,7 +223,7 @@ def label_of(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool, b
 
 def slide_named(text: str, known: Collection[str]) -> str:
     """Return the slide that a table means by its file's name, with or without a folder, of any system, and suffix."""
-    name = text if text in known else file_named(text)
+    name = text if text in known else file_name_of(text)
     return Path(name).stem if name not in known and Path(name).stem in known else name
 
 
@@ -245,7 +252,12 @@ def decimal_point(text: str) -> str:
 
 def slide_files(sources: Sources) -> list[Path]:
     files = sorted(
-        {path for pattern in sources.slides for path in matching(pattern) if path.is_file() or is_zarr(path)}
+        {
+            path
+            for pattern in sources.slides
+            for path in glob_paths(pattern)
+            if path.is_file() or is_zarr(path)
+        }
     )
     if not files:
         raise UsageError(f"{sources.label}: slides matched no file ({', '.join(sources.slides)})")
@@ -271,13 +283,13 @@ def divided(
             raise UsageError(
                 f"{sources.split.name}: {key} is in two splits ({given[key]} and {row['split']})"
             )
-    called = [(r.slide, composed(r.path.name), r.patient) for r in records]
-    given |= {name: split for key, split in given.items() if (name := file_named(key)) not in given}
+    called = [(r.slide, compose_text(r.path.name), r.patient) for r in records]
+    given |= {name: split for key, split in given.items() if (name := file_name_of(key)) not in given}
     splits = [next((given[name] for name in names if name in given), None) for names in called]
     here = {name for names in called for name in names}
-    sources.account(sources.split, rows, sum(bool({key, file_named(key)} & here) for key in keys))
+    sources.account(sources.split, rows, sum(bool({key, file_name_of(key)} & here) for key in keys))
     if records and not any(splits):
-        why = unlike(given, here)
+        why = describe_mismatch(given, here)
         raise UsageError(
             f"{sources.label}: split: {sources.split.name} names none of its slides or patients: {why}"
         )
@@ -299,4 +311,4 @@ def sites_of(
 
 def tiffs(archive: Path) -> list[Path]:
     found = (path for path in archive.rglob("*") if path.suffix.lower() in {".tif", ".tiff"})
-    return without_companions(path for path in found if path.is_file())
+    return drop_companions(path for path in found if path.is_file())

@@ -11,17 +11,17 @@ from wsi_fl.slides.layouts.common import (
     Sources,
     TableRow,
     divided,
-    grouped,
+    group_pairs,
     label_of,
     mpp_of,
     of_site,
-    require_named,
+    require_names,
     rows_of,
     site_named,
     sites_of,
     slide_files,
 )
-from wsi_fl.system.names import composed, existing, file_named, slide_of, unlike
+from wsi_fl.system.names import compose_text, describe_mismatch, file_name_of, find_file, slide_of
 from wsi_fl.types import SPLITS, SetAside, SlideRecord, Supervision, UsageError
 
 
@@ -36,17 +36,17 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at a slides.csv")
     files, table = slide_files(sources), sources.labels
-    by_name = grouped((composed(path.name), path) for path in files)
-    by_stem = grouped((slide_of(path), path) for path in files)
+    by_name = group_pairs((compose_text(path.name), path) for path in files)
+    by_stem = group_pairs((slide_of(path), path) for path in files)
     rows = rows_of(table, ("slide", "patient", "site", *["label"] * sources.labelled))
     mine = of_site(rows, sources.site)
     labels = [row["label"] for row in mine] if sources.labelled else []
 
     def judged(row: TableRow) -> SlideRecord | SetAside:
-        require_named(row, "slide", "patient")
+        require_names(row, "slide", "patient")
         if sources.labelled and not row.value("label"):
             return SetAside(row["slide"], f"has no label ({row.where})")
-        name = file_named(row["slide"])
+        name = file_name_of(row["slide"])
         named = by_name.get(row["slide"]) or by_name.get(name) or by_stem.get(name)
         if named is None:  # a suffix in other letters, ".SVS"
             named = [path for path in by_stem.get(Path(name).stem, ()) if _same_suffix(path, name)]
@@ -67,7 +67,7 @@ def _same_suffix(path: Path, name: str) -> bool:
 
 def _missing(name: str, files: Sequence[Path]) -> str:
     """Say that a row's file is not there, and which file it may mean."""
-    _, differ, why = unlike([name], [composed(path.name) for path in files]).rpartition("; ")
+    _, differ, why = describe_mismatch([name], [compose_text(path.name) for path in files]).rpartition("; ")
     return f"no such slide file; {why}" if differ else "no such slide file"
 
 
@@ -78,9 +78,9 @@ def _generic_record(sources: Sources, row: TableRow, path: Path, labels: Sequenc
     annotation = None
     if sources.labelled and row.value("annotation"):
         base, outlines = sources.annotations or sources.labels.parent, row["annotation"]
-        annotation = existing(base / outlines)
+        annotation = find_file(base / outlines)
         if not annotation.is_file() and "\\" in outlines:
-            annotation = existing(base / file_named(outlines))
+            annotation = find_file(base / file_name_of(outlines))
         if not annotation.is_file():
             raise UsageError(f"{where}: no such annotation ({base / outlines})")
     split = row.value("split") or None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wsi_fl.slides.layouts.common import ArchiveSite, Sources, divided, rows_of, sites_of, slide_files
-from wsi_fl.system.names import file_named, is_companion, matching, without_companions
+from wsi_fl.system.names import drop_companions, file_name_of, glob_paths, is_companion
 from wsi_fl.types import SetAside, SlideRecord, UsageError
 
 _BUILT_IN = {
@@ -81,12 +81,12 @@ def _manifest_of(sources: Sources) -> dict[str, str]:
     names = [Path(pattern).name for pattern in sources.slides]
     expected: dict[str, str] = {}
     for pattern in sources.manifests:
-        paths = sorted(matching(pattern))
+        paths = sorted(glob_paths(pattern))
         if not paths:
             raise UsageError(f"{sources.label}: manifest: no such file ({pattern})")
         for path in paths:
             for row in rows_of(path, ("id", "filename", "size")):
-                name = file_named(row["filename"])
+                name = file_name_of(row["filename"])
                 known = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
                 if known and expected.setdefault(name, row["size"]) != row["size"]:
                     raise UsageError(f"{row.where}: {name} has another size than in a line above")
@@ -183,7 +183,7 @@ def describe_tcga(
 def _one_of(archive: Path, pattern: str, option: str) -> Path | None:
     """The archive's only file of this name, at its top or else one folder further down."""
     for depth in ("", "*/"):
-        found = without_companions(path for path in archive.glob(depth + pattern) if path.is_file())
+        found = drop_companions(path for path in archive.glob(depth + pattern) if path.is_file())
         if len(found) > 1:
             names = " and ".join(path.relative_to(archive).as_posix() for path in found[:2])
             raise UsageError(f"{archive}: has {names}; choose with {option} FILE")

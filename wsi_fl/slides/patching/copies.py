@@ -38,15 +38,15 @@ def copies_of(scans: Iterable[Scan]) -> list[list[Scan]]:
         >>> [[scan.slide for scan in group] for group in copies_of([a, b, c])]
         [['a', 'c']]
     """
-    every = list(scans)
-    root = _united((scan.marks for scan in every), len(every))
+    listed = list(scans)
+    root = _roots((scan.marks for scan in listed), len(listed))
     groups: dict[int, list[Scan]] = {}
-    for number, scan in enumerate(every):
+    for number, scan in enumerate(listed):
         groups.setdefault(root[number], []).append(scan)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _united(keys: Iterable[Iterable[str]], n: int) -> list[int]:
+def _roots(keys: Iterable[Iterable[str]], n: int) -> list[int]:
     """Return for each of n things the first of those that it hangs together with by a key."""
     root, first = list(range(n)), dict[str, int]()
 
@@ -55,8 +55,8 @@ def _united(keys: Iterable[Iterable[str]], n: int) -> list[int]:
             number = root[number]
         return number
 
-    for number, some in enumerate(keys):
-        for name in some:
+    for number, names in enumerate(keys):
+        for name in names:
             a, b = sorted((find(first.setdefault(name, number)), find(number)))
             root[b] = a
     return [find(number) for number in range(n)]
@@ -68,11 +68,11 @@ def persons_of(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str
     keys: dict[str, set[str]] = {patient: set() for patient in patients}
     for record in records:
         keys[record.patient] |= marks.get(record.slide, frozenset())
-    root = _united((keys[patient] for patient in patients), len(patients))
+    root = _roots((keys[patient] for patient in patients), len(patients))
     return {patient: patients[first] for patient, first in zip(patients, root, strict=True)}
 
 
-def without_leaks(
+def drop_leaks(
     records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str]]
 ) -> tuple[list[SlideRecord], list[SetAside]]:
     """Return the records with a split each, and those that a table puts beside the same scan in another split.
@@ -81,9 +81,9 @@ def without_leaks(
     """
     leaks: dict[str, str] = {}
     for group in copies_of(scans_of(records, marks)):
-        stays = next((scan for scan in group if scan.split == "train"), group[0])
-        why = f"it is the same scan as {stays.slide} of patient {stays.patient}, which is in {stays.split}"
-        leaks |= {scan.slide: why for scan in group if scan.split != stays.split}
+        source = next((scan for scan in group if scan.split == "train"), group[0])
+        why = f"it is the same scan as {source.slide} of patient {source.patient}, which is in {source.split}"
+        leaks |= {scan.slide: why for scan in group if scan.split != source.split}
     aside = [SetAside(slide, why) for slide, why in leaks.items()]
     return [record for record in records if record.slide not in leaks], aside
 
@@ -91,17 +91,23 @@ def without_leaks(
 def scans_of(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str]]) -> list[Scan]:
     """Return the slides of a site with the marks that are known, by slide."""
     return [
-        Scan(one.site, one.slide, one.patient, one.split or "train", marks.get(one.slide, frozenset()))
-        for one in records
+        Scan(
+            record.site,
+            record.slide,
+            record.patient,
+            record.split or "train",
+            marks.get(record.slide, frozenset()),
+        )
+        for record in records
     ]
 
 
-def told_copies(scans: Iterable[Scan]) -> list[str]:
+def describe_copies(scans: Iterable[Scan]) -> list[str]:
     """Return a line for each scan that is there several times: its names, and what follows."""
     return [_line(group) for group in copies_of(scans)]
 
 
-def told_between(scans: Iterable[Scan]) -> list[str]:
+def describe_shared(scans: Iterable[Scan]) -> list[str]:
     """Return a line for each scan that several sites have."""
     groups = copies_of(scans)
     return [_line(group) for group in groups if len({scan.site for scan in group}) > 1]
@@ -110,21 +116,21 @@ def told_between(scans: Iterable[Scan]) -> list[str]:
 def _line(group: Sequence[Scan]) -> str:
     sites = sorted({scan.site for scan in group}, key=natural)
     patients = {(scan.site, scan.patient) for scan in group}
-    several = len(sites) > 1
-    named = [
-        f"{scan.slide} ({f'site {scan.site}, ' if several else ''}patient {scan.patient})" for scan in group
+    shared = len(sites) > 1
+    names = [
+        f"{scan.slide} ({f'site {scan.site}, ' if shared else ''}patient {scan.patient})" for scan in group
     ]
-    more = [f"{len(named) - _NAMED} more"] if len(named) > _NAMED else []
-    *before, last = [*named[:_NAMED], *more]
-    said = f"{', '.join(before)} and {last} are one scan"
-    if several:
-        return f"{said}: what one site trains on, another may test; leave it at one site"
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    *others, last = [*names[:_NAMED], *more]
+    text = f"{', '.join(others)} and {last} are one scan"
+    if shared:
+        return f"{text}: what one site trains on, another may test; leave it at one site"
     if len(patients) == 1:
-        return f"{said}, which counts {len(group)} times"
+        return f"{text}, which counts {len(group)} times"
     splits = sorted({scan.split for scan in group})
     leak = f"it is in {' and in '.join(splits)}, so scores are too good" if len(splits) > 1 else ""
-    kept = leak or (f"all are in {splits[0]}" if splits[0] else "tile puts all of them into one split")
+    splits_text = leak or (f"all are in {splits[0]}" if splits[0] else "tile puts all of them into one split")
     return (
-        f"{said}: {kept}, and privacy per patient counts {len(patients)}; if they are one person, give them one "
+        f"{text}: {splits_text}, and privacy per patient counts {len(patients)}; if they are one person, give them one "
         "name in the table, else delete the wrong rows"
     )

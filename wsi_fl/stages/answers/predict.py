@@ -23,7 +23,7 @@ from wsi_fl.stages.work.console import Line, Lines, OneOf, Table, Watcher, reaso
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_object, write_bytes, write_csv, write_json
-from wsi_fl.system.names import composed, slide_of
+from wsi_fl.system.names import compose_text, slide_of
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
 _OTHERWISE, _ATTENTION = (150, 150, 150), (200, 0, 0)
@@ -63,7 +63,7 @@ def predict(
     """
     began, job = time.perf_counter(), Job()
     told = job.watched(watcher)
-    names = [composed(path.name) if path.is_dir() else slide_of(path) for path in slides]  # as in a store
+    names = [compose_text(path.name) if path.is_dir() else slide_of(path) for path in slides]  # as in a store
     if twice := [name for name, n in Counter(names).items() if n > 1]:
         raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")
     predictor = job.each(lambda: load_predictor(study, run_name, site, tumor_type, overrides))

@@ -46,7 +46,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.machine import n_cores
-from wsi_fl.system.names import composed, slide_of
+from wsi_fl.system.names import compose_text, slide_of
 from wsi_fl.types import GridSpec, Images, SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
@@ -416,6 +416,6 @@ def _slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path | Non
     """Return the slide's file: as given, else among the site's slides; None where it is in neither place."""
     if record.path.exists():
         return record.path
-    name = composed(record.path.name)
-    found = (path for path in slides_of(study, site) if name in (composed(path.name), slide_of(path)))
+    name = compose_text(record.path.name)
+    found = (path for path in slides_of(study, site) if name in (compose_text(path.name), slide_of(path)))
     return next(found, None)

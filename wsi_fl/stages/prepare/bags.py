@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoded, Encoder, EncoderError, Spent, encode, encode_each
 from wsi_fl.models.presets import warning_of
-from wsi_fl.slides.patching.copies import Scan, scans_of, told_between, told_copies, without_leaks
+from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, scans_of
 from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
 from wsi_fl.slides.patching.splits import SEED, assign_splits
 from wsi_fl.slides.patching.survey import mask_digest
@@ -300,8 +300,8 @@ class _OfSite(OfSlides):
         self.listed, self.aside = listed, [*listed.aside, *aside]
         self.marks = {one.slide: frozenset({files[one.path]}) for one in records if one.path in files}
         fraction = listed.pipeline.slides.test_fraction
-        divided = assign_splits(records, test_fraction=fraction, marks=self.marks)
-        self.items, leaks = without_leaks(divided, self.marks)
+        with_split = assign_splits(records, test_fraction=fraction, marks=self.marks)
+        self.items, leaks = drop_leaks(with_split, self.marks)
         self.aside += leaks
 
     def write(self, made: list[Done]) -> BagsRow:
@@ -326,7 +326,7 @@ class _OfSite(OfSlides):
             n_patches=sum(one.patches for one in made),
             failed=failed,
             notes={one.slide: one.note for one in made if one.patches},
-            copies=told_copies(scans_of(kept, self.marks)),
+            copies=describe_copies(scans_of(kept, self.marks)),
             n_slides=len(self.items) + len(self.aside),
         )
 
@@ -414,7 +414,7 @@ def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Whic
     scans: list[Scan] = []
     made = _make(prepare, watcher)
     if made:
-        made["copies"] = told_between(scans)
+        made["copies"] = describe_shared(scans)
         made["next"] = sources.after_mosaics(study, **which)
     return made
 

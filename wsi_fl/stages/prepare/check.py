@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypedDict, Unpack
 
 from wsi_fl.plugins import entries
-from wsi_fl.slides.patching.copies import Scan, told_between, told_copies
+from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.prepare.sources import Which, asked_for, copies_lines
 from wsi_fl.stages.site.data import maker_of, open_bags, open_store, scans_in
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
@@ -20,7 +20,7 @@ from wsi_fl.stores.fields import DAMAGE, first_line
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import FileUnavailable, why_unavailable
-from wsi_fl.system.names import without_companions
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import WsiFlError
 
 _NAMED = 5
@@ -67,7 +67,7 @@ def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which
         raise WsiFlError(
             f"nothing is stored yet; run `wsi-fl {command}{'' if others else f' {again}'}`{others}"
         )
-    copies = list(dict.fromkeys(line for some in scans.values() for line in told_between(some)))
+    copies = list(dict.fromkeys(line for some in scans.values() for line in describe_shared(some)))
     return {
         "sites": rows,
         "copies": copies,
@@ -91,15 +91,15 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
             )
 
     opened: list[Iterator[list[_Step]]] = []
-    own: dict[str, list[Scan]] = {}
+    by_store: dict[str, list[Scan]] = {}
     for path, part, shards, command in (
         (study.store(site), _patches, "slides", "tile"),
         (study.features(site), partial(_bags, "features"), "features", "features"),
         (study.mosaic(site), partial(_bags, "mosaics"), "mosaics", "mosaic"),
     ):
         if path.exists():
-            opened.append(part(study, site, own))
-        elif without_companions((path.parent / shards).glob("*.h5")):
+            opened.append(part(study, site, by_store))
+        elif drop_companions((path.parent / shards).glob("*.h5")):
             n_read += 1
             damaged.append(
                 f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again"
@@ -119,9 +119,9 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
         except _FOUND as error:  # it does not even open
             n_read += 1
             note(error)
-    for kind, some in own.items():
+    for kind, some in by_store.items():
         scans.setdefault(kind, []).extend(some)
-    copies = list(dict.fromkeys(line for some in own.values() for line in told_copies(some)))
+    copies = list(dict.fromkeys(line for some in by_store.values() for line in describe_copies(some)))
     seconds = time.perf_counter() - began
     return {
         "site": site,
@@ -153,7 +153,7 @@ def _bags(data: str, study: Study, site: str, scans: dict[str, list[Scan]]) -> I
         steps: list[_Step] = [
             (str(slide), partial(store.bag, k)) for k, slide in enumerate(store.table.slide)
         ]
-        shards = without_companions((store.path.parent / data).glob("*.h5"))
+        shards = drop_companions((store.path.parent / data).glob("*.h5"))
         yield [*steps, *((path.stem, partial(read_bag_shard, path)) for path in shards)]
 
 

@@ -31,7 +31,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import sha256_of
 from wsi_fl.system.machine import n_cores
-from wsi_fl.system.names import without_companions
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _MOST = 500
@@ -91,7 +91,7 @@ def directions(
     encoder = encoder_of(study, pipeline, "features", n_cores())
     told = watcher or Silent()
     rows, known, aside = [], [], []
-    inside = (without_companions(path.iterdir()) if path.is_dir() else [path] for path in sources)
+    inside = (drop_companions(path.iterdir()) if path.is_dir() else [path] for path in sources)
     files = [file for files in inside for file in files if file.is_file() or file in sources]
     for path in files:
         told.update(path.name, 0, 1)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wsi_fl.models.presets import PRESETS, preset_called
-from wsi_fl.slides.patching.copies import scans_of, told_copies, without_leaks
+from wsi_fl.slides.patching.copies import describe_copies, drop_leaks, scans_of
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import sources
 from wsi_fl.stages.site.data import open_bags
@@ -99,12 +99,12 @@ def import_features(
     files = layout.find(source)
     diagnoses = sources.stored_classes(file, pipeline.subtypes) if pipeline.subtypes else ()
     table_rows = sources.matched(labels, files, file, diagnoses=diagnoses)
-    told.say(f"  {site}: {table_rows.told}")
+    told.say(f"  {site}: {table_rows.account}")
     records, unfit = sources.labelled(table_rows.records, pipeline.subtypes, file)
     looked: list[_Looked] = []
     failed = [*table_rows.aside, *unfit]
     if not records:
-        why = table_rows.unlike or sources.first_reason([*unfit, *table_rows.aside])
+        why = table_rows.mismatch or sources.first_reason([*unfit, *table_rows.aside])
         raise UsageError(f"{labels}: none of its slides has a label and features in {source}: {why}")
     n_slides = len(records) + len(failed)
     with locked(study.mosaic(site).parent, site):
@@ -116,10 +116,10 @@ def import_features(
                 looked.append(one)
             told.update(site, number + 1, 2 * len(records), record.slide)
         marks = {one.record.slide: frozenset({one.mark}) for one in looked}
-        divided = assign_splits(records, test_fraction=pipeline.slides.test_fraction, marks=marks)
-        divided, leaks = without_leaks(divided, marks)
+        with_split = assign_splits(records, test_fraction=pipeline.slides.test_fraction, marks=marks)
+        with_split, leaks = drop_leaks(with_split, marks)
         failed += leaks
-        by_slide = {record.slide: record for record in divided}
+        by_slide = {record.slide: record for record in with_split}
         looked = [
             replace(one, record=by_slide[one.record.slide]) for one in looked if one.record.slide in by_slide
         ]
@@ -139,7 +139,7 @@ def import_features(
         n_patches=sum(one.n for one in looked),
         failed=failed,
         notes={one.record.slide: one.note for one in looked},
-        copies=told_copies(scans_of([one.record for one in looked], marks)),
+        copies=describe_copies(scans_of([one.record for one in looked], marks)),
         n_slides=n_slides,
     )
     row["seconds"] = time.perf_counter() - began

@@ -11,13 +11,13 @@ from typing import NotRequired, TypedDict
 import tomli_w
 
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, describe, detect, list_site
-from wsi_fl.slides.patching.copies import Scan, told_copies
+from wsi_fl.slides.patching.copies import Scan, describe_copies
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.system.files import marks_of, write_text
-from wsi_fl.system.names import without_companions
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import SlideRecord, UsageError
 
 _PIPELINES = {"tcga": "tcga_subtypes"}
@@ -91,7 +91,7 @@ def init(
         raise UsageError("--real goes with --from ARCHIVE or --site NAME")
     if archive is not None and names:
         raise UsageError("--from ARCHIVE finds its sites; --site NAME is for those without an archive")
-    written = [name for name in ("sites", "pipelines") if without_companions((folder / name).glob("*"))]
+    written = [name for name in ("sites", "pipelines") if drop_companions((folder / name).glob("*"))]
     if "sites" in written or (archive is None and written):
         raise UsageError(f"{folder}: is a study already ({written[0]}/ exists); choose another folder")
     pipelines = {path.stem: path.read_text(encoding="utf-8") for path in shipped("pipelines").glob("*.toml")}
@@ -115,7 +115,7 @@ def init(
     document: _Begun = {
         "study": str(folder),
         "layout": layout,
-        "pipelines": [path.stem for path in without_companions((folder / "pipelines").glob("*.toml"))],
+        "pipelines": [path.stem for path in drop_companions((folder / "pipelines").glob("*.toml"))],
         "sites": [{"site": name, "slides": n} for name, n in slides.items()],
     }
     if found is not None and (found.subtypes or found.notes):
@@ -188,7 +188,7 @@ def _copies(layout: str, sources: Iterable[Sources]) -> list[str]:
         with suppress(UsageError):
             records += list_site(layout, one)[0]
     marks = marks_of(record.path for record in records)
-    return told_copies(
+    return describe_copies(
         Scan(one.site, one.slide, one.patient, one.split or "", frozenset({marks[one.path]}))
         for one in records
         if one.path in marks

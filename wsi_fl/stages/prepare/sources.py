@@ -19,7 +19,7 @@ from wsi_fl.slides.layouts.common import (
     label_of,
     mpp_of,
     of_site,
-    require_named,
+    require_names,
     rows_of,
     slide_named,
 )
@@ -32,7 +32,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import remove_strays
-from wsi_fl.system.names import unlike
+from wsi_fl.system.names import describe_mismatch
 from wsi_fl.types import SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord, UsageError
 
 _T = TypeVar("_T")
@@ -247,23 +247,25 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Matched:
+class TableMatch:
     """The rows of a table and the files of slides.
 
     Attributes:
         records: slides that have a file and a label.
         aside: those that lack one.
-        told: what became of all rows of the table.
-        unlike: why no row has a file, with names of both; "" where some have one.
+        account: what became of all rows of the table.
+        mismatch: why no row has a file, with names of both; "" where some have one.
     """
 
     records: list[SlideRecord]
     aside: list[SetAside]
-    told: str
-    unlike: str
+    account: str
+    mismatch: str
 
 
-def matched(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: Collection[str]) -> Matched:
+def matched(
+    table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: Collection[str]
+) -> TableMatch:
     """Match the rows of a table with the files of slides, or of patients where the table names no slide.
 
     Where the table has a column `site`, rows of other sites are passed over.
@@ -277,10 +279,10 @@ def matched(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses
     """
     records, aside, seen = [], [], dict[str, str]()
     needed = ("slide", "patient") if site.receives else ("slide", "patient", "label")
-    rows, told = _rows(table, site.name, needed)
+    rows, account = _rows(table, site.name, needed)
     labels = [row.get("label", "") for row in rows]
     for row in _of_files(rows, files):
-        require_named(row, "slide", "patient")
+        require_names(row, "slide", "patient")
         slide, where = slide_named(row["slide"], files), row.where
         if slide in seen:
             raise UsageError(f"{where}: slide {slide} has a row already ({seen[slide]}); keep one of them")
@@ -294,7 +296,9 @@ def matched(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses
         else:
             aside.append(SetAside(slide, f"has a label ({where}) and no features"))
     aside += [SetAside(name, f"has no label in {table.name}") for name in files if name not in seen]
-    return Matched(records, aside, told, "" if set(seen) & set(files) else unlike(seen, files))
+    return TableMatch(
+        records, aside, account, "" if set(seen) & set(files) else describe_mismatch(seen, files)
+    )
 
 
 def _of_files(rows: Sequence[TableRow], files: Collection[str]) -> list[TableRow]:
@@ -325,7 +329,10 @@ def _rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[TableRow]
     if called["slide"] is None:  # features of whole patients lie in files that are named by them
         called["slide"] = called["patient"]
     if missing := next((ours for ours, name in called.items() if name is None), None):
-        raise UsageError(f"{table}: no column {' or '.join(_NAMES[missing])}; it has {', '.join(rows[0])}")
+        stamp = "; join STAMP's two tables by PATIENT" if missing == "label" and "FILENAME" in rows[0] else ""
+        raise UsageError(
+            f"{table}: no column {' or '.join(_NAMES[missing])}; it has {', '.join(rows[0])}{stamp}"
+        )
     mine = of_site(rows, site)
     for row in mine:
         row.update({ours: row[name] for ours, name in called.items() if name})

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.copies import Scan, scans_of, told_between, told_copies, without_leaks
+from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, scans_of
 from wsi_fl.slides.patching.patches import SlidePlan
 from wsi_fl.slides.patching.quality import KINDS
 from wsi_fl.slides.patching.splits import assign_splits
@@ -83,7 +83,7 @@ def tile(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]
     steps = _next_steps(listed[0].pipeline, which_sites, named, alone=alone)
     if listed[0].site.real and alone:  # a hospital among others
         steps[-1] = "wsi-fl federation approve PLAN --kit KIT"
-    return {"sites": rows, "copies": told_between(scans), "next": steps} if job.first else {}
+    return {"sites": rows, "copies": describe_shared(scans), "next": steps} if job.first else {}
 
 
 def _next_steps(pipeline: Pipeline, which: str, named: str, *, alone: bool = False) -> list[str]:
@@ -118,7 +118,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) ->
             lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
         )
 
-        own = job.each(lambda: _divided(plans, planned, pipeline.slides.test_fraction))
+        site_scans = job.each(lambda: _divide(plans, planned, pipeline.slides.test_fraction))
 
         def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
             chosen = _chosen(plans, planned, pipeline)
@@ -149,7 +149,8 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) ->
         folders = (*(store.parent / part for part in ("slides", "overview")), plans.folder)
         counts = sources.finish(job, written, write_columns, folders)
     used = {one.slide for one in written if one.patches}
-    scans += (own := [scan for scan in own if scan.slide in used])
+    site_scans = [scan for scan in site_scans if scan.slide in used]
+    scans += site_scans
     if counts is None:
         return {}
     records = plans.records
@@ -175,24 +176,24 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) ->
         "patients": {
             split: len({one.patient for one in records if one.split == split}) for split in ("train", "test")
         },
-        "copies": told_copies(own),
+        "copies": describe_copies(site_scans),
         "store": listed.study.relative(store),
         "seconds": time.perf_counter() - began,
         "table": table,
     }
 
 
-def _divided(plans: Plans, planned: list[Done], test_fraction: float) -> list[Scan]:
+def _divide(plans: Plans, planned: list[Done], test_fraction: float) -> list[Scan]:
     """Give every slide its split, now that it is known which are one scan; return the scans.
 
     A slide whose scan a table puts into two splits is set aside in `planned`.
     """
     marks = plans.marks(number for number, done in enumerate(planned) if done.reason is None)
     plans.records = assign_splits(plans.records, test_fraction=test_fraction, marks=marks)
-    kept, leaks = without_leaks(plans.records, marks)
+    records, leaks = drop_leaks(plans.records, marks)
     reasons = {leak.slide: leak.reason for leak in leaks}
     planned[:] = [replace(done, reason=done.reason or reasons.get(done.slide)) for done in planned]
-    return scans_of(kept, marks)
+    return scans_of(records, marks)
 
 
 def _quality_of(seen: Iterable[Quality]) -> dict[str, object]:

@@ -43,7 +43,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.machine import n_cores
-from wsi_fl.system.names import composed, matching
+from wsi_fl.system.names import compose_text, glob_paths
 from wsi_fl.types import BagTable, GridSpec, PatchTable, Shape, UsageError, WsiFlError
 
 _OPEN_SLIDES = 16
@@ -110,8 +110,8 @@ class _SlidePixels:
         if path.exists():
             return path
         site = self._study.site(self._site)
-        name = composed(path.name)
-        moved = (file for file in slides_of(self._study, site) if composed(file.name) == name)
+        name = compose_text(path.name)
+        moved = (file for file in slides_of(self._study, site) if compose_text(file.name) == name)
         if (found := next(moved, None)) is None:
             raise SlideUnreadable(
                 f"{path}: the slide is gone, and slides in sites/{self._site}.toml matches no {path.name}"
@@ -128,7 +128,7 @@ def patterns_of(study: Study, given: str | list[str] | None) -> tuple[str, ...]:
 def slides_of(study: Study, site: SiteFile) -> Iterator[Path]:
     """Yield all that the patterns in `slides` of a site file match now."""
     for pattern in patterns_of(study, site.slides):
-        yield from matching(pattern)
+        yield from glob_paths(pattern)
 
 
 Table = PatchTable | BagTable

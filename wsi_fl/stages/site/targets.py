@@ -18,7 +18,7 @@ from wsi_fl.slides.layouts.common import TableRow, decimal_point, of_site, rows_
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Target
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.names import composed, file_named, is_missing, unlike
+from wsi_fl.system.names import compose_text, describe_mismatch, file_name_of, is_missing
 from wsi_fl.types import BagTable, UsageError
 
 Subtypes = Mapping[str, Sequence[str]]
@@ -109,7 +109,7 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
         said = _by_name(path, site, columns, lambda row, where: _truth(row, target, where))
     known, aside, nothing = [], [], (0.0, 0.0) if target.intervals else 0
     for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
-        keys = ("slide", composed(slide)), ("patient", composed(patient))
+        keys = ("slide", compose_text(slide)), ("patient", compose_text(patient))
         value = nothing if site.receives else said.get(keys[0], said.get(keys[1]))
         if value is None:
             aside.append(slide)
@@ -117,8 +117,8 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
             known.append((row, value))
     if not known:
         kind = "patient" if any(kind == "patient" for kind, _ in said) else "slide"
-        there = {composed(name) for name in getattr(slides, kind).tolist()} - {""}
-        why = unlike({name for _, name in said}, there) if said else "no line of it says anything"
+        there = {compose_text(name) for name in getattr(slides, kind).tolist()} - {""}
+        why = describe_mismatch({name for _, name in said}, there) if said else "no line of it says anything"
         raise UsageError(
             f"{path}: has an answer to [target] for none of the {len(slides)} slides of site {site.name}: {why}"
         )
@@ -257,7 +257,7 @@ def _number(text: str, what: str, low: float, high: float) -> float:
 
 
 def _stem(slide: str) -> str:
-    return Path(file_named(slide)).stem
+    return Path(file_name_of(slide)).stem
 
 
 def _first(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> str | None:

@@ -11,7 +11,7 @@ from wsi_fl import __version__
 from wsi_fl.federation.methods import FILES, SHARED, Method, names_of
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, from_file, named, over
 from wsi_fl.privacy.masks import require_enough
-from wsi_fl.slides.patching.copies import Scan, told_between, told_copies
+from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.data import open_data, scans_in
 from wsi_fl.stages.site.party import RunContext
@@ -74,10 +74,10 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
                 for said in () if told else doubts:
                     say(f"  {said}", "yellow")
                 if not told:
-                    scans += (own := scans_in(data.store))
-                    for line in told_copies(own):
+                    scans += (site_scans := scans_in(data.store))
+                    for line in describe_copies(site_scans):
                         say(f"  {site.name}: {line}", "bold yellow")
-    for line in told_between(scans):
+    for line in describe_shared(scans):
         say(f"  {line}", "bold yellow")
 
 
