@@ -402,7 +402,7 @@ def _lines_of(out: Path) -> _Results:
                 raise UsageError(
                     f"{out}: is not what bench writes (its first line differs); choose another --out"
                 )
-            rows = [row for row in reader if row["method"]]
+            rows: list[dict[str, str]] = [row for row in reader if row["method"]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{out}: not a readable CSV ({error}); choose another --out") from None
     return group_pairs((_key(row), row) for row in rows)

@@ -354,7 +354,7 @@ def _matrix(file: h5py.File, name: str) -> NDArray[Any]:
         WsiFlError: when it is neither, damaged, or more than fits into memory.
     """
     if not isinstance(group := entry_of(file, name), h5py.Group):
-        return own_dataset(file, name)[:]
+        return np.asarray(own_dataset(file, name)[:])
     where, kind = Path(file.filename).name, _text(group.attrs, "encoding-type")
     if kind not in {"csr_matrix", "csc_matrix"}:
         raise WsiFlError(f"{where}: its {name!r} is no dataset, nor a sparse matrix")

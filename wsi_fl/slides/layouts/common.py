@@ -23,6 +23,7 @@ from wsi_fl.system.names import (
 )
 from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError, natural, strange_character
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 _DELIMITERS = (",", ";", "\t")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -96,12 +97,12 @@ def require_names(row: TableRow, *columns: str) -> None:
             raise UsageError(f"{row.where}: {column} is empty{means}; name it, or delete the row")
 
 
-def group_pairs(pairs: Iterable[tuple[str, _T]]) -> dict[str, list[_T]]:
+def group_pairs(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
     """Return key → all values of the pairs that have it, in order."""
-    found: dict[str, list[_T]] = {}
+    groups: dict[_K, list[_T]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def of_site(rows: Sequence[TableRow], site: str) -> list[TableRow]:

@@ -43,7 +43,7 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system import jpeg
 from wsi_fl.system.files import locked, write_bytes, write_csv
 from wsi_fl.system.ordered import in_order
-from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, DiskFull, GridSpec, PatchTable, WsiFlError
+from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, DiskFull, GridSpec, PatchTable, SlideRecord, WsiFlError
 
 _TRIED, _READ = 8, 128
 """Slides of a site that a dry run plans, evenly from its list, and patches of each that it reads."""
@@ -105,7 +105,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) ->
     """
     began, name, pipeline = time.perf_counter(), listed.site.name, listed.pipeline
     store = listed.study.store(name)
-    records = list(listed.records)
+    records: Sequence[SlideRecord] = listed.records
     plans = Plans(store.parent / ".plans", records, spec_of(pipeline))
     shards = _Shards(listed, plans, job.threads)
     failed = list(listed.aside)
