@@ -13,7 +13,7 @@ from typing import TypedDict, Unpack
 from wsi_fl.plugins import entries
 from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.prepare.sources import Which, asked_for, copies_lines
-from wsi_fl.stages.site.data import maker_of, open_bags, open_store, scans_in
+from wsi_fl.stages.site.data import open_bags, open_store, scans_in
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import read_bag_shard
 from wsi_fl.stores.fields import DAMAGE, first_line
@@ -62,11 +62,13 @@ def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which
     rows = [_check_site(study, one.name, watcher or Silent(), scans) for one in sites]
     if not any(row["read"] for row in rows):
         again = "--all" if which["site"] is None else f"--site {which['site']}"
-        command = maker_of(study, sites[0].name, "tile")
-        others = " or `wsi-fl import`" if command != "tile" else ""
-        raise WsiFlError(
-            f"nothing is stored yet; run `wsi-fl {command}{'' if others else f' {again}'}`{others}"
+        slides = any(one.slides is not None for one in sites)
+        maker = (
+            f"`wsi-fl tile {again}`"
+            if slides
+            else "`wsi-fl import` for features, `wsi-fl partition` for images"
         )
+        raise WsiFlError(f"nothing is stored yet; run {maker}")
     copies = list(dict.fromkeys(line for some in scans.values() for line in describe_shared(some)))
     return {
         "sites": rows,

@@ -263,22 +263,21 @@ def open_bags(study: Study, site: str, data: str) -> BagStore:
 
 
 def maker_of(study: Study, site: str, command: str) -> str:
-    """Return the command that makes a site's store: where the site has no slides, features come by `import`, and images
-    by `partition`.
+    """Return the command that makes a site's store, with its options: where the site has no slides, features come by
+    `import`, and images by `partition`.
     """
     named = study.site_path(site).is_file()
     if not named or study.site(site).slides is not None or (study.mosaic(site).parent / "mosaics").is_dir():
-        return command
-    return {"mosaic": "import", "tile": "partition"}.get(command, command)
+        return f"{command} --site {site}"
+    others = {"mosaic": f"import --site {site} …", "tile": "partition DATA …"}
+    return others.get(command, f"{command} --site {site}")
 
 
 def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Path], _Opened]) -> _Opened:
     """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
     if not path.exists():
-        command = maker_of(study, site, command)
-        raise WsiFlError(
-            f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {command} --site {site}`"
-        )
+        maker = maker_of(study, site, command)
+        raise WsiFlError(f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {maker}`")
     store = opened(path)
     if (theirs := store.meta.site) != study.owner(site):
         store.close()
