@@ -278,3 +278,21 @@ def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, settin
     assert done.returncode == 0, done.stderr
     keys = {"site", "slides", "failed", "bags", "patches", "classes", "train", "test", "store", "seconds"}
     assert keys <= json.loads(done.stdout)["sites"][0].keys()
+
+
+def test_one_scan_of_several_patients_is_in_one_split_and_told(settings, tmp_path):
+    """Also where one is a link, and where two sites have it."""
+    folder = phantom.paint_archive(tmp_path / "painted", n_sites=1, patients_per_site=1, size_px=768)
+    source = next(folder.rglob("*.tif"))
+    slides = tmp_path / "archive" / "slides"
+    slides.mkdir(parents=True)
+    shutil.copy(source, slides / "a.tif")
+    (slides / "b.tif").symlink_to(slides / "a.tif")
+    shutil.copy(source, slides / "c.tif")
+    table = "slide,patient,site,label\na.tif,p,A,tumor\nb.tif,q,A,tumor\nc.tif,r,B,tumor\n"
+    (tmp_path / "archive" / "slides.csv").write_text(table)
+    init(tmp_path / "study", archive=tmp_path / "archive")
+    made = mosaic(Study(tmp_path / "study"), site=None, overrides=[*settings, "slides.test_fraction=0.5"])
+    (line,) = made["sites"][0]["copies"]
+    assert "a (patient p) and b (patient q) are one scan: all are in" in line
+    assert made["copies"] and "c (site B, patient r)" in made["copies"][0]
