@@ -14,6 +14,7 @@ from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.training.train import train
 from wsi_fl.stages.work.console import Line
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
@@ -199,3 +200,17 @@ def test_a_store_of_an_older_version_whose_test_leaks_is_told(tmp_path):
         "a (patient p) and b (patient q)" in line and "in test and in train, so scores are too good" in line
     )
     assert "(patient p) and b" in "".join(one.text for one in check_lines(checked) if isinstance(one, Line))
+
+
+def test_a_real_hospital_reads_of_its_copies_in_its_own_log_alone(tmp_path):
+    study = features_study(tmp_path / "study", "A")
+    bags = {f"s{k}": (f"p{k}", drawn(k)) for k in range(8)} | {"again": ("other", drawn(2))}
+    brought(study, "A", tmp_path / "a", bags)
+    (study.root / "sites" / "A.toml").write_text('name = "A"\nreal = true\nmax_epsilon = 9.0\ndelta = 1e-3\n')
+    heads = [f"model.{role}=mean_head" for role in ("private", "proxy")]
+    made = train(study, method="oneshot", overrides=[*heads, "train.alone=false"], backend="local")
+    run = study.root / made["run"]
+    log = (run / "sites" / "A" / "log.txt").read_text()
+    assert "again (patient other)" in log and "are one scan" in log
+    shared = [path for path in run.rglob("*") if path.is_file() and path.parent.name != "A"]
+    assert shared and not any(b"patient other" in path.read_bytes() for path in shared)
