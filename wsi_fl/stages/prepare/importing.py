@@ -106,7 +106,10 @@ def import_features(
     if not records:
         why = table_rows.mismatch or sources.first_reason([*unfit, *table_rows.aside])
         raise UsageError(f"{labels}: none of its slides has a label and features in {source}: {why}")
-    n_slides = len(records) + len(failed)
+    n_slides, fraction = len(records) + len(failed), pipeline.slides.test_fraction
+    assign_splits(
+        records, test_fraction=fraction
+    )  # a table that contradicts itself is refused before files are read
     with locked(study.mosaic(site).parent, site):
         for number, record in enumerate(records):
             one = _look(record, files[record.slide], layout)
@@ -115,14 +118,8 @@ def import_features(
             else:
                 looked.append(one)
             told.update(site, number + 1, 2 * len(records), record.slide)
-        marks = {one.record.slide: frozenset({one.mark}) for one in looked}
-        with_split = assign_splits(records, test_fraction=pipeline.slides.test_fraction, marks=marks)
-        with_split, leaks = drop_leaks(with_split, marks)
+        looked, leaks, copies = _with_splits(looked, records, fraction)
         failed += leaks
-        by_slide = {record.slide: record for record in with_split}
-        looked = [
-            replace(one, record=by_slide[one.record.slide]) for one in looked if one.record.slide in by_slide
-        ]
         if not looked:
             raise WsiFlError(f"site {site}: no slide could be imported; {sources.first_reason(failed)}")
         meta = _meta(file, pipeline, looked, said)
@@ -139,11 +136,28 @@ def import_features(
         n_patches=sum(one.n for one in looked),
         failed=failed,
         notes={one.record.slide: one.note for one in looked},
-        copies=describe_copies(scans_of([one.record for one in looked], marks)),
+        copies=copies,
         n_slides=n_slides,
     )
     row["seconds"] = time.perf_counter() - began
     return {"sites": [row], "next": sources.after_mosaics(study, **which)}
+
+
+def _with_splits(
+    looked: Sequence[_Looked], records: Sequence[SlideRecord], test_fraction: float
+) -> tuple[list[_Looked], list[SetAside], list[str]]:
+    """Return slides with the splits of all records, those whose scan a table puts into two splits, and a line for each
+    scan that is there several times.
+    """
+    marks = {slide.record.slide: frozenset({slide.mark}) for slide in looked}
+    records, leaks = drop_leaks(assign_splits(records, test_fraction=test_fraction, marks=marks), marks)
+    by_slide = {record.slide: record for record in records}
+    rest = [
+        replace(slide, record=by_slide[slide.record.slide])
+        for slide in looked
+        if slide.record.slide in by_slide
+    ]
+    return rest, leaks, describe_copies(scans_of([slide.record for slide in rest], marks))
 
 
 def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside:

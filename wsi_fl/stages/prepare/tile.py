@@ -106,6 +106,10 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) ->
     began, name, pipeline = time.perf_counter(), listed.site.name, listed.pipeline
     store = listed.study.store(name)
     records: Sequence[SlideRecord] = listed.records
+    fraction = pipeline.slides.test_fraction
+    assign_splits(
+        records, test_fraction=fraction
+    )  # a table that contradicts itself is refused before slides are opened
     plans = Plans(store.parent / ".plans", records, spec_of(pipeline))
     shards = _Shards(listed, plans, job.threads)
     failed = list(listed.aside)
@@ -118,7 +122,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) ->
             lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
         )
 
-        site_scans = job.each(lambda: _divide(plans, planned, pipeline.slides.test_fraction))
+        site_scans = job.each(lambda: _divide(plans, planned, fraction))
 
         def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
             chosen = _chosen(plans, planned, pipeline)
