@@ -231,7 +231,9 @@ def no_numbers(shape=(40,)):
         ({"patient": no_numbers((40, 2))}, "patient [40, 2]; wanted are [n, d], [n] and [n]"),
         ({"y": np.zeros((40, 1), int)}, "y [40, 1]"),
         ({"y": np.array(1)}, "y []"),
-        ({"y": np.arange(40) % 2 / 2}, "y holds 0.5; labels are classes"),
+        ({"y": np.arange(40) % 2 / 2}, "a label is 0.5; labels are classes"),
+        ({"y": np.array(["0,25", "1"] * 20)}, "a label is 0,25; labels are classes"),
+        ({"y": np.array([np.inf, 1.0] * 20)}, "a label is inf; labels are classes"),
         ({"y": np.full(40, np.nan)}, "needs two classes at least"),
         ({"y": np.zeros(40, "datetime64[D]")}, "y is datetime64[D], not numbers or texts"),
         (

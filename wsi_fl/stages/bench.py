@@ -9,6 +9,7 @@ import csv
 import inspect
 import itertools
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ _WAYS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
 _NAMED_SKEWS = ("alike", "lacks")
 _NAMES = ("label", "patient")
 """Columns of a table that are no features."""
+_NUMBER = re.compile(r"[+-]?(inf|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
 _NAMED = 5
 """Slides that give no row and are named to people; the others are counted."""
 _COLUMNS = (
@@ -572,6 +574,10 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     if len(classes) < 2:
         raise UsageError(f"{path}: needs two classes at least; its labels are {', '.join(map(str, classes))}")
     names = tuple(str(name) for name in classes)
+    if broken := _not_whole(names):
+        raise UsageError(
+            f"{labels or path}: a label is {broken}; labels are classes, so write names or whole numbers"
+        )
     often = Counter(name.casefold() for name in names)
     if alike := [name for name in names if often[name.casefold()] > 1]:
         raise UsageError(f"{labels or path}: labels {', '.join(alike)} differ in case only; write them alike")
@@ -603,9 +609,14 @@ def _require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDAr
     for name, values in (("y", y), ("patient", patient)):
         if values.dtype.kind not in "biufUS":
             raise UsageError(f"{path}: {name} is {values.dtype}, not numbers or texts")
-    if y.dtype.kind == "f" and (broken := np.flatnonzero(y[~np.isnan(y)] % 1)).size:
-        value = y[~np.isnan(y)][broken[0]]
-        raise UsageError(f"{path}: y holds {value:g}; labels are classes, so write names or whole numbers")
+
+
+def _not_whole(names: Sequence[str]) -> str:
+    """Return the first of the labels that is no whole number, where all are numbers; "" elsewhere."""
+    numbers = [name.replace(",", ".") for name in names]
+    if not all(map(_NUMBER.fullmatch, numbers)):
+        return ""
+    return next((name for name, number in zip(names, numbers, strict=True) if float(number) % 1), "")
 
 
 def _of_arrays(path: Path) -> _Columns:
