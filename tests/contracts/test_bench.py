@@ -1,8 +1,11 @@
 """`wsi-fl bench`: methods on hospitals drawn from a table of features."""
 
+import pickle
 import re
+import shutil
 import sys
 import tomllib
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from trained import csv_rows
 import wsi_fl.stages.bench as module
 from wsi_fl import plugins
 from wsi_fl.stages.bench import Cell, FeatureTable, bench, cells_of, drawn, read_table
+from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.bags import Bag, BagMeta, bags_of, write_bags
 from wsi_fl.types import GridSpec, PatchTable
 
@@ -208,3 +212,146 @@ def test_the_method_of_the_page_stands_in_the_same_table(npz, tmp_path, monkeypa
     mine = [row for row in rows if row["method"] == "careful" and row["seed"] == "0"]
     assert mine and all(0 < float(row["spent"]) <= 1 and row["guarantee"] == "guaranteed" for row in mine)
     assert len([line for line in python.splitlines() if line.strip()]) <= 60
+
+
+def arrays(**changes):
+    x, y, patient = table(40)
+    return {"x": x, "y": y, "patient": patient} | changes
+
+
+def no_numbers(shape=(40,)):
+    return np.full(shape, "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": no_numbers((40, 8))}, "x is <U1[40, 8], not features that are numbers"),
+        ({"x": np.zeros((40, 8), complex)}, "x is complex128"),
+        ({"patient": no_numbers((40, 2))}, "patient [40, 2]; wanted are [n, d], [n] and [n]"),
+        ({"y": np.zeros((40, 1), int)}, "y [40, 1]"),
+        ({"y": np.array(1)}, "y []"),
+        ({"y": np.arange(40) % 2 / 2}, "a label is 0.5; labels are classes"),
+        ({"y": np.array(["0,25", "1"] * 20)}, "a label is 0,25; labels are classes"),
+        ({"y": np.array([np.inf, 1.0] * 20)}, "a label is inf; labels are classes"),
+        ({"y": np.full(40, np.nan)}, "needs two classes at least"),
+        ({"y": np.zeros(40, "datetime64[D]")}, "y is datetime64[D], not numbers or texts"),
+        (
+            {"x": np.where(np.arange(40)[:, None] == 7, np.inf, 0.0) + np.ones(8)},
+            "of 1 rows are not finite numbers",
+        ),
+        ({"x": np.zeros((40, 0))}, "not features that are numbers"),
+        ({"y": np.array([None] * 40)}, "it holds objects of Python; save numbers and texts as arrays"),
+    ],
+    ids=str,
+)
+def test_arrays_that_are_no_table_are_refused_in_one_line(tmp_path, changes, words):
+    np.savez(tmp_path / "t.npz", **arrays(**changes))
+    refused(lambda: read_table(tmp_path / "t.npz"), "t.npz", words)
+
+
+def zipped(path, **members):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def test_a_file_of_other_bytes_is_refused_and_nothing_in_it_is_run(tmp_path):
+    pickled = pickle.dumps([1, 2])
+    zipped(tmp_path / "raw.npz", x=pickled, y=pickled)
+    (tmp_path / "pickle.npz").write_bytes(pickled)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    (tmp_path / "one.npy").rename(tmp_path / "one.npz")
+    np.savez(tmp_path / "cut.npz", **arrays())
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-900])
+    np.savez(tmp_path / "only.npz", y=np.arange(4))
+    for name in ("raw", "pickle", "one", "cut", "only"):
+        refused(lambda name=name: read_table(tmp_path / f"{name}.npz"), "not a file of NumPy with x and y")
+
+
+def test_rows_without_a_label_are_set_aside_and_nobody_is_called_nan(tmp_path):
+    y = np.array(["a", "b"] * 20, "<U2")
+    y[:3] = ["NA", "-", "n"]
+    np.savez(tmp_path / "t.npz", **arrays(y=y, patient=np.array(["nan", "p"] * 20)))
+    found = read_table(tmp_path / "t.npz")
+    assert [one.slide for one in found.aside] == ["row 0", "row 1"] and found.classes == ("a", "b", "n")
+    assert set(found.patient.tolist()) == {"", "p"}
+    (tmp_path / "t.csv").write_text("label;patient;f\na;null;1\nb;p;2\nNaN;q;3\n")
+    found = read_table(tmp_path / "t.csv")
+    assert found.patient.tolist() == ["", "p"] and len(found.aside) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "mended"),
+    [
+        ("label;f\na;0,5\nb;1", ("line 2", "f is '0,5'", "write 0.5"), "label;f\na;0.5\nb;1"),
+        ("label,f,slide\na,1,s\nb,2,t", ("slide is 's'", "leave that column out"), "label,f\na,1\nb,2"),
+        ("label,f\na,\nb,1\nc,2", ("line 2", "f is ''", "or the row"), "label,f\nb,1\nc,2"),
+    ],
+)
+def test_a_csv_with_what_is_no_number_says_what_to_do_and_that_works(tmp_path, text, words, mended):
+    (tmp_path / "t.csv").write_text(text)
+    refused(lambda: read_table(tmp_path / "t.csv"), *words)
+    (tmp_path / "t.csv").write_text(mended)
+    assert len(read_table(tmp_path / "t.csv").y) == 2
+
+
+def test_a_method_that_is_measured_anyway_is_not_asked_for(npz, tmp_path):
+    asked = {"out": tmp_path / "o.csv", "cells": cells_of("2x8", "alike"), "seeds": 1}
+    for name in ("regular", "joint"):
+        refused(
+            lambda name=name: bench(npz, methods=[name], **asked), f"{name} is measured beside every method"
+        )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A small result, and how it was asked for."""
+    folder = tmp_path_factory.mktemp("measured")
+    x, y, patient = table()
+    np.savez(folder / "features.npz", x=x, y=y, patient=patient)
+    asked = {"methods": ["oneshot"], "cells": cells_of("2x8", "alike"), "seeds": 1}
+    bench(folder / "features.npz", out=folder / "out.csv", **asked)
+    return folder, asked
+
+
+@pytest.mark.parametrize("hurt", ["lost", "twice", "number", "cut", "other hospital", "above 1", "swapped"])
+def test_lines_of_a_result_that_are_lost_doubled_or_damaged_are_made_anew(measured, tmp_path, hurt, capsys):
+    folder, asked = measured
+    for name in ("out.csv", "out.json"):
+        shutil.copy(folder / name, tmp_path / name)
+    out = tmp_path / "out.csv"
+    lines = out.read_text().splitlines()
+    fields = lines[1].split(",")
+    score = module._COLUMNS.index("score")
+    changed = {
+        "lost": [],
+        "twice": [lines[1], lines[1]],
+        "number": [",".join([*fields[:score], "0.9x", *fields[score + 1 :]])],
+        "cut": [lines[1][: len(lines[1]) // 2]],
+        "other hospital": [lines[1].replace(",S1,", ",S7,")],
+        "above 1": [",".join([*fields[:score], "1.5", *fields[score + 1 :]])],
+        "swapped": [lines[1].replace(",S1,", ",S2,")],
+    }[hurt]
+    out.write_text("\n".join([lines[0], *changed, *lines[2:]]) + "\n")
+    bench(folder / "features.npz", out=out, **asked, watcher=Said())
+    kept = [line.rsplit(",", 1)[0] for line in lines]  # without the seconds
+    assert [line.rsplit(",", 1)[0] for line in out.read_text().splitlines()] == kept
+    assert any("are made anew" in line for line in Said.lines)
+
+
+class Said(Silent):
+    """A watcher that remembers what it was told."""
+
+    lines: list[str] = []  # noqa: RUF012 of all of them
+
+    def say(self, line, style=""):
+        self.lines.append(line)
+
+
+def test_another_table_in_the_place_of_a_result_is_refused(measured, tmp_path):
+    folder, asked = measured
+    out = tmp_path / "out.csv"
+    for data in (b"a,b\n1,2\n", b"", "method,epsilon\n".encode("utf-16"), b"\0\1"):
+        out.write_bytes(data)
+        refused(lambda: bench(folder / "features.npz", out=out, **asked), "choose another --out")

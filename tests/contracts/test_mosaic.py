@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import refused
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from trained import trained
@@ -278,3 +281,37 @@ def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, settin
     assert done.returncode == 0, done.stderr
     keys = {"site", "slides", "failed", "bags", "patches", "classes", "train", "test", "store", "seconds"}
     assert keys <= json.loads(done.stdout)["sites"][0].keys()
+
+
+def test_one_scan_of_several_patients_is_in_one_split_and_told(settings, tmp_path):
+    """Also where one is a link, and where two sites have it."""
+    folder = phantom.paint_archive(tmp_path / "painted", n_sites=1, patients_per_site=1, size_px=768)
+    source = next(folder.rglob("*.tif"))
+    slides = tmp_path / "archive" / "slides"
+    slides.mkdir(parents=True)
+    shutil.copy(source, slides / "a.tif")
+    (slides / "b.tif").symlink_to(slides / "a.tif")
+    shutil.copy(source, slides / "c.tif")
+    table = "slide,patient,site,label\na.tif,p,A,tumor\nb.tif,q,A,tumor\nc.tif,r,B,tumor\n"
+    (tmp_path / "archive" / "slides.csv").write_text(table)
+    init(tmp_path / "study", archive=tmp_path / "archive")
+    made = mosaic(Study(tmp_path / "study"), site=None, overrides=[*settings, "slides.test_fraction=0.5"])
+    (line,) = made["sites"][0]["copies"]
+    assert "a (patient p) and b (patient q) are one scan: all are in" in line
+    assert made["copies"] and "c (site B, patient r)" in made["copies"][0]
+
+
+def test_slides_that_all_lack_a_class_end_in_one_line(settings, tmp_path):
+    (tmp_path / "archive" / "slides").mkdir(parents=True)
+    for name in "ab":
+        (tmp_path / "archive" / "slides" / f"{name}.tif").touch()
+    table = "slide,patient,site,label,diagnosis\na.tif,p,A,tumor,X\nb.tif,q,A,tumor,X\n"
+    (tmp_path / "archive" / "slides.csv").write_text(table)
+    init(tmp_path / "study", archive=tmp_path / "archive")
+    study, asked = Study(tmp_path / "study"), [*settings, 'subtypes.any=["x", "Y"]']
+    words = ("no slide gave a mosaic; the first: a: its diagnosis X is none", "did you mean x?")
+    refused(lambda: mosaic(study, site="A", overrides=asked), *words, error=WsiFlError)
+    with pytest.raises(WsiFlError, match="its slides have diagnoses") as error:
+        mosaic(study, site="A", overrides=settings)
+    hint = re.search(r"subtypes = (.*)$", str(error.value))[1]
+    assert tomllib.loads(f"subtypes = {hint}") == {"subtypes": {"tumor": ["X"]}}

@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -384,6 +385,68 @@ def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, chan
         change["grade"] = {"low": "high", "high": "low"}[rows[1]["grade"]]
     edit(study, **change)
     refused(lambda: opened(study, *target), said)
+
+
+@pytest.mark.parametrize("word", ["nan", "NA", "N/A", "None", "null", "-", "<NA>"])
+@pytest.mark.parametrize(("target", "column"), [(NUMBER, "burden"), (GRADE, "grade"), (SURVIVAL, "months")])
+def test_what_means_nothing_is_no_answer(study, target, column, word):
+    edit(study, **{column: word})
+    with opened(study, *target) as data:
+        assert set(data.answers.aside) <= {"S0_0_0", "S0_0_1"} and data.answers.aside
+
+
+def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study):
+    path = study.root / "S0.csv"
+    path.write_text(path.read_text().replace(",low,", ",-,").replace(",high,", ",+,"))
+    with opened(study, 'target.column="grade"', 'target.classes=["-", "+"]') as data:
+        assert len(data.table) == 2 * N and data.answers.aside == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: row | {"patient": row["patient"].lower()}, "p0 and P0 differ in upper and lower case"),
+        (lambda row: row | {"patient": "P0" + row["patient"][1:]}, "P00 and P0 differ in leading zeros"),
+        (
+            lambda row: row | {"patient": "X" + row["patient"]},
+            "the table has XP0, XP1, XP10 and 21 more, the site P0",
+        ),
+        (lambda row: row | {"burden": "NA"}, "no line of it says anything"),
+    ],
+)
+def test_a_table_that_answers_for_nobody_says_why_with_names_of_both(study, change, said):
+    path = study.root / "S0.csv"
+    write_table(path, [change(row) for row in csv.DictReader(path.open())])
+    refused(lambda: opened(study, *NUMBER), "has an answer to [target] for none of the 48 slides", said)
+
+
+def test_patients_classes_and_columns_meet_however_they_are_composed(study):
+    path = study.root / "S0.csv"
+    text = path.read_text().replace("grade", "Größe").replace(",low,", ",süß,").replace(",high,", ",säuer,")
+    path.write_text(normalize("NFD", text), encoding="utf-8")
+    named = [
+        normalize(form, text)
+        for form, text in (("NFC", 'target.column="Größe"'), ("NFD", '["süß", "säuer"]'))
+    ]
+    with opened(study, named[0], f"target.classes={named[1]}") as data:
+        assert len(data.table) == 2 * N and set(data.table.label.tolist()) == {0, 1}
+
+
+def test_the_value_that_a_refusal_names_is_taken_in_either_place_that_it_proposes(study):
+    edit(study, grade="Low")
+    refused(lambda: opened(study, *GRADE), "add it there, or to target.ignore")
+    with opened(study, *GRADE, 'target.ignore=["Low"]') as data:
+        assert len(data.table) == 2 * N - 2
+    with opened(study, *GRADE, 'target.classes=["low", "high", "Low"]') as data:
+        assert len(data.table) == 2 * N
+
+
+def test_a_decimal_comma_is_refused_with_what_to_write(study):
+    edit(study, burden="0,25")
+    refused(lambda: opened(study, *NUMBER), "burden = '0,25' is no number; write 0.25")
+    edit(study, burden="0.25")
+    with opened(study, *NUMBER) as data:
+        assert data.table.label[0] == 0.25
 
 
 def test_slides_without_an_answer_are_left_out_and_named(study, capsys):

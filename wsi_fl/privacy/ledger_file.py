@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.system.files import alone, append_line, ordinary, read_json, write_json
+from wsi_fl.system.files import alone, append_line, ordinary, read_json, refuse_unavailable, write_json
 from wsi_fl.types import WsiFlError
 
 Guarantee = Literal["guaranteed", "shared", "nominal", "none"]
@@ -257,7 +257,8 @@ def _parsed(line: bytes, place: str) -> Entry:
 def _read_head(path: Path) -> _Head:
     try:
         return _Head.model_validate(read_json(path))
-    except (ValidationError, OSError):
+    except (ValidationError, OSError) as error:
+        refuse_unavailable(error, path)
         raise WsiFlError(
             f"{path}: damaged; put its backup back, or the site's budget cannot be trusted"
         ) from None

@@ -9,6 +9,7 @@ import csv
 import inspect
 import itertools
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 from zipfile import BadZipFile
+from zlib import error as ZlibError
 
 import numpy as np
 import torch
@@ -37,12 +39,13 @@ from wsi_fl.models.mil import linear_head
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.plan import Unit, planned, proposals
 from wsi_fl.report.fill import fill
-from wsi_fl.slides.layouts.common import rows_of, slide_named
+from wsi_fl.slides.layouts.common import TableRow, decimal_point, group_pairs, rows_of, slide_named
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
-from wsi_fl.system.files import ordinary, read_json, write_json, write_text
-from wsi_fl.types import SetAside, UsageError, WsiFlError
+from wsi_fl.system.files import ordinary, read_object, refuse_unavailable, write_json, write_text
+from wsi_fl.system.names import compose_text, describe_mismatch, is_missing
+from wsi_fl.types import SetAside, UsageError, WsiFlError, one_line
 
 DELTA = 1e-5
 _TEST = 500
@@ -54,6 +57,7 @@ _WAYS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
 _NAMED_SKEWS = ("alike", "lacks")
 _NAMES = ("label", "patient")
 """Columns of a table that are no features."""
+_NUMBER = re.compile(r"[+-]?(inf|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
 _NAMED = 5
 """Slides that give no row and are named to people; the others are counted."""
 _COLUMNS = (
@@ -161,9 +165,9 @@ class _Work:
         return (self.method, f"{self.epsilon:g}", *map(str, self.cell), str(self.seed), *ways)
 
 
-def _key(row: Mapping[str, str]) -> tuple[str, ...]:
-    ways = [row["rounds"], row["lr"]] if row["seed"] == str(_TUNING) else []
-    return (*(row[name] for name in ("method", "epsilon", "sites", "n", "skew", "seed")), *ways)
+def _key(row: Mapping[str, str | None]) -> tuple[str, ...]:
+    ways = ("rounds", "lr") if row["seed"] == str(_TUNING) else ()
+    return tuple(row[name] or "" for name in ("method", "epsilon", "sites", "n", "skew", "seed", *ways))
 
 
 _Results = dict[tuple[str, ...], list[dict[str, str]]]
@@ -301,11 +305,15 @@ def bench(
     table, told = read_table(path, labels), watcher or Silent()
     if table.aside:
         told.say(_told(table.aside))
+    if (unnamed := int((table.patient == "").sum())) and any(table.patient):
+        told.say(f"{unnamed} rows name no patient; each counts by itself")
     if unit not in get_args(Unit):
         raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
     for method in methods:
         if method not in METHODS:
             raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+        if method in (ALONE, POOLED):
+            raise UsageError(f"{method} is measured beside every method anyway; leave it out of --method")
         if METHODS[method].without_dp or METHODS[method].learns_from != "own":
             raise UsageError(f"{method} needs more than features; train it in a study")
     for cell in cells:
@@ -361,7 +369,7 @@ def bench(
 def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], told: Watcher) -> _Results:
     """Return the lines that are there by training, without those of methods whose code or tuning has changed since."""
     beside = out.with_suffix(".json")
-    before = read_json(beside) if beside.exists() else {}
+    before = read_object(beside, "choose another --out") if beside.exists() else {}
     if before and {key: before.get(key) for key in facts} != facts:
         raise UsageError(f"{out}: holds results of another table or unit; choose another --out")
     code = {name: _code_of(name) for name in methods}
@@ -371,12 +379,58 @@ def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], tol
         told.say(f"{name} has changed since {out}; its lines are made anew")
     write_json(beside, {**facts, "code": known | code})
     found: _Results = {}
-    if out.exists():
-        with ordinary(out).open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row["method"] not in changed:
-                    found.setdefault(_key(row), []).append(row)
+    for key, rows in _lines_of(out).items() if out.exists() else ():
+        if rows[0]["method"] in changed:
+            continue
+        if _whole(rows):
+            found[key] = rows
+        else:
+            told.say(
+                f"{out}: lines of {' '.join(key)} are damaged, missing or there twice; they are made anew"
+            )
     return found
+
+
+def _lines_of(out: Path) -> _Results:
+    """Return the lines of an earlier result by training.
+
+    Raises:
+        UsageError: when it is no such result.
+    """
+    try:
+        with ordinary(out).open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if tuple(reader.fieldnames or ()) != _COLUMNS:
+                raise UsageError(
+                    f"{out}: is not what bench writes (its first line differs); choose another --out"
+                )
+            rows: list[dict[str, str]] = [row for row in reader if row["method"]]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{out}: not a readable CSV ({error}); choose another --out") from None
+    return group_pairs((_key(row), row) for row in rows)
+
+
+def _whole(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a training has one line for each of its hospitals, and every score is a share."""
+
+    def is_share(text: str) -> bool:
+        try:
+            return 0 <= float(text) <= 1
+        except ValueError:
+            return False
+
+    alone = rows[0]["method"] in (ALONE, POOLED)
+    complete = all(len(row) == len(_COLUMNS) and None not in row.values() for row in rows)
+    if not complete or not str(rows[0]["sites"]).isdecimal():
+        return False
+    hospitals = sorted(f"S{k + 1}" for k in range(int(rows[0]["sites"])))
+    scored = all(
+        is_share(row["score"])
+        and is_share(row["auroc"])
+        and (is_share(row["own_score"]) if not alone else not row["own_score"])
+        for row in rows
+    )
+    return scored and sorted(str(row["site"]) for row in rows) == hospitals
 
 
 def _code_of(method: str) -> str:
@@ -508,12 +562,22 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
         x, y, patient = readers[path.suffix](path)
     else:
         raise UsageError(f"{path}: features are read from .npz, .csv, .h5, or a folder of TRIDENT's")
+    _require_columns(path, x, y, patient)
+    unknown = np.array([is_missing(str(name)) for name in y.tolist()], bool)
+    if unknown.any():
+        aside += [SetAside(f"row {row}", "has no label") for row in np.flatnonzero(unknown).tolist()]
+        x, y, patient = (values[~unknown] for values in (x, y, patient))
+    patient = np.array(
+        ["" if is_missing(name) else compose_text(name) for name in map(str, patient.tolist())]
+    )
     classes, numbers = np.unique(y, return_inverse=True)
-    if x.ndim != 2 or len(x) != len(y) or len(patient) != len(y):
-        raise UsageError(f"{path}: x is {list(x.shape)}, y {list(y.shape)}; wanted are [n, d] and [n]")
-    if len(classes) < 2 or not np.isfinite(x).all():
-        raise UsageError(f"{path}: needs two classes at least, and features that are finite numbers")
+    if len(classes) < 2:
+        raise UsageError(f"{path}: needs two classes at least; its labels are {', '.join(map(str, classes))}")
     names = tuple(str(name) for name in classes)
+    if broken := _not_whole(names):
+        raise UsageError(
+            f"{labels or path}: a label is {broken}; labels are classes, so write names or whole numbers"
+        )
     often = Counter(name.casefold() for name in names)
     if alike := [name for name in names if often[name.casefold()] > 1]:
         raise UsageError(f"{labels or path}: labels {', '.join(alike)} differ in case only; write them alike")
@@ -524,22 +588,74 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
 _Columns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
+def _require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any]) -> None:
+    """Refuse features that are no numbers, and labels and patients that are not one for each row.
+
+    Raises:
+        UsageError: naming the array and the first row that is at fault.
+    """
+    if x.ndim != 2 or x.shape[:1] != y.shape or patient.shape != y.shape:
+        raise UsageError(
+            f"{path}: x is {list(x.shape)}, y {list(y.shape)}, patient {list(patient.shape)}; wanted are [n, d], [n] "
+            "and [n]"
+        )
+    if x.dtype.kind not in "biuf" or not x.size:
+        raise UsageError(f"{path}: x is {x.dtype}{list(x.shape)}, not features that are numbers")
+    if not (finite := np.isfinite(x).all(1)).all():
+        rows = np.flatnonzero(~finite)
+        raise UsageError(
+            f"{path}: features of {len(rows)} rows are not finite numbers, of row {rows[0]} first; leave them out"
+        )
+    for name, values in (("y", y), ("patient", patient)):
+        if values.dtype.kind not in "biufUS":
+            raise UsageError(f"{path}: {name} is {values.dtype}, not numbers or texts")
+
+
+def _not_whole(names: Sequence[str]) -> str:
+    """Return the first of the labels that is no whole number, where all are numbers; "" elsewhere."""
+    numbers = [name.replace(",", ".") for name in names]
+    if not all(map(_NUMBER.fullmatch, numbers)):
+        return ""
+    return next((name for name, number in zip(names, numbers, strict=True) if float(number) % 1), "")
+
+
 def _of_arrays(path: Path) -> _Columns:
     try:
-        with np.load(ordinary(path), allow_pickle=False) as file:
-            x, y = file["x"], file["y"]
-            return x, y, file["patient"] if "patient" in file else np.full(len(y), "")
-    except (KeyError, OSError, ValueError, BadZipFile) as error:
-        raise UsageError(f"{path}: not a file of NumPy with x and y ({error})") from None
+        loaded = np.load(ordinary(path), allow_pickle=False)
+        arrays = {name: loaded[name] for name in ("x", "y", "patient") if name in loaded.files}
+    except (AttributeError, EOFError, KeyError, OSError, ValueError, BadZipFile, ZlibError) as error:
+        refuse_unavailable(error, path)
+        objects = "it holds objects of Python; save numbers and texts as arrays"
+        why = objects if "pickle" in str(error) else one_line(error)
+        raise UsageError(f"{path}: not a file of NumPy with x and y ({why})") from None
+    if missing := [name for name in ("x", "y") if not isinstance(arrays.get(name), np.ndarray)]:
+        raise UsageError(
+            f"{path}: not a file of NumPy with x and y (its {missing[0]} is no array, or missing)"
+        )
+    y = arrays["y"]
+    patient = arrays.get("patient", np.full(y.shape, ""))
+    if not isinstance(patient, np.ndarray):
+        raise UsageError(f"{path}: its patient is no array of NumPy")
+    y, patient = (
+        np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values
+        for values in (y, patient)
+    )
+    return arrays["x"], y, patient
 
 
 def _of_csv(path: Path) -> _Columns:
+    def number(row: TableRow, name: str) -> float:
+        try:
+            return float(row[name])
+        except ValueError:
+            remedy = decimal_point(row[name]) or "; leave that column out, or the row"
+            raise UsageError(
+                f"{row.where}: {name} is {row[name]!r}, and all columns but label and patient are numbers{remedy}"
+            ) from None
+
     rows = rows_of(path, ["label"])
-    try:
-        x = np.array([[float(row[name]) for name in row if name not in _NAMES] for row in rows])
-    except ValueError as error:
-        raise UsageError(f"{path}: all columns but label and patient are numbers ({error})") from None
-    return x, np.array([row["label"] for row in rows]), np.array([row.get("patient", "") for row in rows])
+    x = np.array([[number(row, name) for name in row if name not in _NAMES] for row in rows])
+    return x, np.array([row["label"] for row in rows]), np.array([row.value("patient") for row in rows])
 
 
 def _of_store(path: Path) -> _Columns:
@@ -567,16 +683,19 @@ def _of_folder(path: Path, labels: Path | None, aside: list[SetAside]) -> _Colum
             raise UsageError(f"{row.where}: slide {slide} has a row already")
         seen.add(slide)
         try:
-            if not row[named]:
+            if not row.value(named):
                 raise WsiFlError(f"has no label ({row.where})")
             if slide not in files:
                 raise WsiFlError(f"has a label ({row.where}) and no features")
-            known.append((layout.read(files[slide]).features.mean(0), row[named], row.get("patient", "")))
+            known.append((layout.read(files[slide]).features.mean(0), row[named], row.value("patient")))
         except WsiFlError as error:
             aside.append(SetAside(slide, str(error)))
     aside += [SetAside(name, f"has no label in {labels.name}") for name in files if name not in seen]
     if not known:
-        raise UsageError(f"{labels}: none of its slides has a label and features in {path}; {_told(aside)}")
+        why = "" if seen & set(files) else f"{describe_mismatch(seen, files)}; "
+        raise UsageError(
+            f"{labels}: none of its slides has a label and features in {path}; {why}{_told(aside)}"
+        )
     means, label, patient = zip(*known, strict=True)
     if len({len(mean) for mean in means}) > 1:
         raise UsageError(f"{path}: features of its slides are not equally wide; keep those of one encoder")

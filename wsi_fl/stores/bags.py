@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -36,7 +37,7 @@ from wsi_fl.stores.fields import (
     text_of,
 )
 from wsi_fl.stores.hdf5 import StoreFile, created
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import FileUnavailable, atomic, refuse_unavailable
 from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
 _FORMAT, _SHARD_FORMAT = "wsi-fl bag store", "wsi-fl bag"
@@ -45,6 +46,9 @@ UNPLACED = -1
 _ROW_SUMMED = ("features",)
 """The dataset whose rows have checksums."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
+_EITHER = "`wsi-fl import` where its features were imported, else `wsi-fl mosaic`"
+_FEW = 4
+"""Rows of a bag below which their checksums alone are no digest of it."""
 _OWN = {
     "label": "patch_label",
     "patient": "patch_patient",
@@ -100,6 +104,14 @@ class Bag:
     def placed(self) -> bool:
         """Return whether the places of the patches on the slide are known."""
         return bool((self.xy_l0 != UNPLACED).any())
+
+
+def mark_of(features: Features) -> str:
+    """Return a digest of the features [m, d] of a slide, in whatever order they are, and of whatever precision."""
+    with np.errstate(over="ignore"):
+        rows = np.ascontiguousarray(features, np.float16)
+    each = sorted(hashlib.blake2b(row, digest_size=8).digest() for row in rows)
+    return f"features {hashlib.sha256(b''.join(each)).hexdigest()}"
 
 
 def bags_of(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
@@ -217,12 +229,23 @@ class BagStore(StoreFile):
     rows = _ROW_SUMMED
 
     def __init__(self, path: Path) -> None:
-        self.command = "features" if path.name == "features.h5" else "mosaic"
+        self.command = "features" if path.name == "features.h5" else ""
+        if (
+            not self.command and (path.parent / "mosaics").is_dir()
+        ):  # the shards, which no other command makes
+            self.command = "mosaic"
         super().__init__(path)
+
+    @property
+    def making(self) -> str:
+        """Return which command makes a store that is not there: features that exist are imported."""
+        return super().making if self.command else f"make it with {_EITHER}"
 
     @property
     def mend(self) -> str:
         """Return what to do about damage; a store that was imported needs the same options again."""
+        if not self.command:  # nothing says what made it
+            return f"put its backup back, or make it anew with {_EITHER}"
         return f"{super().mend}, as before" if self.command == "import" else super().mend
 
     def _load(self, file: h5py.File) -> None:
@@ -283,6 +306,19 @@ class BagStore(StoreFile):
         )
         return PatchTable(file["xy_l0"][:], slide=self.table.slide[bag], **own)
 
+    def marks(self) -> dict[str, frozenset[str]]:
+        """Return slide → a digest of its features, in whatever order they are: equal bags are equal in it.
+
+        It is made of the rows' checksums; only bags of very few rows are read.
+        """
+        found: dict[str, frozenset[str]] = {}
+        for k, slide in enumerate(self.table.slide.tolist()):
+            sums = np.sort(self._sums.values[self.rows_of(k)])
+            with suppress(WsiFlError):
+                few = mark_of(self.bag(k).features) if len(sums) < _FEW else ""
+                found[slide] = frozenset({f"rows {hashlib.sha256(sums.tobytes()).hexdigest()} {few}"})
+        return found
+
     def rows_of(self, k: int) -> slice:
         """Return which patches the k-th bag holds."""
         return slice(int(self._start[k]), int(self._start[k + 1]))
@@ -313,6 +349,7 @@ class BagStore(StoreFile):
             ]
             self._sums.check_rows(wanted, found, self._named)
         except DAMAGE as error:
+            refuse_unavailable(error, self.path)
             raise WsiFlError(f"{self.path}: damaged ({first_line(error)}); {self.mend}") from None
         return found if len(found) == len(rows) and (np.diff(rows) > 0).all() else found[place]
 
@@ -405,11 +442,16 @@ def current_shard(path: Path, wanted: str) -> BagShard | str:
 
     Returns:
         "" where there is no shard.
+
+    Raises:
+        FileUnavailable: when it is there and cannot be read now.
     """
     if not path.exists():
         return ""
     try:
         shard = read_bag_shard(path)
+    except FileUnavailable:
+        raise
     except WsiFlError as error:
         return f"its shard was damaged ({error})"
     return shard if shard.fingerprint == wanted else "settings, encoder or slide changed"

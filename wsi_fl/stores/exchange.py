@@ -11,11 +11,12 @@ a tensor, which is what CLAM's training reads.
 
 STAMP (KatherLab/STAMP, `stamp preprocess`): `<extractor>-<hash>/…/<slide>.h5`. `feats` float[m, d] and `coords`
 float32[m, 2] in µm from the slide's corner; root attributes `extractor`, `unit`, `tile_size_um` (`tile_size` before
-2.1), `tile_size_px`. How large a pixel of the slide is, the file does not say.
+2.1), `tile_size_px`. How large a pixel of the slide is, the file does not say. Vectors of whole slides and patients are
+`feats` float[d] with the attributes `encoder` and `feat_type`, without places; the latter lie in `<patient>.h5`.
 
 AnnData of one slide (scverse, `write_h5ad`), as LazySlide makes it of its tiles: `<slide>.h5ad`. `X` float[m, d];
 `obsm/spatial` [m, 2], the corners of tiles in level-0 pixels; `uns/tile_spec` with `width`, `stride_width` and `mpp` of
-a tile; `uns/slide_properties` with `mpp` of the slide. All but `X` may be missing.
+a tile; `uns/slide_properties` with `mpp` of the slide. All but `X` may be missing or empty, as None is written.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.stores.bags import UNPLACED, Bag, BagStore
-from wsi_fl.stores.fields import first_line, too_large
-from wsi_fl.stores.hdf5 import created, is_own, opened, own_dataset, own_group
-from wsi_fl.system.files import atomic, ordinary, write_text
+from wsi_fl.stores.fields import first_line, refuse_too_large, too_large
+from wsi_fl.stores.hdf5 import created, entry_of, is_own, opened, own_dataset, own_group
+from wsi_fl.system.files import atomic, ordinary, refuse_unavailable, write_text
+from wsi_fl.system.names import is_companion, slide_of
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _MAGNIFIED = 10.0
@@ -124,6 +126,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     except KeyError as error:
         raise WsiFlError(f"{path.name}: damaged, or not of this format ({first_line(error)})") from None
     except (OSError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+        refuse_unavailable(error, path.name)
         raise WsiFlError(f"{path.name}: not a readable HDF5 file ({first_line(error)})") from None
     except MemoryError as error:
         raise WsiFlError(f"{path.name}: {too_large(error)}") from None
@@ -177,48 +180,86 @@ def _number(attrs: Mapping[str, Any], name: str) -> float | None:
 def _text(attrs: Mapping[str, Any], name: str) -> str | None:
     """Return a text among attributes; None where there is none, or where a tool wrote "None"."""
     value = attrs.get(name)
+    if isinstance(value, h5py.Empty):
+        return None
     text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
     return None if value is None or text in {"", "None"} else text
 
 
-def _by_slide(files: Iterable[Path]) -> dict[str, Path]:
+def _files(folder: Path, suffix: str, *, deep: bool = False) -> list[Path]:
+    """Return the files of a folder, or below it, with a suffix in whatever case; companions are passed over."""
+    paths = folder.rglob("*") if deep else folder.glob("*")
+    named = (path for path in paths if path.suffix.lower() == suffix and not path.is_dir())
+    return sorted(path for path in named if not any(map(is_companion, _below(path, folder))))
+
+
+def _below(path: Path, folder: Path) -> list[Path]:
+    return [Path(part) for part in path.relative_to(folder).parts]
+
+
+def _by_slide(folder: Path, files: Iterable[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in sorted(files):
-        if path.stem in found:
-            raise UsageError(f"slide {path.stem} has two files, {found[path.stem]} and {path}; remove one")
-        found[path.stem] = path
-    return found
-
-
-def _found(folder: Path, *patterns: str, missing: str) -> dict[str, Path]:
-    # of the last pattern that gives a slide's
-    found: dict[str, Path] = {}
-    for pattern in patterns:
-        found |= _by_slide(folder.glob(pattern))
-    if not found:
-        raise UsageError(f"{folder}: {missing}")
+        if (other := found.setdefault(slide_of(path), path)) != path:
+            both = sorted({str(_below(one, folder)[0]) for one in (other, path)})
+            if len(both) > 1 and len(path.relative_to(folder).parts) > 1:
+                raise UsageError(f"{folder}: {_several(both)}")
+            raise UsageError(
+                f"slide {slide_of(path)} has two files, {other} and {path}; name the folder of one kind with --from, "
+                "or rename one"
+            )
     return dict(sorted(found.items()))
 
 
+def _several(folders: Sequence[str]) -> str:
+    return f"several folders of features ({', '.join(folders)}); name one of them with --from"
+
+
 def _find_trident(folder: Path) -> dict[str, Path]:
-    # in `features_<encoder>`, or in the one such folder below
-    if files := list(folder.glob("*.h5")):
-        return _by_slide(files)
-    found = sorted(path for path in folder.rglob(f"{_PREFIX}*") if path.is_dir() and any(path.glob("*.h5")))
+    # in `features_<encoder>`, or in the one such folder below; else in the one of vectors of whole slides
+    if files := _files(folder, ".h5"):
+        return _by_slide(folder, files)
+    below = [path for path in folder.rglob(f"*{_PREFIX}*") if path.is_dir() and _files(path, ".h5")]
+    found = [path for path in below if path.name.startswith(_PREFIX)] or below
     if len(found) != 1:
-        several = f"several folders of features ({', '.join(path.name for path in found)}); name one"
+        several = _several(sorted(path.name for path in found))
         raise UsageError(f"{folder}: {several if found else f'no {_PREFIX}<encoder>/*.h5 in it'}")
-    return _by_slide(found[0].glob("*.h5"))
+    return _by_slide(found[0], _files(found[0], ".h5"))
+
+
+def _find_clam(folder: Path) -> dict[str, Path]:
+    # `.h5` goes before `.pt`, which holds no places
+    found: dict[str, Path] = {}
+    for suffix in (".pt", ".h5"):
+        for place in (folder, folder / f"{suffix[1:]}_files"):
+            found |= _by_slide(place, _files(place, suffix))
+    if not found:
+        raise UsageError(f"{folder}: neither h5_files/*.h5 nor pt_files/*.pt in it")
+    return dict(sorted(found.items()))
+
+
+def _find_stamp(folder: Path) -> dict[str, Path]:
+    if not (files := _files(folder, ".h5", deep=True)):
+        raise UsageError(f"{folder}: no .h5 file in it")
+    return _by_slide(folder, files)
+
+
+def _find_anndata(folder: Path) -> dict[str, Path]:
+    if not (files := _files(folder, ".h5ad")):
+        raise UsageError(f"{folder}: {_NO_H5AD}")
+    return _by_slide(folder, files)
 
 
 def _read_trident(path: Path) -> _Foreign:
     with _opened(path) as file:
-        features_of, coords = own_dataset(file, "features"), own_dataset(file, "coords")
+        features_of = own_dataset(file, "features")
         features = _features(features_of[:], path.name)
         whole = features_of.ndim == 1  # one vector of the whole slide, beside the places of its patches
-        places = None if whole else _places(coords[:], len(features), path.name)
+        coords = None if whole and not _says(file, "coords") else own_dataset(file, "coords")
+        places = None if whole or coords is None else _places(coords[:], len(features), path.name)
         _, prefix, rest = path.parent.name.partition(_PREFIX)
-        facts = _facts_of(coords.attrs, _text(features_of.attrs, "encoder") or (rest if prefix else None))
+        encoder = _text(features_of.attrs, "encoder") or (rest if prefix else None)
+        facts = _facts_of({} if coords is None else coords.attrs, encoder)
         return _Foreign(features, places, facts, **_besides(file, len(features)))
 
 
@@ -243,7 +284,7 @@ def _facts_of(attrs: Mapping[str, Any], encoder: str | None) -> Facts:
 def _read_clam(path: Path) -> _Foreign:
     # Of a `.pt`, a pickle, `weights_only` loads tensors alone and runs no code. A zip whose entries are compressed is
     # refused: PyTorch writes none, but would unpack one of any size.
-    if path.suffix == ".h5":
+    if path.suffix.lower() == ".h5":
         return _read_trident(path)
     import torch
 
@@ -276,7 +317,10 @@ def _read_clam(path: Path) -> _Foreign:
 
 def _read_stamp(path: Path) -> _Foreign:
     with _opened(path) as file:
-        attrs, features = file.attrs, _features(own_dataset(file, "feats")[:], path.name)
+        attrs, features_of = file.attrs, own_dataset(file, "feats")
+        features, encoder = _features(features_of[:], path.name), _text(attrs, "encoder")
+        if features_of.ndim == 1 or _text(attrs, "feat_type") in {"slide", "patient"}:
+            return _Foreign(features, None, Facts(encoder=encoder or _text(attrs, "extractor")))
         older = _number(attrs, "tile_size") if _text(attrs, "unit") == "um" else None
         size_um, size = _number(attrs, "tile_size_um") or older, _number(attrs, "tile_size_px")
         if size_um is None:
@@ -294,11 +338,43 @@ def _read_stamp(path: Path) -> _Foreign:
         return _Foreign(features, places, facts, in_um=True, **_besides(file, len(features)))
 
 
+def _says(group: h5py.Group, name: str) -> bool:
+    """Return whether a group has something of a name that is not empty: AnnData writes None as a null, and groups of
+    nothing."""
+    if not is_own(group, name):
+        return False
+    found = entry_of(group, name)
+    return bool(len(found) if isinstance(found, h5py.Group) else found.size)
+
+
+def _matrix(file: h5py.File, name: str) -> NDArray[Any]:
+    """Return a matrix of AnnData, dense or of sparse rows or columns, as a dense array.
+
+    Raises:
+        WsiFlError: when it is neither, damaged, or more than fits into memory.
+    """
+    if not isinstance(group := entry_of(file, name), h5py.Group):
+        return np.asarray(own_dataset(file, name)[:])
+    where, kind = Path(file.filename).name, _text(group.attrs, "encoding-type")
+    if kind not in {"csr_matrix", "csc_matrix"}:
+        raise WsiFlError(f"{where}: its {name!r} is no dataset, nor a sparse matrix")
+    shape = tuple(int(size) for size in group.attrs["shape"])
+    values, at, ends = (own_dataset(group, part)[:] for part in ("data", "indices", "indptr"))
+    rows, columns = shape if kind == "csr_matrix" else shape[::-1]
+    whole = ends.shape == (rows + 1,) and not ends[0] and ends[-1] == len(values) == len(at)
+    if not whole or (np.diff(ends) < 0).any() or (len(at) and not 0 <= at.min() <= at.max() < columns):
+        raise WsiFlError(f"{where}: damaged, its sparse {name!r} does not fit together")
+    refuse_too_large(where, rows * columns * values.dtype.itemsize)
+    dense = np.zeros((rows, columns), values.dtype)
+    dense[np.repeat(np.arange(rows), np.diff(ends)), at] = values
+    return dense if kind == "csr_matrix" else dense.T
+
+
 def _read_anndata(path: Path) -> _Foreign:
     with _opened(path) as file:
-        features, xy = _features(own_dataset(file, "X")[:], path.name), None
-        if is_own(file, "obsm"):
-            xy = _places(own_dataset(own_group(file, "obsm"), "spatial")[:], len(features), path.name)
+        features, xy = _features(_matrix(file, "X"), path.name), None
+        if _says(file, "obsm") and _says(places := own_group(file, "obsm"), "spatial"):
+            xy = _places(own_dataset(places, "spatial")[:], len(features), path.name)
         tile = _stated(file, "tile_spec", ("width", "stride_width", "mpp"))
         size, stride = _number(tile, "width"), _number(tile, "stride_width")
         facts = Facts(
@@ -312,10 +388,11 @@ def _read_anndata(path: Path) -> _Foreign:
 
 def _stated(file: h5py.File, name: str, wanted: Sequence[str]) -> dict[str, float]:
     """Return the numbers that a group of `uns` has of those wanted."""
-    if not is_own(file, "uns") or not is_own(uns := own_group(file, "uns"), name):
+    if not _says(file, "uns") or not _says(uns := own_group(file, "uns"), name):
         return {}
     group = own_group(uns, name)
-    return {key: float(own_dataset(group, key)[()]) for key in wanted if is_own(group, key)}
+    stated = {key: own_dataset(group, key)[()] for key in wanted if _says(group, key)}
+    return {key: float(value.item()) for key, value in stated.items() if value.size == 1}
 
 
 def _mpp_of_each(store: BagStore) -> list[float]:
@@ -424,21 +501,10 @@ _NO_H5AD = (
     'wsi.fetch.features_anndata("uni").write_h5ad("SLIDE.h5ad")'
 )
 LAYOUTS = {
-    "clam": Layout(
-        lambda folder: _found(
-            folder,
-            "pt_files/*.pt",
-            "h5_files/*.h5",
-            missing="neither h5_files/*.h5 nor pt_files/*.pt in it",
-        ),
-        _read_clam,
-        write_clam,
-    ),
+    "clam": Layout(_find_clam, _read_clam, write_clam),
     "trident": Layout(_find_trident, _read_trident, _write_trident),
-    "stamp": Layout(
-        lambda folder: _found(folder, "**/*.h5", missing="no .h5 file in it"), _read_stamp, _write_stamp
-    ),
-    "anndata": Layout(lambda folder: _found(folder, "*.h5ad", missing=_NO_H5AD), _read_anndata),
+    "stamp": Layout(_find_stamp, _read_stamp, _write_stamp),
+    "anndata": Layout(_find_anndata, _read_anndata),
 }
 
 

@@ -18,7 +18,7 @@ import h5py
 
 from wsi_fl.stores.fields import DAMAGE, check_format, check_seal, first_line, refuse_too_large, too_large
 from wsi_fl.system.bulk import ALIGNMENT
-from wsi_fl.system.files import ordinary, reserve
+from wsi_fl.system.files import ordinary, refuse_unavailable, reserve
 from wsi_fl.types import WsiFlError
 
 SLIDE_BYTES = 1 << 14
@@ -97,10 +97,11 @@ class StoreFile:
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
         if not path.exists():
-            raise WsiFlError(f"{path}: no such store; make it with `wsi-fl {self.command}`")
+            raise WsiFlError(f"{path}: no such store; {self.making}")
         try:
             self._file = opened(path)
         except OSError as error:
+            refuse_unavailable(error, path)
             raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)}); {self.mend}") from None
         with ExitStack() as stack:
             stack.callback(self._file.close)
@@ -109,6 +110,7 @@ class StoreFile:
                 self._load(self._file)
                 check_seal(self._file, self.rows)
             except DAMAGE as error:
+                refuse_unavailable(error, path)
                 raise WsiFlError(f"{path}: damaged ({first_line(error)}); {self.mend}") from None
             except MemoryError as error:
                 raise WsiFlError(f"{path}: {too_large(error)}; {self.mend}") from None
@@ -118,6 +120,11 @@ class StoreFile:
     def site(self) -> str:
         """Return the name of the store's folder, which is that of its site."""
         return self.path.absolute().parent.name
+
+    @property
+    def making(self) -> str:
+        """Return which command makes a store that is not there."""
+        return f"make it with `wsi-fl {self.command}`"
 
     @property
     def mend(self) -> str:
@@ -145,7 +152,7 @@ def own_group(file: h5py.Group, name: str) -> h5py.Group:
     Raises:
         WsiFlError: when there is none, or it lies behind a link.
     """
-    found = _own(file, name)
+    found = entry_of(file, name)
     if not isinstance(found, h5py.Group):
         raise WsiFlError(f"{Path(file.file.filename).name}: its {name!r} is no group")
     return found
@@ -159,7 +166,7 @@ def own_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
             states more than the file can hold.
         UsageError: when it is more than fits into memory.
     """
-    where, found = Path(file.file.filename).name, _own(file, name)
+    where, found = Path(file.file.filename).name, entry_of(file, name)
     if not isinstance(found, h5py.Dataset):
         raise WsiFlError(f"{where}: its {name!r} is no dataset")
     if found.external or found.is_virtual:
@@ -172,7 +179,12 @@ def own_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     return found
 
 
-def _own(file: h5py.Group, name: str) -> Any:
+def entry_of(file: h5py.Group, name: str) -> Any:
+    """Return what a file or group has of a name, without following links.
+
+    Raises:
+        WsiFlError: when there is none, or it is a link.
+    """
     where, links = Path(file.file.filename).name, file.id.links
     if not links.exists(name.encode()):
         raise WsiFlError(f"{where}: has no {name!r}; it has {', '.join(file) or 'nothing'}")

@@ -17,6 +17,8 @@ from PIL import Image
 
 from wsi_fl.stores.fields import DAMAGE, refuse_too_large, too_large
 from wsi_fl.stores.hdf5 import opened, own_dataset, packs_too_much
+from wsi_fl.system.files import refuse_unavailable
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
@@ -115,6 +117,7 @@ def _arrays(path: Path) -> dict[str, Any]:
     try:
         return read(path)
     except _UNREADABLE as error:
+        refuse_unavailable(error, path)
         raise UsageError(f"{path}: not a readable {kind} file ({one_line(error)})") from None
     except MemoryError as error:
         raise UsageError(f"{path}: {too_large(error)}") from None
@@ -203,7 +206,7 @@ def _from_folder(folder: Path, size_px: int | None) -> DataSet:
 
 
 def _classes(root: Path) -> tuple[str, ...]:
-    return tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and _files(p)))
+    return tuple(path.name for path in drop_companions(root.iterdir()) if path.is_dir() and _files(path))
 
 
 def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> Images:
@@ -220,8 +223,8 @@ def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    named = (p for p in folder.iterdir() if p.suffix.lower() in _SUFFIXES and not p.name.startswith("."))
-    return sorted(p for p in named if p.is_file())  # a pipe would be waited for
+    named = (path for path in drop_companions(folder.iterdir()) if path.suffix.lower() in _SUFFIXES)
+    return [path for path in named if path.is_file()]  # a pipe would be waited for
 
 
 def _picture(path: Path, mode: str) -> Image.Image:
@@ -239,4 +242,5 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         with Image.open(path) as picture:
             yield picture
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        refuse_unavailable(error, path)
         raise WsiFlError(f"{path}: not a readable image ({one_line(error)})") from None

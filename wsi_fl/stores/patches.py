@@ -6,11 +6,13 @@ reading as black.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +42,7 @@ from wsi_fl.stores.fields import (
 from wsi_fl.stores.hdf5 import StoreFile, opened
 from wsi_fl.system import jpeg
 from wsi_fl.system.bulk import BufferPool
+from wsi_fl.system.files import FileUnavailable, refuse_unavailable, why_unavailable
 from wsi_fl.system.machine import most_open_files, n_cores
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
@@ -112,11 +115,17 @@ class _Rows:
             self._decode(self._checked(int(row)), out[position])
 
     def damaged(self) -> Iterator[int]:
-        """Yield which patches are damaged, after reading each, without decoding it."""
+        """Yield which patches are damaged, after reading each, without decoding it.
+
+        Raises:
+            WsiFlError: when one cannot be read now, for a reason that is not the file's; or OSError.
+        """
         for row in range(self.n) if self.sums is not None else ():
             try:
                 self._checked(row)
-            except (*DAMAGE, WsiFlError):
+            except (*DAMAGE, WsiFlError) as error:
+                if why_unavailable(error):
+                    raise
                 yield row
 
     def _checked(self, row: int) -> bytes:
@@ -286,9 +295,26 @@ class PatchStore(StoreFile):
             shard, patches = self._shard(slide)
             try:
                 check_seal(shard, PIXELS)
+                damaged = list(patches.damaged())
             except DAMAGE as error:
+                refuse_unavailable(error, self._shard_path(slide))
                 raise self._wrong(slide, f"is damaged ({first_line(error)})") from None
-            return [self._rows[slide].start + row for row in patches.damaged()]
+            return [self._rows[slide].start + row for row in damaged]
+
+    def marks(self) -> dict[str, frozenset[str]]:
+        """Return slide → digests of its content: of the whole slide, where its shard knows one, and of its patches.
+
+        Shards that cannot be read have the digest of their patches alone.
+        """
+        found = {}
+        for slide in self.slides:
+            places, known = self.table.xy_l0[self._rows[slide]], self.shard_sums[slide]
+            marks = {f"patches {known} {hashlib.sha256(places.tobytes()).hexdigest()}"} if known else set()
+            with suppress(*DAMAGE, WsiFlError):
+                if quickhash := str(self._open_shard(slide).attrs.get("quickhash", "")):
+                    marks.add(f"slide {quickhash}")
+            found[slide] = frozenset(marks)
+        return found
 
     @cached_property
     def channels(self) -> int:
@@ -298,6 +324,9 @@ class PatchStore(StoreFile):
     def shard(self, slide: str) -> Any:
         """Return the HDF5 group of one slide; WsiFlError where its shard is missing, damaged or of other patches."""
         return self._shard(slide)[0]
+
+    def _shard_path(self, slide: str) -> Path:
+        return self.path.parent / "slides" / f"{slide}.h5"
 
     def _wrong(self, slide: str, what: str) -> WsiFlError:
         return WsiFlError(f"{self.path}: the shard of slide {slide} {what}; {self.mend}")
@@ -309,7 +338,7 @@ class PatchStore(StoreFile):
             try:
                 group = self._open_shard(slide)
                 try:
-                    check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5")
+                    check_format(group, SHARD_FORMAT, self._shard_path(slide))
                 except WsiFlError as error:
                     raise WsiFlError(f"{error}; {self.mend}") from None
                 rows = rows_of(group, self.meta.spec, self._read_slide, self._sums.get(slide))
@@ -317,6 +346,7 @@ class PatchStore(StoreFile):
             except FileNotFoundError:
                 raise self._wrong(slide, "is missing") from None
             except DAMAGE as error:
+                refuse_unavailable(error, self._shard_path(slide))
                 raise self._wrong(slide, f"is damaged ({first_line(error)})") from None
             except MemoryError as error:
                 raise self._wrong(slide, f"is {too_large(error)}") from None
@@ -395,9 +425,10 @@ class PatchStore(StoreFile):
         first = self._rows[slide].start
         try:
             patches.read(rows - first, out, at)
-        except SlideUnreadable:
+        except (SlideUnreadable, FileUnavailable):
             raise
         except (*DAMAGE, WsiFlError) as error:
+            refuse_unavailable(error, self._shard_path(slide))
             row = int(rows[0])
             for k, one in enumerate(rows):
                 try:

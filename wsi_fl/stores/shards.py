@@ -44,7 +44,7 @@ from wsi_fl.stores.fields import (
 from wsi_fl.stores.hdf5 import SLIDE_BYTES, created, opened
 from wsi_fl.stores.patches import PIXELS, PatchStore, SlideSource, quality_of, rows_of
 from wsi_fl.system.bulk import BulkFile, pile_in
-from wsi_fl.system.files import atomic, remove_abandoned
+from wsi_fl.system.files import atomic, refuse_unavailable, remove_abandoned
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
 
 _ROW_BYTES = 256
@@ -109,6 +109,7 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
             if not whole or next(patches.damaged(), None) is not None:
                 return "its shard was damaged (patches are not as they were written)"
     except (*DAMAGE, MemoryError, WsiFlError) as error:
+        refuse_unavailable(error, path)
         return f"its shard was damaged ({first_line(error)})"
     return None
 
@@ -314,7 +315,8 @@ def linked(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None
         for shard, value in zip(shards, known, strict=same):
             with opened(shard) as source:
                 same = same and shard_sum(source) == value and shard.stat().st_mtime_ns <= written
-    except (*DAMAGE, WsiFlError):
+    except (*DAMAGE, WsiFlError) as error:
+        refuse_unavailable(error, path)
         return None
     if not same:
         return None
@@ -353,6 +355,7 @@ def _opened(shard: Path) -> Iterator[h5py.File]:
         with opened(shard) as file:
             yield file
     except DAMAGE as error:
+        refuse_unavailable(error, shard)
         raise WsiFlError(f"{shard}: damaged ({first_line(error)}); run the command again") from None
 
 

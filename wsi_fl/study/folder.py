@@ -18,6 +18,7 @@ from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import PROMISES, SiteFile, as_agreed
 from wsi_fl.study.toml import toml_or_repr, toml_value, validated
 from wsi_fl.system.files import ordinary
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import UsageError, natural, strange_character
 
 
@@ -121,7 +122,8 @@ class Study:
         raise UsageError(f"no run {name!r}; {there}")
 
     def site_names(self) -> list[str]:
-        return sorted((p.stem for p in (self.root / "sites").glob("*.toml")), key=natural)
+        files = drop_companions((self.root / "sites").glob("*.toml"))
+        return sorted((path.stem for path in files), key=natural)
 
     def site(self, name: str) -> SiteFile:
         """One site, with the promises of the run where the study is seen as of one."""
@@ -184,7 +186,7 @@ class Study:
 
     def pipeline_name(self, name: str | None) -> str:
         """The name asked for, else the study's only pipeline, else camelyon17; UsageError where several others are."""
-        own = sorted(p.stem for p in (self.root / "pipelines").glob("*.toml"))
+        own = [path.stem for path in drop_companions((self.root / "pipelines").glob("*.toml"))]
         if not name and len(own) > 1 and "camelyon17" not in own:
             raise UsageError(f"the study has several pipelines; name one with --pipeline: {', '.join(own)}")
         return name or (own[0] if len(own) == 1 else "camelyon17")
@@ -207,7 +209,7 @@ class Study:
         for folder in folders:
             if (folder / f"{name}.toml").is_file():
                 return folder / f"{name}.toml"
-        known = sorted({p.stem for folder in folders for p in folder.glob("*.toml")})
+        known = sorted({p.stem for folder in folders for p in drop_companions(folder.glob("*.toml"))})
         raise UsageError(f"unknown pipeline {name!r}; known: {', '.join(known)}")
 
     def _resolved(self, path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

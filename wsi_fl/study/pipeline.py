@@ -20,6 +20,7 @@ from wsi_fl.study.toml import (
     ModelName,
     Section,
     SiteName,
+    TableText,
     key,
     refuse_twice,
 )
@@ -290,20 +291,20 @@ class Target(Section):
     is the site's own, `clinical` in its site file.
     """
 
-    column: str | None = None
+    column: TableText | None = None
     """Name of the column that holds the answer, with `classes` or `range`."""
-    classes: list[str] | None = Field(None, min_length=2, max_length=10_000)
+    classes: list[TableText] | None = Field(None, min_length=2, max_length=10_000)
     """The values of the column, in order, that models tell apart. All sites agree on them, so that no site's table
     decides."""
-    ignore: list[str] = Field([])
+    ignore: list[TableText] = Field([])
     """Values of the column whose slides are left out, like those without a value."""
     range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = key(
         None, min_length=2, max_length=2, excludes=_OF_CLASSES
     )
     """Smallest and largest number of the column. With it models answer a number within this range."""
-    time: str | None = None
+    time: TableText | None = None
     """Name of the column that holds the time until the event, or until the patient was last seen without it."""
-    event: str | None = None
+    event: TableText | None = None
     """Name of the column that says whether the event was seen: 1 or 0, yes or no, dead or alive."""
     intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = key(
         None, min_length=1, max_length=1000, excludes=_OF_CLASSES
@@ -490,7 +491,7 @@ class Pipeline(Section):
     tile: _Tile = _Tile()
     tissue: _Tissue = _Tissue()
     store: _Store = _Store()
-    subtypes: dict[str, list[str]] = Field({})
+    subtypes: dict[TableText, list[TableText]] = Field({})
     """The diagnoses that each tumour type may have, for studies of whole slides. With it the classes are diagnoses,
     without it healthy and tumour."""
     mosaic: Mosaic = Mosaic()

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from wsi_fl.study.toml import ModelName, Section, SiteName
+from wsi_fl.study.toml import ModelName, Section, SiteName, TableText
 from wsi_fl.types import MPP_BOUNDS
 
 _Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
@@ -39,7 +39,7 @@ class SiteFile(Section):
     split: str | None = None
     """Path of a table that assigns patients or slides to train, val and test. By default `tile` and `mosaic` draw the
     test patients."""
-    columns: dict[Literal["patient", "diagnosis", "tumor_type", "project"], str] = Field({})
+    columns: dict[Literal["patient", "diagnosis", "tumor_type", "project"], TableText] = Field({})
     """Names of the columns of a clinical table (layout tcga) where they are not the GDC's names."""
     manifest: str | list[str] | None = None
     """Path of the GDC's manifest, or a list of them (layout tcga); it says which files the archive should hold."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from wsi_fl.system.names import compose_text
 from wsi_fl.types import NOT_PLAIN, UsageError, is_plain, strange_character
 
 _S = TypeVar("_S", bound=BaseModel)
@@ -42,6 +43,10 @@ def _of_no_hub(name: str) -> str:
 
 EncoderName = Annotated[str, AfterValidator(_of_no_hub)]
 """What an encoder is called: a preset, or an architecture in timm's own table."""
+
+
+TableText = Annotated[str, AfterValidator(compose_text)]
+"""What stands in a table of a site too: a column or a value, in the form in which tables are read."""
 
 
 def refuse_twice(names: list[str] | None) -> list[str] | None:

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,7 +26,45 @@ _OF_SAFETENSORS = ".tmp??????"
 """What that library writes to before it renames."""
 _DIGEST = "digest"
 _RETRY_S = 0.05
+_PIECE_BYTES, _PIECES = 1 << 14, 64
+_UNAVAILABLE = {
+    errno.EAGAIN: "it is in use by another program, which may write it; close it there (a notebook?) and start again",
+    errno.ENOLCK: "its disk has no file locks; set HDF5_USE_FILE_LOCKING=FALSE in the environment",
+    errno.EACCES: "this user may not read it; change its permissions",
+    errno.EPERM: "this user may not read it; change its permissions",
+    errno.ESTALE: "its network disk has lost it; mount that disk again",
+    errno.ENOTCONN: "its network disk is not connected; mount that disk again",
+    errno.EHOSTDOWN: "its network disk does not answer; try again later",
+    errno.ETIMEDOUT: "its network disk does not answer; try again later",
+    errno.EMFILE: "this program has too many files open; raise the limit with `ulimit -n`",
+    errno.ENFILE: "this machine has too many files open; close other programs",
+    errno.EIO: "its disk fails to read it; look after the disk, not the file",
+}
+"""What the system says of a file that may be whole → why it cannot be read now, and what to do."""
+_ERRNO = re.compile(r"errno = (\d+)")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FileUnavailable(WsiFlError):
+    """A file that cannot be read now, for a reason that is none of its own: nothing needs to be made anew."""
+
+
+def why_unavailable(error: BaseException) -> str:
+    """Return why the system does not let a file be read now, and what to do; "" where the file itself is at fault."""
+    if not isinstance(error, OSError):
+        return ""
+    found = _ERRNO.search(str(error))  # HDF5 says it in words
+    return _UNAVAILABLE.get(error.errno or (int(found[1]) if found else 0), "")
+
+
+def refuse_unavailable(error: BaseException, path: object) -> None:
+    """Refuse to take for damage what only keeps a file from being read now.
+
+    Raises:
+        FileUnavailable: when that is the error.
+    """
+    if reason := why_unavailable(error):
+        raise FileUnavailable(f"{path}: {reason}") from None
 
 
 def ordinary(path: Path) -> Path:
@@ -44,6 +83,28 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, which need not fit into memory."""
     with ordinary(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def marks_of(paths: Iterable[Path]) -> dict[Path, str]:
+    """Return a digest of each ordinary file of a size that another one of these has too: equal files are equal in it.
+
+    Of large files pieces all over them are read. Folders and files that cannot be read have none.
+    """
+    sizes: dict[int, list[Path]] = {}
+    for path in paths:
+        with suppress(OSError):
+            if path.is_file():
+                sizes.setdefault(path.stat().st_size, []).append(path)
+    found: dict[Path, str] = {}
+    for size, some in sizes.items():
+        for path in some if len(some) > 1 and size else ():
+            with suppress(OSError), path.open("rb") as file:
+                digest = hashlib.sha256(str(size).encode())
+                for start in range(0, size, max(_PIECE_BYTES, size // _PIECES)):
+                    file.seek(start)
+                    digest.update(file.read(_PIECE_BYTES))
+                found[path] = f"file {digest.hexdigest()}"
+    return found
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from wsi_fl.system.files import atomic, ordinary
+from wsi_fl.system.files import atomic, ordinary, refuse_unavailable
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def _read(
                 raise ValueError("not the bytes that were written")
             return tensors, document
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
+        refuse_unavailable(error, path)
         raise WsiFlError(f"{path}: damaged{what} ({error}){then}") from None
     except RecursionError:
         raise WsiFlError(f"{path}: damaged{what} (its document is nested too deeply){then}") from None

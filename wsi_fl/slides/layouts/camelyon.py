@@ -21,6 +21,7 @@ from wsi_fl.slides.layouts.common import (
     slide_files,
     tiffs,
 )
+from wsi_fl.system.names import file_name_of, find_file, slide_of
 from wsi_fl.types import SetAside, SlideRecord, Supervision, UsageError
 
 C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)
@@ -52,10 +53,10 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
         raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
     table = rows_of(sources.labels, ("patient", "stage"))
     # patient_000_node_0.tif,negative; those of patients (patient_000.zip,pN0) are passed over
-    rows = [row for row in table if C17_SLIDE.match(Path(row["patient"]).stem)]
+    rows = [row for row in table if C17_SLIDE.match(_stem(row["patient"]))]
     stages: dict[str, str] = {}
     for row in rows:
-        slide, stage = Path(row["patient"]).stem, row["stage"]
+        slide, stage = _stem(row["patient"]), row["stage"]
         if stages.setdefault(slide, stage) != stage:
             raise UsageError(f"{row.where}: {slide} is {stage}, and {stages[slide]} in a line above")
     name = sources.labels.name
@@ -63,14 +64,14 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
     def judged(path: Path) -> SlideRecord | SetAside:
         match = C17_SLIDE.match(path.name)
         if match is None:
-            return SetAside(path.stem, "not named patient_PPP_node_N")
-        if path.stem not in stages:
-            return SetAside(path.stem, f"no stage in {name}")
-        return _outlined(sources, path, f"patient_{match[1]}", stages[path.stem])
+            return SetAside(slide_of(path), "not named patient_PPP_node_N")
+        if slide_of(path) not in stages:
+            return SetAside(slide_of(path), f"no stage in {name}")
+        return _outlined(sources, path, f"patient_{match[1]}", stages[slide_of(path)])
 
     files = slide_files(sources)
-    here = {path.stem for path in files}
-    sources.account(sources.labels, rows, sum(Path(row["patient"]).stem in here for row in rows))
+    here = {slide_of(path) for path in files}
+    sources.account(sources.labels, rows, sum(_stem(row["patient"]) in here for row in rows))
     return divided(map(judged, files), sources)
 
 
@@ -79,7 +80,7 @@ def describe_camelyon16(archive: Path) -> list[ArchiveSite]:
     annotations = _first(archive, folders, Path.is_dir)
     found = []
     for path in tiffs(archive):
-        if match := C16_SLIDE.fullmatch(path.stem):
+        if match := C16_SLIDE.fullmatch(slide_of(path)):
             site = "RUMC" if int(match[2]) <= _C16_RADBOUD[match[1].lower()] else "UMCU"
             found.append((site, glob.escape(str(path))))
     return sites_of(found, annotations, None)
@@ -87,10 +88,10 @@ def describe_camelyon16(archive: Path) -> list[ArchiveSite]:
 
 def read_camelyon16(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     def judged(path: Path) -> SlideRecord | SetAside:
-        match = C16_SLIDE.fullmatch(path.stem)
+        match = C16_SLIDE.fullmatch(slide_of(path))
         if match is None:
-            return SetAside(path.stem, "not named normal_NNN or tumor_NNN")
-        return _outlined(sources, path, path.stem, match[1].lower())
+            return SetAside(slide_of(path), "not named normal_NNN or tumor_NNN")
+        return _outlined(sources, path, slide_of(path), match[1].lower())
 
     return divided(map(judged, slide_files(sources)), sources)
 
@@ -102,12 +103,16 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
     supervision: Supervision = "negative" if negative else "weak"
     annotation = None
     if not negative and sources.annotations is not None:
-        annotation = sources.annotations / f"{path.stem}.xml"
+        annotation = find_file(sources.annotations / f"{slide_of(path)}.xml")
         if not annotation.is_file():
-            return SetAside(path.stem, f"{label}, but its tumour is not outlined (no {annotation.name})")
+            return SetAside(slide_of(path), f"{label}, but its tumour is not outlined (no {annotation.name})")
         supervision = "partial" if partial else "annotated"
     mpp, site = sources.mpp_override, sources.site
-    return SlideRecord(path, path.stem, patient, site, supervision, not negative, annotation, None, mpp)
+    return SlideRecord(path, slide_of(path), patient, site, supervision, not negative, annotation, None, mpp)
+
+
+def _stem(named: str) -> str:
+    return Path(file_name_of(named)).stem
 
 
 def _first(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:

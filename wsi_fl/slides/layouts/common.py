@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import csv
-import glob
 import io
+import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.system.files import ordinary
+from wsi_fl.system.names import (
+    compose_text,
+    describe_mismatch,
+    drop_companions,
+    file_name_of,
+    glob_paths,
+    is_missing,
+)
 from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError, natural, strange_character
 
+_K = TypeVar("_K")
+_T = TypeVar("_T")
 _DELIMITERS = (",", ";", "\t")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _NAMED = 5
@@ -20,6 +32,11 @@ _NAMED = 5
 _NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
 _POSITIVE = {"positive", "tumor", "tumour", "metastasis", "metastases", "macro", "micro", "1"}
 _PARTIAL = {"itc"}
+_CLASSES = 12
+"""Labels of a table that a hint lists."""
+_WIDTHLESS = "\ufeff\u200b\u2060"
+"""Characters without width that spreadsheets and web pages leave at the ends of texts."""
+_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 class TableRow(dict[str, str]):
@@ -29,9 +46,16 @@ class TableRow(dict[str, str]):
         super().__init__(values)
         self.where = where
 
+    def value(self, column: str) -> str:
+        """Return what a column says; "" where there is no such column, or it says `NA`, `nan`, `null` or the like."""
+        text = self.get(column, "")
+        return "" if is_missing(text) else text
+
 
 def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
     """Read a table whose columns are separated by commas, semicolons or tabs; empty lines are passed over.
+
+    Texts are in Unicode's composed form, in which names that look alike are equal.
 
     Args:
         needed: the columns that must be there.
@@ -47,17 +71,38 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
         raise UsageError(f"{path}: no such file") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a readable CSV (it is not UTF-8); save it as UTF-8") from None
+    text = compose_text(text)
     header = text.partition("\n")[0].partition("\r")[0]
     delimiter = max(_DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), [])))
     records = _records(path, text, delimiter)
     _, names = next(records, (0, []))
-    names = [name.strip() for name in names]
+    names = [name.strip().strip(_WIDTHLESS).strip() for name in names]
     if not any(names):
         raise UsageError(f"{path}: the table is empty; its first line must name the columns")
     if missing := [name for name in needed if name not in names]:
         raise UsageError(f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}")
     filled = (one for one in records if any(value.strip() for value in one[1]))
     return [_row(names, fields, f"{path.name} line {line}") for line, fields in filled]
+
+
+def require_names(row: TableRow, *columns: str) -> None:
+    """Refuse a row that does not say whose it is.
+
+    Raises:
+        UsageError: when one of the columns is empty, or says `NA`, `nan` or the like.
+    """
+    for column in columns:
+        if not row.value(column):
+            means = f" ({row[column]!r} means that nobody knows)" if row[column] else ""
+            raise UsageError(f"{row.where}: {column} is empty{means}; name it, or delete the row")
+
+
+def group_pairs(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
+    """Return key → all values of the pairs that have it, in order."""
+    groups: dict[_K, list[_T]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def of_site(rows: Sequence[TableRow], site: str) -> list[TableRow]:
@@ -106,7 +151,7 @@ def _records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[
 
 def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
     """The fields by column; spreadsheets add empty ones at the end, or columns without a name."""
-    given = [field.strip() for field in fields]
+    given = [field.strip().strip(_WIDTHLESS).strip() for field in fields]
     if len(given) < len(names) or any(given[len(names) :]):
         raise UsageError(f"{where}: has {len(given)} fields, but the header has {len(names)}")
     row = TableRow(where)
@@ -160,20 +205,26 @@ class Sources:
             self.tell(accounted(table.name, rows, own, self.site))
 
 
-def label_of(text: str, where: str) -> tuple[bool, bool]:
-    """(negative, partially outlined) of a slide label."""
+def label_of(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool, bool]:
+    """(negative, partially outlined) of a slide label.
+
+    Args:
+        others: all labels of the table, which an error proposes as classes, as they are written.
+    """
     label, known = text.strip().lower(), _NEGATIVE | _POSITIVE | _PARTIAL
+    label = {"0.0": "0", "1.0": "1"}.get(label, label)  # as tables with gaps write whole numbers
     if label in known:
         return label in _NEGATIVE, label in _PARTIAL
-    hint = f'; classes of your own go into [subtypes] of the pipeline: any = ["{label}", "OTHER"]'
-    raise UsageError(
-        f"{where}: unknown label {text!r}; known: {', '.join(sorted(known))}{hint if label else ''}"
-    )
+    classes = sorted({one.strip() for one in (text, *others) if not is_missing(one)}, key=natural)
+    some = classes if 1 < len(classes) <= _CLASSES else [text.strip(), "OTHER"]
+    named = ", ".join(json.dumps(one, ensure_ascii=False) for one in some)
+    hint = f"; classes of your own go into [subtypes] of the pipeline: any = [{named}]" if classes else ""
+    raise UsageError(f"{where}: unknown label {text!r}; known: {', '.join(sorted(known))}{hint}")
 
 
 def slide_named(text: str, known: Collection[str]) -> str:
-    """Return the slide that a table means by its file's name, with or without a folder and suffix."""
-    name = Path(text).name
+    """Return the slide that a table means by its file's name, with or without a folder, of any system, and suffix."""
+    name = text if text in known else file_name_of(text)
     return Path(name).stem if name not in known and Path(name).stem in known else name
 
 
@@ -185,17 +236,28 @@ def mpp_of(text: str, where: str) -> float:
     except ValueError:
         value = 0.0
     if not least <= value <= most:
-        raise UsageError(f"{where}: mpp is {text!r}, not a number from {least} to {most}")
+        hint = decimal_point(text)
+        raise UsageError(f"{where}: mpp is {text!r}, not a number from {least} to {most}{hint}")
     return value
+
+
+def decimal_point(text: str) -> str:
+    """Return the remedy for a number with a decimal comma; "" for anything else.
+
+    Example:
+        >>> decimal_point("0,25"), decimal_point("1,024.5")
+        ('; write 0.25', '')
+    """
+    return f"; write {text.strip().replace(',', '.')}" if _COMMA.fullmatch(text.strip()) else ""
 
 
 def slide_files(sources: Sources) -> list[Path]:
     files = sorted(
         {
-            Path(name)
+            path
             for pattern in sources.slides
-            for name in glob.glob(pattern, recursive=True)  # noqa: PTH207 absolute patterns
-            if Path(name).is_file() or is_slide_folder(Path(name))
+            for path in glob_paths(pattern)
+            if path.is_file() or is_slide_folder(path)
         }
     )
     if not files:
@@ -213,7 +275,7 @@ def divided(
     if sources.split is None:
         return records, aside
     rows = rows_of(sources.split, ("split",))
-    keys = [row.get("slide") or row.get("patient") or "" for row in rows]
+    keys = [row.value("slide") or row.value("patient") for row in rows]
     given: dict[str, str] = {}
     for key, row in zip(keys, rows, strict=True):
         if not key or row["split"] not in SPLITS:
@@ -222,11 +284,16 @@ def divided(
             raise UsageError(
                 f"{sources.split.name}: {key} is in two splits ({given[key]} and {row['split']})"
             )
-    splits = [given.get(r.slide) or given.get(r.path.name) or given.get(r.patient) for r in records]
-    here = {name for r in records for name in (r.slide, r.path.name, r.patient)}
-    sources.account(sources.split, rows, sum(key in here for key in keys))
+    called = [(r.slide, compose_text(r.path.name), r.patient) for r in records]
+    given |= {name: split for key, split in given.items() if (name := file_name_of(key)) not in given}
+    splits = [next((given[name] for name in names if name in given), None) for names in called]
+    here = {name for names in called for name in names}
+    sources.account(sources.split, rows, sum(bool({key, file_name_of(key)} & here) for key in keys))
     if records and not any(splits):
-        raise UsageError(f"{sources.label}: split: {sources.split.name} names none of its slides or patients")
+        why = describe_mismatch(given, here)
+        raise UsageError(
+            f"{sources.label}: split: {sources.split.name} names none of its slides or patients: {why}"
+        )
     return [replace(r, split=name or r.split) for r, name in zip(records, splits, strict=True)], aside
 
 
@@ -244,4 +311,5 @@ def sites_of(
 
 
 def tiffs(archive: Path) -> list[Path]:
-    return sorted(p for suffix in ("tif", "tiff") for p in archive.rglob(f"*.{suffix}") if p.is_file())
+    found = (path for path in archive.rglob("*") if path.suffix.lower() in {".tif", ".tiff"})
+    return drop_companions(path for path in found if path.is_file())

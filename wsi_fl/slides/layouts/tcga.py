@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wsi_fl.slides.layouts.common import ArchiveSite, Sources, divided, rows_of, sites_of, slide_files
+from wsi_fl.system.names import drop_companions, file_name_of, glob_paths, is_companion
 from wsi_fl.types import SetAside, SlideRecord, UsageError
 
 _BUILT_IN = {
@@ -80,12 +81,12 @@ def _manifest_of(sources: Sources) -> dict[str, str]:
     names = [Path(pattern).name for pattern in sources.slides]
     expected: dict[str, str] = {}
     for pattern in sources.manifests:
-        paths = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 absolute patterns
+        paths = sorted(glob_paths(pattern))
         if not paths:
             raise UsageError(f"{sources.label}: manifest: no such file ({pattern})")
         for path in paths:
-            for row in rows_of(Path(path), ("id", "filename", "size")):
-                name = Path(row["filename"]).name
+            for row in rows_of(path, ("id", "filename", "size")):
+                name = file_name_of(row["filename"])
                 known = any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
                 if known and expected.setdefault(name, row["size"]) != row["size"]:
                     raise UsageError(f"{row.where}: {name} has another size than in a line above")
@@ -170,7 +171,7 @@ def describe_tcga(
     manifests = tuple(
         glob.escape(str(path))
         for path in sorted(archive.glob("*.txt"))
-        if "manifest" in path.name.lower() and path.is_file()
+        if "manifest" in path.name.lower() and path.is_file() and not is_companion(path)
     )
     sites = sites_of(found, None, str(table.resolve()) if table else None)
     return [
@@ -182,7 +183,7 @@ def describe_tcga(
 def _one_of(archive: Path, pattern: str, option: str) -> Path | None:
     """The archive's only file of this name, at its top or else one folder further down."""
     for depth in ("", "*/"):
-        found = sorted(path for path in archive.glob(depth + pattern) if path.is_file())
+        found = drop_companions(path for path in archive.glob(depth + pattern) if path.is_file())
         if len(found) > 1:
             names = " and ".join(path.relative_to(archive).as_posix() for path in found[:2])
             raise UsageError(f"{archive}: has {names}; choose with {option} FILE")
@@ -250,7 +251,6 @@ _NAMES = {
 }
 """What columns are called where the site file does not say."""
 _NEEDED = ("patient", "diagnosis")
-_NOTHING = {"", "'--", "--", "na", "n/a", "not reported", "not available", "[not available]", "unknown"}
 _PATIENT_CHARS = len("TCGA-BH-A0B3")
 
 
@@ -269,8 +269,7 @@ class _Clinical:
         self.patients: list[str] = []
         self._cases: dict[str, tuple[list[str], list[str]]] = {}
         for row in self.rows:
-            value = {key: row.get(name, "") for key, name in named.items()}
-            value = {key: "" if text.lower() in _NOTHING else text for key, text in value.items()}
+            value = {key: row.value(name) for key, name in named.items()}
             patient = value["patient"].upper()[:_PATIENT_CHARS]
             self.patients.append(patient)
             said = value["diagnosis"], value["tumor_type"] or value["project"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.slides.patching.copies import persons_of
 from wsi_fl.types import SlideRecord, UsageError
 
 SEED = 0
@@ -17,12 +18,19 @@ in folds."""
 
 
 def assign_splits(
-    records: Sequence[SlideRecord], *, test_fraction: float, seed: int = SEED
+    records: Sequence[SlideRecord],
+    *,
+    test_fraction: float,
+    seed: int = SEED,
+    marks: Mapping[str, frozenset[str]] | None = None,
 ) -> list[SlideRecord]:
-    """The records with a split each; all slides of a patient share it.
+    """The records with a split each; all slides of a patient share it, and so do patients who share a scan.
 
     Where the archive prescribes splits it must do so for every slide. Otherwise about `test_fraction` of the
     patients, stratified by whether they have a positive slide, are held out: at least one when there are two.
+
+    Args:
+        marks: slide → digests of its content, see `copies`.
 
     Raises:
         UsageError: for a patient in two splits, or a slide without one while others have it.
@@ -41,9 +49,11 @@ def assign_splits(
                     f"site {record.site}: patient {record.patient} has no split, others have one"
                 )
         return [replace(record, split=prescribed[record.patient]) for record in records]
-    positive = {r.patient: False for r in records} | {r.patient: True for r in records if r.positive}
+    person = persons_of(records, marks or {})
+    positive = {person[r.patient]: False for r in records}
+    positive |= {person[r.patient]: True for r in records if r.positive}
     test = _held_out(positive, test_fraction, np.random.default_rng(seed))
-    return [replace(r, split="test" if r.patient in test else "train") for r in records]
+    return [replace(r, split="test" if person[r.patient] in test else "train") for r in records]
 
 
 def _held_out(positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
@@ -54,7 +64,7 @@ def _held_out(positive: dict[str, bool], fraction: float, rng: np.random.Generat
     for stratum in (True, False):
         patients = sorted(patient for patient, value in positive.items() if value is stratum)
         passed += len(patients)
-        share = round(n_test * passed / len(positive)) - len(chosen)
+        share = round(n_test * passed / len(positive)) - len(chosen) if patients else 0
         chosen |= {patients[k] for k in rng.permutation(len(patients))[:share]}
     return chosen
 

@@ -17,6 +17,7 @@ from wsi_fl.slides.patching.annotations import outlines_of
 from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
 from wsi_fl.slides.patching.tissue import Found, TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Reader, Slide
+from wsi_fl.system.names import find_file
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError, one_line
 
 _UPSAMPLING_TOLERANCE = 0.1
@@ -101,7 +102,7 @@ def mask_digest(folder: Path, slide: str) -> str:
 
 def _mask_file(folder: Path, slide: str) -> Path:
     for suffix in (".geojson", ".json", ".png"):
-        if (path := folder / f"{slide}{suffix}").is_file():
+        if (path := find_file(folder / f"{slide}{suffix}")).is_file():
             return path
     raise WsiFlError(
         f"{folder}: no mask of {slide} ({slide}.geojson or {slide}.png); tissue.method names the folder"

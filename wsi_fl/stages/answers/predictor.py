@@ -28,6 +28,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.patching.patches import SlidePlan, plan_slide
 from wsi_fl.slides.patching.quality import Segmenter
 from wsi_fl.slides.pictures.heatmap import Heat, patch_boxes
+from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
@@ -46,6 +47,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.machine import n_cores
+from wsi_fl.system.names import compose_text
 from wsi_fl.types import GridSpec, Images, SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
@@ -420,5 +422,6 @@ def _slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path | Non
     """Return the slide's file: as given, else among the site's slides; None where it is in neither place."""
     if record.path.exists():
         return record.path
-    found = (one for one in slides_of(study, site) if record.path.name in (one.name, one.stem))
+    name = compose_text(record.path.name)
+    found = (path for path in slides_of(study, site) if name in (compose_text(path.name), slide_name(path)))
     return next(found, None)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoded, Encoder, EncoderError, Spent, encode, encode_each
 from wsi_fl.models.presets import warning_of
+from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, scans_of
 from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
 from wsi_fl.slides.patching.splits import SEED, assign_splits
 from wsi_fl.slides.patching.survey import mask_digest
@@ -39,7 +40,7 @@ from wsi_fl.stores.bags import Bag, BagMeta, BagShard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import locked, write_bytes
+from wsi_fl.system.files import locked, marks_of, write_bytes
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import DiskFull, GridSpec, SetAside, SlideRecord, WsiFlError, short_label
 
@@ -291,7 +292,7 @@ class OfSlides(Way[SlideRecord]):
 
 
 class _OfSite(OfSlides):
-    """The mosaics of all slides of a site that have a class."""
+    """The mosaics of all slides of a site that have a class; `files` holds digests of those that may be copies."""
 
     def __init__(
         self,
@@ -300,10 +301,15 @@ class _OfSite(OfSlides):
         aside: list[SetAside],
         encoder: Encoder,
         threads: int,
+        files: Mapping[Path, str],
     ) -> None:
         super().__init__(listed.study, listed.pipeline, listed.site.name, encoder, threads)
         self.listed, self.aside = listed, [*listed.aside, *aside]
-        self.items = assign_splits(records, test_fraction=listed.pipeline.slides.test_fraction)
+        self.marks = {one.slide: frozenset({files[one.path]}) for one in records if one.path in files}
+        fraction = listed.pipeline.slides.test_fraction
+        with_split = assign_splits(records, test_fraction=fraction, marks=self.marks)
+        self.items, leaks = drop_leaks(with_split, self.marks)
+        self.aside += leaks
 
     def write(self, made: list[Done]) -> BagsRow:
         listed, pipeline = self.listed, self.listed.pipeline
@@ -327,6 +333,7 @@ class _OfSite(OfSlides):
             n_patches=sum(one.patches for one in made),
             failed=failed,
             notes={one.slide: one.note for one in made if one.patches},
+            copies=describe_copies(scans_of(kept, self.marks)),
             n_slides=len(self.items) + len(self.aside),
         )
 
@@ -406,11 +413,15 @@ def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Whic
         if unusual := warning_of(settings.encoder, settings.size_px, settings.mpp):
             job.say(f"  {unusual}", "yellow")
         encoder = encoder_of(study, pipeline, "mosaic", job.threads, job.say)
+        files = marks_of(record.path for records, _ in known for record in records)
         for one, labels in zip(listed, known, strict=True):
-            yield _OfSite(one, *labels, encoder, job.threads)
+            yield (way := _OfSite(one, *labels, encoder, job.threads, files))
+            scans.extend(scans_of(way.items, way.marks))
 
+    scans: list[Scan] = []
     made = _make(prepare, watcher)
     if made:
+        made["copies"] = describe_shared(scans)
         made["next"] = sources.after_mosaics(study, **which)
     return made
 

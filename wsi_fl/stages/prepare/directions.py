@@ -33,6 +33,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import sha256_of
 from wsi_fl.system.machine import n_cores
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences
 
 _MOST = 500
@@ -93,7 +94,8 @@ def directions(
     told = watcher or Silent()
     rows, known, aside = [], [], []
     inside = (
-        sorted(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path] for path in sources
+        drop_companions(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path]
+        for path in sources
     )
     files = [
         file

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from wsi_fl.models.presets import PRESETS, preset_called
+from wsi_fl.slides.patching.copies import describe_copies, drop_leaks, scans_of
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import sources
 from wsi_fl.stages.site.data import open_bags
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
-from wsi_fl.stores.bags import Bag, BagMeta, write_bags
+from wsi_fl.stores.bags import Bag, BagMeta, mark_of, write_bags
 from wsi_fl.stores.exchange import LAYOUTS, Facts, Layout, write_clam, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -48,13 +49,14 @@ class ImportFacts:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A slide whose file is whole: n patches of d features."""
+    """A slide whose file is whole: n patches of d features, and a digest of them."""
 
     record: SlideRecord
     path: Path
     n: int
     d: int
     facts: Facts
+    mark: str
     note: str = ""
 
     @property
@@ -95,15 +97,19 @@ def import_features(
         raise UsageError(f"--from {source}: no such folder")
     layout = LAYOUTS[form]
     files = layout.find(source)
-    matching, unmatched, told_of_rows = sources.matched(
-        labels, files, file, diagnoses=bool(pipeline.subtypes)
-    )
-    told.say(f"  {site}: {told_of_rows}")
-    known, unfit = sources.labelled(matching, pipeline.subtypes, file)
-    records = assign_splits(known, test_fraction=pipeline.slides.test_fraction)
+    diagnoses = sources.stored_classes(file, pipeline.subtypes) if pipeline.subtypes else ()
+    table_rows = sources.matched(labels, files, file, diagnoses=diagnoses)
+    told.say(f"  {site}: {table_rows.account}")
+    records, unfit = sources.labelled(table_rows.records, pipeline.subtypes, file)
     looked: list[_Looked] = []
-    failed = [*unmatched, *unfit]
-    n_slides = len(records) + len(failed)
+    failed = [*table_rows.aside, *unfit]
+    if not records:
+        why = table_rows.mismatch or sources.first_reason([*unfit, *table_rows.aside])
+        raise UsageError(f"{labels}: none of its slides has a label and features in {source}: {why}")
+    n_slides, fraction = len(records) + len(failed), pipeline.slides.test_fraction
+    assign_splits(
+        records, test_fraction=fraction
+    )  # a table that contradicts itself is refused before files are read
     with locked(study.mosaic(site).parent, site):
         for number, record in enumerate(records):
             one = _look(record, files[record.slide], layout)
@@ -112,6 +118,8 @@ def import_features(
             else:
                 looked.append(one)
             told.update(site, number + 1, 2 * len(records), record.slide)
+        looked, leaks, copies = _with_splits(looked, records, fraction)
+        failed += leaks
         if not looked:
             raise WsiFlError(f"site {site}: no slide could be imported; {sources.first_reason(failed)}")
         meta = _meta(file, pipeline, looked, said)
@@ -128,10 +136,28 @@ def import_features(
         n_patches=sum(one.n for one in looked),
         failed=failed,
         notes={one.record.slide: one.note for one in looked},
+        copies=copies,
         n_slides=n_slides,
     )
     row["seconds"] = time.perf_counter() - began
     return {"sites": [row], "next": sources.after_mosaics(study, **which)}
+
+
+def _with_splits(
+    looked: Sequence[_Looked], records: Sequence[SlideRecord], test_fraction: float
+) -> tuple[list[_Looked], list[SetAside], list[str]]:
+    """Return slides with the splits of all records, those whose scan a table puts into two splits, and a line for each
+    scan that is there several times.
+    """
+    marks = {slide.record.slide: frozenset({slide.mark}) for slide in looked}
+    records, leaks = drop_leaks(assign_splits(records, test_fraction=test_fraction, marks=marks), marks)
+    by_slide = {record.slide: record for record in records}
+    rest = [
+        replace(slide, record=by_slide[slide.record.slide])
+        for slide in looked
+        if slide.record.slide in by_slide
+    ]
+    return rest, leaks, describe_copies(scans_of([slide.record for slide in rest], marks))
 
 
 def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside:
@@ -146,7 +172,7 @@ def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside
             record.slide, f"{path.name} says {own.mpp_l0:g} µm per pixel of the slide, the table {given:g}"
         )
     n, d = foreign.features.shape
-    looked = _Looked(record, path, n, d, own)
+    looked = _Looked(record, path, n, d, own, mark_of(foreign.features))
     if foreign.bag(looked.mpp_l0).placed:
         return looked
     if foreign.xy is None and n == 1:

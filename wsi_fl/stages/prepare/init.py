@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -10,11 +11,13 @@ from typing import NotRequired, TypedDict
 import tomli_w
 
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, describe, detect, list_site
+from wsi_fl.slides.patching.copies import Scan, describe_copies
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
-from wsi_fl.system.files import write_text
+from wsi_fl.system.files import marks_of, write_text
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import SlideRecord, UsageError
 
 _PIPELINES = {"tcga": "tcga_subtypes"}
@@ -88,7 +91,7 @@ def init(
         raise UsageError("--real goes with --from ARCHIVE or --site NAME")
     if archive is not None and names:
         raise UsageError("--from ARCHIVE finds its sites; --site NAME is for those without an archive")
-    written = [name for name in ("sites", "pipelines") if any((folder / name).glob("*"))]
+    written = [name for name in ("sites", "pipelines") if drop_companions((folder / name).glob("*"))]
     if "sites" in written or (archive is None and written):
         raise UsageError(f"{folder}: is a study already ({written[0]}/ exists); choose another folder")
     pipelines = {path.stem: path.read_text(encoding="utf-8") for path in shipped("pipelines").glob("*.toml")}
@@ -112,7 +115,7 @@ def init(
     document: _Begun = {
         "study": str(folder),
         "layout": layout,
-        "pipelines": sorted(p.stem for p in (folder / "pipelines").glob("*.toml")),
+        "pipelines": [path.stem for path in drop_companions((folder / "pipelines").glob("*.toml"))],
         "sites": [{"site": name, "slides": n} for name, n in slides.items()],
     }
     if found is not None and (found.subtypes or found.notes):
@@ -142,21 +145,14 @@ def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Fou
             "code; the GDC's tissueSourceSite.tsv in the archive, or as --codes FILE, merges them by institution"
         )
     columns = _columns(tables.columns)
+    sources = {site.name: _sources_of(site, columns) for site in found}
+    notes += _copies(layout, sources.values())
     if not labelled:
         return _Found(layout, found, columns, {}, notes)
     kept: list[ArchiveSite] = []
     records: list[SlideRecord] = []
     for site in found:
-        sources = Sources(  # as the site file will say
-            site=site.name,
-            label=site.name,
-            slides=site.slides,
-            annotations=Path(site.annotations) if site.annotations else None,
-            labels=Path(site.labels) if site.labels else None,
-            manifests=site.manifests,
-            columns=columns,
-        )
-        usable, aside = list_site(layout, sources)
+        usable, aside = list_site(layout, sources[site.name])
         usable = [record for record in usable if record.diagnosis]
         records += usable
         if usable:
@@ -170,6 +166,33 @@ def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Fou
     pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
     subtypes = {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
     return _Found(layout, kept, columns, subtypes, notes)
+
+
+def _sources_of(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
+    """Return what the site file will say."""
+    return Sources(
+        site=site.name,
+        label=site.name,
+        slides=site.slides,
+        annotations=Path(site.annotations) if site.annotations else None,
+        labels=Path(site.labels) if site.labels else None,
+        manifests=site.manifests,
+        columns=columns,
+    )
+
+
+def _copies(layout: str, sources: Iterable[Sources]) -> list[str]:
+    """Say which slides of an archive are one file, within a site and between sites; its tables may be unfinished."""
+    records: list[SlideRecord] = []
+    for one in sources:
+        with suppress(UsageError):
+            records += list_site(layout, one)[0]
+    marks = marks_of(record.path for record in records)
+    return describe_copies(
+        Scan(one.site, one.slide, one.patient, one.split or "", frozenset({marks[one.path]}))
+        for one in records
+        if one.path in marks
+    )
 
 
 def _columns(pairs: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +64,7 @@ def partition(
     rng = np.random.default_rng(seed)
     data_set = _with_test(read_data_set(data, size_px), test_fraction, rng)
     assert data_set.test is not None
+    copies = _describe_copies(data_set)
     if n_sites > len(data_set.train):
         raise UsageError(f"--sites {n_sites}: {data} has too few training images ({len(data_set.train)})")
     train = divide(data_set.train.y, n_sites, per_site, rng)
@@ -82,7 +84,14 @@ def partition(
             rows.append(row | {"classes": dict(zip(data_set.classes, training, strict=True))})
         for site in sites:  # last, so that a site file stands for a whole store
             write_text(study.site_path(site.name), dump_toml(site.model_copy(update={"allow": None}), first))
-    return {"data": str(data), "skew": skew, "seed": seed, "classes": list(data_set.classes), "sites": rows}
+    return {
+        "data": str(data),
+        "skew": skew,
+        "seed": seed,
+        "classes": list(data_set.classes),
+        "copies": copies,
+        "sites": rows,
+    }
 
 
 def _unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
@@ -142,9 +151,36 @@ def _with_test(data_set: DataSet, fraction: float, rng: np.random.Generator) -> 
         raise UsageError(
             f"--test-fraction {fraction} of {len(order)} images leaves no test or training images"
         )
-    held_out, kept = np.sort(order[:n_test]), np.sort(order[n_test:])
     x, y = data_set.train.x, data_set.train.y
+    digests = _digests(data_set.train)
+    held_out = _without(order[:n_test], order[n_test:], digests)
+    kept = np.setdiff1d(order, held_out)
+    if not len(held_out):
+        raise UsageError(
+            f"--test-fraction {fraction}: all images that it draws are in training too; bring a test set"
+        )
     return DataSet(Images(x[kept], y[kept]), Images(x[held_out], y[held_out]), data_set.classes)
+
+
+def _digests(images: Images) -> NDArray[np.bytes_]:
+    """Return a digest of each image: equal images are equal in it."""
+    return np.array([hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images.x], "V8")
+
+
+def _without(
+    rows: NDArray[np.int64], others: NDArray[np.int64], digests: NDArray[np.bytes_]
+) -> NDArray[np.int64]:
+    """Return in order those of the rows whose image is not among the others."""
+    return np.sort(rows[~np.isin(digests[rows].view("u8"), digests[others].view("u8"))])
+
+
+def _describe_copies(data_set: DataSet) -> list[str]:
+    """Say how many images are there several times, and how many of the test are trained on."""
+    train = _digests(data_set.train).view("u8")
+    test = _digests(data_set.test).view("u8") if data_set.test is not None else train[:0]
+    leaks, copies = int(np.isin(test, train).sum()), len(train) - len(np.unique(train))
+    lines = [f"{copies} training images are copies of others, and each counts as a patient"] if copies else []
+    return lines + ([f"{leaks} test images are in training too, so scores are too good"] if leaks else [])
 
 
 def _write_store(study: Study, site: str, data_set: DataSet, splits: dict[str, NDArray[np.int64]]) -> Counts:
@@ -174,6 +210,7 @@ def partition_lines(document: dict[str, Any]) -> Lines:
     sums = [["sum", *(row["train"] for row in sites)], ["test", *(row["test"] for row in sites)]]
     title = f"training images ({document['skew']})"
     yield by_site(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
+    yield from (Line(f"  {line}", "bold yellow") for line in document["copies"])
     yield Line(
         "stores ready; next: wsi-fl train --method proxyfl; with several pipelines, --pipeline NAME too"
     )

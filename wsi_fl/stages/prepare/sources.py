@@ -4,7 +4,8 @@ them at its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
@@ -12,7 +13,16 @@ from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
 import numpy as np
 
 from wsi_fl.slides.layouts import Sources, read_site
-from wsi_fl.slides.layouts.common import accounted, label_of, mpp_of, of_site, rows_of, slide_named
+from wsi_fl.slides.layouts.common import (
+    TableRow,
+    accounted,
+    label_of,
+    mpp_of,
+    of_site,
+    require_names,
+    rows_of,
+    slide_named,
+)
 from wsi_fl.stages.site.data import patterns_of
 from wsi_fl.stages.site.targets import Subtypes, classes_of
 from wsi_fl.stages.work.console import Line, Lines, Table, by_site, speed_lines
@@ -22,6 +32,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import remove_strays
+from wsi_fl.system.names import describe_mismatch
 from wsi_fl.types import SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord, UsageError
 
 _T = TypeVar("_T")
@@ -180,9 +191,12 @@ def labelled(
     """
     one = next((record for record in records if record.diagnosis), None)
     if one and not subtypes and not site.receives:
+        kind = one.tumor_type or "tumor"
+        some = sorted({record.diagnosis for record in records if record.tumor_type == one.tumor_type} - {""})
+        named = ", ".join(json.dumps(name, ensure_ascii=False) for name in some)
         raise UsageError(
             f"site {one.site}: its slides have diagnoses ({one.slide}: {one.diagnosis}); say in the pipeline which "
-            f'ones count, for example subtypes = {{ {one.tumor_type or "tumor"} = ["{one.diagnosis}", …] }}'
+            f"ones count, for example subtypes = {{ {json.dumps(kind, ensure_ascii=False)} = [{named}] }}"
         )
     reasons = ["" if site.receives or not subtypes else _unfit(record, subtypes) for record in records]
     both = list(zip(records, reasons, strict=True))
@@ -225,77 +239,116 @@ def _type_of(record: SlideRecord, subtypes: Subtypes) -> str:
 
 
 _NAMES = {
-    "slide": ("slide", "slide_id"),
-    "patient": ("patient", "case_id"),
+    "slide": ("slide", "slide_id", "FILENAME"),
+    "patient": ("patient", "case_id", "PATIENT"),
     "label": ("label", "diagnosis"),
 }
 """What a column may be called; the first that is there counts."""
 
 
+@dataclass(frozen=True)
+class TableMatch:
+    """The rows of a table and the files of slides.
+
+    Attributes:
+        records: slides that have a file and a label.
+        aside: those that lack one.
+        account: what became of all rows of the table.
+        mismatch: why no row has a file, with names of both; "" where some have one.
+    """
+
+    records: list[SlideRecord]
+    aside: list[SetAside]
+    account: str
+    mismatch: str
+
+
 def matched(
-    table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: bool
-) -> tuple[list[SlideRecord], list[SetAside], str]:
-    """Match the rows of a table with the files of slides.
+    table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: Collection[str]
+) -> TableMatch:
+    """Match the rows of a table with the files of slides, or of patients where the table names no slide.
 
     Where the table has a column `site`, rows of other sites are passed over.
 
     Args:
         site: whose; of a receiver no labels are needed or read.
-        diagnoses: whether labels are the study's diagnoses; healthy or tumour otherwise.
-
-    Returns:
-        The slides that have a file and a label, those that lack one, and what became of all rows of the table.
+        diagnoses: the study's, which labels are then; none where they are healthy or tumour.
 
     Raises:
         UsageError: when a column is missing, a slide has two rows, or a row cannot be read; names the line.
     """
-    records, aside, seen = [], [], set()
+    records, aside, seen = [], [], dict[str, str]()
     needed = ("slide", "patient") if site.receives else ("slide", "patient", "label")
-    rows, said = _rows(table, site.name, needed)
-    for where, row in rows:
-        if empty := [key for key in ("slide", "patient") if not row[key]]:
-            raise UsageError(f"{where}: {empty[0]} is empty")
-        slide = slide_named(row["slide"], files)
+    rows, account = _rows(table, site.name, needed)
+    labels = [row.get("label", "") for row in rows]
+    for row in _of_files(rows, files):
+        require_names(row, "slide", "patient")
+        slide, where = slide_named(row["slide"], files), row.where
         if slide in seen:
-            raise UsageError(f"{where}: slide {slide} has a row already")
-        seen.add(slide)
-        if not site.receives and not row["label"]:
+            raise UsageError(f"{where}: slide {slide} has a row already ({seen[slide]}); keep one of them")
+        seen[slide] = where
+        if not site.receives and not (row["label"] in diagnoses or row.value("label")):
             aside.append(SetAside(slide, f"has no label ({where})"))
             continue
-        record = _record(row, where, slide, site, diagnoses=diagnoses)
+        record = _record(row, slide, site, labels, diagnoses=bool(diagnoses))
         if slide in files:
             records.append(record)
         else:
             aside.append(SetAside(slide, f"has a label ({where}) and no features"))
     aside += [SetAside(name, f"has no label in {table.name}") for name in files if name not in seen]
-    return records, aside, said
+    return TableMatch(
+        records, aside, account, "" if set(seen) & set(files) else describe_mismatch(seen, files)
+    )
 
 
-def _rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[tuple[str, dict[str, str]]], str]:
-    """(where, columns by our names) of each row of the site, and what became of all rows."""
+def _of_files(rows: Sequence[TableRow], files: Collection[str]) -> list[TableRow]:
+    """Return the rows, one of each patient where files bear the names of patients and not of slides.
+
+    Raises:
+        UsageError: when rows of such a patient have different labels.
+    """
+    if any(slide_named(row["slide"], files) in files for row in rows) or not any(
+        row["patient"] in files for row in rows
+    ):
+        return list(rows)
+    found: dict[str, TableRow] = {}
+    for row in rows:
+        first = found.setdefault(row["patient"], row)
+        if first.get("label") != row.get("label"):
+            raise UsageError(f"{row.where}: patient {row['patient']} has another label than in {first.where}")
+        row["slide"] = row["patient"]
+    return list(found.values())
+
+
+def _rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[TableRow], str]:
+    """Return the rows of the site, with columns by our names too, and what became of all rows."""
     rows = rows_of(table, ())
     if not rows:
         raise UsageError(f"{table}: has no rows")
     called = {ours: next((name for name in _NAMES[ours] if name in rows[0]), None) for ours in needed}
+    if called["slide"] is None:  # features of whole patients lie in files that are named by them
+        called["slide"] = called["patient"]
     if missing := next((ours for ours, name in called.items() if name is None), None):
-        raise UsageError(f"{table}: no column {' or '.join(_NAMES[missing])}; it has {', '.join(rows[0])}")
-    mine = [
-        (row.where, row | {ours: row[name] for ours, name in called.items() if name})
-        for row in of_site(rows, site)
-    ]
+        stamp = "; join STAMP's two tables by PATIENT" if missing == "label" and "FILENAME" in rows[0] else ""
+        raise UsageError(
+            f"{table}: no column {' or '.join(_NAMES[missing])}; it has {', '.join(rows[0])}{stamp}"
+        )
+    mine = of_site(rows, site)
+    for row in mine:
+        row.update({ours: row[name] for ours, name in called.items() if name})
     if not mine:
         raise UsageError(f"{table}: has no row of site {site}")
     return mine, accounted(table.name, rows, len(mine), site)
 
 
 def _record(
-    row: Mapping[str, str], where: str, slide: str, site: SiteFile, *, diagnoses: bool
+    row: TableRow, slide: str, site: SiteFile, labels: Sequence[str], *, diagnoses: bool
 ) -> SlideRecord:
-    split = row.get("split") or None
+    split, where = row.value("split") or None, row.where
     if split is not None and split not in SPLITS:
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
     label = "" if site.receives else row["label"]
-    negative = site.receives or (not diagnoses and label_of(label, where)[0])
+    negative = site.receives or (not diagnoses and label_of(label, where, labels)[0])
     return SlideRecord(
         Path(row["slide"]),
         slide,
@@ -306,7 +359,7 @@ def _record(
         split=split,
         mpp_override=mpp_of(row["mpp"], where) if row.get("mpp") else site.mpp_override,
         diagnosis=label if diagnoses else "",
-        tumor_type=row.get("tumor_type", ""),
+        tumor_type=row.value("tumor_type"),
     )
 
 
@@ -318,6 +371,7 @@ class BagsRow(TypedDict):
     made: NotRequired[int]
     failed: NotRequired[list[dict[str, object]]]
     notes: NotRequired[list[dict[str, str]]]
+    copies: NotRequired[list[str]]
     bags: NotRequired[int]
     patches: int
     n_features: NotRequired[int]
@@ -335,6 +389,7 @@ class Bags(TypedDict, total=False):
     """The document of these commands; nothing on all ranks but the first."""
 
     sites: list[BagsRow]
+    copies: list[str]
     speed: list[dict[str, object]]
     next: list[str]
 
@@ -347,6 +402,7 @@ def mosaic_row(
     n_patches: int,
     failed: Sequence[SetAside],
     notes: Mapping[str, str],
+    copies: list[str],
     n_slides: int,
 ) -> BagsRow:
     """Return a site's part of the document of `mosaic` and `import`; a slide without a note has the note ""."""
@@ -356,6 +412,7 @@ def mosaic_row(
         "slides": n_slides,
         "failed": [asdict(aside) for aside in failed],
         "notes": [{"slide": slide, "note": note} for slide, note in notes.items() if note],
+        "copies": copies,
         "bags": len(table),
         "patients": len(set(table.patient.tolist())),
         "patches": n_patches,
@@ -389,6 +446,7 @@ def mosaic_lines(document: Bags) -> Lines:
     splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
     yield summed("mosaics", rows, [*classes, None, *splits])
     yield from aside_lines(rows, "slide")
+    yield from copies_lines(document)
     yield from speed_lines(document.get("speed", ()))
     stores = ", ".join(row["store"] for row in rows)
     slides, patients = (sum(row[key] for row in rows) for key in ("bags", "patients"))
@@ -400,6 +458,13 @@ def summed(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -
     """A table of lines of a name and a number for each site, with their sum."""
     summed = [line and [*line, sum(line[1:])] for line in lines]
     return by_site(title, "", [*(row["site"] for row in rows), "sum"], summed)
+
+
+def copies_lines(document: Mapping[str, Any]) -> Lines:
+    """Say which slides are one scan, within a site and between sites."""
+    for row in document["sites"]:
+        yield from (Line(f"  {row['site']}: {line}", "bold yellow") for line in row.get("copies", ()))
+    yield from (Line(f"  {line}", "bold yellow") for line in document.get("copies", ()))
 
 
 def aside_lines(rows: Sequence[Any], unit: str) -> Lines:

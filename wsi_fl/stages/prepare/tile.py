@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isfinite, isnan
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared, drop_leaks, scans_of
 from wsi_fl.slides.patching.patches import SlidePlan
 from wsi_fl.slides.patching.quality import KINDS
 from wsi_fl.slides.patching.splits import assign_splits
@@ -42,7 +43,7 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system import jpeg
 from wsi_fl.system.files import locked, write_bytes, write_csv
 from wsi_fl.system.ordered import in_order
-from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, DiskFull, GridSpec, PatchTable, WsiFlError
+from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, DiskFull, GridSpec, PatchTable, SlideRecord, WsiFlError
 
 _TRIED, _READ = 8, 128
 """Slides of a site that a dry run plans, evenly from its list, and patches of each that it reads."""
@@ -74,14 +75,15 @@ def tile(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]
                 style="yellow",
             )
         told.update(one.site.name, 0, len(one.records))
-    rows = [_tile_site(one, job, told) for one in listed]
+    scans: list[Scan] = []
+    rows = [_tile_site(one, job, told, scans) for one in listed]
     site, name = which["site"], which.get("pipeline_name")
     named = "" if name is None else f" --pipeline {name}"
     which_sites, alone = "--all" if site is None else f"--site {site}", len(study.site_names()) == 1
     steps = _next_steps(listed[0].pipeline, which_sites, named, alone=alone)
     if listed[0].site.real and alone:  # a hospital among others
         steps[-1] = "wsi-fl federation approve PLAN --kit KIT"
-    return {"sites": rows, "next": steps} if job.first else {}
+    return {"sites": rows, "copies": describe_shared(scans), "next": steps} if job.first else {}
 
 
 def _next_steps(pipeline: Pipeline, which: str, named: str, *, alone: bool = False) -> list[str]:
@@ -96,11 +98,18 @@ def _next_steps(pipeline: Pipeline, which: str, named: str, *, alone: bool = Fal
     return [step + named for step in (*steps, train)]
 
 
-def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
-    """All ranks plan, then all write shards, each its share; the first one holds the lock and writes the columns."""
+def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) -> dict[str, object]:
+    """All ranks plan, then all write shards, each its share; the first one holds the lock and writes the columns.
+
+    What marks the slides is added to `scans`.
+    """
     began, name, pipeline = time.perf_counter(), listed.site.name, listed.pipeline
     store = listed.study.store(name)
-    records = assign_splits(listed.records, test_fraction=pipeline.slides.test_fraction)
+    records: Sequence[SlideRecord] = listed.records
+    fraction = pipeline.slides.test_fraction
+    assign_splits(
+        records, test_fraction=fraction
+    )  # a table that contradicts itself is refused before slides are opened
     plans = Plans(store.parent / ".plans", records, spec_of(pipeline))
     shards = _Shards(listed, plans, job.threads)
     failed = list(listed.aside)
@@ -112,6 +121,8 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
             lambda mine: plan_each(mine, listed, plans, job.threads),
             lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
         )
+
+        site_scans = job.each(lambda: _divide(plans, planned, fraction))
 
         def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
             chosen = _chosen(plans, planned, pipeline)
@@ -141,8 +152,12 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
 
         folders = (*(store.parent / part for part in ("slides", "overview")), plans.folder)
         counts = sources.finish(job, written, write_columns, folders)
+    used = {one.slide for one in written if one.patches}
+    site_scans = [scan for scan in site_scans if scan.slide in used]
+    scans += site_scans
     if counts is None:
         return {}
+    records = plans.records
     contents = [one.content for one in written if one.patches]
     if raw := sum(content != pipeline.store.pixels for content in contents):
         say(
@@ -166,10 +181,24 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
         "patients": {
             split: len({one.patient for one in records if one.split == split}) for split in ("train", "test")
         },
+        "copies": describe_copies(site_scans),
         "store": listed.study.relative(store),
         "seconds": time.perf_counter() - began,
         "table": table,
     }
+
+
+def _divide(plans: Plans, planned: list[Done], test_fraction: float) -> list[Scan]:
+    """Give every slide its split, now that it is known which are one scan; return the scans.
+
+    A slide whose scan a table puts into two splits is set aside in `planned`.
+    """
+    marks = plans.marks(number for number, done in enumerate(planned) if done.reason is None)
+    plans.records = assign_splits(plans.records, test_fraction=test_fraction, marks=marks)
+    records, leaks = drop_leaks(plans.records, marks)
+    reasons = {leak.slide: leak.reason for leak in leaks}
+    planned[:] = [replace(done, reason=done.reason or reasons.get(done.slide)) for done in planned]
+    return scans_of(records, marks)
 
 
 def _quality_of(seen: Iterable[Quality]) -> dict[str, object]:
@@ -212,6 +241,7 @@ def tile_lines(document: dict[str, Any]) -> Lines:
             lines += [[f"{split} sum", *(sum(count.values()) for count in counts)], None]
     yield sources.summed("patches", rows, lines)
     yield from sources.aside_lines(rows, "patch")
+    yield from sources.copies_lines(document)
     for row in rows:
         yield from quality_lines(row)
         missing = [name for name in CLASSES if not row[name]]

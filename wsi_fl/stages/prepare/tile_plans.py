@@ -10,7 +10,7 @@ import hashlib
 import json
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
@@ -182,6 +182,15 @@ class Plans:
         """The labels of a slide's patches alone."""
         with np.load(self._path(number)) as file:
             return np.asarray(file["label"], np.int8)
+
+    def marks(self, numbers: Iterable[int]) -> dict[str, frozenset[str]]:
+        """Return slide → the digest of its content, of those of these that have one."""
+        found = {}
+        for number in numbers:
+            with np.load(self._path(number)) as file:
+                if quickhash := json.loads(str(file["plain"]))["quickhash"]:
+                    found[self.slide(number)] = frozenset({f"slide {quickhash}"})
+        return found
 
     def in_tiles(self, number: int) -> bool:
         """Whether a slide's patches are whole native tiles of it."""

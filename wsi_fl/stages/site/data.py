@@ -33,6 +33,7 @@ from wsi_fl.learning.examples import (
 from wsi_fl.learning.tasks import Task, strata
 from wsi_fl.learning.validation import Lots, folds_of
 from wsi_fl.runs.site import PIXELS
+from wsi_fl.slides.patching.copies import Scan
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stages.site.lots import lots_of
@@ -43,6 +44,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.machine import n_cores
+from wsi_fl.system.names import compose_text, glob_paths
 from wsi_fl.types import BagTable, GridSpec, PatchTable, Shape, UsageError, WsiFlError
 
 _OPEN_SLIDES = 16
@@ -109,7 +111,8 @@ class _SlidePixels:
         if path.exists():
             return path
         site = self._study.site(self._site)
-        moved = (one for one in slides_of(self._study, site) if one.name == path.name)
+        name = compose_text(path.name)
+        moved = (file for file in slides_of(self._study, site) if compose_text(file.name) == name)
         if (found := next(moved, None)) is None:
             raise SlideUnreadable(
                 f"{path}: the slide is gone, and slides in sites/{self._site}.toml matches no {path.name}"
@@ -126,7 +129,7 @@ def patterns_of(study: Study, given: str | list[str] | None) -> tuple[str, ...]:
 def slides_of(study: Study, site: SiteFile) -> Iterator[Path]:
     """Yield all that the patterns in `slides` of a site file match now."""
     for pattern in patterns_of(study, site.slides):
-        yield from map(Path, glob.iglob(pattern, recursive=True))  # noqa: PTH207 patterns may be absolute
+        yield from glob_paths(pattern)
 
 
 class Eligible(NamedTuple):
@@ -304,12 +307,22 @@ def open_bags(study: Study, site: str, data: str) -> BagStore:
     return _own(study, site, path(site), command, BagStore)
 
 
+def maker_of(study: Study, site: str, command: str) -> str:
+    """Return the command that makes a site's store, with its options: where the site has no slides, features come by
+    `import`, and images by `partition`.
+    """
+    named = study.site_path(site).is_file()
+    if not named or study.site(site).slides is not None or (study.mosaic(site).parent / "mosaics").is_dir():
+        return f"{command} --site {site}"
+    others = {"mosaic": f"import --site {site} …", "tile": "partition DATA …"}
+    return others.get(command, f"{command} --site {site}")
+
+
 def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Path], _Opened]) -> _Opened:
     """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
     if not path.exists():
-        raise WsiFlError(
-            f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {command} --site {site}`"
-        )
+        maker = maker_of(study, site, command)
+        raise WsiFlError(f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {maker}`")
     store = opened(path)
     if (theirs := store.meta.site) != study.owner(site):
         store.close()
@@ -318,6 +331,25 @@ def _own(study: Study, site: str, path: Path, command: str, opened: Callable[[Pa
             f"`wsi-fl {store.command} --site {site}`"
         )
     return store
+
+
+def scans_in(store: PatchStore | BagStore) -> list[Scan]:
+    """Return the slides of a store with what marks their content; none of synthetic images, which are no slides."""
+    if store.meta.generator is not None:
+        return []
+    slides, (_, first) = store.table.slide, np.unique(store.table.slide, return_index=True)
+    marks, rows = store.marks(), np.sort(first)
+    return [
+        Scan(
+            store.meta.site,
+            str(slides[k]),
+            str(store.table.patient[k]),
+            str(store.table.split[k]),
+            marks[name],
+        )
+        for k in rows.tolist()
+        if (name := str(slides[k])) in marks
+    ]
 
 
 def store_digest(store: PatchStore) -> str:

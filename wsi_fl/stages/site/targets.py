@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from wsi_fl import types
 from wsi_fl.learning.survival import require_extra
 from wsi_fl.learning.tasks import CLASSES, Number, Survival, Task
-from wsi_fl.slides.layouts.common import TableRow, of_site, rows_of
+from wsi_fl.slides.layouts.common import TableRow, decimal_point, of_site, rows_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Target
 from wsi_fl.study.site import SiteFile
+from wsi_fl.system.names import compose_text, describe_mismatch, file_name_of, is_missing
 from wsi_fl.types import BagTable, UsageError
 
 Subtypes = Mapping[str, Sequence[str]]
-_NOTHING = {"", "na", "n/a", "nan", "none", "null", "unknown", "not reported", "not available", "'--"}
 _SEEN = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased": 1.0}
 _NOT_SEEN = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
 _EVENT = _SEEN | _NOT_SEEN
@@ -128,14 +128,18 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
         said = _by_name(path, site, columns, read)
     known, aside, nothing = [], [], (0.0, 0.0) if target.intervals else 0
     for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
-        value = nothing if site.receives else said.get(("slide", slide), said.get(("patient", patient)))
+        keys = ("slide", compose_text(slide)), ("patient", compose_text(patient))
+        value = nothing if site.receives else said.get(keys[0], said.get(keys[1]))
         if value is None:
             aside.append(slide)
         else:
             known.append((row, value))
     if not known:
+        kind = "patient" if any(kind == "patient" for kind, _ in said) else "slide"
+        there = {compose_text(name) for name in getattr(slides, kind).tolist()} - {""}
+        why = describe_mismatch({name for _, name in said}, there) if said else "no line of it says anything"
         raise UsageError(
-            f"{path}: has an answer to [target] for none of the {len(slides)} slides of site {site.name}"
+            f"{path}: has an answer to [target] for none of the {len(slides)} slides of site {site.name}: {why}"
         )
     rows = np.array([row for row, _ in known])
     truth = np.array([value for _, value in known], np.int64 if target.classes else np.float64)
@@ -178,7 +182,7 @@ def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str]
     for row, slide, patient in _named_rows(_table_path(study, site), site, [column]):
         if row[column] and not slide and not patient:
             raise UsageError(f"{row.where} of site {site.name}: names no slide or patient")
-        for key in (("slide", slide), ("stem", Path(slide).stem), ("patient", patient)):  # stores know stems
+        for key in (("slide", slide), ("stem", _stem(slide)), ("patient", patient)):  # stores know stems
             said.setdefault(key, set()).update({row[column]} - {""})
     agreed = {key: values.pop() for key, values in said.items() if key[1] and len(values) == 1}
     return {("slide", name): value for (kind, name), value in agreed.items() if kind == "stem"} | agreed
@@ -190,11 +194,11 @@ def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, se
     rows = rows_of(path, [column])
     patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
     for row in of_site(rows, site.name):
-        if patient is None or not row[patient]:
+        if patient is None or not row.value(patient):
             raise UsageError(
                 f"{row.where}: names no patient; say whose each line is, for patients are counted"
             )
-        said = {row[column]} if row[column].lower() not in _NOTHING else set()
+        said = {row.value(column)} - {""}
         found.setdefault(row[patient], set()).update(said)
     return found
 
@@ -215,7 +219,7 @@ def _by_name(
             raise UsageError(f"{where}: {' '.join(name)} has another answer than in a line above")
     stems: dict[tuple[str, str], Any] = {}  # stores know slides by their files' names without suffix
     for (kind, named), value in found.items():
-        stem = Path(named).stem
+        stem = _stem(named)
         if kind == "slide" and stems.setdefault((kind, stem), value) != value:
             raise UsageError(f"{path}: has different answers for slides that are all called {stem}")
     return stems | found
@@ -231,14 +235,14 @@ def _named_rows(path: Path, site: SiteFile, columns: Sequence[str]) -> Iterator[
             f"{path}: has no column of slides ({', '.join(_SLIDE)}) or patients ({', '.join(_PATIENT)})"
         )
     for row in of_site(rows, site.name):
-        yield row, row[slide] if slide else "", row[patient] if patient else ""
+        yield row, row.value(slide) if slide else "", row.value(patient) if patient else ""
 
 
 def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
     """What a line says; None where it says nothing; UsageError for a value that was not agreed on."""
     if target.intervals:
         time, event = row[str(target.time)], row[str(target.event)].lower()
-        if time.lower() in _NOTHING or event in _NOTHING:
+        if is_missing(time) or is_missing(event):
             return None
         if event not in _EVENT:
             raise UsageError(f"{where}: {target.event} = {event!r} is none of {', '.join(_EVENT)}")
@@ -247,11 +251,11 @@ def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
     if text in target.ignore:
         return None
     if target.range is not None:
-        return None if text.lower() in _NOTHING else _number(text, f"{where}: {target.column}", *target.range)
+        return None if is_missing(text) else _number(text, f"{where}: {target.column}", *target.range)
     assert target.classes is not None
     if text in target.classes:
         return target.classes.index(text)
-    if text.lower() in _NOTHING:
+    if is_missing(text):
         return None
     raise UsageError(
         f"{where}: {target.column} = {text!r} is none of target.classes ({', '.join(target.classes)}); "
@@ -263,11 +267,15 @@ def _number(text: str, what: str, low: float, high: float) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise UsageError(f"{what} = {text!r} is no number") from None
+        raise UsageError(f"{what} = {text!r} is no number{decimal_point(text)}") from None
     if not low <= value <= high or value == float("inf"):
         allowed = "0 or more" if high == float("inf") else f"{low:g} to {high:g} (target.range)"
         raise UsageError(f"{what} = {value:g}; it must be {allowed}")
     return value
+
+
+def _stem(slide: str) -> str:
+    return Path(file_name_of(slide)).stem
 
 
 def _first(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> str | None:

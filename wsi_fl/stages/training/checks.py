@@ -11,8 +11,9 @@ from wsi_fl import __version__
 from wsi_fl.federation.methods import FILES, SHARED, Method, names_of
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, from_file, named, over
 from wsi_fl.privacy.masks import require_enough
+from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.site.account import require_budget, spends
-from wsi_fl.stages.site.data import open_data
+from wsi_fl.stages.site.data import open_data, scans_in
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN, missing_release
 from wsi_fl.stages.work.console import say
@@ -65,12 +66,19 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
         for site in party.members:
             require_budget(site)
     _check_releases(party, carried=not stores)
+    scans: list[Scan] = []
     for site in sites if stores else ():
         if site.name in party.here and (site.allows("patches") or not party.has_store(site.name)):
             with open_data(party.study, site.name, pipeline) as data:
                 doubts = filter(None, (data.remark, _doubtful(party, site, data.table)))
                 for said in () if told else doubts:
                     say(f"  {said}", "yellow")
+                if not told:
+                    scans += (site_scans := scans_in(data.store))
+                    for line in describe_copies(site_scans):
+                        say(f"  {site.name}: {line}", "bold yellow")
+    for line in describe_shared(scans):
+        say(f"  {line}", "bold yellow")
 
 
 def traits_of(method: Method) -> set[str]:

@@ -42,8 +42,9 @@ from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.sums import impossible
+from wsi_fl.slides.patching.copies import describe_copies
 from wsi_fl.stages.site.account import affordable_rounds, open_account, units_of, weights_of
-from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.data import Data, scans_in
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import directions_of, of_patients, refuse_others, wanted_of
 from wsi_fl.stages.training.checks import graph_of, versions
@@ -91,8 +92,8 @@ def build_site(party: RunContext, index: int) -> Site:
     data, folder, device = party.data(name), party.run.site(name), device_of_rank()
     if folder.store_digest() is None:  # a run that began with them goes on with them
         data.require_current()
-    if data.remark:
-        folder.log(data.remark)
+    for line in filter(None, (data.remark, *describe_copies(scans_in(data.store)))):
+        folder.log(line)
     train, validation, units = learned_from(party, name)
     if not len(train) and not data.receives:
         raise WsiFlError(f"site {name}: its store has no training {party.examples}")

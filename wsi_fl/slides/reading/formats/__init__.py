@@ -29,6 +29,7 @@ from wsi_fl.slides.reading.formats.tiff import (
     require_colours,
 )
 from wsi_fl.system.files import ordinary
+from wsi_fl.system.names import compose_text, slide_of
 from wsi_fl.types import WsiFlError, one_line
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def slide_name(path: Path) -> str:
         >>> slide_name(Path("slides/a.svs"))
         'a'
     """
-    return path.name if is_dicom_folder(path) and not is_zarr(path) else path.stem
+    return compose_text(path.name) if is_dicom_folder(path) and not is_zarr(path) else slide_of(path)
 
 
 def is_zarr(path: Path) -> bool:

@@ -1,0 +1,155 @@
+"""Names of files, slides and patients, compared as people read them, whichever system wrote them.
+
+macOS decomposes letters ("ü" as "u" and two dots), Windows writes paths with backslashes, and both leave companions
+beside files that look like files of data and are none.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from unicodedata import normalize
+
+MISSING = frozenset(
+    {
+        *("", "#n/a", "#n/a n/a", "#na", "-nan", "<na>", "n/a", "na", "nan", "nat", "none", "null"),
+        *(
+            "1.#ind",
+            "-1.#ind",
+            "1.#qnan",
+            "-1.#qnan",
+            "-",
+            "--",
+            "'--",
+            "–",
+            "—",
+            "?",
+            "unknown",
+            "[unknown]",
+        ),
+        *("not available", "[not available]", "not reported", "not provided"),
+    }
+)
+"""What tables write where nothing is known, in lower case: what pandas reads as missing, and the words of archives."""
+_COMPANIONS = {
+    "thumbs.db",
+    "desktop.ini",
+    "ehthumbs.db",
+    "__macosx",
+    "$recycle.bin",
+    "system volume information",
+}
+_UUID = re.compile(r"[._ -]?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_BARCODE = re.compile(r"^(tcga-[^.]+)\..*$", re.IGNORECASE)
+_ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
+_SUFFIXES = re.compile(
+    r"(\.(ome|tiff?|svs|ndpi|mrxs|scn|bif|czi|dcm|zarr|isyntax|vms|vmu|svslide|png|jpe?g|h5|hdf5|h5ad|pt))+$",
+    re.IGNORECASE,
+)
+_SHOWN = 3
+
+
+def compose_text(text: str) -> str:
+    """Return a text in Unicode's composed form (NFC), in which texts that look alike are equal.
+
+    Example:
+        >>> compose_text("Dru" + chr(0x308) + "se") == "Drüse"
+        True
+    """
+    return normalize("NFC", text)
+
+
+def is_missing(text: str) -> bool:
+    """Return whether a field of a table says that nothing is known.
+
+    Example:
+        >>> is_missing(" NaN"), is_missing("N/A"), is_missing("0")
+        (True, True, False)
+    """
+    return text.strip().lower() in MISSING
+
+
+def file_name_of(text: str) -> str:
+    """Return the last part of a path as any system writes it, composed.
+
+    Example:
+        >>> [file_name_of(name) for name in ("D:\\\\scans\\\\w.tif", "/mnt/u.tif", "a.svs")]
+        ['w.tif', 'u.tif', 'a.svs']
+    """
+    return PurePosixPath(compose_text(text).replace("\\", "/")).name
+
+
+def slide_of(path: Path) -> str:
+    """Return what a slide is called by its file: the name without its suffix, composed."""
+    return compose_text(path.stem)
+
+
+def is_companion(path: Path) -> bool:
+    """Return whether a file or folder is hidden, a lock or a backup copy, or what macOS and Windows leave beside it.
+
+    Example:
+        >>> [is_companion(Path(name)) for name in ("._S0.h5", "Thumbs.db", "~$a.csv", "a.svs~", "S0.h5")]
+        [True, True, True, True, False]
+    """
+    name = path.name
+    return name.startswith((".", "~$")) or name.endswith("~") or name.lower() in _COMPANIONS
+
+
+def drop_companions(paths: Iterable[Path]) -> list[Path]:
+    """Return paths in order, without companions of files."""
+    return sorted(path for path in paths if not is_companion(path))
+
+
+def glob_paths(pattern: str) -> Iterator[Path]:
+    """Yield what a glob pattern matches, without companions; spelt as the file system may, where nothing fits as is."""
+    for spelling in dict.fromkeys((pattern, compose_text(pattern), normalize("NFD", pattern))):
+        names = glob.glob(spelling, recursive=True)  # noqa: PTH207 patterns may be absolute
+        yield from (path for path in map(Path, names) if not is_companion(path))
+        if names:
+            return
+
+
+def find_file(path: Path) -> Path:
+    """Return the path of the file that a name means: itself, or in its folder the one that Unicode calls the same."""
+    if str(path).isascii() or path.exists():
+        return path
+    folder = find_file(path.parent) if path.parent != path else path
+    try:
+        entries = [entry for entry in folder.iterdir() if compose_text(entry.name) == compose_text(path.name)]
+    except OSError:
+        return path
+    return entries[0] if len(entries) == 1 else path
+
+
+_LIKENESSES: Mapping[str, Callable[[str], str]] = {
+    "upper and lower case": str.casefold,
+    "suffixes": lambda name: _SUFFIXES.sub("", name),
+    "leading zeros": lambda name: _ZEROS.sub("", name),
+    "the UUID": lambda name: _BARCODE.sub(r"\1", _UUID.sub("", name)),
+    "spaces, dots, dashes and underscores": lambda name: re.sub(r"[\s._-]+", "", name),
+}
+"""In what names differ → a name without that."""
+
+
+def describe_mismatch(wanted: Collection[str], there: Collection[str]) -> str:
+    """Say why names of a table and names of files do not meet: some of each, and what they differ in where that is one
+    thing.
+
+    Example:
+        >>> describe_mismatch(["s1", "s2"], ["S1", "S2", "S3"])
+        'the table has s1, s2, the site S1, S2, S3; s1 and S1 differ in upper and lower case'
+    """
+    text = f"the table has {_some(wanted)}, the site {_some(there)}"
+    for what, plain in _LIKENESSES.items():
+        by_form = {plain(name): name for name in sorted(there, reverse=True)}
+        for name in sorted(wanted):
+            if (other := by_form.get(plain(name))) is not None and other != name:
+                return f"{text}; {name} and {other} differ in {what}"
+    return text
+
+
+def _some(names: Collection[str]) -> str:
+    shown = sorted(names)[:_SHOWN]
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
