@@ -155,7 +155,10 @@ DOCUMENTS = [
 ]
 DAMAGES = [
     *(lambda files, text=text: files.update({"kit/federation.json": text}) for text in DOCUMENTS),
-    *(lambda files, name=name: files.update({name: b"x"}) for name in (".", "kit", "study", "other", "kit/\0")),
+    *(
+        lambda files, name=name: files.update({name: b"x"})
+        for name in (".", "kit", "study", "other", "kit/\0")
+    ),
     lambda files: files.update({"ledger.jsonl": b""}),
     lambda files: files.update({"ledger.jsonl": b'{"run": "half'}),
     lambda files: files.update({"ledger.jsonl": b"\xff\n"}),

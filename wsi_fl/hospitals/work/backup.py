@@ -98,7 +98,10 @@ def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
         restored = []
         if study is not None and ledger is not None:
             site = study.site_path(name)  # it says where the ledger lies
-            restored = [*(_put(site, targets[site]) if site in targets else []), *_put_ledger(study, name, ledger)]
+            restored = [
+                *(_put(site, targets[site]) if site in targets else []),
+                *_put_ledger(study, name, ledger),
+            ]
         restored += [one for path, data in targets.items() for one in _put(path, data)]
         Kit.open(kit).identity()
     kept = len(targets) + (ledger is not None) - len(restored)
@@ -171,7 +174,9 @@ def _holder(file: Path, found: _Files) -> str:
     try:
         document = json.loads(found[_DOCUMENT])
         name = document["name"]
-        whole = isinstance(name, str) and document["role"] in STEM and PurePosixPath(name).name == name != ".."
+        whole = (
+            isinstance(name, str) and document["role"] in STEM and PurePosixPath(name).name == name != ".."
+        )
     except (ValueError, TypeError, LookupError, RecursionError):
         whole = False
     if not whole:
@@ -183,7 +188,9 @@ def _require_site(file: Path, found: _Files, study: Study, name: str) -> None:
     """Refuse a ledger whose site has no file, in the backup or here: that file says where the ledger lies."""
     kept = PurePosixPath("study", "sites", f"{name}.toml")
     if kept not in found and not study.site_path(name).is_file():
-        raise UsageError(f"{file}: it holds a ledger without sites/{name}.toml; put that file into the study first")
+        raise UsageError(
+            f"{file}: it holds a ledger without sites/{name}.toml; put that file into the study first"
+        )
 
 
 def _put(path: Path, data: bytes) -> list[str]:

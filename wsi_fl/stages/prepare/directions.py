@@ -25,6 +25,7 @@ from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare.tile_plans import params_of, spec_of
 from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.site.public import require_public
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
@@ -70,6 +71,7 @@ def directions(
     n: int | None = None,
     letters: Letters | None = None,
     mpp: float | None = None,
+    public: bool = False,
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
     """Make public directions; return the `--json` document.
@@ -81,17 +83,20 @@ def directions(
         n: number of directions; None takes 32, or as many as `letters` ask for.
         letters: what the directions are for, as far as it is known.
         mpp: µm per pixel of sources that do not say.
+        public: whether somebody says that all sources are nobody's secret; see `require_public`.
 
     Raises:
-        UsageError: when a source has another encoder, or all have too few patches.
+        UsageError: when a source is a hospital's own or has another encoder, or all have too few patches.
         WsiFlError: when one that is named cannot be read, or there is none.
     """
+    inside = (sorted(path.iterdir()) if path.is_dir() else [path] for path in sources)
+    files = [file for files in inside for file in files if file.is_file() or file in sources]
+    if not public:
+        _require_public(study, files)
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
     encoder = encoder_of(study, pipeline, "features", n_cores())
     told = watcher or Silent()
     rows, known, aside = [], [], []
-    inside = (sorted(path.iterdir()) if path.is_dir() else [path] for path in sources)
-    files = [file for files in inside for file in files if file.is_file() or file in sources]
     for path in files:
         told.update(path.name, 0, 1)
     for path in files:
@@ -121,6 +126,18 @@ def directions(
         "sources": [one.model_dump() for one in known],
         "left_aside": aside,
     }
+
+
+def _require_public(study: Study, files: Sequence[Path]) -> None:
+    for path in files:
+        try:
+            require_public(study, path)
+        except UsageError:
+            raise
+        except (
+            WsiFlError
+        ):  # no store that can be read, which is told or left aside as its features are asked for
+            continue
 
 
 def _stored(path: Path, encoder: str) -> NDArray[np.float32]:

@@ -123,9 +123,7 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
     except (ValidationError, KeyError, TypeError, OverflowError):
         whole = False
     if not whole:
-        raise WsiFlError(
-            f"{label}: not sums that a site released, or edited since; {DAMAGED_LETTER}"
-        )
+        raise WsiFlError(f"{label}: not sums that a site released, or edited since; {DAMAGED_LETTER}")
     return ReleasedSums(facts, vector)
 
 
