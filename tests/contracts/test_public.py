@@ -13,7 +13,6 @@ from wsi_fl.stages.prepare.directions import directions
 from wsi_fl.stages.site.public import require_public, require_published
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
-from wsi_fl.types import UsageError
 
 
 @pytest.fixture

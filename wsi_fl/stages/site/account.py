@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -413,12 +414,13 @@ def affordable_rounds(site: Site | Account, rounds: int) -> int:
     if limit is None or site.plan is None:
         return rounds
     past = site.ledger.mechanisms(lifetime=site.ledger.terms.lifetime)
-    more = 0
-    while done + more < rounds:
-        if epsilon([*past, *[site.plan] * (more + 1)], site.ledger.terms.delta) > limit:
-            break
-        more += 1
-    return done + more
+    plan, delta = site.plan, site.ledger.terms.delta
+
+    def crosses(more: int) -> bool:
+        return epsilon([*past, replace(plan, steps=plan.steps * more)], delta) > limit
+
+    # ε grows with rounds, so that few prices find the first round that is too much
+    return done + bisect_left(range(1, max(0, rounds - done) + 1), True, key=crosses)
 
 
 class Group(TypedDict):
