@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from math import ceil, exp, expm1, inf, isfinite, log, log1p
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,13 +168,32 @@ def epsilon(
     unsampled = _gaussian_epsilon(_mu_of(applied), delta)
     if all(mechanism.sample_rate == 1 for mechanism in applied):
         return unsampled
-    # 2. with Poisson sampling: Rényi divergences of every order add up over all steps
-    total = _divergences(applied, orders)
-    # 3. turn each order's divergence into an ε at δ, and take the least
+    return min(unsampled, renyi_epsilon(applied, delta, orders))  # sampling never costs more
+
+
+def renyi_epsilon(
+    mechanisms: Sequence[Mechanism], delta: float, orders: tuple[float, ...] = _ORDERS
+) -> float:
+    """Return ε by Rényi divergences alone, also of what `epsilon` prices exactly: so that plans can be compared.
+
+    Args:
+        mechanisms: with noise.
+    """
+    # 1. with Poisson sampling: Rényi divergences of every order add up over all steps
+    total = _divergences(mechanisms, orders)
+    # 2. turn each order's divergence into an ε at δ, and take the least
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # still an upper bound
         value, _ = _opacus().get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
-    return min(unsampled, max(0.0, float(value)))  # sampling never costs more
+    return max(0.0, float(value))
+
+
+def priced_by(mechanisms: Sequence[Mechanism], delta: float) -> Literal["exact", "rdp", "unsampled"]:
+    """Return how `epsilon` finds what it says: exactly, by Rényi divergences, or as if nothing was sampled."""
+    applied = [one for one in mechanisms if one.steps]
+    if any(one.sigma <= 0 for one in applied) or all(one.sample_rate == 1 for one in applied):
+        return "exact"
+    return "rdp" if renyi_epsilon(applied, delta) < _gaussian_epsilon(_mu_of(applied), delta) else "unsampled"
 
 
 def detection(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) -> float:
@@ -265,20 +285,23 @@ def sigma_for(
     spent: Sequence[Mechanism] = (),
     orders: tuple[float, ...] = _ORDERS,
     near: float = 1.0,
+    price: Callable[[Sequence[Mechanism], float, tuple[float, ...]], float] = epsilon,
 ) -> float:
     """Return the smallest noise multiplier, of three decimals, whose ε together with what was `spent` meets the target.
 
-    The search begins at `near`.
+    The search begins at `near`, and `price` says what is spent.
 
     Raises:
         UsageError: when no noise multiplier up to 1000 suffices, or what was spent leaves next to nothing.
     """
 
     def spends(thousandths: int) -> float:
-        return epsilon([*spent, Mechanism(thousandths / 1000, 1.0, sample_rate, steps)], delta, orders)
+        if not thousandths:
+            return inf
+        return price([*spent, Mechanism(thousandths / 1000, 1.0, sample_rate, steps)], delta, orders)
 
     low, high = 0, 1_000_000  # too little, enough
-    before_it = epsilon(spent, delta) if spent else 0.0
+    before_it = price(spent, delta, orders) if spent else 0.0
     nothing_left = before_it > (1 - _LEAST_LEFT) * target_epsilon
     if not 0 < target_epsilon < inf or nothing_left or spends(high) > target_epsilon:
         before = f" on top of {before_it:.3g}" if spent else ""
@@ -304,6 +327,7 @@ _FAR = 12.0  # standard deviations beyond which a normal density is nothing
 _WIDEST = 4000.0  # largest half-width of the range of integration; orders that need a wider one are left out
 _CELLS = 1 << 21
 _LARGE = 128  # rows of a group beyond which smaller ones are looked at first
+_LARGEST = 2048  # beyond which the integrals take too long
 
 
 def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> float | None:
@@ -338,13 +362,15 @@ def _of_sampled(mechanisms: tuple[Mechanism, ...], delta: float, k: int) -> floa
     The distribution of the loss gives the least bound wherever it can be computed. Elsewhere it is the lesser of those
     by Rényi divergences and by the textbook.
     """
-    from wsi_fl.privacy.loss import epsilon_by_loss, mean_loss  # and with it SciPy
+    from wsi_fl.privacy.loss import epsilon_by_loss, least_loss  # and with it SciPy
 
-    if mean_loss(mechanisms, k) > 2 * MOST_EPSILON:  # no bound is below the mean
+    if least_loss(mechanisms, k) > 2 * MOST_EPSILON:  # and no bound by divergences is below that
         return inf
     value = epsilon_by_loss(mechanisms, delta, k, MOST_EPSILON)
     if value <= MOST_EPSILON:
         return value
+    if k > _LARGEST:
+        return _by_textbook(mechanisms, delta, k)
     size = min(k, _LARGE)
     value = _by_mixture(mechanisms, delta, size)
     while size < k and value <= MOST_EPSILON:  # ε grows with k, and so does the time

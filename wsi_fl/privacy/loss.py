@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf, log, sqrt
+from math import ceil, floor, inf, log, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +38,8 @@ _MOST_CIRCLE, _WIDE = 1 << 19, 20
 _PART = 1e-4
 """Share of δ for what is left out at each end."""
 _LEAST_TAIL = 1e-200
-_MOST_KINDS = 32
+_MOST_NORMALS = 1024
+_MOST_KINDS = 64
 """Of mechanisms that differ in noise or sampling rate."""
 _MOST_LOSS = 500.0
 """Of one step, beyond which e^loss is left alone."""
@@ -70,14 +71,19 @@ class _Mixture:
         reach = float(-ndtri(tail))
         if rate >= 1:
             return _Mixture(np.ones(1), np.array([k / sigma]), 0.0, reach)
-        every = np.arange(k + 1.0)
+        # 1. numbers of rows, so far around their mean that Bernstein's bound leaves less than any tail beyond them
+        middle, far = k * rate, 45 * sqrt(k * rate * (1 - rate)) + 1000
+        every = np.arange(max(0, floor(middle - far)), min(k, ceil(middle + far)) + 1.0)
         below, above = bdtr(every, k, rate), bdtrc(every, k, rate)
         first, last = int((below <= tail).sum()), int((above > tail).sum())
         lost = float((below[first - 1] if first else 0.0) + above[last])
+        # 2. their probabilities; of very many, neighbours count as the largest of them, whose steps are longest
         j = every[first : last + 1]
         ways = gammaln(k + 1) - gammaln(j + 1) - gammaln(k - j + 1)
         weight = np.exp(ways + j * log(rate) + (k - j) * np.log1p(-rate))
-        return _Mixture(weight, j / sigma, lost, reach)
+        together = np.arange(0, len(j), -(-len(j) // _MOST_NORMALS))
+        longest = np.append(together[1:], len(j)) - 1
+        return _Mixture(np.add.reduceat(weight, together), j[longest] / sigma, lost, reach)
 
     @property
     def tails(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -86,7 +92,10 @@ class _Mixture:
 
         left, right = self.ends
         below, above = ndtr(left - self.shift), ndtr(self.shift - right)
-        return (float(self.weight @ below), float(ndtr(left))), (float(self.weight @ above), float(ndtr(-right)))
+        return (float(self.weight @ below), float(ndtr(left))), (
+            float(self.weight @ above),
+            float(ndtr(-right)),
+        )
 
     def moments(self) -> tuple[float, float]:
         """Return mean and variance of the loss of P against Q, about; the grid is chosen by them."""
@@ -188,10 +197,12 @@ def _kinds(mechanisms: Sequence[Mechanism]) -> Counter[tuple[float, float]]:
     return times
 
 
-def mean_loss(mechanisms: Sequence[Mechanism], k: int) -> float:
-    """Return the mean of the loss of all steps for k rows, about: what ε is above for every δ that protects."""
-    kinds = _kinds(mechanisms)
-    return sum(n * _Mixture.of(*kind, k, _ROUND_OFF).moments()[0] for kind, n in kinds.items())
+def least_loss(mechanisms: Sequence[Mechanism], k: int) -> float:
+    """Return what the mean of the loss of all steps is at least for k rows.
+
+    The mean is the divergence of Kullback and Leibler, and of all P with a mean of kq/σ the normal one has the least.
+    """
+    return sum(one.steps * (k * one.sample_rate / one.sigma) ** 2 / 2 for one in mechanisms)
 
 
 def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, most: float) -> float:
@@ -245,7 +256,10 @@ def _ends(losses: Sequence[_Loss], steps: Array, h: float, tail: float) -> tuple
     for sign in (-1, 1):
         values = [sign * h * (one.first + np.arange(len(one.mass))) for one in losses]
         scale = sqrt(
-            sum(n * float(one.mass @ (v - one.mass @ v) ** 2) for n, one, v in zip(steps, losses, values, strict=True))
+            sum(
+                n * float(one.mass @ (v - one.mass @ v) ** 2)
+                for n, one, v in zip(steps, losses, values, strict=True)
+            )
         )
         best = inf
         for tilt in sqrt(-2 * log(tail)) / max(scale, h) * _TILTS:
