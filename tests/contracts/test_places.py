@@ -1,6 +1,5 @@
 """No file that is made for others names a path of the machine, its host or who ran it."""
 
-import os
 import re
 import socket
 import zipfile
@@ -23,7 +22,7 @@ from wsi_fl.stages.answers.export_model import export_model
 from wsi_fl.stages.training.release import release
 from wsi_fl.types import Bags, Images, Vectors
 
-HERE = [os.sep.join(Path(of.__file__).parts[1:3]) for of in (wsi_fl, torch, np)]
+HERE = [str(Path(of.__file__).parents[1]) for of in (wsi_fl, torch, np)]
 _SOURCE = re.compile(rb"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+\.pyc?\b")
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 from contextlib import contextmanager
 from functools import partial
 from html import unescape
@@ -382,7 +381,7 @@ def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, mon
     made = make_evidence(study, Kit.open(tmp_path / "kit"), tmp_path / "out")
     assert "pip-audit failed" in made["vulnerabilities"]
     for path in (tmp_path / "out").rglob("*"):
-        for word in (str(home), str(study.root), str(Path.home()), str(tmp_path), socket.gethostname()):
+        for word in (str(home), str(study.root), str(tmp_path), "/share", "/usr/"):
             assert word not in path.read_text(), (path.name, word)
     software = json.loads((tmp_path / "out" / "sbom.json").read_text())
     assert software["components"][0]["externalReferences"] == [{"url": "https://a"}]

@@ -80,7 +80,7 @@ def test_a_list_of_withdrawn_certificates_neither(odd):
     ],
 )
 def test_what_others_send_is_looked_at_before_it_is_opened(odd, read):
-    os.symlink(odd, odd.with_name("evidence.sig.json"))
+    Path(odd.with_name("evidence.sig.json")).symlink_to(odd)
     refused(lambda: read(odd), "", error=WsiFlError)
 
 

@@ -1,4 +1,4 @@
-"""What exporters note of the machine that they ran on, paths of source files above all, taken out of what they write."""
+"""What exporters note of the machine that they ran on, paths above all, taken out of what they write."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def remove_onnx_traces(message: Any) -> None:
 
 
 def remove_torchscript_traces(path: Path) -> None:
-    """Write a TorchScript archive anew without the source lines of its steps and the name it was first written under."""
+    """Write a TorchScript archive anew, without source lines of its steps and the name it was first written under."""
     reader, buffer = torch._C.PyTorchFileReader(str(path)), BytesIO()
     writer = torch._C.PyTorchFileWriter(buffer)
     for name in reader.get_all_records():

@@ -16,7 +16,8 @@ on a line,
 
 integrated numerically. (Ganesh, "Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians
 mechanisms", 2024, shows the same of hockey-stick divergences, which are expectations of convex functions too; `loss`
-adds those up, which is tighter where rows are rare.) Patients with fewer rows are covered: some of the gradients may be 0.
+adds those up, which is tighter where rows are rare.) Patients with fewer rows are covered: some of the gradients may
+be 0.
 """
 
 from __future__ import annotations

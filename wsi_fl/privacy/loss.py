@@ -10,8 +10,8 @@ functions of L. So each of these only makes δ larger:
    masses under P and under Q (a spread of L that keeps its mean, by Jensen; "connecting the dots" of Doroshenko et al.,
    PETS 2022). Round-off goes to the atom with the larger loss.
 2. What lies beyond the line's ends, and members of the mixture that are left out, have infinite loss.
-3. Losses of steps add up, by Fourier transform on a circle. What is too large to be on it is bounded by Chernoff's bound
-   and counts as infinite loss; what is too small comes back at its upper end.
+3. Losses of steps add up, by Fourier transform on a circle. What is too large to be on it is bounded by Chernoff's
+   bound and counts as infinite loss; what is too small comes back at its upper end.
 4. A bound on the transform's round-off is added to δ.
 """
 

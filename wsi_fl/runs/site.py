@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BUFFER = "buffer.safetensors"
+_ACCOUNT = ("epsilon", "delta", "guarantee", "unit")
+"""Keys of `ledger.json` that answers rest on."""
 PIXELS = "pixels_sha256"
 """The fact of a store that tells its pixels."""
 SITE_FILE = "site.toml"
@@ -179,6 +181,17 @@ class SiteFolder:
         path = self.path / f"{role}.safetensors"
         save_tensors(path, tensors, {})
         return path
+
+    def account(self) -> dict[str, Any]:
+        """Return what the ledger said at the run's end; WsiFlError when the file is missing or damaged."""
+        path, run = self.path / "ledger.json", self.path.parents[1].name
+        advice = (
+            f"put its backup back; or delete the run's summary.json and run `wsi-fl train --resume {run}`"
+        )
+        document = read_object(path, advice)
+        if missing := [key for key in _ACCOUNT if key not in document]:
+            raise WsiFlError(f"{path}: damaged, it lacks {missing[0]}; {advice}")
+        return document
 
     def has_model(self, role: str) -> bool:
         """Return whether the site has a model of this role, when the run has finished."""

@@ -108,8 +108,8 @@ def dossier_of(
     """Return what the page of a hospital says of a plan, from the files of its study and its kit.
 
     What leaves the hospital (`for_others`) holds nothing that rests on single patients and that no ε covers, nor a path
-    of the machine: no number of rows of the patient with the most, and what that is worth; not what the plan cost as the
-    hospital saw it; no attack on a model that stayed; of a ledger that is not to be believed only that it is so.
+    of the machine: no number of rows of the patient with the most, nor what that is worth; not what the plan cost as
+    the hospital saw it; no attack on a model that stayed; of a ledger that is not to be believed only that it is so.
 
     Returns:
         Among others "missing": why sites have not signed, None where the federation's root is not here to tell;
@@ -299,8 +299,12 @@ def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
 
 def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
     """The most rows that a patient of a site had, as it signed or in a run; None where nobody looked."""
-    runs = [path for path in study.runs.glob("*/sites/*/ledger.json") if path.parent.name == site]
-    seen = [(cost or {}).get("group"), *(read_json(path).get("group") for path in runs)]
+    runs = [
+        RunFolder(path.parents[2])
+        for path in study.runs.glob("*/sites/*/ledger.json")
+        if path.parent.name == site
+    ]
+    seen = [(cost or {}).get("group"), *(run.site(site).account().get("group") for run in runs)]
     return max((int(one["rows"]) for one in seen if one), default=None)
 
 

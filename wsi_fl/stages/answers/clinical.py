@@ -30,6 +30,7 @@ _THRESHOLDS = tuple(round(k / 100, 2) for k in (1, 2, *range(5, 100, 5)))
 _BESIDE = 4
 """Sites whose columns stand beside each other."""
 _MOST_GROUPS = 30
+_MOST_PATIENTS, _LEAST_SHARE = 10**10, 1e-9
 _CRITERIA = {
     "auroc": "AUROC",
     "expected": "observed over expected cases",
@@ -243,12 +244,22 @@ def plan_size(
     for name, value in (*asked.items(), ("width", wanted.auroc)):
         if value is not None and not 0 < value < 1:
             raise UsageError(f"--{name} {value:g}: it must lie between 0 and 1")
+    if not _LEAST_SHARE <= prevalence <= 1 - _LEAST_SHARE:
+        raise UsageError(
+            f"--prevalence {prevalence}: it must lie between {_LEAST_SHARE:g} and 1 - {_LEAST_SHARE:g}"
+        )
     if not 0.5 < area < 1:
         raise UsageError(f"--auroc {area:g}: it must lie between 0.5 and 1")
     needed = measures.patients_needed(
         prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
     )
     most = max(needed.values())
+    if most > _MOST_PATIENTS:
+        which = max(needed, key=lambda name: needed[name])
+        raise UsageError(
+            f"more patients than there are people are needed for the {_CRITERIA[which]}; ask for wider intervals "
+            "(--width), or for a prevalence and an AUROC further from their ends"
+        )
     return {
         **asked,
         "auroc": area,

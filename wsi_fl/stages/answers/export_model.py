@@ -59,8 +59,8 @@ class Leaving:
     @cached_property
     def accounts(self) -> dict[str, dict[str, Any]]:
         """What the run's ledgers said at its end of all whose patients it knows and whose part of the run lies here."""
-        paths = {name: self.party.run.site(name).path / "ledger.json" for name in self.made_by}
-        return {name: read_json(path) for name, path in paths.items() if path.exists()}
+        folders = {name: self.party.run.site(name) for name in self.made_by}
+        return {name: one.account() for name, one in folders.items() if (one.path / "ledger.json").exists()}
 
     @property
     def covered(self) -> bool:

@@ -71,7 +71,8 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
     opened = {site.name: party.data(site.name) for site in (shown or here[:1])}
     with_pixels = {site.name: s for site in shown if isinstance(s := opened[site.name].store, PatchStore)}
     this = Run.of(run.path)
-    ledgers = {path.parent.name: read_json(path) for path in sorted(run.path.glob("sites/*/ledger.json"))}
+    kept = sorted(path.parent.name for path in run.path.glob("sites/*/ledger.json"))
+    ledgers = {name: run.site(name).account() for name in kept}
     asked = {  # as `clinical` was asked last
         name: value for name, value in (run.clinical() or {}).items() if name in ("prevalence", "by", "least")
     }
