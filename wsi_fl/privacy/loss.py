@@ -176,7 +176,10 @@ def _losses(mixture: _Mixture, h: float, tail: float, most_terms: int) -> tuple[
     first, last = int(low.min()), int(high.max())
 
     def put(where: NDArray[np.int64], mass: Array) -> Array:
-        return np.bincount(where - first, weights=mass, minlength=last - first + 1)
+        placed: Array = np.bincount(where - first, weights=mass, minlength=last - first + 1).astype(
+            np.float64
+        )
+        return placed
 
     under_p = put(high, p_high) + put(low, p - p_high)
     under_q = put(low, q_low) + put(high, q - q_low)
@@ -242,11 +245,11 @@ def _composed(losses: Sequence[_Loss], steps: Array, h: float, delta: float, mos
     for n, one in zip(steps, losses, strict=True):
         place = (one.first + np.arange(len(one.mass))) % size
         spectrum *= np.fft.rfft(np.bincount(place, weights=one.mass, minlength=size)) ** n
-    mass = np.roll(np.fft.irfft(spectrum, size), -(low % size))
+    mass: Array = np.roll(np.fft.irfft(spectrum, size), -(low % size)).astype(np.float64)
     # 3. round-off is at most so much of the norm, in all points together
     error = _OF_TRANSFORM * float(steps.sum()) * log(size) * float(np.sqrt((mass**2).sum() * size))
     left = delta * (1 - _PART) - lost - error
-    loss = (low + np.arange(size)) * h
+    loss: Array = (low + np.arange(size, dtype=np.float64)) * h
     return _epsilon_of(loss, np.maximum(mass, 0), left, most)
 
 
