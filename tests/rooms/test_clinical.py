@@ -5,6 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import statsmodels.api as sm
+from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logit
@@ -17,6 +18,7 @@ from statsmodels.stats.proportion import proportion_confint
 
 from wsi_fl.learning import clinical
 from wsi_fl.learning.clinical import Wanted, _Interval
+from wsi_fl.stages.answers.clinical import plan_size
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +205,26 @@ def test_net_benefit_at_a_prevalence_is_that_of_as_many_more_others():
     at = clinical.net_benefit(score, case, [0.1, 0.3], 0.1)
     counted = clinical.net_benefit(score[many], case[many], [0.1, 0.3])
     assert all(at[kind] == pytest.approx(counted[kind]) for kind in at)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"width": 1e-9}, "for the AUROC; ask for wider intervals"),
+        ({"width": 1e-300}, "for the AUROC; ask for wider intervals"),
+        ({"prevalence": 1e-300}, "--prevalence 1e-300: it must lie between"),
+        ({"prevalence": 1 - 1e-12}, "--prevalence 0.999999999999: it must lie between"),
+        ({"prevalence": 2e-9}, "for the observed over expected cases"),
+        ({"area": 0.5 + 1e-10}, "for the calibration slope"),
+        ({"sensitivity": 0.5, "prevalence": 1e-6, "width": 1e-3}, "more patients than there are people"),
+    ],
+)
+def test_a_test_set_that_nobody_can_have_is_refused(given, words, recwarn):
+    known = {"prevalence": 0.1, "area": 0.8} | given
+    refused(lambda: plan_size(known.pop("prevalence"), known.pop("area"), **known), words)
+    assert not recwarn.list
+
+
+def test_narrow_intervals_that_can_be_had_need_four_times_as_many_when_half_as_wide():
+    wide, narrow = (plan_size(0.1, 0.8, width=width)["needed"]["auroc"] for width in (2e-3, 1e-3))
+    assert narrow == pytest.approx(4 * wide, rel=1e-3) and narrow > 1_000_000
