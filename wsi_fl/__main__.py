@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import typer
 
@@ -14,6 +17,8 @@ from wsi_fl.types import UsageError, WsiFlError, printable
 _WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """Click's UsageError, wherever typer keeps its click."""
 
+_LONG = re.compile(r"\b(?:0\.0{4,}\d+|[1-9]\d{15,})\b")
+"""A number as nobody writes it."""
 _INTERRUPTED = 130  # what typer makes of Ctrl-C
 _GO_ON = "interrupted; what was finished is kept, start the same command again to go on"
 
@@ -25,7 +30,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except _WrongUsage as error:
-        code = _fail(f"{error.format_message()} (see --help)", 2)
+        code = _fail(f"{_said_of(error)} (see --help)", 2)
     except UsageError as error:
         code = _fail(str(error), 2)
     except WsiFlError as error:
@@ -49,6 +54,26 @@ def main() -> None:
     if code == _INTERRUPTED:
         code = _fail(_GO_ON, 1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _said_of(error: Any) -> str:
+    """Return what a wrong option is told, in numbers that can be read, and with a reason also where it is no number."""
+    said = _LONG.sub(lambda number: f"{float(number[0]):g}", error.format_message())
+    names = [*getattr(error.param, "opts", ())] if getattr(error, "param", None) else []
+    given = (value for name in names for value in _values_of(name))
+    if any(value.strip("+-").lower() == "nan" for value in given):
+        return f"{said.partition('Input should')[0]}nan is no number"
+    return said
+
+
+def _values_of(name: str) -> Iterator[str]:
+    """Yield what an option is given on the command line."""
+    words = sys.argv[1:]
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word == name:
+            yield after
+        elif word.startswith(f"{name}="):
+            yield word.removeprefix(f"{name}=")
 
 
 def _fail(message: str, code: int) -> int:

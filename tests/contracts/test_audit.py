@@ -1,6 +1,7 @@
 """The audit: attacks that find planted leaks, stay calm where there are none, and bound ε soundly."""
 
 import json
+import shutil
 from dataclasses import replace
 from math import comb, exp
 
@@ -39,7 +40,9 @@ from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.stages.work.console import render
+from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
+from wsi_fl.system.tensors import save_tensors
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 CPU = torch.device("cpu")
@@ -366,6 +369,18 @@ def test_every_kind_of_model_is_attacked(pair, method, names):
             assert model["membership"]["merged"]["non_members"] == 24
 
 
+OTHER = ("the private model of S0 is another than this run's", "put its backup back")
+
+
+def another_release(run):
+    """Puts other tensors into the place of what left last."""
+    folder = RunFolder(run).site("S0")
+    number = folder.checkpoints()[-1]
+    tensors, document = folder.load_checkpoint(number)
+    others = {key: value for key, value in tensors.items() if not key.startswith("proxy/model/")}
+    save_tensors(folder.checkpoint_path(number), others | {"proxy/model/x": torch.ones(3)}, document)
+
+
 def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     run = trained(study, "regular", "train.rounds=1")["run"]
@@ -378,6 +393,26 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     refused(lambda: audit(study, run), "made anew", error=UsageError)
     (study.root / run / "summary.json").unlink()
     refused(lambda: audit(study, run), "has not finished", error=WsiFlError)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda run: (run / "sites/S0/ledger.json").write_text("{}"), ("ledger.json", "lacks epsilon")),
+        (lambda run: (run / "sites/S0/ledger.json").write_text("[]"), ("ledger.json", "damaged")),
+        (
+            lambda run: (run / "sites/S0/ledger.json").write_text('{"epsilon": 1.0}'),
+            ("ledger.json", "lacks delta"),
+        ),
+        (lambda run: save_tensors(run / "sites/S0/private.safetensors", {"x": torch.ones(3)}, {}), OTHER),
+        (another_release, ("the proxy model of S0 is another than this run's",)),
+    ],
+)
+def test_a_damaged_run_is_said_in_one_line(noisy, tmp_path, damage, words):
+    study, summary, _ = noisy
+    copy = Study(shutil.copytree(study.root, tmp_path / "study"))
+    damage(copy.run(summary["run"]))
+    refused(lambda: audit(copy, summary["run"]), *words, error=WsiFlError)
 
 
 def test_a_hospital_audits_its_own_part(pair):

@@ -18,8 +18,10 @@ from trained import dying, trained
 from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
-from wsi_fl.privacy.plan import PrivacyPlan, require_planned
+from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_planned
 from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.site import account as site_account
+from wsi_fl.stages.site.account import affordable_rounds
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.train import resume
 from wsi_fl.study.folder import Study
@@ -440,3 +442,55 @@ def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_
     path = study.root / run(study)["run"]
     (study.root / "sites" / "S0.toml").unlink()
     assert study.as_of(path).ledger("S0") == tmp_path / "budget" / "S0.jsonl"
+
+
+def account_of(plan, limit, past=(), done=0, delta=1e-5):
+    """The account of a site as plans are priced on it."""
+    ledger = SimpleNamespace(
+        terms=Terms(delta, max_epsilon=limit, lifetime=True),
+        n_rounds=lambda: done,
+        mechanisms=lambda **_: list(past),
+    )
+    return SimpleNamespace(ledger=ledger, plan=plan)
+
+
+def by_round(account, rounds):
+    """How many rounds a budget allows, each priced with all before it as a mechanism of its own."""
+    found, spent = account.ledger.n_rounds(), account.ledger.mechanisms()
+    limit, delta = account.ledger.terms.max_epsilon, account.ledger.terms.delta
+    while found < rounds and epsilon([*spent, account.plan], delta) <= limit:
+        found, spent = found + 1, [*spent, account.plan]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "past", "done", "rounds"),
+    [
+        ({"n": 100, "batch_size": 10, "sigma": 1.4}, 3.0, (), 0, 60),
+        ({"n": 100, "batch_size": 100, "sigma": 4.0}, 3.0, (), 0, 60),
+        ({"n": 100, "batch_size": 10, "sigma": 1.4}, 3.0, (ROUND, ROUND), 2, 60),
+        ({"n": 40, "batch_size": 8, "sigma": 2.0, "unit": "patient"}, 5.0, (ROUND,), 0, 7),
+        ({"n": 100, "batch_size": 10, "sigma": 0.5}, 0.1, (), 0, 60),
+        ({"n": 100, "batch_size": 10, "sigma": 50.0}, 2.0, (), 3, 3),
+        ({"n": 100, "batch_size": 10, "sigma": 50.0}, 2.0, (), 5, 3),
+    ],
+)
+def test_affordable_rounds_are_those_that_each_round_by_itself_would_find(given, limit, past, done, rounds):
+    plan = plan_of_round(**{"epochs": 1, "clip": 1.0, "delta": 1e-5} | given)
+    account = account_of(plan, limit, past, done)
+    assert affordable_rounds(account, rounds) == min(by_round(account, rounds), max(rounds, done))
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.4, 30.0, 1e6])
+@pytest.mark.parametrize("epochs", [1, 10**6])
+def test_a_million_rounds_are_priced_a_few_times(sigma, epochs, monkeypatch):
+    priced = []
+
+    def counted(mechanisms, delta):
+        priced.append(len(mechanisms))
+        return epsilon(mechanisms, delta)
+
+    monkeypatch.setattr(site_account, "epsilon", counted)
+    plan = plan_of_round(n=1000, batch_size=10, epochs=epochs, sigma=sigma, clip=1.0, delta=1e-5)
+    assert 0 <= affordable_rounds(account_of(plan, 3.0, [ROUND]), 10**6) <= 10**6
+    assert len(priced) <= 21 and max(priced) == 2

@@ -239,12 +239,60 @@ def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refus
         lost.unlink()
         assert released(study)["digest"] == digest and study.release("S0").read_bytes() == content
     assert study.release_at_home("S0").read_bytes() == content
-    study.release("S0").unlink()
-    study.release_at_home("S0").unlink()
-    assert released(study)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
     study.ledger("S0").unlink()
     not_released(study, "S0", "ledgers/S0.jsonl does not know its numbers")
     not_joined(study, "ledgers/S0.jsonl does not know its numbers")
+
+
+def cut_in_half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def other_byte(path):
+    whole = bytearray(path.read_bytes())
+    whole[-3] ^= 255
+    path.write_bytes(whole)
+
+
+def lost_both(study):
+    for path in (study.release("S0"), study.release_at_home("S0")):
+        path.unlink()
+
+
+def store_anew(study):
+    """The hospital's machine was lost: its store was made anew, and of what it released nothing is here."""
+    shutil.rmtree(study.root / "releases")
+    study.release_at_home("S0").unlink()
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("lose", [lost_both, store_anew])
+def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked(study, lose, real):
+    if real:
+        make_real(study)
+    first, kept = released(study), study.release("S0").read_bytes()
+    lose(study)
+    n = len(lines_of(study))
+    not_released(study, "S0", "put releases/S0.safetensors back", "`wsi-fl release --site S0 --again`")
+    assert len(lines_of(study)) == n and not study.release("S0").exists()
+    study.release("S0").parent.mkdir(exist_ok=True)  # both ways that it names are open
+    study.release("S0").write_bytes(kept)
+    assert not released(study)["spent"] and released(study)["epsilon"] == first["epsilon"]
+    lost_both(study)
+    assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("damage", [cut_in_half, other_byte, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("copy", [Study.release, Study.release_at_home])
+def test_one_damaged_copy_of_a_letter_is_replaced_by_the_whole_one(study, copy, damage, real):
+    if real:
+        make_real(study)
+    row, whole = released(study), study.release("S0").read_bytes()
+    damage(copy(study, "S0"))
+    again = released(study)
+    assert not again["spent"] and again["digest"] == row["digest"] and again["epsilon"] == row["epsilon"]
+    assert study.release("S0").read_bytes() == study.release_at_home("S0").read_bytes() == whole
 
 
 EDITS = [
@@ -279,10 +327,13 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
         not_joined(study, "releases/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release("S0"), file)
     not_joined(study, "these are the sums of site S0")
+    home = study.release_at_home("S1")
     for content in DAMAGE:
         file.write_bytes(content)
-        not_joined(study, "releases/S1.safetensors", "damaged release")
-        not_released(study, "S1", "releases/S1.safetensors", "damaged release")
+        not_joined(study, "releases/S1.safetensors", "damaged release", "copy the file from its site again")
+        home.write_bytes(content)  # where no copy is whole
+        not_released(study, "S1", "damaged release", "copy the file from its site again")
+        home.write_bytes(whole)
     for change in EDITS:
         file.write_bytes(whole)
         rewritten(file, **change)

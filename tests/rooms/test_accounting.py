@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from typer.testing import CliRunner
 
+from wsi_fl import __main__
 from wsi_fl.cli.main import app
-from wsi_fl.privacy import accounting
+from wsi_fl.privacy import accounting, loss
 from wsi_fl.privacy.accounting import Mechanism, detection, epsilon, plan, sigma_for
 from wsi_fl.privacy.plan import planned, proposals
 
@@ -173,6 +174,195 @@ def test_fewer_orders_only_ever_bound_from_above():
 def test_sigma_is_the_least_of_three_decimals(target, rate, steps):
     sigma = sigma_for(target, rate, steps, 1e-5)
     assert cost(sigma, rate, steps) <= target < cost(sigma - 0.001, rate, steps)
+
+
+@pytest.mark.parametrize(
+    ("n", "epochs", "target", "delta", "chosen"),
+    [
+        (1973, 34, 3.0, 5e-5, 329),
+        (153, 20, 1.414, 1e-5, 10),
+        (68, 5, 0.4083, 1e-5, 5),
+        (6, 20, 1.242, 1e-5, 1),
+        (12, 1, 0.693, 1e-5, 12),
+    ],
+)
+def test_the_proposal_is_that_of_an_exact_accountant(n, epochs, target, delta, chosen):
+    """`chosen` has the most steps within 5 % of the best signal to noise by dp-accounting's loss distributions."""
+    assert planned(n, epochs, target, delta).batch_size == chosen
+
+
+def test_full_batches_and_others_are_compared_by_the_same_price():
+    ways = {way.batch_size: way for way in proposals(1973, 34, 3.0, 5e-5)}
+    for way in ways.values():
+        assert 2.99 < accounting.renyi_epsilon([way.mechanism], 5e-5, accounting.WHOLE_ORDERS) <= 3
+    ratio = {size: way.signal_to_noise / ways[1973].signal_to_noise for size, way in ways.items()}
+    exact = {987: 0.979, 658: 0.970, 494: 0.964, 329: 0.953, 247: 0.945}  # by PLD
+    assert {size: ratio[size] for size in exact} == pytest.approx(exact, abs=0.003)
+
+
+def test_a_target_that_divergences_hardly_reach_is_planned_too():
+    for target in (0.1, 0.15):
+        assert 0.98 * target < epsilon([planned(500, 10, target, 1e-5).mechanism], 1e-5) <= target
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "name"),
+    [
+        (Mechanism(1.4, 1.0, 0.01, 100), "rdp"),
+        (Mechanism(1.4, 1.0, 1.0, 100), "exact"),
+        (Mechanism(0.0, 1.0, 0.1, 1), "exact"),
+        (Mechanism(500.0, 1.0, 0.9, 1), "unsampled"),
+    ],
+)
+def test_the_accountant_is_named_that_was_asked(mechanism, name):
+    assert accounting.priced_by([mechanism], DELTA) == name
+    unsampled = (
+        accounting._gaussian_epsilon(accounting._mu_of([mechanism]), DELTA) if mechanism.sigma else inf
+    )
+    assert (epsilon([mechanism], DELTA) == unsampled) == (name != "rdp")
+
+
+@pytest.mark.parametrize(("sigma", "q"), [(20.0, 0.5), (45.0, 0.03), (300.0, 0.9), (1000.0, 0.5), (1e6, 0.5)])
+def test_large_noise_is_priced_as_its_integral_and_never_below(sigma, q):
+    """Against the series in numbers of 60 digits, at whole orders, where it is finite."""
+    mpmath = pytest.importorskip("mpmath")
+    mpmath.mp.dps = 60
+    found = dict(zip(accounting._ORDERS, accounting._rdp_of_one_step(sigma, q), strict=True))
+    for order in (2, 7, 32, 63):
+        terms = (
+            mpmath.binomial(order, k)
+            * mpmath.mpf(q) ** k
+            * (1 - mpmath.mpf(q)) ** (order - k)
+            * mpmath.exp(mpmath.mpf(k * k - k) / (2 * mpmath.mpf(sigma) ** 2))
+            for k in range(order + 1)
+        )
+        right = float(mpmath.log(sum(terms)) / (order - 1))
+        assert right <= found[order] <= right * (1 + 1e-6)
+
+
+def test_large_noise_joins_what_opacus_says_of_less():
+    """Opacus' series loses digits as noise grows; both agree where it still has some."""
+    orders = accounting._ORDERS
+    ours = accounting._rdp_of_large_sigma(8.0, 0.3, orders)
+    theirs = accounting._opacus().compute_rdp(q=0.3, noise_multiplier=8.0, steps=1, orders=list(orders))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-7)
+
+
+GROUPS = [  # noise, rate, steps, rows, δ, ε by dp-accounting's mixtures of Gaussians (0.6.0, cells of 1e-3 or less)
+    (2.0, 1e-4, 1000, 50, 1e-5, 0.29239),
+    (1.0, 0.02, 50, 3, 1e-5, 3.72621),
+    (3.0, 0.1, 20, 8, 1e-6, 7.30982),
+    (2.0, 0.3, 5, 2, 1e-5, 3.89968),
+    (6.0, 0.01, 300, 20, 1e-7, 3.00953),
+    (5.0, 0.5, 10, 3, 1e-3, 3.10002),
+    (1.4, 0.01, 1000, 4, 1e-5, 4.83375),
+    (4.0, 0.1, 100, 10, 1e-5, 14.21618),
+]
+
+
+@pytest.mark.parametrize(("sigma", "q", "n", "k", "delta", "exact"), GROUPS)
+def test_a_patient_with_many_rows_is_promised_what_is_true_and_little_more(sigma, q, n, k, delta, exact):
+    step = Mechanism(sigma, 1.0, q, n)
+    found = accounting.group_epsilon([step], delta, k)
+    assert exact * 0.9999 <= found <= exact * 1.002
+    assert found <= accounting._by_mixture([step], delta, k)  # as it was priced before
+    halves = [Mechanism(sigma, 1.0, q, n // 2), Mechanism(sigma, 0.3, q, n - n // 2)]
+    assert accounting.group_epsilon(halves, delta, k) == pytest.approx(found, rel=1e-9)
+
+
+@given(st.floats(1, 8), st.floats(1e-5, 0.1), st.integers(1, 100), st.integers(2, 20), st.floats(1e-8, 1e-3))
+@settings(max_examples=4, deadline=None)
+def test_more_rows_are_promised_less_and_none_more_than_a_single_row(sigma, q, n, k, delta):
+    step = [Mechanism(sigma, 1.0, q, n)]
+    found = [accounting.group_epsilon(step, delta, rows) or inf for rows in (1, k, 2 * k)]
+    assert found == sorted(found) and found[0] == epsilon(step, delta)
+    before = accounting._by_mixture(step, delta, k)
+    assert found[1] <= max(before * (1 + 1e-9), found[0]) or before > accounting.MOST_EPSILON
+
+
+@pytest.mark.slow
+def test_a_patient_with_many_rows_against_another_accountant():
+    pytest.importorskip("dp_accounting")
+    from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_mechanism
+    from scipy.stats import binom
+
+    rng = np.random.default_rng(3)
+    for _ in range(4):
+        sigma, q, k = rng.uniform(1.5, 6), 10 ** rng.uniform(-2.5, -0.5), int(rng.integers(2, 12))
+        rows = np.arange(k + 1)
+        share = binom.pmf(rows, k, q)
+        judge = from_mixture_gaussian_mechanism(
+            sigma,
+            rows.astype(float).tolist(),
+            (share / share.sum()).tolist(),
+            value_discretization_interval=5e-3,
+        )
+        n = int(rng.integers(5, 40))
+        exact = judge.self_compose(n).get_epsilon_for_delta(1e-6)
+        found = accounting.group_epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6, k)
+        assert found >= 0.99 * exact and found <= max(
+            1.01 * exact, epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6)
+        )
+
+
+def random_plans(count, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        batches = int(rng.integers(1, 200))
+        steps = batches * int(rng.integers(1, 40))
+        yield (
+            Mechanism(round(float(rng.uniform(0.7, 4)), 2), 1.0, 1 / batches, steps),
+            10 ** -rng.uniform(3, 7),
+        )
+
+
+@pytest.mark.parametrize(("mechanism", "delta"), list(random_plans(10)))
+def test_random_plans_against_another_accountant(mechanism, delta):
+    """Never below the distribution of the privacy loss, and at most a seventh above, which is what RDP gives away."""
+    pytest.importorskip("dp_accounting")
+    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+
+    judge = from_gaussian_mechanism(
+        mechanism.sigma, sampling_prob=mechanism.sample_rate, value_discretization_interval=3e-4
+    )
+    exact = judge.self_compose(mechanism.steps).get_epsilon_for_delta(delta)
+    found = epsilon([mechanism], delta)
+    assert 0.999 * exact <= found <= 1.15 * exact + 0.02
+    assert exact * 0.98 <= loss.epsilon_by_loss([mechanism], delta, 1, 1000.0) <= exact * 1.002
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "k"),
+    [
+        (Mechanism(1.4, 1.0, 3.2e-8, 10**13), 10**9),
+        (Mechanism(1e6, 1.0, 0.01, 100), 10**8),
+        (Mechanism(0.01, 1.0, 0.01, 100), 50),
+        (Mechanism(1.0, 1.0, 1e-6, 10**6), 20),
+    ],
+)
+def test_extreme_plans_are_priced_without_warning_and_not_below_a_single_row(mechanism, k, recwarn):
+    found = accounting.group_epsilon([mechanism], DELTA, k)
+    assert (found is None or found >= epsilon([mechanism], DELTA)) and not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--sigma", "nan"), "'--sigma': nan is no number"),
+        (("--sigma=NaN",), "'--sigma': nan is no number"),
+        (("--target-epsilon", "1e-9"), "1e-06"),
+        (("--sigma", "1", "--delta", "0"), "--delta 0: give a probability"),
+        (("--sigma", "1", "--delta", "nan"), "--delta nan: give a probability"),
+        (("--sigma", "1", "--delta", "1e-320"), "give a probability from 1e-300"),
+        (("--target-epsilon", "1", "--delta", "1"), "--delta 1: give a probability"),
+    ],
+)
+def test_a_number_that_is_none_is_said_in_one_short_line(given, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["wsi-fl", "privacy", "--n", "100", *given])
+    with pytest.raises(SystemExit) as caught:
+        __main__.main()
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and words in said and len(said) < 160 and said.count("\n") == 1
 
 
 def test_privacy_proposes_a_batch_size_and_shows_the_others_or_keeps_the_one_that_is_given():

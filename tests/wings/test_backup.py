@@ -130,3 +130,66 @@ def test_what_leads_out_of_its_folder_is_no_backup(bed):
     (root / "none.tar").write_text("x")
     refused(lambda: restore(root / "none.tar", root / "new", None), "this is no backup")
     assert not (root / "new").exists()
+
+
+def rewritten(path, change):
+    """Writes a backup anew after a change of its files, name → bytes."""
+    with tarfile.open(path) as tar:
+        files = {one.name: tar.extractfile(one).read() for one in tar}
+    change(files)
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+
+
+DOCUMENTS = [
+    b"[]",
+    b"{}",
+    b'{"name": "S0"}',
+    b'{"name": 3, "role": "hospital"}',
+    b'{"name": "", "role": "hospital"}',
+    b'{"name": "../S0", "role": "hospital"}',
+    b'{"name": "S0", "role": ["hospital"]}',
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b"9" * 10_000,
+]
+DAMAGES = [
+    *(lambda files, text=text: files.update({"kit/federation.json": text}) for text in DOCUMENTS),
+    *(
+        lambda files, name=name: files.update({name: b"x"})
+        for name in (".", "kit", "study", "other", "kit/\0")
+    ),
+    lambda files: files.update({"ledger.jsonl": b""}),
+    lambda files: files.update({"ledger.jsonl": b'{"run": "half'}),
+    lambda files: files.update({"ledger.jsonl": b"\xff\n"}),
+    lambda files: files.update({"study/sites/S0.toml": b"name = "}),
+    lambda files: files.update({"study/sites/S0.toml": b"\xff"}),
+    lambda files: files.pop("study/sites/S0.toml"),
+    lambda files: files.update({"kit/startup": b"x"}),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_backup_ends_in_one_line_and_leaves_no_ledger_behind(bed, damage):
+    root, study, kit = bed
+    backup(kit, study, root / "S0.tar")
+    rewritten(root / "S0.tar", damage)
+    for folder in (kit.path, study.root, root / "state"):
+        shutil.rmtree(folder)
+    refused(lambda: restore(root / "S0.tar", kit.path, Study(root / "study")), "", error=WsiFlError)
+    assert not (root / "study" / "ledgers" / "S0.jsonl").exists()
+
+
+def test_a_letter_is_in_the_backup_beside_the_ledger_that_knows_it(bed):
+    root, study, kit = bed
+    for path in (study.release("S0"), study.release_at_home("S0")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"a letter")
+    backup(kit, study, root / "S0.tar")
+    for folder in (kit.path, study.root, root / "state"):
+        shutil.rmtree(folder)
+    restore(root / "S0.tar", kit.path, study)
+    assert study.release("S0").read_bytes() == study.release_at_home("S0").read_bytes() == b"a letter"

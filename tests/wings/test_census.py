@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 from conftest import make_study, refused
+from typer.testing import CliRunner
 from wires import Federation
 
+from wsi_fl.cli.main import app
 from wsi_fl.hospitals.plans.census import _ENOUGH, _exact_counts, _noisy, collect, read_census, take_census
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import applied
@@ -123,6 +125,17 @@ def test_the_coordinator_sees_who_can_answer_and_who_would_receive(tmp_path, fed
     refused(lambda: read_census(tmp_path / "S0.json", other), "does not belong to this federation")
     (tmp_path / "S0.json").write_text((tmp_path / "S0.json").read_text().replace('"S0"', '"S1"'))
     refused(lambda: read_census(tmp_path / "S0.json", federation.root), "cannot be used", "not signed")
+
+
+@pytest.mark.parametrize("second", ["grade=low", "grade=low,high", "her2=pos"])
+def test_a_column_that_is_asked_twice_is_not_dropped(tmp_path, federation, second):
+    study, kit = hospital(tmp_path / "S0", many(3, 3)), federation.kit(tmp_path / "kit", "S0")
+    asked = [word for one in ("grade=low,high", "her2=neg", second) for word in ("--column", one)]
+    given = ["federation", "census", "--kit", str(kit), "--study", str(study.root), *asked]
+    refused(
+        lambda: CliRunner().invoke(app, given, catch_exceptions=False), "is given twice", second.split("=")[0]
+    )
+    assert not study.ledger("S0").exists()
 
 
 def test_the_commands_take_and_collect(tmp_path, wsi_fl, federation):

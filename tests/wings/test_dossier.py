@@ -6,6 +6,7 @@ import shutil
 from contextlib import contextmanager
 from functools import partial
 from html import unescape
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from wires import Federation
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.dossier import evidence as writing
+from wsi_fl.hospitals.dossier import page
 from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
 from wsi_fl.hospitals.dossier.page import _render, leave, make_dossier
 from wsi_fl.hospitals.plans.approving import look, sign
@@ -157,13 +159,13 @@ def words_of(html):
 def test_beside_epsilon_per_row_stands_what_it_is_worth_to_a_patient(signed, dossier):
     found, page = dossier[0], words_of(dossier[1].read_text())
     worth = group_epsilon([ROUND] * 2, 1e-5, 12)
-    assert worth == pytest.approx(68.7, abs=0.1)
+    assert worth == pytest.approx(60.9, abs=0.1)
     assert found["group"] == found["accounts"][0]["group"] == {"rows": 12, "epsilon": worth, "delta": 1e-5}
-    assert "so far, per row 3.23" in page and "68.7 12 rows together" in page
-    assert "all 12 rows of the patient with the most rows ε = 68.7" in page
-    assert "With this plan on top, as it was signed 3.78 for the patient with the most rows 84.6" in page
+    assert "so far, per row 3.23" in page and "60.9 12 rows together" in page
+    assert "all 12 rows of the patient with the most rows ε = 60.9" in page
+    assert "With this plan on top, as it was signed 3.78 for the patient with the most rows 76.7" in page
     (said,) = [one for one in found["not_protected"] if "many records" in one]
-    assert "all 12 rows of the patient with the most rows together have ε = 84.6" in said
+    assert "all 12 rows of the patient with the most rows together have ε = 76.7" in said
     assert said in found["assessment"][2]["facts"]
 
 
@@ -311,6 +313,79 @@ def test_figures_are_those_of_the_audit_and_nothing_else_is_claimed(signed, evid
         document = make_evidence(study, Kit.open(kit), tmp_path / "bare")
     asked = answers(document, "Is a model")
     assert not next(row for key, row in asked.items() if "membership" in key)["shown"]
+
+
+def keys_and_values(document):
+    """Every (key, value) of a document, however deep."""
+    for key, value in document.items() if isinstance(document, dict) else enumerate(document):
+        yield key, value
+        if isinstance(value, dict | list):
+            yield from keys_and_values(value)
+
+
+def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_stayed(
+    signed, evidence, tmp_path, monkeypatch
+):
+    study, kit, *_ = signed
+    file = study.runs / RUN / "audit" / "audit.json"
+    document, before = json.loads(file.read_text()), file.read_text()
+    stayed = {
+        "model": "private",
+        "membership": {"own": {"auroc": 0.987, "interval": [0.98, 0.99]}},
+        "canaries": None,
+    }
+    for row in document["sites"]:
+        row["models"].append(stayed)
+    monkeypatch.setattr(writing, "find_spec", lambda _: None)
+    file.write_text(json.dumps(document))
+    make_evidence(study, Kit.open(kit), tmp_path / "out")
+    own, _ = make(study, kit, tmp_path)
+    file.write_text(before)
+    assert own["group"]["rows"] == 12 and [one["auroc"] for one in own["audits"]] == [0.51, 0.987]
+    found = json.loads((tmp_path / "out" / "dossier.json").read_text())
+    told = [
+        value for key, value in keys_and_values(found) if key in ("group", "lifetime_group", "rows", "cost")
+    ]
+    assert told and set(map(str, told)) == {"None"}
+    assert [(one["model"], one["auroc"]) for one in found["audits"]] == [("proxy", 0.51)]
+    for path in (tmp_path / "out").iterdir():
+        text = words_of(path.read_text())
+        assert "0.987" not in text and "12 rows" not in text and "76.7" not in text, path
+
+
+def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, monkeypatch):
+    study, kit, *_ = signed
+    home = tmp_path / "home"
+    document = {
+        "components": [{"name": "a", "externalReferences": [{"url": f"file://{home}"}, {"url": "https://a"}]}]
+    }
+    document["properties"] = [
+        {"name": "python", "value": str(home / "python")},
+        {"name": "python", "value": "3"},
+    ]
+
+    def tool(module, package, arguments, file):
+        if package == "pip-audit":
+            return make_tool("json.tool", package, [str(home / "no" / "requirements.txt")], file)
+        file.write_text(json.dumps(document))
+        return file.name
+
+    make_tool = writing._tool
+    monkeypatch.setattr(writing, "_tool", tool)
+    monkeypatch.setattr(page, "_ledger", lambda *_: ([], f"{home}/ledger.jsonl: another than {home}/x knows"))
+    document_of_kit = json.loads((Path(kit) / "federation.json").read_text())
+    shutil.copytree(kit, tmp_path / "kit")
+    (tmp_path / "kit" / "federation.json").write_text(
+        json.dumps(document_of_kit | {"folder": str(home / "share")})
+    )
+    made = make_evidence(study, Kit.open(tmp_path / "kit"), tmp_path / "out")
+    assert "pip-audit failed" in made["vulnerabilities"]
+    for path in (tmp_path / "out").rglob("*"):
+        for word in (str(home), str(study.root), str(tmp_path), "/share", "/usr/"):
+            assert word not in path.read_text(), (path.name, word)
+    software = json.loads((tmp_path / "out" / "sbom.json").read_text())
+    assert software["components"][0]["externalReferences"] == [{"url": "https://a"}]
+    assert software["properties"] == [{"name": "python", "value": "3"}]
 
 
 def test_every_place_of_a_sheet_is_a_fact_and_tools_that_are_missing_are_named(evidence):

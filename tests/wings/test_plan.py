@@ -221,7 +221,7 @@ def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, ide
     assert len(list(folder.glob("*.json"))) == 4
 
 
-ALL_ROWS = "all 12 rows of the patient with the most rows together have ε = 84.6"
+ALL_ROWS = "all 12 rows of the patient with the most rows together have ε = 76.7"
 
 
 def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(
@@ -254,7 +254,7 @@ def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(
     assert [path.name for path in (study.root / "sites").iterdir()] == ["S0.toml"]
     done = approve("--json")
     assert done.returncode == 0 and json.loads(done.stdout)["group"] == cost.group and len(asked) == 5
-    assert "84.6" not in (study.root / "federation" / "approval-S0.json").read_text()
+    assert "76.7" not in (study.root / "federation" / "approval-S0.json").read_text()
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_a_dry_run_says_what_a_row_s_epsilon_is_worth_to_a_patient(tmp_path, cap
     study = make_study(tmp_path / "study", n_sites=2, site_extra="real = false\nmax_epsilon = 50.0")
     document = dry_run(study, method="proxyfl", backend="local")
     group = document["sites"][0]["group"]
-    assert group["rows"] == 12 and group["epsilon"] == pytest.approx(84.6, abs=0.1)
+    assert group["rows"] == 12 and group["epsilon"] == pytest.approx(76.7, abs=0.1)
     render(plan_lines(document))
     assert f"{ALL_ROWS}, which is above its max_epsilon = 50" in capsys.readouterr().err
     per_patient = ["privacy.unit='patient'", "train.batch_size=3"]

@@ -143,6 +143,12 @@ def directions(
         bool, Option("--shared", help="With --rows: hospitals share the noise (privacy.noise).")
     ] = False,
     mpp: Annotated[float | None, Option(help="µm per pixel of pictures that do not say.")] = None,
+    public: Annotated[
+        bool,
+        Option(
+            "--public", help="These sources are nobody's secret, though a site or patients are named in them."
+        ),
+    ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
@@ -163,6 +169,7 @@ def directions(
         n=n,
         letters=None if rows is None else Letters(rows, hospitals, epsilon, shared),
         mpp=mpp,
+        public=public,
     )
     show_work("directions", work, as_json, directions_lines)
 

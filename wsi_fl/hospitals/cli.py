@@ -533,7 +533,13 @@ def census(
         found = [censuses.read_census(path, identity.root) for path in files or []]
         show(censuses.collect(found, epsilon or 1.0), as_json, censuses.census_lines)
         return
-    asked = {name: values.split(",") for name, _, values in (one.partition("=") for one in column or [])}
+    pairs = [one.partition("=") for one in column or []]
+    asked = {name: values.split(",") for name, _, values in pairs}
+    if len(asked) < len(pairs):
+        twice = next(name for name, *_ in pairs if [one[0] for one in pairs].count(name) > 1)
+        raise UsageError(
+            f"--column {twice}: is given twice; name all its values at once, as in {twice}=low,high"
+        )
     if not asked:
         raise UsageError("which column? say --column NAME=VALUE,VALUE, as in --column grade=low,high")
     made = censuses.take_census(

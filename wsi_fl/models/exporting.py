@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from wsi_fl.models.encoder import Network
 from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.models.traces import remove_onnx_traces, remove_torchscript_traces
 from wsi_fl.system.files import atomic
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
@@ -77,6 +78,7 @@ def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
     with atomic(path) as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tracing is what WSInfer's runtime reads, deprecated or not
         torch.jit.save(torch.jit.trace(model, example), str(temporary))  # type: ignore[no-untyped-call]
+        remove_torchscript_traces(temporary)
         read_back = torch.jit.load(str(temporary), map_location="cpu")  # type: ignore[no-untyped-call]
         return _difference(path, model, read_back, shape)
 
@@ -116,7 +118,9 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, s
                 f"--format onnx: a {type(model).__name__} works bag by bag, which ONNX cannot express"
             )
         program.model.metadata_props.update(facts or {})
-        program.save(str(temporary), external_data=False)
+        written = program.model_proto
+        remove_onnx_traces(written)
+        temporary.write_bytes(written.SerializeToString())
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
 
         def read_back(x: Tensor) -> Tensor:

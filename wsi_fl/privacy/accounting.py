@@ -15,21 +15,23 @@ on a line,
     L(x) = Σ_j Binom(k, q)(j) exp(jx/σ − j²/2σ²),   x ~ N(0, 1),
 
 integrated numerically. (Ganesh, "Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians
-mechanisms", 2024, shows the same of hockey-stick divergences.) Patients with fewer rows are covered: some of the
-gradients may be 0.
+mechanisms", 2024, shows the same of hockey-stick divergences, which are expectations of convex functions too; `loss`
+adds those up, which is tighter where rows are rare.) Patients with fewer rows are covered: some of the gradients may
+be 0.
 """
 
 from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from math import ceil, exp, expm1, inf, isfinite, log, log1p
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +44,8 @@ WHOLE_ORDERS: tuple[float, ...] = tuple(range(2, 65))
 """With these orders alone ε is found a hundred times faster, and is a little too high."""
 ACCOUNTANT = "rdp"
 _MOST_SIGMA = 1e6
+_LARGE_SIGMA = 20.0
+_STEP, _UNIT, _ROUND_OFF = 1 / 16, 1e-15, 1e-12  # of an integral
 _PRECISION = 1e-12  # relative precision of an exact ε
 _HALVINGS = 60  # of an interval of rates, to the precision of a float64
 _LEAST_LEFT = 0.005  # fraction of the target ε: less than it is left over for nothing
@@ -109,8 +113,27 @@ def _rdp_of_one_step(
 ) -> NDArray[np.float64]:
     if sigma > _MOST_SIGMA:
         raise UsageError(f"sigma {sigma:g} is too large; the accountant goes up to {_MOST_SIGMA:g}")
+    if sigma >= _LARGE_SIGMA:
+        return _rdp_of_large_sigma(sigma, sample_rate, orders)
     rdp = _opacus().compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(orders))
     return np.asarray(rdp, np.float64)
+
+
+def _rdp_of_large_sigma(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    """Return the divergences by their integral (Mironov et al., 2019, eq. 7), where Opacus' series takes seconds.
+
+    With u = dP/dQ − 1, whose mean is 0, E_Q[(1 + u)^α] = 1 + E_Q[(1 + u)^α − 1 − αu]: what is integrated is never
+    negative, so that a divergence of 1e-12 has its digits too, which the series has lost. The trapezoid rule is exact
+    to round-off for such smooth integrands on the whole line; a bound on round-off is added.
+    """
+    order = np.asarray(orders)
+    x = np.arange(-_FAR, _FAR + order.max() / sigma + _STEP, _STEP)
+    density = np.exp(-(x**2) / 2) * (_STEP / np.sqrt(2 * np.pi))
+    u = rate * np.expm1(x / sigma - 1 / (2 * sigma**2))
+    linear = np.outer(order, u)
+    beyond = np.maximum(np.expm1(np.outer(order, np.log1p(u))) - linear, 0) + _UNIT * np.abs(linear)
+    found: NDArray[np.float64] = np.log1p((beyond @ density) * (1 + _ROUND_OFF)) / (order - 1)
+    return found
 
 
 def epsilon(
@@ -146,13 +169,32 @@ def epsilon(
     unsampled = _gaussian_epsilon(_mu_of(applied), delta)
     if all(mechanism.sample_rate == 1 for mechanism in applied):
         return unsampled
-    # 2. with Poisson sampling: Rényi divergences of every order add up over all steps
-    total = _divergences(applied, orders)
-    # 3. turn each order's divergence into an ε at δ, and take the least
+    return min(unsampled, renyi_epsilon(applied, delta, orders))  # sampling never costs more
+
+
+def renyi_epsilon(
+    mechanisms: Sequence[Mechanism], delta: float, orders: tuple[float, ...] = _ORDERS
+) -> float:
+    """Return ε by Rényi divergences alone, also of what `epsilon` prices exactly: so that plans can be compared.
+
+    Args:
+        mechanisms: with noise.
+    """
+    # 1. with Poisson sampling: Rényi divergences of every order add up over all steps
+    total = _divergences(mechanisms, orders)
+    # 2. turn each order's divergence into an ε at δ, and take the least
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # still an upper bound
         value, _ = _opacus().get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
-    return min(unsampled, max(0.0, float(value)))  # sampling never costs more
+    return max(0.0, float(value))
+
+
+def priced_by(mechanisms: Sequence[Mechanism], delta: float) -> Literal["exact", "rdp", "unsampled"]:
+    """Return how `epsilon` finds what it says: exactly, by Rényi divergences, or as if nothing was sampled."""
+    applied = [one for one in mechanisms if one.steps]
+    if any(one.sigma <= 0 for one in applied) or all(one.sample_rate == 1 for one in applied):
+        return "exact"
+    return "rdp" if renyi_epsilon(applied, delta) < _gaussian_epsilon(_mu_of(applied), delta) else "unsampled"
 
 
 def detection(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) -> float:
@@ -244,20 +286,23 @@ def sigma_for(
     spent: Sequence[Mechanism] = (),
     orders: tuple[float, ...] = _ORDERS,
     near: float = 1.0,
+    price: Callable[[Sequence[Mechanism], float, tuple[float, ...]], float] = epsilon,
 ) -> float:
     """Return the smallest noise multiplier, of three decimals, whose ε together with what was `spent` meets the target.
 
-    The search begins at `near`.
+    The search begins at `near`, and `price` says what is spent.
 
     Raises:
         UsageError: when no noise multiplier up to 1000 suffices, or what was spent leaves next to nothing.
     """
 
     def spends(thousandths: int) -> float:
-        return epsilon([*spent, Mechanism(thousandths / 1000, 1.0, sample_rate, steps)], delta, orders)
+        if not thousandths:
+            return inf
+        return price([*spent, Mechanism(thousandths / 1000, 1.0, sample_rate, steps)], delta, orders)
 
     low, high = 0, 1_000_000  # too little, enough
-    before_it = epsilon(spent, delta) if spent else 0.0
+    before_it = price(spent, delta, orders) if spent else 0.0
     nothing_left = before_it > (1 - _LEAST_LEFT) * target_epsilon
     if not 0 < target_epsilon < inf or nothing_left or spends(high) > target_epsilon:
         before = f" on top of {before_it:.3g}" if spent else ""
@@ -283,10 +328,13 @@ _FAR = 12.0  # standard deviations beyond which a normal density is nothing
 _WIDEST = 4000.0  # largest half-width of the range of integration; orders that need a wider one are left out
 _CELLS = 1 << 21
 _LARGE = 128  # rows of a group beyond which smaller ones are looked at first
+_LARGEST = 2048  # beyond which the integrals take too long
 
 
 def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> float | None:
-    """Return ε at `delta` for all k rows of a group together, the lesser of two bounds; None above 1000.
+    """Return ε at `delta` for all k rows of a group together, an upper bound; None above 1000.
+
+    It is never less than what `epsilon` says of one row, which is by another bound.
 
     Raises:
         UsageError: when k is below 1.
@@ -294,7 +342,7 @@ def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> floa
     Example:
         >>> step = Mechanism(sigma=1.4, clip=1.0, sample_rate=0.01, steps=1000)
         >>> [round(group_epsilon([step], 1e-5, k), 1) for k in (1, 4)]
-        [1.1, 5.3]
+        [1.1, 4.8]
     """
     if k < 1:
         raise UsageError(f"a group has at least one row, not {k}")
@@ -304,13 +352,32 @@ def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> floa
     elif all(one.sample_rate == 1 for one in applied):  # the group is a row that is k times as long
         value = epsilon([replace(one, sigma=one.sigma / k) for one in applied], delta)
     else:
-        size = min(k, _LARGE)
-        value = _by_mixture(applied, delta, size)
-        while size < k and value <= MOST_EPSILON:  # ε grows with k, and so does the time
-            size = min(k, 2 * size)
-            value = _by_mixture(applied, delta, size)
-        value = min(value, _by_textbook(applied, delta, k))
+        value = max(epsilon(applied, delta), _of_sampled(tuple(applied), delta, k))
     return value if value <= MOST_EPSILON else None
+
+
+@lru_cache(maxsize=256)
+def _of_sampled(mechanisms: tuple[Mechanism, ...], delta: float, k: int) -> float:
+    """Return ε of k rows where batches are sampled; infinite where it is beyond 1000.
+
+    The distribution of the loss gives the least bound wherever it can be computed. Elsewhere it is the lesser of those
+    by Rényi divergences and by the textbook.
+    """
+    from wsi_fl.privacy.loss import epsilon_by_loss, least_loss  # and with it SciPy
+
+    if least_loss(mechanisms, k) > 2 * MOST_EPSILON:  # and no bound by divergences is below that
+        return inf
+    value = epsilon_by_loss(mechanisms, delta, k, MOST_EPSILON)
+    if value <= MOST_EPSILON:
+        return value
+    if k > _LARGEST:
+        return _by_textbook(mechanisms, delta, k)
+    size = min(k, _LARGE)
+    value = _by_mixture(mechanisms, delta, size)
+    while size < k and value <= MOST_EPSILON:  # ε grows with k, and so does the time
+        size = min(k, 2 * size)
+        value = _by_mixture(mechanisms, delta, size)
+    return min(value, _by_textbook(mechanisms, delta, k))
 
 
 def _by_mixture(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:

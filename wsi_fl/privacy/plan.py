@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from math import ceil, isfinite, sqrt
+from math import ceil, isfinite, log, sqrt
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, WHOLE_ORDERS, Mechanism, sigma_for, steps_per_epoch
+from wsi_fl.privacy.accounting import (
+    ACCOUNTANT,
+    WHOLE_ORDERS,
+    Mechanism,
+    epsilon,
+    renyi_epsilon,
+    sigma_for,
+    steps_per_epoch,
+)
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -167,6 +175,7 @@ def differences(planned: PrivacyPlan, today: PrivacyPlan) -> list[str]:
 
 
 _STEPS_PER_EPOCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_NEAR_FLOOR = 0.6  # of a target, beyond which divergences cannot say how little is spent
 _GIVEN_UP = 0.05  # share of the best signal to noise that is given up for more steps
 
 
@@ -195,19 +204,25 @@ def proposals(
     A step's mean gradient carries noise of standard deviation σC / B per coordinate, and T steps add up to √T times as
     much noise but T times as much gradient. What was `spent` on the same rows before counts towards the target.
 
+    All are priced by Rényi divergences, so that they can be compared. The ε of full batches alone is known exactly and
+    lower, so that they need some 8 % less noise than is said here. A target so small that divergences of the orders
+    that are looked at hardly reach it is priced as accounts are, which is as if nothing was sampled.
+
     Raises:
         UsageError: when no noise is enough.
     """
     if n < 1:
         raise UsageError(f"a site needs at least one training row, not {n}")
     found: dict[int, Proposal] = {}
+    floor = -log(delta) / max(WHOLE_ORDERS)
+    price = renyi_epsilon if floor <= _NEAR_FLOOR * target_epsilon else epsilon
     for per_epoch in _STEPS_PER_EPOCH:
         batch_size = ceil(n / per_epoch)
         steps = round(epochs * ceil(n / batch_size))
         if batch_size in found or steps < 1:
             continue
         rate = 1 / ceil(n / batch_size)
-        sigma = sigma_for(target_epsilon, rate, steps, delta, spent=spent, orders=WHOLE_ORDERS)
+        sigma = sigma_for(target_epsilon, rate, steps, delta, spent=spent, orders=WHOLE_ORDERS, price=price)
         mechanism = Mechanism(sigma, clip, rate, steps)
         found[batch_size] = Proposal(batch_size, mechanism, sqrt(steps) * batch_size / sigma)
     if not found:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BUFFER = "buffer.safetensors"
+_ACCOUNT = ("epsilon", "delta", "guarantee", "unit")
+"""Keys of `ledger.json` that answers rest on."""
 PIXELS = "pixels_sha256"
 """The fact of a store that tells its pixels."""
 SITE_FILE = "site.toml"
 """The site file as it was when the run began."""
 _ADVICE = "put its backup back, or start a new run"
-_ACCOUNT = ("epsilon", "delta", "guarantee", "unit")
-"""What others read of a site's account."""
 _KEPT_CHECKPOINTS = 2
 """The last round, and the one before for peers that had not finished theirs."""
 _ROUND = {

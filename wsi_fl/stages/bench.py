@@ -37,7 +37,8 @@ from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.models.directions import N_RANDOM, Directions, normalised, public_directions, read_directions
 from wsi_fl.models.mil import linear_head
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.plan import Unit, planned, proposals
+from wsi_fl.privacy.accounting import sigma_for
+from wsi_fl.privacy.plan import Unit, planned
 from wsi_fl.report.fill import fill
 from wsi_fl.slides.layouts.common import TableRow, decimal_point, group_pairs, rows_of, slide_named
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
@@ -238,17 +239,20 @@ def _learned(parts: Sequence[FeatureTable], work: _Work) -> list[Learned]:
     row, unit = METHODS[work.method], _shared["unit"]
     fewest = min(len(np.unique(part.patient)) if unit == "patient" else len(part.y) for part in parts)
     rounds, lr = work.way
-    plans = proposals(fewest, 1, work.epsilon, DELTA)[:1] if row.once else []
-    plan = plans[0] if plans else planned(fewest, rounds, work.epsilon, DELTA)
+    if row.once:
+        batch_size, sigma = fewest, sigma_for(work.epsilon, 1.0, 1, DELTA)
+    else:
+        plan = planned(fewest, rounds, work.epsilon, DELTA)
+        batch_size, sigma = plan.batch_size, plan.mechanism.sigma
     shape = len(parts[0].classes), parts[0].x.shape[1]
     learned = federate(
         {f"S{k + 1}": Examples.of(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
         row,
         private=lambda: linear_head(*shape),
         rounds=rounds,
-        batch_size=plan.batch_size,
+        batch_size=batch_size,
         lr=lr,
-        sigma=plan.mechanism.sigma,
+        sigma=sigma,
         delta=DELTA,
         unit=unit,
         directions=_shared["along"],

@@ -166,7 +166,7 @@ def remove_leftovers(folder: Path) -> None:
 def remove_abandoned(path: Path) -> None:
     """Delete what killed writers of a file left beside it; HDF5 locks what it still writes, and that stays."""
     for left in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
-        with suppress(OSError), left.open("rb") as handle:
+        with suppress(OSError, WsiFlError), ordinary(left).open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             left.unlink()
 
@@ -312,7 +312,7 @@ def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> It
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
-    with path.open("ab") as handle:  # its lock goes when its holder ends, however it ends
+    with ordinary(path).open("ab") as handle:  # its lock goes when its holder ends, however it ends
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -26,6 +27,8 @@ from wsi_fl.study.folder import Study
 from wsi_fl.system.files import ordinary, read_object, write_json, write_text
 from wsi_fl.types import UsageError
 
+_PATH = re.compile(r"(?<![\w:/.])/(?:[^\s/'\"]+/)*([^\s/'\"]+)")
+"""An absolute path, of which the last part is told."""
 _PURPOSE = b"wsi-fl evidence, version 1\n"
 _SIGNATURE = "evidence.sig.json"
 _SHEETS = tomllib.loads(Path(__file__).with_name("evidence.toml").read_text("utf-8"))["sheet"]
@@ -39,12 +42,13 @@ def make_evidence(study: Study, kit: Kit, out: Path) -> dict[str, object]:
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out}: it holds something already; give a new folder")
     identity = kit.identity()
-    dossier = make_dossier(study, site=None, kit=kit.path, out=out / "dossier.html")
+    dossier = make_dossier(study, site=None, kit=kit.path, out=out / "dossier.html", for_others=True)
     software, audit = out / "sbom.json", out / "vulnerabilities.json"
     tools = {
         "sbom": _tool("cyclonedx_py", "cyclonedx-bom", ["environment", "--of", "JSON"], software),
         "vulnerabilities": _tool("pip_audit", "pip-audit", ["--format", "json"], audit),
     }
+    _without_places(software)
     known = dossier | _facts(dossier) | tools
     document = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,8 +162,29 @@ def _tool(module: str, package: str, arguments: list[str], file: Path) -> str:
     if find_spec(module) is None:
         return f"not made; pip install {package}, then python {' '.join(command[:-1])} {file.name}"
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    last = _PATH.sub(r"\1", (done.stderr.strip().splitlines() or ["it said nothing"])[-1])
     return file.name if file.is_file() else f"not made; {package} failed: {last}"
+
+
+def _without_places(file: Path) -> None:
+    """Take out of a list of software where on this machine a package was installed from."""
+    if not file.is_file():
+        return
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [kept(one) for one in value if not _names_a_place(one)]
+        return value
+
+    write_json(file, kept(read_object(file, "make it again")))
+
+
+def _names_a_place(one: object) -> bool:
+    """Return whether an entry of a list, such as a reference or a property, is a path of this machine."""
+    said = [value for value in one.values() if isinstance(value, str)] if isinstance(one, dict) else [one]
+    return any(isinstance(value, str) and value.startswith(("file:", "/")) for value in said)
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -74,11 +74,14 @@ def _flow(dossier: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path) -> dict[str, Any]:
+def make_dossier(
+    study: Study, *, site: str | None, kit: Path | None, out: Path, for_others: bool = False
+) -> dict[str, Any]:
     """Write the page, and the same as JSON beside it; return what the page says.
 
     Args:
         site: whose dossier; default: that of the kit.
+        for_others: whether it leaves the hospital; see `dossier_of`.
 
     Raises:
         UsageError: when no plan lies in the study, or nobody says of which site the dossier is.
@@ -93,14 +96,20 @@ def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path)
         raise UsageError("of which hospital? add --site NAME, or --kit DIR of a hospital")
     if name not in plan.sites:
         raise UsageError(f"site {name} is not in this plan, which has {', '.join(plan.sites)}")
-    dossier = dossier_of(study, plan, study.site(name), found)
+    dossier = dossier_of(study, plan, study.site(name), found, for_others=for_others)
     write_json(out.with_suffix(".json"), dossier)
     write_text(out, _render(dossier))
     return dossier
 
 
-def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> dict[str, Any]:
+def dossier_of(
+    study: Study, plan: Plan, site: SiteFile, kit: Kit | None, *, for_others: bool = False
+) -> dict[str, Any]:
     """Return what the page of a hospital says of a plan, from the files of its study and its kit.
+
+    What leaves the hospital (`for_others`) holds nothing that rests on single patients and that no ε covers, nor a path
+    of the machine: no number of rows of the patient with the most, nor what that is worth; not what the plan cost as
+    the hospital saw it; no attack on a model that stayed; of a ledger that is not to be believed only that it is so.
 
     Returns:
         Among others "missing": why sites have not signed, None where the federation's root is not here to tell;
@@ -114,13 +123,16 @@ def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> dic
     entries = [entry for entry in lines if entry.site == site.name]
     delta, cost = site.delta or said["privacy"]["delta"], _kept_cost(study, site.name, plan)
     rows = _most_rows(study, site.name, cost)
+    if for_others:
+        cost, rows, warning = None, None, warning and "the hospital can say why"
     counted = of_hospital(entries, said["privacy"]["unit"]) if site.real else entries
-    group, audits = _group_of(counted, delta, rows), _audits(study, site.name)
+    group, audits = _group_of(counted, delta, rows), _audits(study, site.name, for_others=for_others)
     promised = (cost or {}).get("lifetime_group") or group
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "wsi_fl": __version__,
         "site": site.name,
+        "for_others": for_others,
         "plan_sha256": plan.digest,
         "plan": said | {"leaves": left_by(said, site.name)},
         "signed": list(heard.signed) if heard else [],
@@ -132,18 +144,25 @@ def dossier_of(study: Study, plan: Plan, site: SiteFile, kit: Kit | None) -> dic
         "warning": warning,
         "accounts": _accounts(study, site.name, entries, delta, rows),
         "audits": audits,
-        **_said_beside(said, site, kit, promised, audited=bool(audits)),
+        **_said_beside(said, site, kit, promised, audited=bool(audits), for_others=for_others),
     }
 
 
 def _said_beside(
-    plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool
+    plan: PlanDocument,
+    site: SiteFile,
+    kit: Kit | None,
+    group: Group | None,
+    *,
+    audited: bool,
+    for_others: bool,
 ) -> dict[str, object]:
     """Return who connects to whom, what is not protected, and the draft of an assessment: {"heading", "facts", "gaps"}.
 
     Args:
         group: what ε of all that was released and of the plan is worth to the patient with the most rows.
         audited: whether a model of the site was attacked by `audit`.
+        for_others: whether this leaves the hospital.
     """
     known: dict[str, object] = {
         "plan": plan,
@@ -157,6 +176,8 @@ def _said_beside(
 
     known["not_protected"] = "\n".join(filled(_SAID["not_protected"], **known))
     known |= _reached(kit)
+    if for_others and known["folder"] and "://" not in str(known["folder"]):
+        known["folder"] = "a path of this hospital"
     rows = _SAID["network"]["folder" if known["folder"] else "server"]
     return {
         "network": [{key: "".join(filled(text, **known)) for key, text in row.items()} for row in rows],
@@ -244,13 +265,18 @@ def _sent(study: Study, site: str, run: str) -> dict[int, int]:
     return {}
 
 
-def _audits(study: Study, site: str) -> list[dict[str, object]]:
-    """What `audit` found about the models of the site, in every run that was audited here; intervals are of 95 %."""
+def _audits(study: Study, site: str, *, for_others: bool = False) -> list[dict[str, object]]:
+    """What `audit` found about the models of the site, in every run that was audited here; intervals are of 95 %.
+
+    For others that is of models that left.
+    """
     found = []
     for file in sorted(study.runs.glob("*/audit/audit.json")):
         document: dict[str, Any] = read_json(file)
         mine = [one for one in document.get("sites", ()) if one["site"] == site]
         for model in [model for one in mine for model in one["models"]]:
+            if for_others and model["model"] == "private":
+                continue
             own, planted = model["membership"]["own"], model["canaries"] or {}
             audited = {
                 "run": str(document["run"]),
@@ -273,8 +299,12 @@ def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
 
 def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
     """The most rows that a patient of a site had, as it signed or in a run; None where nobody looked."""
-    runs = [path for path in study.runs.glob("*/sites/*/ledger.json") if path.parent.name == site]
-    seen = [(cost or {}).get("group"), *(read_json(path).get("group") for path in runs)]
+    runs = [
+        RunFolder(path.parents[2])
+        for path in study.runs.glob("*/sites/*/ledger.json")
+        if path.parent.name == site
+    ]
+    seen = [(cost or {}).get("group"), *(run.site(site).account().get("group") for run in runs)]
     return max((int(one["rows"]) for one in seen if one), default=None)
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 
-from wsi_fl.types import UsageError, one_line
+from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _WHOLE_AT_ONCE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"})
 """What shows an object when all of it has arrived; elsewhere a letter is moved to its name when it is whole."""
@@ -102,10 +102,14 @@ class Share:
             return []
 
     def read(self, most_bytes: int, *parts: str) -> bytes:
-        """Return the content of a file, and no more than one byte beyond what is allowed."""
+        """Return the content of a file, and no more than one byte beyond what is allowed.
+
+        A pipe or device in its place is a WsiFlError: reading one may go on for ever.
+        """
 
         def read(fs: Any, root: str) -> bytes:
-            with fs.open("/".join([root, *parts]), "rb") as file:
+            path = "/".join([root, *parts])
+            with _opened(path) if "file" in _protocols(fs) else fs.open(path, "rb") as file:
                 return bytes(file.read(most_bytes + 1))
 
         return bytes(self.do(read))
@@ -160,6 +164,15 @@ def _require_root(fs: Any, root: str) -> None:
     """A folder of this machine is never made: where a share is not mounted, letters would lie beneath it."""
     if "file" in _protocols(fs) and not fs.isdir(root):
         raise FileNotFoundError(root)
+
+
+def _opened(path: str) -> BinaryIO:
+    """Open a file of this machine to read, if it is one by now: whoever can write there may have laid anything."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise WsiFlError(f"{path}: is no ordinary file (a pipe, a device or a folder), and was not read")
+    return file
 
 
 def _made(fs: Any, path: str) -> Any:

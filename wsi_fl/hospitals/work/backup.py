@@ -1,5 +1,5 @@
-"""What a site must not lose, in one file: its key and certificates, what it has signed, its ledger, and the secret by
-which it draws whom it holds out.
+"""What a site must not lose, in one file: its key and certificates, what it has signed and released, its ledger, and
+the secret by which it draws whom it holds out.
 
 The file is a plain tar that its owner alone may read: it holds the key. What is there already is never overwritten, and
 no ledger takes the place of a newer one.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypedDict
 
-from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.kit import STEM, Kit
 from wsi_fl.privacy.guarantee import epsilon_of, of_hospital
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.account import heads_of
@@ -27,7 +27,8 @@ from wsi_fl.types import UsageError, WsiFlError
 
 _DOCUMENT, _LEDGER = PurePosixPath("kit/federation.json"), PurePosixPath("ledger.jsonl")
 _LOTS = PurePosixPath("ledger.lots")
-_KIT, _STUDY = ("*.json", "jobs.jsonl", "startup/*"), ("federation/*.json", "sites/{}.toml")
+_KIT = ("*.json", "jobs.jsonl", "startup/*")
+_STUDY = ("federation/*.json", "sites/{}.toml", "releases/{}.safetensors", "stores/{}/release.safetensors")
 _Files = dict[PurePosixPath, bytes]
 
 
@@ -86,12 +87,14 @@ def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
         WsiFlError: when the ledger is older than this machine knows, or the kit is in use.
     """
     found = _read(file)
-    name, roots = str(json.loads(found[_DOCUMENT])["name"]), {"kit": kit}
+    name, roots = _holder(file, found), {"kit": kit}
     if study is not None:
         roots["study"] = study.root
     ledger, lots = found.pop(_LEDGER, None), found.pop(_LOTS, None)
     if strange := {one.parts[0] for one in found} - roots.keys():
         raise UsageError(f"{file}: it holds {min(strange)}/ too; give --study DIR")
+    if study is not None and ledger is not None:
+        _require_site(file, found, study, name)
     targets = {roots[one.parts[0]].joinpath(*one.parts[1:]): data for one, data in found.items()}
     keys = [path for path in targets if path.suffix == ".key" and path.exists()]
     if any(path.read_bytes() != targets[path] for path in keys):
@@ -99,10 +102,13 @@ def restore(file: Path, kit: Path, study: Study | None) -> _Restored:
     with alone(kit / ".lock", f"{name} runs now: another process has {kit}; end it first"):
         restored = []
         if study is not None and ledger is not None:
-            site = study.root / "sites" / f"{name}.toml"  # it says where the ledger lies
-            restored = [*_put(site, targets[site]), *_put_ledger(study, name, ledger)]
+            site = study.site_path(name)  # it says where the ledger lies
+            restored = [
+                *(_put(site, targets[site]) if site in targets else []),
+                *_put_ledger(study, name, ledger),
+            ]
         if study is not None and lots is not None:
-            site = study.root / "sites" / f"{name}.toml"
+            site = study.site_path(name)
             restored += _put(site, targets[site]) if site in targets else []
             targets[lots_path(study, name)] = lots
         restored += [one for path, data in targets.items() for one in _put(path, data)]
@@ -118,8 +124,10 @@ def _put_ledger(study: Study, site: str, data: bytes) -> list[str]:
     if made := _put(path, data):
         try:
             with (ledger := _opened(study, site)).locked():
+                if not ledger.entries:
+                    raise WsiFlError(f"{path}: the ledger of the backup is empty; take another backup")
                 ledger.remember()
-        except WsiFlError:
+        except BaseException:
             path.unlink()
             raise
     elif not path.read_bytes().startswith(data):
@@ -156,11 +164,42 @@ def _read(file: Path) -> _Files:
         with tarfile.open(ordinary(file), "r:") as tar:
             files = [(PurePosixPath(one.name), tar.extractfile(one)) for one in tar]
             found = {name: data.read() for name, data in files if data is not None}
-    except (OSError, KeyError, tarfile.TarError):
+    except (OSError, KeyError, ValueError, tarfile.TarError):
         found = {}
-    if _DOCUMENT not in found or any(name.is_absolute() or ".." in name.parts for name in found):
+    folders = {parent for name in found for parent in name.parents}
+    if _DOCUMENT not in found or folders & found.keys() or not all(_stays_inside(name) for name in found):
         raise UsageError(f"{file}: this is no backup; `wsi-fl federation backup` makes one")
     return found
+
+
+def _stays_inside(name: PurePosixPath) -> bool:
+    """Return whether a name is that of the ledger, or of a file in a folder of the kit or the study."""
+    plain = not name.is_absolute() and ".." not in name.parts and "\0" not in str(name)
+    return plain and (name == _LEDGER or len(name.parts) > 1)
+
+
+def _holder(file: Path, found: _Files) -> str:
+    """Return whose kit a backup holds; UsageError where its document does not say."""
+    try:
+        document = json.loads(found[_DOCUMENT])
+        name = document["name"]
+        whole = (
+            isinstance(name, str) and document["role"] in STEM and PurePosixPath(name).name == name != ".."
+        )
+    except (ValueError, TypeError, LookupError, RecursionError):
+        whole = False
+    if not whole:
+        raise UsageError(f"{file}: damaged: its {_DOCUMENT} names no holder of a kit; take another backup")
+    return str(name)
+
+
+def _require_site(file: Path, found: _Files, study: Study, name: str) -> None:
+    """Refuse a ledger whose site has no file, in the backup or here: that file says where the ledger lies."""
+    kept = PurePosixPath("study", "sites", f"{name}.toml")
+    if kept not in found and not study.site_path(name).is_file():
+        raise UsageError(
+            f"{file}: it holds a ledger without sites/{name}.toml; put that file into the study first"
+        )
 
 
 def _put(path: Path, data: bytes) -> list[str]:

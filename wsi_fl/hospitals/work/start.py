@@ -290,6 +290,9 @@ def _take_laid(study: Study, identity: Identity, address: str) -> None:
         return
     try:
         text = Share(address).read(_MOST_PLAN, _LAID).decode()
+    except WsiFlError as error:
+        say(f"  {error}", "yellow")
+        return
     except Exception:  # nothing lies there, or the share is not reached now
         return
     admit(study, identity, Plan.of(text, f"{_LAID} of the shared folder"))

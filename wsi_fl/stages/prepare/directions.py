@@ -27,6 +27,7 @@ from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.stages.prepare.tile_plans import params_of, spec_of
 from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.site.public import require_public
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
@@ -73,6 +74,7 @@ def directions(
     n: int | None = None,
     letters: Letters | None = None,
     mpp: float | None = None,
+    public: bool = False,
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
     """Make public directions; return the `--json` document.
@@ -84,25 +86,19 @@ def directions(
         n: number of directions; None takes 32, or as many as `letters` ask for.
         letters: what the directions are for, as far as it is known.
         mpp: µm per pixel of sources that do not say.
+        public: whether somebody says that all sources are nobody's secret; see `require_public`.
 
     Raises:
-        UsageError: when a source has another encoder, or all have too few patches.
+        UsageError: when a source is a hospital's own or has another encoder, or all have too few patches.
         WsiFlError: when one that is named cannot be read, or there is none.
     """
+    files = _files_of(sources)
+    if not public:
+        _require_public(study, files)
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
     encoder = encoder_of(study, pipeline, "features", n_cores())
     told = watcher or Silent()
     rows, known, aside = [], [], []
-    inside = (
-        drop_companions(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path]
-        for path in sources
-    )
-    files = [
-        file
-        for files in inside
-        for file in files
-        if file.is_file() or file in sources or is_slide_folder(file)
-    ]
     for path in files:
         told.update(path.name, 0, 1)
     for path in files:
@@ -134,6 +130,20 @@ def directions(
     }
 
 
+def _files_of(sources: Sequence[Path]) -> list[Path]:
+    """Return the files and slide folders that are named, and those in folders that are named."""
+    inside = (
+        drop_companions(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path]
+        for path in sources
+    )
+    return [
+        file
+        for files in inside
+        for file in files
+        if file.is_file() or file in sources or is_slide_folder(file)
+    ]
+
+
 def _digest(path: Path) -> str:
     """Return the SHA-256 of a file, or of the names and digests of the files of a slide that is a folder."""
     if not path.is_dir():
@@ -141,6 +151,18 @@ def _digest(path: Path) -> str:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     lines = [f"{sha256_of(file)}  {file.relative_to(path).as_posix()}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _require_public(study: Study, files: Sequence[Path]) -> None:
+    for path in files:
+        try:
+            require_public(study, path)
+        except UsageError:
+            raise
+        except (
+            WsiFlError
+        ):  # no store that can be read, which is told or left aside as its features are asked for
+            continue
 
 
 def _stored(path: Path, encoder: str) -> NDArray[np.float32]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ from wsi_fl.privacy.plan import planned as best_plan
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.party import RunContext, method_for
-from wsi_fl.stages.site.sums import RUN
+from wsi_fl.stages.site.sums import DAMAGED_LETTER, RUN
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -258,7 +259,7 @@ def open_ledger(
         return account()
     rounds = _rounds_here(study, site.name)  # before the ledger, as is the next line: they may grow
     sums = (study.release_at_home(site.name), study.release(site.name))
-    released = [(study.relative(file), claimed(file)) for file in sums if file.exists()]
+    released = _claims(study, [file for file in sums if file.exists()])
     if not path.exists() and (rounds or released):
         raise UsageError(
             f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
@@ -328,9 +329,21 @@ def _of_letters(run: RunFolder) -> bool:
     return pipeline.train.releases and method_for(str(run.manifest["method"]), pipeline).once
 
 
-def claimed(file: Path) -> str:
-    """Return the digest that a released file names; whether it is that of its numbers is another question."""
-    return str(load_document(file, "release").get("digest"))
+def _claims(study: Study, files: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return (label, digest that it names) of copies of a letter; whether the numbers fit is another question.
+
+    A damaged copy is passed over where another one is whole; WsiFlError where none is.
+    """
+    claims, errors = [], []
+    for file in files:
+        try:
+            document = load_document(file, "release")
+            claims.append((study.relative(file), str(document.get("digest"))))
+        except WsiFlError as error:
+            errors.append(error)
+    if errors and not claims:
+        raise WsiFlError(f"{errors[0]}; {DAMAGED_LETTER}")
+    return claims
 
 
 def check_own(ledger: PrivacyLedger, run: str, known: str, label: str) -> Round:
@@ -400,12 +413,13 @@ def affordable_rounds(site: Site | Account, rounds: int) -> int:
     if limit is None or site.plan is None:
         return rounds
     past = site.ledger.mechanisms(lifetime=site.ledger.terms.lifetime)
-    more = 0
-    while done + more < rounds:
-        if epsilon([*past, *[site.plan] * (more + 1)], site.ledger.terms.delta) > limit:
-            break
-        more += 1
-    return done + more
+    plan, delta = site.plan, site.ledger.terms.delta
+
+    def crosses(more: int) -> bool:
+        return epsilon([*past, replace(plan, steps=plan.steps * more)], delta) > limit
+
+    # ε grows with rounds, so that few prices find the first round that is too much
+    return done + bisect_left(range(1, max(0, rounds - done) + 1), True, key=crosses)
 
 
 class Group(TypedDict):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError
+from wsi_fl.stages.site.public import require_published
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -35,6 +36,8 @@ def encoder_of(
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     settings = pipeline.mosaic if section == "mosaic" else pipeline.encoding
     weights = study.resolve(settings.weights) if settings.weights else None
+    if weights is not None and pipeline.privacy.enabled:
+        require_published(weights, f"{section}.weights")
     try:
         encoder = Encoder(
             settings.encoder,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 RUN = "oneshot"
 """What ledgers call the release."""
+DAMAGED_LETTER = "copy the file from its site again, or put its backup back"
+"""What helps where no copy of a letter is whole."""
 
 
 class Facts(BaseModel):
@@ -102,7 +104,10 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
     """Return what `write_sums` wrote; WsiFlError where numbers and header do not belong together."""
     from wsi_fl.models.shared_head import n_sums  # and with it PyTorch
 
-    tensors, document = load_tensors(path, "release")
+    try:
+        tensors, document = load_tensors(path, "release")
+    except WsiFlError as error:
+        raise WsiFlError(f"{str(error).replace(str(path), label, 1)}; {DAMAGED_LETTER}") from None
     try:
         facts = Facts.model_validate(document)
         vector = tensors["sums"].numpy()
@@ -118,10 +123,7 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
     except (ValidationError, KeyError, TypeError, OverflowError):
         whole = False
     if not whole:
-        raise WsiFlError(
-            f"{label}: not sums that a site released, or edited since; copy the file from its site again, or put its "
-            "backup back"
-        )
+        raise WsiFlError(f"{label}: not sums that a site released, or edited since; {DAMAGED_LETTER}")
     return ReleasedSums(facts, vector)
 
 

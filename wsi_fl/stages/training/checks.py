@@ -15,6 +15,7 @@ from wsi_fl.slides.patching.copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.data import open_data, scans_in
 from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.public import require_published
 from wsi_fl.stages.site.sums import RUN, missing_release
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.site import SiteFile
@@ -59,6 +60,7 @@ def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = 
     # a graph of more hops than a round has room for is refused
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_leave(party)
+    _check_start(party)
     for refusal in _wrong(party):
         raise UsageError(refusal)
     _check_stores_stay_apart(party, backend)
@@ -107,6 +109,13 @@ def _doubtful(party: RunContext, site: SiteFile, table: Any) -> str:
     if (delta := site.delta or privacy.delta) * n >= 1:
         return f"site {site.name}: δ = {delta:g} is not below 1/{n}, so one of its {privacy.unit}s might be published"
     return ""
+
+
+def _check_start(party: RunContext) -> None:
+    """Refuse to start, under differential privacy, from what the patients of a real site made without it."""
+    weights = party.pipeline.model.weights
+    if weights not in {"", "hub"} and party.pipeline.privacy.enabled:
+        require_published(party.study.resolve(weights), "model.weights")
 
 
 def _check_leave(party: RunContext) -> None:

@@ -14,6 +14,12 @@ from wsi_fl.study.toml import LEAST_SIGMA
 from wsi_fl.types import UsageError
 
 _BATCH_SIZE = 32
+_LEAST_DELTA = 1e-300
+_ACCOUNTANTS = {
+    "exact": "exact",
+    "rdp": "RDP accountant, an upper bound",
+    "unsampled": "as if nothing was sampled, an upper bound",
+}
 
 
 def privacy(
@@ -35,6 +41,10 @@ def privacy(
             "give one of --sigma and --target-epsilon, not both"
             if sigma is not None
             else "give --sigma or --target-epsilon"
+        )
+    if not _LEAST_DELTA <= delta < 1:
+        raise UsageError(
+            f"--delta {delta:g}: give a probability from {_LEAST_DELTA:g} to below 1, such as 1e-5"
         )
     if sigma is not None and not (sigma == 0 or sigma >= LEAST_SIGMA):
         raise UsageError(f"--sigma {sigma:g}: use 0 for no noise, or at least {LEAST_SIGMA:g}")
@@ -61,7 +71,7 @@ def privacy(
         "sigma": mechanism.sigma,
         "sample_rate": mechanism.sample_rate,
         "steps": mechanism.steps,
-        "accountant": accounting.ACCOUNTANT,
+        "accountant": accounting.priced_by([mechanism], delta),
         "n": n,
         "batch_size": batch_size or _BATCH_SIZE,
         "ways": [
@@ -94,7 +104,7 @@ def privacy_lines(document: dict[str, Any]) -> Lines:
         yield Line(f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}")
     yield Line(
         f"{value} at δ = {document['delta']:g}: {document['steps']} steps at sample rate "
-        f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({document['accountant'].upper()} accountant)"
+        f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({_ACCOUNTANTS[document['accountant']]})"
     )
     if document["detection"] is not None:
         yield Line(detected(document["detection"], "row"))

@@ -78,14 +78,13 @@ def _release_of(party: RunContext, again: bool) -> dict[str, Any]:
         data = party.data(site.name)
         worth = "none" if data.is_synthetic() else account.guarantee_of(party.method, party.pipeline)
         ledger = account.open_ledger(study, site, RUN, account.terms_of(site, party.pipeline, worth))
-        kept = None if again else _kept(ledger, home, file)
+        kept = None if again else _letter_of(study, ledger, home, file)
         if kept is None:
             made, sums = _taken(party, ledger)
             write_sums(home, sums)
             ledger.sending(made.round, made.digest)
         else:
-            label = study.relative(kept)
-            sums = read_sums(kept, label)
+            label, sums = kept
             round_ = account.check_own(ledger, RUN, digest(sums.vector), label)
             refuse_others(sums.facts, wanted_of(data), f"site {site.name} has released")
             if not round_.final:
@@ -96,12 +95,34 @@ def _release_of(party: RunContext, again: bool) -> dict[str, Any]:
     return sums.facts.model_dump() | cost
 
 
-def _kept(ledger: PrivacyLedger, *files: Path) -> Path | None:
-    """Return the file whose numbers the ledger knows, else the first that is there, to be refused; None for none."""
-    there = [file for file in files if file.exists()]
-    released = {known for round_ in ledger.rounds() for known in round_.releases.values()}
-    known = [file for file in there if account.claimed(file) in released]
-    return next(iter([*known, *there]), None)
+def _letter_of(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, ReleasedSums] | None:
+    """Return (label, letter) of the first whole copy that the ledger knows, or None where nothing has left yet.
+
+    A whole copy that the ledger does not know is returned where there is no other, to be refused.
+
+    Raises:
+        WsiFlError: when no copy is whole, or the ledger knows a letter of which no copy is here: another one would
+            be charged a second time.
+    """
+    letters, errors = [], []
+    for file in (one for one in files if one.exists()):
+        label = study.relative(file)
+        try:
+            letters.append((label, read_sums(file, label)))
+        except WsiFlError as error:
+            errors.append(error)
+    charged = {sent for one in ledger.rounds() if one.final for sent in one.releases.values()}
+    released = {sent for one in ledger.rounds() for sent in one.releases.values()}
+    by_ledger = [one for one in letters if digest(one[1].vector) in released]
+    if errors and not letters:
+        raise errors[0]
+    if charged and not letters:
+        raise WsiFlError(
+            f"site {ledger.site}: its ledger knows a letter that was released, and no copy is here; put "
+            f"{study.relative(files[-1])} back (from a backup, or from a site that has it), or spend as much once more "
+            f"with `wsi-fl release --site {ledger.site} --again`"
+        )
+    return next(iter([*by_ledger, *letters]), None)
 
 
 def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedSums]:

@@ -342,7 +342,12 @@ def build_model(
     except NoWeightsError as error:
         raise NoWeightsError(f"{error}: model.weights = 'FILE.safetensors'") from None
     if state is not None:
-        model.load_state_dict(state)
+        try:
+            model.load_state_dict(state)
+        except RuntimeError:
+            raise WsiFlError(
+                f"{party.run.name}: the {role} model of {site.name} is another than this run's; put its backup back"
+            ) from None
     if isinstance(model, SharedHead):
         model.look_along(directions_of(data), patients=of_patients(pipeline))
     return model

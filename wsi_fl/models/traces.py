@@ -1,0 +1,40 @@
+"""What exporters note of the machine that they ran on, paths above all, taken out of what they write."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TRACE = ".debug_pkl"
+"""Of a file of code in a TorchScript archive: which line of which source file each step came from."""
+
+
+def remove_onnx_traces(message: Any) -> None:
+    """Take stack traces and notes out of each part of an ONNX message; what a model says of itself stays.
+
+    Args:
+        message: `onnx.ModelProto`, changed in place.
+    """
+    for field, value in message.ListFields():
+        if field.type != field.TYPE_MESSAGE:
+            continue
+        for part in value if hasattr(value, "__len__") else [value]:
+            for note in ("metadata_props", "doc_string"):
+                if note in part.DESCRIPTOR.fields_by_name:
+                    part.ClearField(note)
+            remove_onnx_traces(part)
+
+
+def remove_torchscript_traces(path: Path) -> None:
+    """Write a TorchScript archive anew, without source lines of its steps and the name it was first written under."""
+    reader, buffer = torch._C.PyTorchFileReader(str(path)), BytesIO()
+    writer = torch._C.PyTorchFileWriter(buffer)
+    for name in reader.get_all_records():
+        if not name.endswith(_TRACE) and name not in ("version", "byteorder", ".data/serialization_id"):
+            data = reader.get_record(name)
+            writer.write_record(name, data, len(data))
+    writer.write_end_of_file()
+    path.write_bytes(buffer.getvalue())
