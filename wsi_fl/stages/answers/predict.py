@@ -20,7 +20,7 @@ from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Color, Heat
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
 from wsi_fl.stages.work.console import Line, Lines, OneOf, Table, Watcher, reason_of
-from wsi_fl.stages.work.job import Job
+from wsi_fl.stages.work.job import Job, take_threads
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_object, write_bytes, write_csv, write_json
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
@@ -62,6 +62,7 @@ def predict(
     """
     began, job = time.perf_counter(), Job()
     told = job.watched(watcher)
+    take_threads(job.threads)
     names = [path.name if path.is_dir() else path.stem for path in slides]  # as in a store
     if twice := [name for name, n in Counter(names).items() if n > 1]:
         raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")

@@ -186,11 +186,9 @@ def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_
         note(log, f"{category.__name__}: {message}")
 
 
-def join(party: RunContext, ranks: int, asked: Asked) -> Summary:
+def join(party: RunContext, asked: Asked) -> Summary:
     """Be one of the ranks that mpiexec or srun started; every one returns the summary."""
     running, names = party.running, party.names
-    if ranks != len(running):
-        raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
     launch.share_threads()
     comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
     return take_part(party, comm, asked)
