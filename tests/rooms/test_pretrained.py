@@ -159,15 +159,16 @@ def test_the_advice_for_a_pickle_that_is_not_opened_makes_a_file_that_is(tmp_pat
     torch.save(document, path)
     with pytest.raises(WsiFlError, match="never opened") as caught:
         read_weights(path)
-    assert len(message := str(caught.value)) < 600 and "\n" not in message
+    message = str(caught.value)
+    assert len(message) < 600 and "\n" not in message
     _, *words = shlex.split(message[message.index("python -c") :])
     subprocess.run([sys.executable, *words], cwd=tmp_path, check=True)
     tensors = read_weights(tmp_path / "out.safetensors")
     inner = next((document[key] for key in ("state_dict", "model", "teacher") if key in document), document)
     inner = {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}
-    assert tensors.keys() == inner.keys() and all(
-        torch.equal(tensors[name], inner[name].to(tensors[name].dtype)) for name in inner
-    )
+    assert tensors.keys() == inner.keys()
+    for name, each in inner.items():
+        assert torch.equal(tensors[name], each.to(tensors[name].dtype))
 
 
 def test_resnet18_takes_the_weights_of_torchvision(tmp_path):

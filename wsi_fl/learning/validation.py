@@ -58,6 +58,9 @@ def require_names(patient: NDArray[np.str_], site: str) -> None:
 # ---- folds
 
 
+_FEWEST_FOLDS = 2
+
+
 def folds_of(
     patient: NDArray[np.str_], label: NDArray[np.int64], *, n_folds: int, seed: int, stratified: bool
 ) -> NDArray[np.int64]:
@@ -79,9 +82,12 @@ def folds_of(
         )
     names, which = np.unique(patient, return_inverse=True)
     if len(names) < n_folds:
-        raise UsageError(
-            f"{len(names)} patients cannot be divided into {n_folds} folds; set train.folds to {len(names)} or less"
+        way_on = (
+            f"set train.folds to {len(names)} or less"
+            if len(names) >= _FEWEST_FOLDS
+            else "leave the site out"
         )
+        raise UsageError(f"{len(names)} patients cannot be divided into {n_folds} folds; {way_on}")
     lots = [hashlib.sha256(f"fold {seed} {name}".encode()).digest() for name in names.tolist()]
     if not stratified:
         return np.array([int.from_bytes(lot[:8], "big") % n_folds for lot in lots], np.int64)[which]

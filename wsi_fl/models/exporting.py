@@ -20,8 +20,8 @@ from wsi_fl.system.files import atomic
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
 _TOLERANCE, _MOST_NOISE = 1e-5, 1e-3
-"""How far a file's logits may be from the model's, as a share of the largest (1 at least): what float32 makes of another
-order of sums. A model that is further from itself, alone and in a batch, may be that far from its file, up to a limit."""
+"""How far a file's logits may be from the model's, as a share of the largest (1 at least): what float32 makes of
+another order of sums. A model whose batches differ more from single examples may be that far from its file too."""
 _EXAMPLES, _PATCHES = 3, 5
 
 
