@@ -376,6 +376,53 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     refused(lambda: audit(study, run), "has not finished", error=WsiFlError)
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A study, and a run of it whose private models are of another kind than its proxies."""
+    study = make_study(tmp_path_factory.mktemp("finished") / "study", n_sites=2)
+    return study, trained(study, "proxyfl", "train.rounds=1")["run"]
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "words"),
+    [
+        *(
+            ("ledger.json", text, "damaged; put its backup back")
+            for text in ("{}", "[]", "null", '{"epsilon": 1}')
+        ),
+        ("ledger.json", None, "is missing, which says what S0 spent"),
+        ("ledger.json", "\xff", "not valid JSON"),
+        ("private.safetensors", "proxy", "the private model of S0 is of another kind than cnn1"),
+    ],
+)
+def test_what_a_run_left_is_looked_at_before_it_is_believed(finished, place, content, words):
+    study, run = finished
+    path = study.root / run / "sites" / "S0" / place
+    kept = path.read_bytes()
+    try:
+        if content == "proxy":
+            path.write_bytes(path.with_name("proxy.safetensors").read_bytes())
+        elif content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content.encode("latin1"))
+        refused(lambda: audit(study, run), words, error=WsiFlError)
+    finally:
+        path.write_bytes(kept)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"run": 1, "sites": [], "digest": "x"}'])
+def test_an_audit_that_was_changed_is_not_reported(finished, content):
+    study, run = finished
+    path = study.root / run / "audit" / "audit.json"
+    if not path.exists():
+        audit(study, run)
+    kept = path.read_bytes()
+    path.write_text(content)
+    refused(lambda: report(study, run), "audit.json: damaged; run `wsi-fl audit ", error=WsiFlError)
+    path.write_bytes(kept)
+
+
 def test_a_hospital_audits_its_own_part(pair):
     run = trained(pair, "regular", "train.rounds=1", "audit.canaries=4")["run"]
     for name in ("S0", "S1"):

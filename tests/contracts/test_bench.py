@@ -1,10 +1,13 @@
 """`wsi-fl bench`: methods on hospitals drawn from a table of features."""
 
+import pickle
 import re
 import sys
 import tomllib
+import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -169,12 +172,77 @@ def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else
         ({"methods": ["mpcpa"]}, "needs more than features"),
         ({"methods": ["nosuch"]}, "unknown method"),
         ({"unit": "slide"}, "--unit"),
+        ({"methods": ["regular"]}, "regular: hospitals share nothing in it"),
     ],
 )
 def test_what_does_not_go_is_refused_in_one_line(npz, tmp_path, ask, words):
     asked = {"cells": cells_of("2x8", "alike"), "out": tmp_path / "b.csv", **ask}
     refused(lambda: bench(npz, **asked), words)
     assert not (tmp_path / "b.csv").exists()
+
+
+LINE = "oneshot,1,2,8,alike,0,S{},0.5,0.5,0.5,1,0.001,1.0,guaranteed,0.1"
+X, Y = np.zeros((4, 3), np.float32), np.array([0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"x": np.array([["a", "b"]] * 4), "y": Y}, "which is no number"),
+        ({"x": X.astype("M8[s]"), "y": Y}, "which is no number"),
+        ({"x": X, "y": Y, "patient": np.full((4, 2), "p")}, "patient [4, 2]; wanted"),
+        ({"x": X, "y": np.array(1)}, "y []"),
+        ({"x": X[0], "y": Y[:3]}, "x is [3]"),
+        ({"x": X, "labels": Y}, "no array y"),
+        ({"y": Y}, "no array x"),
+    ],
+)
+def test_arrays_of_another_form_are_refused_by_what_they_are(tmp_path, arrays, words):
+    np.savez(tmp_path / "t.npz", **arrays)
+    refused(lambda: read_table(tmp_path / "t.npz"), "t.npz", words)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x93NUMPY", pickle.dumps([1]), b"x,y\n1,2\n"])
+def test_what_is_no_archive_of_arrays_is_refused(tmp_path, content):
+    (tmp_path / "t.npz").write_bytes(content)
+    refused(lambda: read_table(tmp_path / "t.npz"), "not a file of NumPy with x and y")
+    with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:  # a member that is no array
+        archive.writestr("x.npy", content)
+    refused(lambda: read_table(tmp_path / "t.npz"), "t.npz")
+
+
+@pytest.mark.parametrize(
+    ("hurt", "words"),
+    [
+        (lambda lines: ["a,b", *lines[1:]], "has other columns"),
+        (lambda _: [], "has other columns"),
+        (lambda lines: [*lines[:-1], lines[-1].replace("S2", "S2,7")], "line 17 is damaged"),
+        (lambda lines: [lines[0], lines[1].replace(",S1,", ",S1,x")], "line 2 is damaged"),
+        (lambda lines: [*lines, '"'], "line 18 is damaged"),
+        (lambda lines: [*lines[:2], "\0", *lines[2:]], "line 3 is damaged"),
+    ],
+)
+def test_bench_goes_on_from_its_own_lines_alone(npz, tmp_path, hurt, words):
+    out = tmp_path / "b.csv"
+    ask = {"cells": cells_of("2x8", "alike"), "out": out, "methods": ["oneshot"], "seeds": 1}
+    out.write_text(
+        "\n".join([",".join(module._COLUMNS), *[LINE.format(1 + k % 2) for k in range(16)]]) + "\n"
+    )
+    out.write_text("\n".join(hurt(out.read_text().splitlines())) + "\n")
+    refused(lambda: bench(npz, **ask), words, "choose another --out")
+
+
+@pytest.mark.parametrize("there", [["S1"], ["S1", "S1"], ["S1", "S2", "S2"], ["S1", "S3"]])
+def test_a_training_that_lacks_a_hospital_or_has_one_twice_is_made_anew(npz, tmp_path, there):
+    out, said = tmp_path / "b.csv", []
+    header = ",".join(module._COLUMNS)
+    out.write_text("\n".join([header, *[LINE.format(site[1:]) for site in there]]) + "\n")
+    told = SimpleNamespace(say=said.append)
+    assert module._still_good(out, {}, ["oneshot"], told) == {}
+    assert "1 trainings lack lines, or have some twice" in said[0]
+    out.write_text("\n".join([header, LINE.format(2), LINE.format(1)]) + "\n")
+    (rows,) = module._still_good(out, {}, ["oneshot"], told).values()
+    assert [row["site"] for row in rows] == ["S2", "S1"]
 
 
 def test_cells_that_mean_nothing_are_refused():

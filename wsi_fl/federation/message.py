@@ -212,4 +212,4 @@ class Arrival:
                     f"site {self.name} sent something else than the {len(self.buffer)} values it announced"
                 )
             self._requests.append(message.Irecv([self._awaited.pop(0), self.kind]))
-        return sum(request.Test() for request in self._requests) == len(self._requests)
+        return bool(sum(request.Test() for request in self._requests) == len(self._requests))

@@ -357,7 +357,7 @@ def _for_area(prevalence: float, area: float, error: float) -> int:
         spread = 1 + half * (1 - area) / (2 - area) + half * area / (1 + area)
         return sqrt(area * (1 - area) * spread / (n**2 * prevalence * (1 - prevalence)))
 
-    return 3 + bisect_left(range(3, 1 << 50), True, key=lambda n: reached(n) <= error)
+    return 3 + bisect_left(range(3, 1 << 62), True, key=lambda n: reached(n) <= error)
 
 
 def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:

@@ -18,6 +18,7 @@ from wsi_fl.system.files import (
     read_lines,
     read_object,
     read_sealed,
+    read_where_sealed,
     remove_leftovers,
     write_json,
     write_sealed,
@@ -34,6 +35,7 @@ PIXELS = "pixels_sha256"
 """The fact of a store that tells its pixels."""
 SITE_FILE = "site.toml"
 """The site file as it was when the run began."""
+_LEDGER = "ledger.json"
 _ADVICE = "put its backup back, or start a new run"
 _KEPT_CHECKPOINTS = 2
 """The last round, and the one before for peers that had not finished theirs."""
@@ -78,6 +80,16 @@ class SiteFolder:
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began; start a new run"
             )
+
+    def write_account(self, account: Mapping[str, Any]) -> None:
+        """Write what the site's ledger says at the end of the run."""
+        write_sealed(self.path / _LEDGER, account)
+
+    def account(self) -> dict[str, Any] | None:
+        """Return what `write_account` wrote; None where the run has not come so far."""
+        path = self.path / _LEDGER
+        keys = ("epsilon", "delta", "guarantee", "unit")
+        return read_where_sealed(path, keys, _ADVICE) if path.exists() else None
 
     def store_digest(self) -> str | None:
         """What `remember_store` noted."""

@@ -10,12 +10,14 @@ import inspect
 import itertools
 import os
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import sha256
+from math import isfinite
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -41,8 +43,8 @@ from wsi_fl.slides.layouts.common import rows_of, slide_named
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
-from wsi_fl.system.files import ordinary, read_json, write_json, write_text
-from wsi_fl.types import SetAside, UsageError, WsiFlError
+from wsi_fl.system.files import ordinary, read_object, write_json, write_text
+from wsi_fl.types import SetAside, UsageError, WsiFlError, one_line
 
 DELTA = 1e-5
 _TEST = 500
@@ -60,6 +62,8 @@ _COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
     *("rounds", "lr", "spent", "guarantee", "seconds"),
 )
+_NUMBERS = ("sites", "score", "own_score", "rounds", "lr")
+"""Columns that are computed with; `own_score` is empty of who stays alone."""
 
 
 class Cell(NamedTuple):
@@ -306,8 +310,13 @@ def bench(
     for method in methods:
         if method not in METHODS:
             raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
-        if METHODS[method].without_dp or METHODS[method].learns_from != "own":
+        row = METHODS[method]
+        if row.without_dp or row.learns_from != "own":
             raise UsageError(f"{method} needs more than features; train it in a study")
+        if not row.shares:
+            raise UsageError(
+                f"{method}: hospitals share nothing in it; {ALONE} is measured beside every method"
+            )
     for cell in cells:
         drawn(table, cell, 0)
     if unit == "patient" and not all(table.patient):
@@ -361,22 +370,52 @@ def bench(
 def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], told: Watcher) -> _Results:
     """Return the lines that are there by training, without those of methods whose code or tuning has changed since."""
     beside = out.with_suffix(".json")
-    before = read_json(beside) if beside.exists() else {}
+    before = read_object(beside, "choose another --out") if beside.exists() else {}
     if before and {key: before.get(key) for key in facts} != facts:
         raise UsageError(f"{out}: holds results of another table or unit; choose another --out")
     code = {name: _code_of(name) for name in methods}
-    known = before.get("code", {})
+    known = before.get("code")
+    known = known if isinstance(known, dict) else {}
     changed = [name for name in methods if known.get(name, code[name]) != code[name]]
     for name in changed:
         told.say(f"{name} has changed since {out}; its lines are made anew")
     write_json(beside, {**facts, "code": known | code})
     found: _Results = {}
-    if out.exists():
+    for row in _lines_of(out) if out.exists() else ():
+        if row["method"] not in changed:
+            found.setdefault(_key(row), []).append(row)
+    whole = {key: rows for key, rows in found.items() if _is_whole(rows)}
+    if len(whole) < len(found):
+        told.say(
+            f"{out}: {len(found) - len(whole)} trainings lack lines, or have some twice; they are made anew"
+        )
+    return whole
+
+
+def _lines_of(out: Path) -> Iterator[dict[str, str]]:
+    """Yield the lines of a CSV that `bench` wrote; UsageError for another one, with the line."""
+    other = f"bench goes on from its own lines alone; choose another --out, or delete {out}"
+    try:
         with ordinary(out).open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row["method"] not in changed:
-                    found.setdefault(_key(row), []).append(row)
-    return found
+            table = csv.reader(file, strict=True)
+            if tuple(next(table, ())) != _COLUMNS:
+                raise UsageError(f"{out}: has other columns; {other}")
+            for cells in table:
+                row = dict(zip(_COLUMNS, cells, strict=True))
+                if not all(
+                    isfinite(float(row[name])) for name in _NUMBERS if row[name] or name != "own_score"
+                ):
+                    raise ValueError
+                yield row
+    except (ValueError, csv.Error):
+        raise UsageError(f"{out}: line {table.line_num} is damaged; {other}") from None
+
+
+def _is_whole(rows: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether a training has a line of each hospital, and none twice."""
+    return sorted(row["site"] for row in rows) == sorted(
+        f"S{k + 1}" for k in range(int(float(rows[0]["sites"])))
+    )
 
 
 def _code_of(method: str) -> str:
@@ -508,9 +547,12 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
         x, y, patient = readers[path.suffix](path)
     else:
         raise UsageError(f"{path}: features are read from .npz, .csv, .h5, or a folder of TRIDENT's")
+    if x.ndim != 2 or y.shape != x.shape[:1] or patient.shape != y.shape:
+        shapes = f"x is {list(x.shape)}, y {list(y.shape)}, patient {list(patient.shape)}"
+        raise UsageError(f"{path}: {shapes}; wanted are [n, d], [n] and [n]")
+    if x.dtype.kind not in "fiub":
+        raise UsageError(f"{path}: x holds {x.dtype.name}, which is no number")
     classes, numbers = np.unique(y, return_inverse=True)
-    if x.ndim != 2 or len(x) != len(y) or len(patient) != len(y):
-        raise UsageError(f"{path}: x is {list(x.shape)}, y {list(y.shape)}; wanted are [n, d] and [n]")
     if len(classes) < 2 or not np.isfinite(x).all():
         raise UsageError(f"{path}: needs two classes at least, and features that are finite numbers")
     names = tuple(str(name) for name in classes)
@@ -527,10 +569,14 @@ _Columns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 def _of_arrays(path: Path) -> _Columns:
     try:
         with np.load(ordinary(path), allow_pickle=False) as file:
-            x, y = file["x"], file["y"]
-            return x, y, file["patient"] if "patient" in file else np.full(len(y), "")
-    except (KeyError, OSError, ValueError, BadZipFile) as error:
-        raise UsageError(f"{path}: not a file of NumPy with x and y ({error})") from None
+            found = {name: np.asarray(file[name]) for name in ("x", "y", "patient") if name in file}
+    except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
+        raise UsageError(f"{path}: not a file of NumPy with x and y ({one_line(error)})") from None
+    if not {"x", "y"} <= found.keys():
+        raise UsageError(
+            f"{path}: holds no array {'y' if 'x' in found else 'x'}; wanted are x [n, d] and y [n]"
+        )
+    return found["x"], found["y"], found.get("patient", np.full(found["y"].shape, ""))
 
 
 def _of_csv(path: Path) -> _Columns:

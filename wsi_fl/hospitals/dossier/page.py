@@ -24,13 +24,14 @@ from wsi_fl.privacy.guarantee import applied, epsilon_of, guarantee_of, of_hospi
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile, run_id
 from wsi_fl.report.fill import fill
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.account import Group, group_words, open_ledger, terms_of
 from wsi_fl.stages.site.sums import RUN
 from wsi_fl.stages.training.going_on import runs_of_plan
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.system.files import read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _MOST_LINES = 12
@@ -248,7 +249,7 @@ def _audits(study: Study, site: str) -> list[dict[str, object]]:
     """What `audit` found about the models of the site, in every run that was audited here; intervals are of 95 %."""
     found = []
     for file in sorted(study.runs.glob("*/audit/audit.json")):
-        document: dict[str, Any] = read_json(file)
+        document = RunFolder(file.parent.parent).audit() or {}
         mine = [one for one in document.get("sites", ()) if one["site"] == site]
         for model in [model for one in mine for model in one["models"]]:
             own, planted = model["membership"]["own"], model["canaries"] or {}
@@ -267,14 +268,14 @@ def _audits(study: Study, site: str) -> list[dict[str, object]]:
 def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
     """What a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
     path = cost_path(study, site)
-    kept = dict(read_json(path)) if path.is_file() else {}
+    kept = read_object(path, "delete it") if path.is_file() else {}
     return kept["cost"] if kept.get("plan") == plan.digest else None
 
 
 def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
     """The most rows that a patient of a site had, as it signed or in a run; None where nobody looked."""
-    runs = [path for path in study.runs.glob("*/sites/*/ledger.json") if path.parent.name == site]
-    seen = [(cost or {}).get("group"), *(read_json(path).get("group") for path in runs)]
+    accounts = [SiteFolder(path).account() or {} for path in study.runs.glob(f"*/sites/{site}")]
+    seen = [(cost or {}).get("group"), *(account.get("group") for account in accounts)]
     return max((int(one["rows"]) for one in seen if one), default=None)
 
 

@@ -32,7 +32,7 @@ from wsi_fl.stages.training.workshop import agreed_canaries, build_model, learne
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import read_json, write_csv, write_json
+from wsi_fl.system.files import write_csv
 from wsi_fl.types import WsiFlError
 
 _CONFIDENCE = 0.95
@@ -71,7 +71,7 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> _Au
     run.finished()
     with RunContext.of_run(study, run) as party:
         document = _document(party, watcher)
-    write_json(run.path / "audit" / "audit.json", document)
+    run.write("audit", document)
     return document
 
 
@@ -131,7 +131,9 @@ def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) ->
     others = {"own": data.held_out}
     if merged:
         others["merged"] = party.merged()
-    account = read_json(folder.path / "ledger.json")
+    account = folder.account()
+    if account is None:
+        raise WsiFlError(f"{folder.path}/ledger.json is missing, which says what {name} spent; restore it")
     if pipeline.audit.canaries and folder.kept("canaries") is None:
         raise WsiFlError(
             f"{folder.path}/canaries.json is missing, the only record of what was planted; restore it"

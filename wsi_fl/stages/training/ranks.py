@@ -34,7 +34,6 @@ from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher,
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import write_json
 from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError
 
 
@@ -101,7 +100,7 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
             share.stage().hand_over_models(party, sites, comm)
     rows = comm.gather([row_of(site) for site in sites], SummaryRow, patient=True)
     for site in sites:
-        write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
+        site.folder.write_account(site.ledger.summary() | {"group": group_of(site)})
     return rows
 
 

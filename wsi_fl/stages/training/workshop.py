@@ -293,9 +293,10 @@ def build_model(
     """Return a model of a site: everybody's kind and seed for "proxy" or if `common`, else the site's own."""
     site, pipeline, private = party.sites[index], party.pipeline, role != "proxy" and not common
     data = party.data(site.name)
+    kind = architecture(site, pipeline, role, common=common)
     try:
         model = build(
-            architecture(site, pipeline, role, common=common),
+            kind,
             n_classes=len(data.classes),
             shape=data.shape,
             seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
@@ -304,7 +305,13 @@ def build_model(
     except NoWeightsError as error:
         raise NoWeightsError(f"{error}: model.weights = 'FILE.safetensors'") from None
     if state is not None:
-        model.load_state_dict(state)
+        try:
+            model.load_state_dict(state)
+        except RuntimeError:  # it lists every tensor
+            raise WsiFlError(
+                f"{party.run.name}: the {role} model of {site.name} is of another kind than {kind}; put its backup "
+                "back, or start a new run"
+            ) from None
     if isinstance(model, SharedHead):
         model.look_along(directions_of(data), patients=of_patients(pipeline))
     return model

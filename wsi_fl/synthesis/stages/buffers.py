@@ -38,7 +38,7 @@ def _check_room(shape: BufferShape) -> None:
     needed, room = 2 * shape.n_bytes, free_bytes()
     if needed > room:
         raise UsageError(
-            f"replay.buffer = {shape.n}: so many images of {shape.size_px} px take {needed / 1e9:.3g} GB of memory, and "
+            f"replay.buffer = {shape.n}: images of {shape.size_px} px that take {needed / 1e9:.3g} GB of memory; "
             f"{room / 1e9:.3g} GB are free; at most {shape.n * room // needed} fit"
         )
 
