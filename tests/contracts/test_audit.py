@@ -37,6 +37,7 @@ from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, audit_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.stages.work.console import render
 from wsi_fl.system.files import read_lines
@@ -421,6 +422,28 @@ def test_an_audit_that_was_changed_is_not_reported(finished, content):
     path.write_text(content)
     refused(lambda: report(study, run), "audit.json: damaged; run `wsi-fl audit ", error=WsiFlError)
     path.write_bytes(kept)
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides", "accepted"),
+    [
+        ("regular", [], True),
+        ("proxyfl", [], True),
+        ("oneshot", ["train.releases=true", "train.data=mosaics"], False),
+        ("replay", ["privacy.enabled=false"], False),
+    ],
+)
+def test_canaries_are_advised_where_a_run_may_have_them(pair, method, overrides, accepted):
+    party = RunContext.of(pair, pair.pipeline("small", overrides), method)
+    assert stage._may_plant(party) is accepted
+    try:
+        check(
+            RunContext.of(pair, pair.pipeline("small", [*overrides, "audit.canaries=400"]), method), "local"
+        )
+    except WsiFlError as error:
+        assert not accepted and "audit.canaries" in str(error), error
+    else:
+        assert accepted
 
 
 def test_a_hospital_audits_its_own_part(pair):
