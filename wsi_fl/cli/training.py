@@ -163,7 +163,7 @@ def privacy(
     target_epsilon: Annotated[
         float | None, Option(min=1e-6, max=1e6, help="Find batch size and σ that spend this ε best.")
     ] = None,
-    delta: Annotated[float, Option(min=1e-300, max=1, help="δ.")] = 1e-5,
+    delta: Annotated[float, Option(min=0, max=1, help="δ.")] = 1e-5,
     group: Annotated[
         int | None, Option(min=1, help="Rows of one patient: what ε per row is worth to that patient.")
     ] = None,

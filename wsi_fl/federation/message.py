@@ -168,9 +168,7 @@ class Departure:
 
     def Test(self) -> bool:
         """Return whether all of it has left by now, as an MPI request does."""
-        return sum(request.Test() for request in self._requests) == len(
-            self._requests
-        )  # MPI moves when asked
+        return bool(sum(request.Test() for request in self._requests) == len(self._requests))
 
 
 @dataclass
