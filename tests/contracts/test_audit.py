@@ -38,6 +38,7 @@ from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, audit_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.stages.work.console import render
 from wsi_fl.study.folder import Study
@@ -398,12 +399,6 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda run: (run / "sites/S0/ledger.json").write_text("{}"), ("ledger.json", "lacks epsilon")),
-        (lambda run: (run / "sites/S0/ledger.json").write_text("[]"), ("ledger.json", "damaged")),
-        (
-            lambda run: (run / "sites/S0/ledger.json").write_text('{"epsilon": 1.0}'),
-            ("ledger.json", "lacks delta"),
-        ),
         (lambda run: save_tensors(run / "sites/S0/private.safetensors", {"x": torch.ones(3)}, {}), OTHER),
         (another_release, ("the proxy model of S0 is another than this run's",)),
     ],
@@ -413,6 +408,75 @@ def test_a_damaged_run_is_said_in_one_line(noisy, tmp_path, damage, words):
     copy = Study(shutil.copytree(study.root, tmp_path / "study"))
     damage(copy.run(summary["run"]))
     refused(lambda: audit(copy, summary["run"]), *words, error=WsiFlError)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A study, and a run of it whose private models are of another kind than its proxies."""
+    study = make_study(tmp_path_factory.mktemp("finished") / "study", n_sites=2)
+    return study, trained(study, "proxyfl", "train.rounds=1")["run"]
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "words"),
+    [
+        *(
+            ("ledger.json", text, "damaged; put its backup back")
+            for text in ("{}", "[]", "null", '{"epsilon": 1}')
+        ),
+        ("ledger.json", None, "no such file; put its backup back"),
+        ("ledger.json", "\xff", "not valid JSON"),
+        ("private.safetensors", "proxy", "the private model of S0 is another than this run's"),
+    ],
+)
+def test_what_a_run_left_is_looked_at_before_it_is_believed(finished, place, content, words):
+    study, run = finished
+    path = study.root / run / "sites" / "S0" / place
+    kept = path.read_bytes()
+    try:
+        if content == "proxy":
+            path.write_bytes(path.with_name("proxy.safetensors").read_bytes())
+        elif content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content.encode("latin1"))
+        refused(lambda: audit(study, run), words, error=WsiFlError)
+    finally:
+        path.write_bytes(kept)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"run": 1, "sites": [], "digest": "x"}'])
+def test_an_audit_that_was_changed_is_not_reported(finished, content):
+    study, run = finished
+    path = study.root / run / "audit" / "audit.json"
+    if not path.exists():
+        audit(study, run)
+    kept = path.read_bytes()
+    path.write_text(content)
+    refused(lambda: report(study, run), "audit.json: damaged; run `wsi-fl audit ", error=WsiFlError)
+    path.write_bytes(kept)
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides", "accepted"),
+    [
+        ("regular", [], True),
+        ("proxyfl", [], True),
+        ("oneshot", ["train.releases=true", "train.data=mosaics"], False),
+        ("replay", ["privacy.enabled=false"], False),
+    ],
+)
+def test_canaries_are_advised_where_a_run_may_have_them(pair, method, overrides, accepted):
+    party = RunContext.of(pair, pair.pipeline("small", overrides), method)
+    assert stage._may_plant(party) is accepted
+    try:
+        check(
+            RunContext.of(pair, pair.pipeline("small", [*overrides, "audit.canaries=400"]), method), "local"
+        )
+    except WsiFlError as error:
+        assert not accepted and "audit.canaries" in str(error), error
+    else:
+        assert accepted
 
 
 def test_a_hospital_audits_its_own_part(pair):

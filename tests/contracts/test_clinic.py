@@ -9,7 +9,7 @@ from sklearn.metrics import recall_score, roc_auc_score
 from test_fair import ALONE
 from trained import answers, trained
 
-from wsi_fl.stages.answers.clinical import clinical
+from wsi_fl.stages.answers.clinical import clinical, plan_size
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.targets import column_of
@@ -133,5 +133,20 @@ def test_how_many_patients_it_takes(wsi_fl, tmp_path):
     assert document["patients"] == max(document["needed"].values()) and document["cases"] == 138
     narrower = json.loads(wsi_fl("plan-size", *given, "--width", "0.05", "--json", cwd=tmp_path).stdout)
     assert 3.9 < narrower["needed"]["sensitivity"] / 692 < 4.1
-    done = wsi_fl("plan-size", "--prevalence", "1.2", cwd=tmp_path)
-    assert done.returncode and "prevalence" in done.stderr
+    # with 1/width², as its formula says, and no end of a search
+    narrow = json.loads(wsi_fl("plan-size", *given, "--width", "0.00002", "--json", cwd=tmp_path).stdout)
+    assert narrow["needed"]["auroc"] == pytest.approx(document["needed"]["auroc"] * 5000**2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("prevalence", value) for value in ("1.2", "0", "1e-300", "nan", "0.999999999")),
+        *(("width", value) for value in ("1e-9", "0", "inf")),
+        *(("auroc", value) for value in ("0.5", "0.5000000001", "1")),
+        *(("sensitivity", "1e-320"), ("specificity", "1")),
+    ],
+)
+def test_what_asks_for_more_patients_than_there_are_people_is_refused(option, value):
+    asked = {"prevalence": 0.2, "area": 0.8} | {"area" if option == "auroc" else option: float(value)}
+    refused(lambda: plan_size(asked.pop("prevalence"), asked.pop("area"), **asked), f"--{option} ", "between")

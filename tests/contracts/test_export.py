@@ -311,6 +311,38 @@ def test_a_file_that_says_something_else_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Noisy(torch.nn.Module):
+    """Logits that differ by so much between a batch and single examples, or between the model and its file."""
+
+    def __init__(self, by, *, of_file=False, scale=1.0):
+        super().__init__()
+        self.by, self.of_file, self.scale = by, of_file, scale
+
+    def forward(self, x):
+        noise = torch.jit.is_tracing() if self.of_file else len(x) > 1
+        return x.mean((2, 3))[:, :2] * self.scale + (self.by if noise else 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "written"),
+    [
+        (Noisy(4e-5), True),  # no further from its file than from itself
+        (Noisy(4e-5, of_file=True), False),
+        (Noisy(5e-3), False),  # what ties rows together is no noise
+        (Noisy(1e-3, of_file=True, scale=1e4), True),  # of logits of thousands, the seventh digit
+        (Noisy(1.0, of_file=True, scale=1e4), False),
+        (Noisy(float("nan")), False),
+    ],
+)
+def test_a_file_is_compared_as_finely_as_the_model_answers(tmp_path, model, written):
+    if written:
+        assert write_torchscript(tmp_path / "model.pt", model, Images(3, 8)) < 1e-4
+    else:
+        with pytest.raises(WsiFlError, match="other numbers"):
+            write_torchscript(tmp_path / "model.pt", model, Images(3, 8))
+    assert (tmp_path / "model.pt").exists() == written
+
+
 def test_the_command(done, wsi_fl):
     study, run = done
     told = wsi_fl("export", "--run", run, "--model", "proxy", "--format", "wsinfer", "--json", cwd=study.root)

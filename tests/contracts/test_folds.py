@@ -21,6 +21,7 @@ from wsi_fl.stages.site.data import Data, open_data
 from wsi_fl.stages.training import train as training
 from wsi_fl.stages.training.train import train_series
 from wsi_fl.study.folder import load_pipeline
+from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import WsiFlError
 
@@ -250,3 +251,26 @@ def test_the_command_line(study, wsi_fl):
     ):
         done = wsi_fl("train", "--method", "regular", *arguments, cwd=study.root)
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("n_patients", "n_folds", "way_on"),
+    [
+        (0, 5, "leave the site out"),
+        (1, 5, "leave the site out"),
+        (2, 5, "to 2 or less"),
+        (4, 5, "to 4 or less"),
+    ],
+)
+def test_the_way_on_from_too_few_patients_is_one_that_is_accepted(n_patients, n_folds, way_on):
+    patient = np.array([f"P{k}" for k in range(n_patients)], str)
+
+    def divided(n_folds):
+        return folds_of(patient, np.zeros(n_patients, np.int64), n_folds=n_folds, seed=0, stratified=True)
+
+    refused(lambda: divided(n_folds), f"{n_patients} patients", way_on)
+    if way_on.startswith("to"):
+        fewest = pipeline_model().model_json_schema()["$defs"]["Train"]["properties"]["folds"]["anyOf"][0][
+            "minimum"
+        ]
+        assert n_patients >= fewest and sorted(divided(n_patients)) == list(range(n_patients))

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import statsmodels.api as sm
-from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logit
@@ -23,8 +22,6 @@ from wsi_fl.learning.clinical import Wanted, _Interval
 from wsi_fl.learning.predictions import Predictions
 from wsi_fl.report.clinical import findings, section
 from wsi_fl.stages.answers import clinical as stage
-from wsi_fl.stages.answers.clinical import plan_size
-from wsi_fl.types import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -269,22 +266,6 @@ def test_at_another_prevalence_one_kind_of_patients_says_nothing_of_the_model():
     for name, known in (("model", "model"), ("everybody", "all")):
         expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
         assert found[name] == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("prevalence", "area", "width"),
-    [
-        (1e-300, 0.8, 0.1),
-        (0.2, 0.85, 1e-9),
-        (0.5, 0.5 + 1e-12, 0.1),
-        (1 - 1e-15, 0.9, 0.1),
-        (1e-12, 0.9, 0.5),
-    ],
-)
-def test_more_patients_than_there_are_people_are_no_plan(prevalence, area, width):
-    with pytest.raises(ValueError, match="fewer people"):
-        clinical.patients_needed(prevalence, area, Wanted(auroc=width))
-    refused(lambda: plan_size(prevalence, area, width=width), "--width", "--prevalence", error=UsageError)
 
 
 def test_narrow_intervals_take_as_many_patients_as_their_square_asks_for():

@@ -133,10 +133,12 @@ from pathlib import Path
 import numpy as np
 sys.path[:0] = {tests!r}
 from test_comm import Told, plan_of, release_of, said
+from wsi_fl.federation import message as wire
 from wsi_fl.federation.comm import MpiComm
 from wsi_fl.federation.message import Outgoing
 from wsi_fl.types import WsiFlError
 folder = Path({folder!r})
+wire._PART_BYTES = {part}
 comm = MpiComm(20.0)
 (me,) = comm.sites
 def together():
@@ -183,18 +185,36 @@ def said(message):
     return [message.sender, message.receiver, message.round, message.schema, message.weight, digest]
 
 
-def run_ranks(folder, text, n):
-    """Run a script as n ranks, with the tests and a folder written into it."""
+def run_ranks(folder, text, n, part=wire._PART_BYTES):
+    """Run a script as n ranks, with the tests, a folder and the bytes of a part written into it."""
     script = folder / "ranks.py"
-    script.write_text(text.format(tests=[str(p) for p in Path(__file__).parents[:2]], folder=str(folder)))
+    tests = [str(p) for p in Path(__file__).parents[:2]]
+    script.write_text(text.format(tests=tests, folder=str(folder), part=part))
     options = f"-n {n} --oversubscribe --bind-to none".split()
     command = [launch.find_mpiexec(), *options, sys.executable, script]
     how = {"env": launch.rank_environment(n), "capture_output": True, "text": True, "timeout": 100}
     return subprocess.run(command, check=False, **how)
 
 
-def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_path):
-    done = run_ranks(tmp_path, RANKS, 3)
+def test_what_is_too_long_for_a_call_of_mpi_travels_in_parts(monkeypatch):
+    values = (
+        np.arange(70_001, dtype=np.float32),
+        np.arange(9),
+        b"",
+        b"x",
+        bytearray(300),
+        np.zeros(0, np.float32),
+    )
+    monkeypatch.setattr(wire, "_PART_BYTES", 100)
+    for one in values:
+        parts = wire.parts_of(one)
+        assert b"".join(parts) == bytes(one) and max(part.nbytes for part in parts) <= 100
+        assert len(parts) == max(1, -(-memoryview(one).nbytes // 100)), one
+
+
+@pytest.mark.parametrize("part", [wire._PART_BYTES, 100_000])  # whole, and in three parts
+def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_path, part):
+    done = run_ranks(tmp_path, RANKS, 3, part)
     assert done.returncode == 0, done.stderr[-2000:]
     ranks = [json.loads((tmp_path / f"rank{k}.json").read_text()) for k in range(3)]
     local = LocalComm(3)

@@ -1,5 +1,13 @@
 """Networks from published weights: the numbers are timm's, and only what is trained has gradients and travels."""
 
+import argparse
+import shlex
+import subprocess
+import sys
+from collections import OrderedDict
+from datetime import date
+
+import numpy as np
 import pytest
 import timm
 import torch
@@ -134,6 +142,33 @@ def test_a_folder_holds_the_weights_of_several_architectures_and_pickles_are_rea
     state = timm.create_model("test_vit").state_dict()
     torch.save({"state_dict": state}, tmp_path / "w.pth")
     assert started_from(made(tmp_path / "w.pth", name="test_vit"))
+
+
+def _pickles():
+    """Weights as training programs save them beside what is no tensor, and one that two names share."""
+    table, arguments = torch.arange(12.0).reshape(3, 4).t(), argparse.Namespace(lr=0.1)
+    yield {"state_dict": {"a": table, "n": torch.tensor(3)}, "best": np.float64(0.9)}
+    yield {"model": OrderedDict(a=table, b=table), "args": arguments}
+    yield {"a": table[:, 1:], "epoch": np.int64(3)}
+    yield {"epoch": 3, "teacher": {"a": torch.nn.Parameter(table.half())}, "date": date(2026, 1, 2)}
+
+
+@pytest.mark.parametrize("document", _pickles(), ids=["state_dict", "model", "flat", "teacher"])
+def test_the_advice_for_a_pickle_that_is_not_opened_makes_a_file_that_is(tmp_path, document):
+    path = tmp_path / "in.pth"
+    torch.save(document, path)
+    with pytest.raises(WsiFlError, match="never opened") as caught:
+        read_weights(path)
+    message = str(caught.value)
+    assert len(message) < 600 and "\n" not in message
+    _, *words = shlex.split(message[message.index("python -c") :])
+    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True)
+    tensors = read_weights(tmp_path / "out.safetensors")
+    inner = next((document[key] for key in ("state_dict", "model", "teacher") if key in document), document)
+    inner = {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}
+    assert tensors.keys() == inner.keys()
+    for name, each in inner.items():
+        assert torch.equal(tensors[name], each.to(tensors[name].dtype))
 
 
 def test_resnet18_takes_the_weights_of_torchvision(tmp_path):

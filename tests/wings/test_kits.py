@@ -158,6 +158,12 @@ def test_a_request_gives_nobody_a_role_and_the_root_itself_speaks_for_nobody(fou
     refused(lambda: verified(root, root), "may sign others", error=NotTrusted)
 
 
+@pytest.mark.parametrize("content", ["[]", "null", "3", '"x"', "{}", '{"name": "C1"}', "{", "\xff"])
+def test_a_kit_whose_document_is_damaged_is_named(tmp_path, content):
+    (tmp_path / "federation.json").write_bytes(content.encode("latin1"))
+    refused(lambda: Kit.open(tmp_path), "federation.json: ", "put its backup back", error=WsiFlError)
+
+
 def test_nonsense_is_refused(founded, tmp_path):
     (tmp_path / "x.json").write_text("[]")
     for action in (

@@ -34,6 +34,7 @@ from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.training.workshop import build_site
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
+from wsi_fl.synthesis.stages import buffers
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 from wsi_fl.system.files import read_lines, write_sealed
 from wsi_fl.types import Images, WsiFlError
@@ -263,6 +264,14 @@ def test_what_does_not_fit_is_one_line_and_privacy_that_is_not_there_is_not_pret
         ("train.data=features", "train.data = 'patches'"),
     ):
         refused(partial(run, study, "replay", override), words)
+
+
+@pytest.mark.parametrize("buffer", [14_300, 700_000, 10_000_000])
+def test_a_buffer_that_memory_cannot_hold_is_refused_before_any_is_drawn(study, buffer, monkeypatch):
+    monkeypatch.setattr(buffers, "free_bytes", lambda: 10**6)
+    monkeypatch.setattr(buffers, "_drawn", lambda *_: pytest.fail("it was drawn"))
+    begun = partial(run, study, "replay", f"replay.buffer={buffer}")
+    refused(begun, f"replay.buffer = {buffer}: ", "0.001 GB are free; at most ")
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,24 +9,24 @@ from math import inf
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wsi_fl.federation.documents import check_length, decoded, encoded
 from wsi_fl.federation.message import (
     HEADER_BYTES,
     NUMBERS,
     Arrival,
+    Buffer,
+    Departure,
     Message,
     Outgoing,
     PayloadType,
-    Values,
     body_length,
     pack,
     received,
     tag_of,
 )
 from wsi_fl.system.bulk import BufferPool
-from wsi_fl.types import KnownToAll, UsageError, WsiFlError
+from wsi_fl.types import KnownToAll, UsageError, WsiFlError, one_line
 
 _T = TypeVar("_T")
 
@@ -183,6 +183,28 @@ class LocalComm:
         """There is no other process to end."""
 
 
+def mpi_of(n_ranks: int) -> Any:
+    """Return mpi4py's module in one of so many ranks, or of any number where that is 0.
+
+    Raises:
+        UsageError: when MPI sees another number.
+        WsiFlError: when there is no MPI that works.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py looks for the library when it is imported
+        raise WsiFlError(
+            f"no MPI in this rank ({one_line(error)[:100]}); `wsi-fl doctor` tries it, and without mpiexec or srun "
+            "`--backend local` trains without it"
+        ) from None
+    if n_ranks not in (0, size := MPI.COMM_WORLD.Get_size()):
+        raise UsageError(
+            f"{n_ranks} ranks work together here, but MPI sees {size}; start them by `mpiexec -n {n_ranks}`, or by "
+            f"`srun --mpi=pmix -n {n_ranks}`"
+        )
+    return MPI
+
+
 @dataclass
 class MpiComm:
     """One MPI rank per running site, in site order.
@@ -204,17 +226,10 @@ class MpiComm:
     late: Callable[[list[int]], None] | None = None
 
     def __post_init__(self) -> None:
-        from mpi4py import MPI
-
-        self._mpi = MPI
-        self._world = MPI.COMM_WORLD
+        self._mpi = mpi_of(len(self.running))
+        self._world = self._mpi.COMM_WORLD
         size = self._world.Get_size()
         self.running = tuple(self.running) or tuple(range(size))
-        if len(self.running) != size:
-            raise UsageError(
-                f"{len(self.running)} sites need {len(self.running)} ranks, but MPI sees {size}; "
-                "try mpiexec, or srun --mpi=pmix"
-            )
         self.n_sites = self.n_sites or size
         self._rank_of = {site: rank for rank, site in enumerate(self.running)}
         self.sites: tuple[int, ...] = (self.running[self._world.Get_rank()],)
@@ -311,13 +326,13 @@ class MpiComm:
     def _mpi_kind(self, kind: PayloadType) -> Any:
         return self._mpi.FLOAT if kind == NUMBERS else self._mpi.BYTE
 
-    def _send(self, site: int, head: tuple[Any, Any], body: tuple[Any, Any], tag: int) -> list[Any]:
+    def _send(
+        self, site: int, head: tuple[Buffer, Any], body: tuple[Buffer, Any], tag: int
+    ) -> list[Departure]:
         rank = self._rank_of[site]
-        return [self._world.Isend(list(head), rank, tag), self._world.Isend(list(body), rank, tag + 1)]
+        return [Departure(self._world, *head, rank, tag), Departure(self._world, *body, rank, tag + 1)]
 
-    def _receive(
-        self, buffer: Values | NDArray[np.int64] | bytearray, kind: Any, site: int, tag: int
-    ) -> Arrival:
+    def _receive(self, buffer: Buffer, kind: Any, site: int, tag: int) -> Arrival:
         rank = self._rank_of[site]
         return Arrival(self._mpi, self._world, buffer, kind, rank, tag, self._name(site))
 

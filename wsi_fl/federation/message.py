@@ -27,6 +27,7 @@ NUMBERS, BYTES = np.dtype(np.float32), np.dtype(np.uint8)
 """Kinds of values that travel: a model's parameters, or a buffer of images and labels."""
 _KINDS = (NUMBERS, BYTES)
 Values = NDArray[np.float32] | NDArray[np.uint8]
+Buffer = Values | NDArray[np.int64] | bytes | bytearray
 PayloadType = np.dtype[Any]
 HOPS = 9
 """Hops that one round has room for: the tags of messages and their headers tell so many apart."""
@@ -38,6 +39,8 @@ _TAGS = 1 << 14
 """Tags of messages are below it, in pairs of header and body; they come round again after many rounds."""
 _WIDEST = 4
 """A body up to so many times the agreed length is received and thrown away; a longer one is left where it is."""
+_PART_BYTES = 1 << 30
+"""A longer body travels in parts: MPI counts what a call sends in 31 bits, and Open MPI 5 offers no larger counts."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,24 @@ def received(
     return Message(sender, receiver, round_, schema.hex(), vector, weight)
 
 
+def parts_of(buffer: Buffer) -> list[memoryview]:
+    """Return the parts in which a buffer travels, one after another; one where it is short, or empty."""
+    view = memoryview(buffer)  # type: ignore[arg-type]  # mypy takes no array for a buffer before Python 3.12
+    step = _PART_BYTES // view.itemsize
+    return [view[start : start + step] for start in range(0, max(1, len(view)), step)]
+
+
+class Departure:
+    """A body on its way to a peer, in as many parts as it takes."""
+
+    def __init__(self, world: Any, buffer: Buffer, kind: Any, rank: int, tag: int) -> None:
+        self._requests = [world.Isend([part, kind], rank, tag) for part in parts_of(buffer)]
+
+    def Test(self) -> bool:
+        """Return whether all of it has left by now, as an MPI request does."""
+        return bool(sum(request.Test() for request in self._requests) == len(self._requests))
+
+
 @dataclass
 class Arrival:
     """A message on its way from a peer, received only when it has the length that was announced.
@@ -162,13 +183,16 @@ class Arrival:
     mpi: Any
     world: Any
     # what to fill, to its last value, and the MPI type of these values
-    buffer: Values | NDArray[np.int64] | bytearray
+    buffer: Buffer
     kind: Any
     # whose message, and which; and what messages call that site
     rank: int
     tag: int
     name: str
-    _request: Any = None
+
+    def __post_init__(self) -> None:
+        self._awaited = parts_of(self.buffer)
+        self._requests: list[Any] = []
 
     def Test(self) -> bool:
         """Return whether it is here by now, as an MPI request does.
@@ -176,14 +200,14 @@ class Arrival:
         Raises:
             NotAgreed: when it has another length; it is not received.
         """
-        if self._request is None:
+        while self._awaited:
             status = self.mpi.Status()
             message = self.world.Improbe(self.rank, self.tag, status)
             if message is None:
                 return False
-            if status.Get_count(self.kind) != len(self.buffer):
+            if status.Get_count(self.kind) != len(self._awaited[0]):
                 raise NotAgreed(
                     f"site {self.name} sent something else than the {len(self.buffer)} values it announced"
                 )
-            self._request = message.Irecv([self.buffer, self.kind])
-        return bool(self._request.Test())
+            self._requests.append(message.Irecv([self._awaited.pop(0), self.kind]))
+        return bool(sum(request.Test() for request in self._requests) == len(self._requests))

@@ -31,7 +31,7 @@ from wsi_fl.stages.answers.between import between_lines
 from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import toml_value
-from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.system.files import read_json, read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _T = TypeVar("_T")
@@ -213,7 +213,7 @@ def federation_demo(folder: Path) -> _Finished:
     root = folder.resolve()
     if (root / _DONE).is_file():
         say(f"{folder}: this demo has finished; for another one remove the folder, or choose another --out")
-        return cast(_Finished, dict(read_json(root / _DONE)))
+        return cast(_Finished, read_object(root / _DONE, "remove the folder"))
     if root.exists() and any(root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no finished demo; remove it, or choose another --out")
     try:

@@ -25,8 +25,6 @@ LEAST = 10
 """Patients, and cases and others among them, below which nothing is told of a subgroup."""
 _Z = 1.959963984540054
 _NARROW = 1e-12
-_PEOPLE = 10**10
-"""No test set has more patients."""
 
 
 @dataclass(frozen=True)
@@ -362,8 +360,7 @@ def patients_needed(
     sensitivity: float | None = None,
     specificity: float | None = None,
 ) -> dict[str, int]:
-    """Return how many patients a test set needs for each interval to be as narrow as wanted; ValueError for more than
-    there are people.
+    """Return how many patients a test set needs for each interval to be as narrow as wanted.
 
     The model is taken to be calibrated, and its log-odds to be normal among cases and among others, as wide as `area`
     says.
@@ -379,22 +376,15 @@ def patients_needed(
     found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / _Z)}
     # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
     log_error = asinh(wanted.expected / 2) / _Z
-    found["expected"] = _whole((1 - prevalence) / prevalence / log_error**2)
+    found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
     found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / _Z)
     for name, value, share, width in (
         ("sensitivity", sensitivity, prevalence, wanted.sensitivity),
         ("specificity", specificity, 1 - prevalence, wanted.specificity),
     ):
         if value is not None:
-            found[name] = _whole(value * (1 - value) / (width / 2 / _Z) ** 2 / share)
+            found[name] = ceil(value * (1 - value) / (width / 2 / _Z) ** 2 / share)
     return found
-
-
-def _whole(n: float) -> int:
-    """Return so many patients as a whole number; ValueError for more than there are people."""
-    if not n <= _PEOPLE:
-        raise ValueError(f"it takes more than {_PEOPLE:,} patients, and there are fewer people")
-    return ceil(n)
 
 
 def _for_area(prevalence: float, area: float, error: float) -> int:
@@ -405,7 +395,7 @@ def _for_area(prevalence: float, area: float, error: float) -> int:
         spread = 1 + half * (1 - area) / (2 - area) + half * area / (1 + area)
         return sqrt(area * (1 - area) * spread / (n**2 * prevalence * (1 - prevalence)))
 
-    return _whole(3 + bisect_left(range(3, 2 * _PEOPLE), True, key=lambda n: reached(n) <= error))
+    return 3 + bisect_left(range(3, 1 << 62), True, key=lambda n: reached(n) <= error)
 
 
 def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
@@ -431,4 +421,4 @@ def _for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
     information = weight * expit(lp) * expit(-lp)
     a, ab, b = information.sum(), (information * lp).sum(), (information * lp**2).sum()
     spread = float(a * b - ab**2)
-    return _whole(float(a) / spread / error**2 if spread > 0 else np.inf)
+    return ceil(float(a) / spread / error**2)

@@ -85,6 +85,9 @@ def require_names(patient: NDArray[np.str_], site: str) -> None:
 # ---- folds
 
 
+_FEWEST_FOLDS = 2
+
+
 def folds_of(
     patient: NDArray[np.str_],
     label: NDArray[np.int64],
@@ -115,9 +118,9 @@ def folds_of(
     if len(names) < n_folds and (
         stratified or not lots.secret
     ):  # a hospital does not tell how many patients it has
-        raise UsageError(
-            f"{len(names)} patients cannot be divided into {n_folds} folds; set train.folds to {len(names)} or less"
-        )
+        fewer = f"set train.folds to {len(names)} or less"
+        way_on = fewer if len(names) >= _FEWEST_FOLDS else "leave the site out"
+        raise UsageError(f"{len(names)} patients cannot be divided into {n_folds} folds; {way_on}")
     drawn = [lots.draw("fold ", seed, name) for name in names.tolist()]
     if not stratified:
         return np.array([(lot >> 192) % n_folds for lot in drawn], np.int64)[which]

@@ -199,10 +199,20 @@ def refuse_file_name(name: str) -> None:
 
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar", ".torch")
 _INNER = ("state_dict", "model", "teacher")  # under which key training programs put the weights
-_ADVICE = (
-    "convert it once where you trust it: "
-    "safetensors.torch.save_file(torch.load('in.pth', weights_only=True), 'out.safetensors')"
-)
+_PLAIN = re.compile(r"[\w./ -]+")
+
+
+def _conversion(path: Path, *, tensors_alone: bool) -> str:
+    """Return the command that makes a safetensors file of a pickle, as far as programs nest weights in it."""
+    source = str(path) if _PLAIN.fullmatch(str(path)) else "in.pth"  # else a shell might read it otherwise
+    nested = "d"
+    for key in reversed(_INNER):
+        nested = f"d.get('{key}', {nested})"
+    return (
+        'python -c "import torch, safetensors.torch; safetensors.torch.save_file({k: v.contiguous().clone() for k, v '
+        f"in (lambda d: {nested})(torch.load('{source}', 'cpu', weights_only={tensors_alone})).items() if "
+        "torch.is_tensor(v)}, 'out.safetensors')\""
+    )
 
 
 def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None]) -> Path:
@@ -232,7 +242,9 @@ def _as_safetensors(path: Path, cache: Path | None, tell: Callable[[str], None])
             continue
         tell(f"{path.name}: tensors alone were read and kept as {place}")
         return place
-    raise WsiFlError(f"{path}: its folder cannot be written; {_ADVICE}")
+    raise WsiFlError(
+        f"{path}: its folder cannot be written; convert it elsewhere: {_conversion(path, tensors_alone=True)}"
+    )
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -243,7 +255,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         reason = one_line(error).split(". ")[0][:120]
         raise WsiFlError(
             f"{path}: damaged, or a pickle of more than tensors; it could run any program, so it is never opened "
-            f"({reason}); {_ADVICE}"
+            f"({reason}); where you trust it, convert it once: {_conversion(path, tensors_alone=False)}"
         ) from None
     for key in _INNER:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):

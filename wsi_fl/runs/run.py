@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wsi_fl.runs.site import SiteFolder, hold_alone
-from wsi_fl.system.files import alone, append_line, ordinary, read_lines, read_sealed, write_sealed
+from wsi_fl.system.files import (
+    alone,
+    append_line,
+    ordinary,
+    read_lines,
+    read_sealed,
+    read_where_sealed,
+    write_sealed,
+)
 from wsi_fl.types import UsageError, WsiFlError
 
 _NAME = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
@@ -19,6 +27,9 @@ _ROSTER = {"site": str, "event": str}
 """What the lines of a roster have."""
 _MANIFEST = ("id", "config_sha256")
 _SUMMARY = ("run", "method", "seconds", "sites", "lost", "communication")
+_Said = Literal["summary", "evaluation", "clinical", "audit", "mpcpa"]
+_FILES = {"audit": "audit/audit.json"}
+"""Where a document lies that has a folder to itself; the others are NAME.json."""
 _EVALUATION = ("run", "sites", "merged")
 
 
@@ -126,9 +137,9 @@ class RunFolder:
         folders = sorted((self.path / "sites").glob("*"))
         return {path.name: digest for path in folders if (digest := self.site(path.name).store_digest())}
 
-    def write(self, what: Literal["summary", "evaluation", "clinical"], document: Mapping[str, Any]) -> None:
-        """Write what says that the run has finished, or what `evaluate` or `clinical` says of it."""
-        write_sealed(self.path / f"{what}.json", document)
+    def write(self, what: _Said, document: Mapping[str, Any]) -> None:
+        """Write what says that the run has finished, or what a later command says of it."""
+        write_sealed(self.path / _FILES.get(what, f"{what}.json"), document)
 
     def evaluation(self) -> dict[str, Any] | None:
         """Return the document of `evaluate`; None where the run was not evaluated; WsiFlError when it is damaged."""
@@ -139,6 +150,19 @@ class RunFolder:
         """Return the document of `clinical`; None where nobody asked for it."""
         advice = f"run `wsi-fl clinical {self.path.name}` again"
         return self._document("clinical.json", ("run", "sites"), advice)
+
+    def audit(self) -> dict[str, Any] | None:
+        """Return the document of `audit`; None where nobody asked for it."""
+        advice = f"run `wsi-fl audit {self.path.name}` again"
+        keys = ("run", "sites")
+        path = self.path / _FILES["audit"]
+        return read_where_sealed(path, keys, advice) if path.exists() else None
+
+    def mpcpa(self) -> dict[str, Any] | None:
+        """Return the document of the baselines of `mpcpa`; None where nobody asked for them."""
+        advice = "delete it; `wsi-fl train --method mpcpa --baselines` writes it again"
+        path = self.path / "mpcpa.json"
+        return read_where_sealed(path, ("run", "runs", "curve"), advice) if path.exists() else None
 
     def _document(self, name: str, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
         return read_sealed(self.path / name, keys, advice) if (self.path / name).exists() else None

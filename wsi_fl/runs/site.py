@@ -18,6 +18,7 @@ from wsi_fl.system.files import (
     read_lines,
     read_object,
     read_sealed,
+    read_where_sealed,
     remove_leftovers,
     write_json,
     write_sealed,
@@ -81,6 +82,10 @@ class SiteFolder:
                 f"site {self.path.name}: its store was made anew since this run began, or the secret of its lots was "
                 "(beside its ledger); put its backup back, or start a new run"
             )
+
+    def write_account(self, account: Mapping[str, Any]) -> None:
+        """Write what the site's ledger says at the end of the run."""
+        write_sealed(self.account_path, account)
 
     def store_digest(self) -> str | None:
         """What `remember_store` noted."""
@@ -189,10 +194,7 @@ class SiteFolder:
             "put its backup back; or delete the run's summary.json and run "
             f"`wsi-fl train --resume {run}`, which writes it again"
         )
-        document = read_object(self.account_path, advice)
-        if missing := [key for key in _ACCOUNT if key not in document]:
-            raise WsiFlError(f"{self.account_path}: damaged, it has no {missing[0]}; {advice}")
-        return document
+        return read_where_sealed(self.account_path, _ACCOUNT, advice)
 
     def save_model(self, role: str, tensors: Mapping[str, Tensor]) -> Path:
         """Writes `<role>.safetensors`."""

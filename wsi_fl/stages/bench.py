@@ -65,6 +65,8 @@ _COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
     *("rounds", "lr", "spent", "guarantee", "seconds"),
 )
+_NUMBERS = ("sites", "score", "own_score", "rounds", "lr")
+"""Columns that are computed with; `own_score` is empty of who stays alone."""
 
 
 class Cell(NamedTuple):
@@ -377,7 +379,8 @@ def _still_good(out: Path, facts: Mapping[str, Any], methods: Sequence[str], tol
     if before and {key: before.get(key) for key in facts} != facts:
         raise UsageError(f"{out}: holds results of another table or unit; choose another --out")
     code = {name: _code_of(name) for name in methods}
-    known = before.get("code", {})
+    known = before.get("code")
+    known = known if isinstance(known, dict) else {}
     changed = [name for name in methods if known.get(name, code[name]) != code[name]]
     for name in changed:
         told.say(f"{name} has changed since {out}; its lines are made anew")

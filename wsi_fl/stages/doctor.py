@@ -14,6 +14,7 @@ from typing import Any
 
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.work.console import Line, Lines
+from wsi_fl.system.machine import launcher_reason
 from wsi_fl.types import WsiFlError, one_line
 
 _MIN_FREE = 5 << 30
@@ -79,8 +80,7 @@ def _mpi() -> str:
     except subprocess.TimeoutExpired:
         raise WsiFlError("mpiexec started, but two ranks did not find each other within a minute") from None
     if answer.returncode:
-        words = answer.stderr.strip().splitlines()
-        reason = words[-1] if words else "no message"
+        reason = launcher_reason(answer.stderr)
         raise WsiFlError(f"two ranks do not work together: {reason}; mpi4py and mpiexec must be of one MPI")
     return f"two ranks talk to each other ({command[0]})"
 

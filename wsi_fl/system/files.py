@@ -209,22 +209,27 @@ def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
 
 def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
     """Return what `write_sealed` wrote, without the digest; WsiFlError, with advice, where it is damaged."""
-    document = read_object(path, advice)
-    whole = all(key in document for key in keys)
-    if not whole or document.pop(_DIGEST, None) != _digest(document):
+    document = read_object(path, advice, keys)
+    if document.pop(_DIGEST, None) != _digest(document):
         raise WsiFlError(f"{path}: damaged; {advice}")
     return document
 
 
-def read_object(path: Path, advice: str) -> dict[str, Any]:
-    """Return the JSON object in a file; WsiFlError, with advice, when it is missing, damaged or no object."""
+def read_object(path: Path, advice: str, keys: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the JSON object in a file; WsiFlError, with advice, when it is missing, damaged, or lacks a key."""
     try:
         document = read_json(path)
     except WsiFlError as error:
         raise WsiFlError(f"{error}; {advice}") from None
-    if not isinstance(document, dict):
+    if not isinstance(document, dict) or not all(key in document for key in keys):
         raise WsiFlError(f"{path}: damaged; {advice}")
     return document
+
+
+def read_where_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
+    """Return what `write_sealed` wrote, or an object of an older version, which wrote no digest."""
+    document = read_object(path, advice, keys)
+    return read_sealed(path, keys, advice) if _DIGEST in document else document
 
 
 def _digest(document: Mapping[str, Any]) -> str:

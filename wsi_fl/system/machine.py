@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import sys
 from collections.abc import Iterable
@@ -19,6 +20,13 @@ _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 """Variables in the environment of a rank: how many there are, which it is, how many are on its machine."""
+_MANAGERS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_", "FLUX_", "LOADL_", "PALS_")
+"""How variables begin by which resource managers name the machines of a job, and mpiexec believes them."""
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables by which people say how many threads a process takes."""
+_BOX = re.compile(r"-{20,}")
+_LONGEST = 200
+"""Characters of a launcher's reason that are quoted."""
 
 
 def cores() -> list[int]:
@@ -73,15 +81,38 @@ def allocate(descriptor: int, n_bytes: int) -> None:
 def launched_ranks() -> int | None:
     """Return how many ranks mpiexec or srun started with this one; None when nobody did.
 
-    A batch script of Slurm is no rank, though Slurm numbers it as one.
+    A batch script of Slurm is no rank, though Slurm numbers it as one; nor is the terminal that `srun --pty` opens.
     """
-    size = _said(_SIZE)
+    size = _said(_SIZE[:-1] if "SLURM_PTY_PORT" in os.environ else _SIZE)
     return size if size is not None and (size > 1 or "OMPI_COMM_WORLD_SIZE" in os.environ) else None
 
 
 def is_first() -> bool:
     """Return whether this process tells people what all ranks do: the first rank, or a process alone."""
     return launched_ranks() is None or not _said(_RANK)
+
+
+def local_environment() -> dict[str, str]:
+    """Return this environment without a resource manager's job: mpiexec then starts ranks on this machine.
+
+    A container or `salloc` hands on the variables of a job whose machines may go by other names, or be other ones.
+    """
+    return {name: value for name, value in os.environ.items() if not name.startswith(_MANAGERS)}
+
+
+def launcher_reason(said: str) -> str:
+    """Return the line in which mpiexec says why it started nothing: the last before its first box, else the box's."""
+    before, *boxes = (part.strip() for part in _BOX.split(said))
+    reason = before.splitlines()[-1] if before else " ".join("".join(boxes[:1]).split())
+    return reason[:_LONGEST] or "it said nothing"
+
+
+def threads_wanted() -> int | None:
+    """Return how many threads people ask for by a variable such as OMP_NUM_THREADS; None where they ask for none."""
+    asked = (
+        os.environ.get(name, "").partition(",")[0] for name in _THREADS
+    )  # what follows is for nested teams
+    return next((int(number) for number in asked if number.isdecimal() and int(number)), None)
 
 
 def share_of_threads() -> int:

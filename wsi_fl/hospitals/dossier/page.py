@@ -30,7 +30,7 @@ from wsi_fl.stages.training.going_on import runs_of_plan
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.system.files import read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _MOST_LINES = 12
@@ -272,7 +272,7 @@ def _audits(study: Study, site: str, *, for_others: bool = False) -> list[dict[s
     """
     found = []
     for file in sorted(study.runs.glob("*/audit/audit.json")):
-        document: dict[str, Any] = read_json(file)
+        document = RunFolder(file.parent.parent).audit() or {}
         mine = [one for one in document.get("sites", ()) if one["site"] == site]
         for model in [model for one in mine for model in one["models"]]:
             if for_others and model["model"] == "private":
@@ -293,7 +293,7 @@ def _audits(study: Study, site: str, *, for_others: bool = False) -> list[dict[s
 def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
     """What a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
     path = cost_path(study, site)
-    kept = dict(read_json(path)) if path.is_file() else {}
+    kept = read_object(path, "delete it") if path.is_file() else {}
     return kept["cost"] if kept.get("plan") == plan.digest else None
 
 

@@ -31,7 +31,7 @@ from wsi_fl.stages.work.console import Line, Lines, Table
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value
-from wsi_fl.system.files import locked, read_json, read_object, write_json
+from wsi_fl.system.files import locked, read_object, write_json
 from wsi_fl.types import UsageError
 
 _ENOUGH = 20
@@ -105,7 +105,7 @@ def take_census(
     with locked(kept.parent, identity.name):
         ledger = open_ledger(study, site, _RUN, terms)
         if kept.exists():
-            document = dict(read_json(kept))
+            document = read_object(kept, "put its backup back", ("certificate", *_Census.__annotations__))
             cells = [number for values in document["counts"].values() for number in values.values()]
             vector = np.array(cells, np.float32)
             round_ = check_own(ledger, _RUN, digest(vector), kept.name)

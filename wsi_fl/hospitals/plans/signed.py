@@ -25,7 +25,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value, validated
-from wsi_fl.system.files import ordinary, read_json, write_json, write_text
+from wsi_fl.system.files import ordinary, read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 FORMAT, VERSION = "wsi-fl plan", 1
@@ -200,6 +200,9 @@ def approve(study: Study, plan: Plan, identity: Identity, frame: Frame | None = 
     return document
 
 
+_SIGN_AGAIN = "sign the plan again with `wsi-fl federation approve`"
+
+
 def approved_plan(study: Study, identity: Identity) -> Plan:
     """Return the plan that a hospital has signed; UsageError where there is none, or the file is another one now."""
     path, approval = plan_path(study), approval_path(study, identity.name)
@@ -210,7 +213,7 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
     plan = Plan.load(path)
     if plan.keys.get(identity.name) in withdrawn(identity.root).keys:  # not of the identity, which holds
         raise UsageError(f"this plan names an older key of {identity.name}; ask for a new plan, and sign it")
-    _check_approval(dict(read_json(approval)), plan, identity.root, site=identity.name)
+    _check_approval(read_object(approval, _SIGN_AGAIN), plan, identity.root, site=identity.name)
     frame = approved_at(study, identity.name).partition(" frame ")[2]
     if frame and (why := ended(study, identity, frame)):
         raise UsageError(f"site {identity.name} {why} ({plan.digest[:8]}); have it approve the plan itself")
@@ -220,7 +223,7 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
 def approved_at(study: Study, site: str) -> str:
     """Return when a site approved its plan, and in which frame; "" where it did not. It is good for one run."""
     path = approval_path(study, site)
-    said = read_json(path) if path.exists() else {"time": ""}
+    said = read_object(path, _SIGN_AGAIN, ["time"]) if path.exists() else {"time": ""}
     return f"{said['time']} frame {said['frame']}" if "frame" in said else str(said["time"])
 
 
@@ -250,7 +253,7 @@ def approvals(study: Study, plan: Plan, root: str) -> _Approvals:
         try:
             if not path.is_file():
                 raise UsageError("has not signed it, or its approval has not arrived")
-            _check_approval(dict(read_json(path)), plan, root, site=site)
+            _check_approval(read_object(path, _SIGN_AGAIN), plan, root, site=site)
         except WsiFlError as error:
             missing[site] = str(error)
         except (TypeError, ValueError):

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from wsi_fl.hospitals.trust.certificates import Identity, Role, Withdrawn, stranger, verified, withdrawn
-from wsi_fl.system.files import alone, ordinary, read_json, write_text
+from wsi_fl.system.files import alone, ordinary, read_object, write_text
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
@@ -71,7 +71,9 @@ class Kit:
             founded = (inner / "federation.json").is_file()
             what = f"the coordinator's is {inner}" if founded else "`wsi-fl federation join` makes one"
             raise UsageError(f"{path}: this is no kit (a folder with federation.json); {what}")
-        return Kit(path.resolve(), cast(KitDocument, dict(read_json(file))))
+        return Kit(
+            path.resolve(), cast(KitDocument, read_object(file, "put its backup back", ["name", "role"]))
+        )
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ from wsi_fl.hospitals.trust.certificates import (
 from wsi_fl.hospitals.trust.kit import DEFAULT_PORT, ROOT, STEM, Kit, KitDocument, address_of, bracketed
 from wsi_fl.hospitals.trust.root import Root, handed_on, list_lines
 from wsi_fl.stages.work.console import Line, Lines
-from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.system.files import read_json, read_object, write_json, write_text
 from wsi_fl.types import UsageError
 
 _REQUEST, _CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certificate"
@@ -169,7 +169,7 @@ def approve_request(
         raise UsageError(
             f"{file}: its fingerprint is {found}, not the one that was read out; ask {name} again"
         )
-    federation = dict(read_json(root.path / "federation.json"))
+    federation = read_object(root.path / "federation.json", "put its backup back")
     if {SERVER: "server", COORDINATOR: "coordinator"}.get(name, "hospital") != role:
         raise UsageError(f"{name!r} cannot be the name of a {role} in a federation")
     _refuse_taken(root, document, name, compared=bool(expected))
@@ -297,10 +297,10 @@ def joined_lines(document: _Joined) -> Lines:
 def _document(file: Path, wanted: str) -> tuple[dict[str, Any], Role]:
     """What a file of this format says, and whose role it is about."""
     try:
-        document = dict(read_json(file))
-    except (OSError, ValueError, TypeError):
-        document = {}
-    if document.get("format") != wanted:
+        document = read_json(file)
+    except OSError:
+        document = None
+    if not isinstance(document, dict) or document.get("format") != wanted:
         raise UsageError(f"{file}: this is no {wanted.removeprefix('wsi-fl federation ')} of a federation")
     if (role := document.get("role")) not in STEM:
         raise UsageError(f"{role!r} is no role in a federation")

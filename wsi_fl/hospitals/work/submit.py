@@ -30,7 +30,7 @@ from wsi_fl.report.words import absences
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.training.summary import Summary
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
-from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
+from wsi_fl.system.files import append_line, read_lines, read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _SUMMARY = "summary.json"
@@ -77,7 +77,8 @@ def submit(
         WsiFlError: with the reason of the first hospital that failed, or when two hospitals hold different scores.
     """
     if out is not None and (there := out / _SUMMARY).exists():
-        raise UsageError(f"{out} holds the result of {read_json(there).get('run')}; give another folder")
+        before = read_object(there, "give another folder").get("run")
+        raise UsageError(f"{out} holds the result of {before}; give another folder")
     if unknown := sorted(set(without) - set(plan.sites)):
         raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(plan.sites)}")
     sites = [site for site in plan.sites if site not in without]

@@ -27,14 +27,18 @@ from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.trained import with_dp
 from wsi_fl.stages.site.party import RunContext, as_begun
+from wsi_fl.stages.training.checks import traits_of
 from wsi_fl.stages.training.workshop import agreed_canaries, build_model, learned_from
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.job import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import write_csv, write_json
+from wsi_fl.study.toml import clash
+from wsi_fl.system.files import write_csv
 from wsi_fl.types import WsiFlError
 
 _CONFIDENCE = 0.95
+_PLANTED = 400
+"""Canaries that bound ε well from below."""
 """Of a bound alone, and of all that is called broken in a run together."""
 _RATES = (0.01, 0.001)
 _EXPOSURE = "exposure.csv"
@@ -54,6 +58,7 @@ class _Audit(TypedDict):
     adjacency: str
     sites: list[dict[str, Any]]
     influence: list[dict[str, object]]
+    may_plant: bool
 
 
 def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> _Audit:
@@ -70,7 +75,7 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> _Au
     run.finished()
     with RunContext.of_run(study, run) as party:
         document = _document(party, watcher)
-    write_json(run.path / "audit" / "audit.json", document)
+    run.write("audit", document)
     return document
 
 
@@ -102,7 +107,13 @@ def _document(party: RunContext, watcher: Watcher) -> _Audit:
         "adjacency": attacks.ADJACENCY,
         "sites": rows,
         "influence": _influence_of(party, here) if party.method.once else [],
+        "may_plant": not party.pipeline.audit.canaries and _may_plant(party),
     }
+
+
+def _may_plant(party: RunContext) -> bool:
+    """Return whether a run like this one may have canaries."""
+    return not clash(party.pipeline.changed(audit={"canaries": _PLANTED}), traits_of(party.method))
 
 
 def _models_of(method: Method) -> list[tuple[str, str]]:
@@ -244,8 +255,8 @@ def audit_lines(document: _Audit) -> Lines:
         )
     if document["tests"]:
         yield from (Line(f"  {said}") for said in (document["tested"], document["adjacency"]))
-    if not any(model["canaries"] for site in document["sites"] for model in site["models"]):
-        yield Line("  no canaries: train with --set audit.canaries=400 to bound ε from below")
+    if document["may_plant"]:
+        yield Line(f"  no canaries: train with --set audit.canaries={_PLANTED} to bound ε from below")
     yield Line(f"{document['run']} audited; next: wsi-fl report {document['run']}")
 
 

@@ -220,6 +220,10 @@ def _groups(study: Study, site: SiteFile, table: Predictions, patients: Patients
     return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
 
 
+_LEAST = 1e-5
+"""Shares and widths below it ask for more patients than there are people."""
+
+
 def plan_size(
     prevalence: float,
     area: float,
@@ -241,17 +245,13 @@ def plan_size(
     wanted = Wanted() if width is None else Wanted(auroc=width, sensitivity=width, specificity=width)
     asked = {"prevalence": prevalence, "sensitivity": sensitivity, "specificity": specificity}
     for name, value in (*asked.items(), ("width", wanted.auroc)):
-        if value is not None and not 0 < value < 1:
-            raise UsageError(f"--{name} {value:g}: it must lie between 0 and 1")
-    if not 0.5 < area < 1:
-        raise UsageError(f"--auroc {area:g}: it must lie between 0.5 and 1")
-    try:
-        needed = measures.patients_needed(
-            prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
-        )
-    except ValueError as error:
-        wider = "give a wider --width, or a --prevalence or an --auroc farther from its bounds"
-        raise UsageError(f"--prevalence {prevalence:g} --width {wanted.auroc:g}: {error}; {wider}") from None
+        if value is not None and not _LEAST <= value <= 1 - _LEAST:
+            raise UsageError(f"--{name} {value:g}: it must lie between {_LEAST:g} and {1 - _LEAST:g}")
+    if not 0.5 + _LEAST <= area <= 1 - _LEAST:
+        raise UsageError(f"--auroc {area:g}: it must lie between {0.5 + _LEAST:g} and {1 - _LEAST:g}")
+    needed = measures.patients_needed(
+        prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
+    )
     most = max(needed.values())
     return {
         **asked,

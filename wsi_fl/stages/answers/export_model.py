@@ -29,7 +29,7 @@ from wsi_fl.stages.training.workshop import architecture
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.files import read_json, sha256_of, write_json, write_text
+from wsi_fl.system.files import sha256_of, write_json, write_text
 from wsi_fl.types import Bags, GridSpec, Images, Shape, UsageError, Vectors, WsiFlError, encoder_differences
 
 _CARD = ("MODEL_CARD.md", "model_card.json")
@@ -378,12 +378,12 @@ def _privacy(leaving: Leaving) -> list[dict[str, object]]:
 
 def _audited(leaving: Leaving, site: str) -> float | None:
     """The lower bound on ε that an audit found of what this site released, where that may be told."""
-    path = leaving.party.run.path / "audit" / "audit.json"
-    if not path.exists() or not leaving.party.site(site).allows("scores"):
+    audited = leaving.party.run.audit() if leaving.party.site(site).allows("scores") else None
+    if audited is None:
         return None
     bounds = [
         model["canaries"]["epsilon_lower"]
-        for row in read_json(path)["sites"]
+        for row in audited["sites"]
         for model in row["models"]
         if row["site"] == site
         and model["canaries"]

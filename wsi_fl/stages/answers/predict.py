@@ -21,7 +21,7 @@ from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Color, Heat
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
 from wsi_fl.stages.work.console import Line, Lines, OneOf, Table, Watcher, reason_of
-from wsi_fl.stages.work.job import Job
+from wsi_fl.stages.work.job import Job, take_threads
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_object, write_bytes, write_csv, write_json
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
@@ -63,6 +63,7 @@ def predict(
     """
     began, job = time.perf_counter(), Job()
     told = job.watched(watcher)
+    take_threads(job.threads)
     names = [slide_name(path) for path in slides]  # as in a store
     if twice := [name for name, n in Counter(names).items() if n > 1]:
         raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")

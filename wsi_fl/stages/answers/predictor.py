@@ -46,7 +46,7 @@ from wsi_fl.stores.bags import Bag, BagMeta, BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.machine import n_cores
+from wsi_fl.system.machine import share_of_threads
 from wsi_fl.system.names import compose_text
 from wsi_fl.types import GridSpec, Images, SlideRecord, UsageError, WsiFlError, encoder_differences
 
@@ -196,7 +196,7 @@ class Predictor:
     def encoder(self) -> Encoder:
         """The encoder of a run on features, if it has the same weights still."""
         section: Literal["features", "mosaic"] = "mosaic" if self.kind.data == "mosaics" else "features"
-        encoder = encoder_of(self.study, self.pipeline, section, n_cores())
+        encoder = encoder_of(self.study, self.pipeline, section, share_of_threads())
         if any(encoder_differences([encoder.label, self.meta.encoder])):
             raise WsiFlError(
                 f"{self.run.name} was trained on features of {self.meta.encoder}, but the configuration now names "
@@ -237,7 +237,7 @@ class Predictor:
             )
         else:
             self._require_encoder(record)
-            way = OfSlides(self.study, self.pipeline, self.site.name, self.encoder, n_cores())
+            way = OfSlides(self.study, self.pipeline, self.site.name, self.encoder, share_of_threads())
             way.spec, way.params = self.meta.spec, replace(way.params, **self.meta.recipe)
             bag = way.bag(replace(record, path=path))
         base = self._base(record, path) if path and bag.placed else None
@@ -287,7 +287,7 @@ class Predictor:
         """Images uint8[b, input_px, input_px, 3], reduced as for training, few at a time; row → why it is missing."""
         size = max(1, min(_BATCH, _BATCH_PIXELS // self.input_px**2))
         waiting: list[NDArray[np.uint8]] = []
-        threads, reader = n_cores(), self.pipeline.slides.reader
+        threads, reader = share_of_threads(), self.pipeline.slides.reader
         for _, pixels in read_patches(
             plan.record, plan.xy_l0, plan.spec, threads=threads, reader=reader, aside=aside, notes=notes
         ):

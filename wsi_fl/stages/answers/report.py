@@ -27,7 +27,7 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import value_of
-from wsi_fl.system.files import read_json, write_text
+from wsi_fl.system.files import write_text
 from wsi_fl.types import UNLABELLED, WsiFlError
 
 _SAMPLES_PER_CLASS = 6
@@ -90,9 +90,9 @@ def _page(party: RunContext, *, pictures: bool) -> Page:
         stores=[_store_row(data) for data in opened.values()],
         groups={site: found["group"] for site, found in ledgers.items() if found.get("group")},
         clinical=described_runs([party], **asked) if party.task.kind == "classes" else None,
-        audit=_optional(run.path / "audit" / "audit.json"),
+        audit=run.audit(),
         between=between_of(party),
-        mpcpa=_optional(run.path / "mpcpa.json"),
+        mpcpa=run.mpcpa(),
         examples=party.examples,
         scores=party.task.scores,
         task=party.task.kind,
@@ -144,10 +144,6 @@ def _said(party: RunContext) -> dict[str, tuple[NDArray[np.float64], NDArray[np.
     found = {site.name: read_predictions(party.run.site(site.name), party.task) for site in party.members}
     own = {name: one.own for name, one in found.items() if one is not None}
     return {name: (one.truth.reshape(len(one), -1), one.answers) for name, one in own.items() if len(one)}
-
-
-def _optional(path: Path) -> Any:
-    return read_json(path) if path.exists() else None
 
 
 def baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:

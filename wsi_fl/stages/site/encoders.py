@@ -9,7 +9,7 @@ from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.stages.site.public import require_published
-from wsi_fl.stages.work.job import device_of_rank
+from wsi_fl.stages.work.job import device_of_rank, take_threads
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import WsiFlError
@@ -31,9 +31,7 @@ def encoder_of(
 
     `tell` is told what people should know.
     """
-    import torch
-
-    torch.set_num_threads(min(torch.get_num_threads(), threads))
+    take_threads(threads)
     settings = pipeline.mosaic if section == "mosaic" else pipeline.encoding
     weights = study.resolve(settings.weights) if settings.weights else None
     if weights is not None and pipeline.privacy.enabled:

@@ -21,9 +21,17 @@ from typing import IO, Any
 
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.work.console import Watcher, say
+from wsi_fl.stages.work.job import take_threads
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import raise_if_full
-from wsi_fl.system.machine import is_first, n_cores, share_of_threads
+from wsi_fl.system.machine import (
+    is_first,
+    launcher_reason,
+    local_environment,
+    n_cores,
+    share_of_threads,
+    threads_wanted,
+)
 from wsi_fl.types import DiskFull, UsageError, WsiFlError
 
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
@@ -83,8 +91,8 @@ def find_mpiexec() -> str:
 
 
 def rank_environment(n_ranks: int) -> dict[str, str]:
-    """The environment of the ranks: the machine's threads divided among them, if they were to take more."""
-    environment = dict(os.environ)
+    """The environment of ranks on this machine, whose threads are divided among them if they were to take more."""
+    environment = local_environment()
     threads = _threads(n_ranks)
     if not environment.get("OMP_NUM_THREADS") or threads_note(n_ranks):
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -95,22 +103,18 @@ def rank_environment(n_ranks: int) -> dict[str, str]:
 
 def threads_note(n_ranks: int) -> str:
     """Say that OMP_NUM_THREADS asks for more than the machine has; "" where it does not."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # what follows is for nested teams
-    if not wanted.isdecimal() or int(wanted) <= _threads(n_ranks):
+    wanted = threads_wanted()
+    if wanted is None or wanted <= _threads(n_ranks):
         return ""
     cores = n_cores()
     return f"OMP_NUM_THREADS = {wanted} in {n_ranks} ranks is more than {cores} cores: each takes {_threads(n_ranks)}"
 
 
 def share_threads() -> None:
-    """Take no more threads than this rank's share of the machine's cores, and say so once where more were asked for."""
-    import torch
-
-    share, wanted = share_of_threads(), torch.get_num_threads()
-    if wanted <= share:
-        return
-    torch.set_num_threads(share)
-    if is_first() and os.environ.get("OMP_NUM_THREADS"):
+    """Take this rank's share of the machine's cores, and say so once where more threads were asked for."""
+    share, wanted = share_of_threads(), threads_wanted()
+    take_threads(share)
+    if wanted and wanted > share and is_first():
         say(f"  OMP_NUM_THREADS = {wanted} in every rank is more than there are cores: each takes {share}")
 
 
@@ -136,6 +140,7 @@ def run_ranks(
     command = [find_mpiexec(), "-n", str(len(sites)), "--oversubscribe", "--bind-to", "none"]
     command += [sys.executable, "-m", "wsi_fl", *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
+    written = log.stat().st_size if log.exists() else 0
     if said := threads_note(len(sites)):
         watcher.say(f"  {said}")
     with (
@@ -150,7 +155,6 @@ def run_ranks(
             start_new_session=True,
         ) as process,
     ):
-        written = log_file.tell()
         assert process.stdout is not None
         ranks = _Ranks(watcher, timeout_s)
         reader = Thread(target=ranks.follow, args=(process.stdout,), daemon=True)
@@ -177,6 +181,12 @@ def run_ranks(
     if ranks.failures:
         kind = UsageError if ranks.failures[0].get("usage") else WsiFlError
         raise kind(ranks.failures[0]["error"])
+    if code and not ranks.began:
+        reason = launcher_reason(log.read_bytes()[written:].decode(errors="replace"))
+        raise WsiFlError(
+            f"no site's process began: {reason} (mpiexec exit code {code}, see {log}); `wsi-fl doctor` tries MPI by "
+            "itself, and --backend local trains without it"
+        )
     if code:
         raise WsiFlError(
             f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
@@ -194,6 +204,11 @@ class _Ranks:
         self._hosts: dict[str, str] = {}
         self._late: dict[str, tuple[float, float]] = {}
         """Site → when others first and last said that they wait for it too long, without a break."""
+
+    @property
+    def began(self) -> bool:
+        """Whether any rank spoke."""
+        return bool(self._pids)
 
     def follow(self, stream: IO[bytes]) -> None:
         """Reads events until the last rank is gone."""

@@ -42,7 +42,6 @@ from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher,
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import write_json
 from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError
 
 
@@ -113,7 +112,7 @@ def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
             share.stage().hand_over_models(party, sites, comm)
     rows = comm.gather([row_of(site) for site in sites], SummaryRow, patient=True)
     for site in sites:
-        write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
+        site.folder.write_account(site.ledger.summary() | {"group": group_of(site)})
     return rows
 
 
@@ -211,11 +210,9 @@ def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_
         note(log, f"{category.__name__}: {message}")
 
 
-def join(party: RunContext, ranks: int, asked: Asked) -> Summary:
+def join(party: RunContext, asked: Asked) -> Summary:
     """Be one of the ranks that mpiexec or srun started; every one returns the summary."""
     running, names = party.running, party.names
-    if ranks != len(running):
-        raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
     launch.share_threads()
     comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
     return take_part(party, comm, asked)

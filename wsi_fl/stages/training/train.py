@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, NamedTuple, TypedDict, cast
 from uuid import uuid4
 
-from wsi_fl.federation.comm import LocalComm
+from wsi_fl.federation.comm import LocalComm, mpi_of
 from wsi_fl.learning.validation import rare_classes
 from wsi_fl.report.words import absences, detected_of, letters
 from wsi_fl.runs.run import RunFolder
@@ -115,11 +115,12 @@ def train(
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
     if (ranks := launched_ranks()) is not None:
+        party = RunContext.of(study, pipeline, method)
+        _check_ranks(ranks, party)
         from wsi_fl.stages.training.ranks import join  # and with it PyTorch; launchers need not wait for it
 
-        party = RunContext.of(study, pipeline, method)
         check(party, backend, stores=False)
-        return join(party, ranks, Asked(name))
+        return join(party, Asked(name))
     return begin(study, pipeline, method, name, backend=backend, watcher=watcher or Silent(), told=told)
 
 
@@ -168,13 +169,22 @@ def resume(
     if finished is not None:
         say(f"{finished['run']} has finished already; nothing is sent again")
         return finished
+    if ranks is not None:
+        _check_ranks(ranks, party)
     check(party, backend, stores=ranks is None)
     note_who_goes_on(party, asked)
     if ranks is not None:
         from wsi_fl.stages.training.ranks import join
 
-        return join(party, ranks, asked)
+        return join(party, asked)
     return _start(party, backend, watcher or Silent())
+
+
+def _check_ranks(ranks: int, party: RunContext) -> None:
+    """Refuse another number of ranks than of sites before anything else is loaded."""
+    if ranks != (n := len(party.running)):
+        raise UsageError(f"{n} sites need {n} ranks, but {ranks} were started")
+    mpi_of(ranks)
 
 
 def _start(party: RunContext, backend: str, watcher: Watcher) -> Summary:

@@ -331,9 +331,10 @@ def build_model(
     """Return a model of a site: everybody's kind and seed for "proxy" or if `common`, else the site's own."""
     site, pipeline, private = party.sites[index], party.pipeline, role != "proxy" and not common
     data = party.data(site.name)
+    kind = architecture(site, pipeline, role, common=common)
     try:
         model = build(
-            architecture(site, pipeline, role, common=common),
+            kind,
             n_classes=len(data.classes),
             shape=data.shape,
             seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),

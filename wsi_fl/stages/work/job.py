@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import TypedDict
 
 from wsi_fl.stages.work.console import Silent, Watcher, reason_of, say
-from wsi_fl.system.machine import cores, launched_ranks
+from wsi_fl.system.machine import cores, launched_ranks, threads_wanted
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -157,6 +157,17 @@ def _share_of_cores(mine: tuple[str, list[int]], ranks: Sequence[tuple[str, list
     host, cores = mine
     sharing = [sum(core in theirs for name, theirs in ranks if name == host) for core in cores]
     return max(1, int(sum(1 / n for n in sharing) + 1e-9))
+
+
+def take_threads(share: int) -> None:
+    """Have PyTorch take a share of the machine's cores, or fewer threads where people ask for fewer.
+
+    In a rank PyTorch's own number is no guide: under Open MPI its mathematics begins with one thread.
+    """
+    import torch
+
+    most = torch.get_num_threads() if launched_ranks() is None else share
+    torch.set_num_threads(min(threads_wanted() or most, share))
 
 
 def device_of_rank() -> torch.device:

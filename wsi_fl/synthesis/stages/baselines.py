@@ -20,7 +20,7 @@ from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
-from wsi_fl.system.files import read_json, write_json
+from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError
 
 _OWN, _BOTH, _ORIGINAL, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
@@ -78,7 +78,7 @@ def baselines(
         curve[n] = curve.get(n) or done(_BOTH, pipeline.changed(mpcpa={"per_class": n}))[1]
     document = _document(party, runs, evaluations)
     document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
-    write_json(runs[_BOTH].path / "mpcpa.json", document)
+    runs[_BOTH].write("mpcpa", document)
     return document
 
 

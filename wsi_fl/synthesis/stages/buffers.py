@@ -10,6 +10,7 @@ from wsi_fl.stages.site.data import Patches, learned_from
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Replay
+from wsi_fl.system.machine import free_bytes
 from wsi_fl.types import Images, Shape, UsageError, WsiFlError
 
 
@@ -24,11 +25,22 @@ def agreed_buffer(party: RunContext, index: int) -> Buffer | None:
         return None
     seen, n_classes = data.shape, len(data.classes)
     shape = BufferShape(party.pipeline.section(Replay).buffer, seen.size_px, seen.channels, n_classes)
+    _check_room(shape)
     known = party.run.site(data.site).buffer()
     if known is not None:
         values, provenance = known
         return Buffer(shape, values, provenance)
     return _drawn(party, data, shape, index)
+
+
+def _check_room(shape: BufferShape) -> None:
+    """Refuse a buffer that memory cannot hold, as images and packed, before any is drawn."""
+    needed, room = 2 * shape.n_bytes, free_bytes()
+    if needed > room:
+        raise UsageError(
+            f"replay.buffer = {shape.n}: images of {shape.size_px} px that take {needed / 1e9:.3g} GB of memory; "
+            f"{room / 1e9:.3g} GB are free; at most {shape.n * room // needed} fit"
+        )
 
 
 def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> Buffer:
