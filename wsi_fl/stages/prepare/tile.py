@@ -152,12 +152,14 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
         )
     seen = {one.slide: one.quality for one in (*planned, *written) if one.quality}
     _write_quality(store.with_name("quality.csv"), seen)
+    notes = [{"slide": one.slide, "note": one.note} for one in written if one.note]
     names = CLASSES if len(counts["train"]) > 1 else UNLABELLED
     table = {split: dict(zip(names, counts[split].tolist(), strict=True)) for split in SPLITS}
     return {
         "site": name,
         "slides": n + len(listed.aside),
         "failed": [asdict(aside) for aside in failed],
+        "notes": notes,
         "patches": sum(sum(one.values()) for one in table.values()),
         **{label: sum(one.get(label, 0) for one in table.values()) for label in CLASSES},
         **{split: sum(table[split].values()) for split in ("train", "test")},
@@ -420,7 +422,9 @@ class _Shards:
         except Exception as error:  # one slide that a library chokes on must not end the others
             return Done(slide, reason=reason_of(error))
         quality = quality_of_plan(len(plan.xy_l0), plan, plan.aside_reason)
-        return Done(slide, n - len(unread), partly(unread, n), content=content, quality=quality)
+        note = "; ".join([*plan.notes, *_lost_tumour(plan, keep)])
+        reason = partly(unread, n)
+        return Done(slide, n - len(unread), reason, note, content=content, quality=quality)
 
     def _picture(self, slide: str) -> Path:
         return self.folder / "overview" / f"{slide}.png"
@@ -542,6 +546,17 @@ class _Shards:
                 f"set {advice}tile.max_per_slide, or free some space"
             )
         return needed
+
+
+def _lost_tumour(plan: SlidePlan, keep: NDArray[np.bool_]) -> list[str]:
+    """A line where a slide has outlined tumour patches, and none is kept."""
+    tumor = plan.label == CLASSES.index("tumor")
+    outlined = plan.record.positive and plan.record.supervision in {"annotated", "partial"}
+    if not outlined or not tumor.any() or (tumor & keep).any():
+        return []
+    return [
+        f"labelled tumour and outlined, but none of its {tumor.sum()} tumour patches was drawn into the sample"
+    ]
 
 
 def _whole(items: Iterable[_T], aside: dict[int, str]) -> Iterator[_T]:

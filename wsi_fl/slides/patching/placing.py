@@ -1,0 +1,223 @@
+"""Where what a file outlines lies on a slide: from which corner it counts, in which unit, and how it fits the tissue.
+
+A scanner may leave the slide around what it scanned empty (MRXS, SCN, Argos, TIFF with unwritten tiles). OpenSlide and
+ASAP count from the corner of the whole slide. QuPath shows the scanned area alone and counts from its corner, but not
+with `--no-crop` or by Bio-Formats, and no file says which. So a file is taken as its format is usually meant, and
+compared with the tissue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import shapely
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from wsi_fl.slides.patching.outline_files import Corner, Outlines
+from wsi_fl.types import WsiFlError
+
+Origin = Literal["auto", "bounds", "slide"]
+"""From which corner outlines count; "auto" as their format does, unless the tissue says otherwise."""
+_Mask = NDArray[np.bool_]
+_Points = NDArray[np.float64]
+_Geometry: TypeAlias = Any
+
+_CORNERS: dict[Corner, str] = {"bounds": "scanned area", "slide": "whole slide"}
+_OTHER: dict[Corner, Corner] = {"bounds": "slide", "slide": "bounds"}
+_FITS = 0.5
+"""Share of what is outlined that lies on tissue where the place is right; the rest is fat, lumen and broad strokes."""
+_BETTER = 0.2
+"""A difference of such shares that is worth a word."""
+_SURE, _TIMES = 0.75, 3
+"""A reading of a file in another unit is named where such a share would lie on tissue, and so many times as much."""
+_FOREIGN, _LOST = 0.1, 0.25
+"""Shares on tissue below which another unit is believed, and below which a file seems to be of another slide."""
+_CORNER_SHARE = 0.005
+"""Of the slide's sides: all that lies so near its corner is in a larger unit than pixels."""
+_OUTSIDE = 0.05
+_ALIKE = 0.1
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A slide, and a thumbnail of it, on which outlines are to lie.
+
+    Attributes:
+        size_l0: (width, height) in level-0 pixels.
+        bounds_l0: (left, top, right, bottom) of the scanned area in level-0 pixels.
+        mpp: µm per level-0 pixel.
+        downsample: level-0 pixels per pixel of the thumbnail.
+        shape: (height, width) of the thumbnail.
+        levels: level-0 pixels per pixel of each level.
+        tissue: bool[height, width] over the thumbnail; None where it is not known.
+    """
+
+    size_l0: tuple[int, int]
+    bounds_l0: tuple[int, int, int, int]
+    mpp: float
+    downsample: float
+    shape: tuple[int, int]
+    levels: tuple[float, ...] = (1.0,)
+    tissue: _Mask | None = None
+
+    @property
+    def is_cropped(self) -> bool:
+        """Whether the scanned area begins elsewhere than the slide."""
+        return self.bounds_l0[:2] != (0, 0)
+
+    def corner(self, name: Corner) -> tuple[int, int]:
+        """Return the level-0 pixel from which a file counts."""
+        return self.bounds_l0[:2] if name == "bounds" else (0, 0)
+
+    def share(self, area: _Geometry) -> float:
+        """Return the share of an area, in level-0 pixels, that lies on tissue, or where scanned if none is known."""
+        inside = shapely.intersection(area, shapely.box(0, 0, *self.size_l0))
+        mask = mask_of(inside, self.shape, self.downsample)
+        if (tissue := self.tissue) is None:
+            tissue = mask_of(shapely.box(*self.bounds_l0), self.shape, self.downsample)
+        return float((mask & tissue).sum() / max(area.area / self.downsample**2, mask.sum(), 1))
+
+
+def mask_of(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask:
+    """Return a mask bool[height, width] of an area in level-0 pixels, of which a pixel of the mask has `downsample`."""
+    drawn = Image.new("1", (shape[1], shape[0]))
+    draw = ImageDraw.Draw(drawn)
+    polygons = shapely.get_parts(area)
+    polygons = polygons[shapely.get_type_id(polygons) == shapely.GeometryType.POLYGON]
+    # The largest ring first: a hole is drawn before the island that lies in it.
+    for polygon in sorted(polygons, key=lambda part: shapely.Polygon(part.exterior).area, reverse=True):
+        for ring, fill in [(polygon.exterior, 1), *((hole, 0) for hole in polygon.interiors)]:
+            draw.polygon([(x, y) for x, y in shapely.get_coordinates(ring) / downsample], fill=fill)
+    return np.array(drawn, bool)
+
+
+def place(
+    outlines: Outlines, ground: Ground, origin: Origin = "auto", judged: _Geometry = None
+) -> tuple[list[tuple[str, _Geometry]], list[str]]:
+    """Return what a file outlines in level-0 pixels of the whole slide, and what people should know of its place.
+
+    Args:
+        judged: the area, in the file's coordinates, that should lie on tissue; by default all of it.
+
+    Raises:
+        WsiFlError: when the file is in another unit than level-0 pixels.
+    """
+    if not outlines.areas:
+        return [], []
+    polygons = np.array([polygon for _, polygon in outlines.areas])
+    if judged is None or judged.is_empty:
+        judged = shapely.union_all(polygons)
+    _require_pixels(outlines, polygons, judged, ground)
+    corner, notes = _corner_of(outlines, judged, ground, origin)
+    notes += _misfit(outlines, judged, ground, corner, sure=origin != "auto")
+    moved = shapely.transform(polygons, lambda xy: xy + corner)
+    return [(group, polygon) for (group, _), polygon in zip(outlines.areas, moved, strict=True)], notes
+
+
+def better_corner(
+    shares: dict[Corner, float], usual: Corner, origin: Origin, what: str
+) -> tuple[Corner, list[str]]:
+    """Return the corner from which a file counts, and in a line what speaks against it.
+
+    Args:
+        shares: of what the file says, that which would lie on tissue.
+        usual: the corner of its format.
+        what: the file says, for the line.
+    """
+    chosen: Corner = usual if origin == "auto" else origin
+    other = _OTHER[chosen]
+    compared = f"{shares[other]:.0%} of {what} would lie on tissue, and {shares[chosen]:.0%} otherwise"
+    if shares[other] >= _FITS and shares[chosen] <= shares[other] / 2:
+        if origin == "auto":
+            said = f"is taken to count from the corner of the {_CORNERS[other]}, where {compared}"
+            return other, [f"{said}; annotations_origin in the site's file settles it"]
+    elif shares[other] - shares[chosen] < _BETTER:
+        return chosen, []
+    said = f'counts from the corner of the {_CORNERS[chosen]}, though with annotations_origin = "{other}" {compared}'
+    return chosen, [said]
+
+
+def _corner_of(
+    outlines: Outlines, judged: _Geometry, ground: Ground, origin: Origin
+) -> tuple[tuple[int, int], list[str]]:
+    if not ground.is_cropped:
+        return (0, 0), []
+    shares = {name: ground.share(_moved(judged, ground.corner(name))) for name in _OTHER}
+    name, notes = better_corner(shares, outlines.corner, origin, "what it outlines")
+    return ground.corner(name), notes
+
+
+def _misfit(
+    outlines: Outlines, judged: _Geometry, ground: Ground, corner: tuple[int, int], *, sure: bool
+) -> list[str]:
+    """What speaks against the place of what a file outlines; raises where it is in another unit, unless one is sure."""
+    area = _moved(judged, corner)
+    inside = shapely.intersection(area, shapely.box(0, 0, *ground.size_l0)).area / area.area
+    notes = [f"{1 - inside:.0%} of what it outlines lies outside the slide"] if inside < 1 - _OUTSIDE else []
+    if ground.tissue is None or (share := ground.share(area)) >= _FITS:
+        return notes
+    only = f"only {share:.0%} of what it outlines lies on tissue"
+    readings = {name: ground.share(_moved(change(judged), corner)) for name, change in _readings(ground)}
+    likely = [name for name, fit in readings.items() if fit >= max(_SURE, _TIMES * share)]
+    if not likely:
+        return [*notes, f"{only}; is it of another slide?"] if share < _LOST else notes
+    fit = max(readings[name] for name in likely)
+    said = f"{only}, but {fit:.0%} would if it were {' or '.join(likely)}; export it in level-0 pixels"
+    if share < _FOREIGN and not sure:
+        raise WsiFlError(
+            f"{outlines.path}: {said}, or set annotations_origin in the site's file where it is right as it is"
+        )
+    return [*notes, said]
+
+
+def _readings(ground: Ground) -> Iterator[tuple[str, Callable[[_Geometry], _Geometry]]]:
+    """Other ways in which coordinates could be meant: in words, and as a change of an area."""
+    height = ground.bounds_l0[3] - ground.bounds_l0[1]
+    scales = {"in µm": 1 / ground.mpp} | {
+        f"in pixels of level {k}": scale for k, scale in enumerate(ground.levels) if k
+    }
+    for name, scale in scales.items():
+        if abs(scale - 1) > _ALIKE:
+            yield name, lambda area, scale=scale: shapely.transform(area, lambda xy: xy * scale)
+    yield "with x and y exchanged", lambda area: shapely.transform(area, lambda xy: xy[:, ::-1])
+    for start in (height, 0):
+        yield (
+            "with y counted upwards" + (" from the edge" if start else " from 0"),
+            lambda area, start=start: shapely.transform(area, lambda xy: xy * [1, -1] + [0, start]),
+        )
+
+
+def _moved(area: _Geometry, corner: tuple[int, int]) -> _Geometry:
+    return shapely.transform(area, lambda xy: xy + corner)
+
+
+def _require_pixels(outlines: Outlines, polygons: NDArray[Any], judged: _Geometry, ground: Ground) -> None:
+    """Refuse coordinates in millimetres, degrees or fractions of the slide."""
+    left, top, right, bottom = shapely.total_bounds(polygons)
+    reach = np.abs([[left, top], [right, bottom]]).max(axis=0)
+    total = float(shapely.area(polygons).sum())
+    if total >= 1 and (reach > _CORNER_SHARE * np.array(ground.size_l0)).any():
+        return
+    scales = {
+        "millimetres": np.full(2, 1000 / ground.mpp),
+        "fractions of the slide": np.array(ground.size_l0, float),
+    }
+    limit = np.array(ground.size_l0) * 1.01
+    possible = {
+        name: ground.share(shapely.transform(judged, lambda xy, scale=scale: xy * scale))
+        for name, scale in scales.items()
+        if min(left, top) >= 0 and (reach * scale <= limit).all()
+    }
+    best = max(possible.values(), default=0.0)
+    names = [name for name, share in possible.items() if share >= best / 2]
+    if not names:
+        on_earth = reach[0] <= 180 and reach[1] <= 90
+        names = ["millimetres", "degrees"] if on_earth else ["another unit"]
+    raise WsiFlError(
+        f"{outlines.path}: all it outlines covers {total:.2g} square pixels from ({left:.3g}, {top:.3g}) to "
+        f"({right:.3g}, {bottom:.3g}): it seems to be in {' or '.join(names)}; export it in level-0 pixels"
+    )
