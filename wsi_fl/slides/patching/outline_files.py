@@ -75,14 +75,13 @@ class Outlines:
 
     @property
     def remark(self) -> str:
-        """What people should know of the file, such as "left out 12 cells and 1 point, …"; "" where all is outlined."""
+        """What people should know of the file, as "left out as no outlined areas: 12 cells"; "" if nothing."""
         parts = [f"{n} {_counted(kind, n)}" for kind, n in sorted(self.left_out.items()) if n]
         if not parts:
             return "" if self.areas else "holds no outline"
         listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
         taken = "" if self.areas else "nothing was taken from it; "
-        drawn = "an area" if self.left_out.total() == 1 else "areas"
-        return f"{taken}left out {listed}, which nobody drew as {drawn}"
+        return f"{taken}left out as no outlined areas: {listed}"
 
 
 def shortened(text: str, most: int) -> str:

@@ -17,7 +17,7 @@ import shapely
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from wsi_fl.slides.patching.outline_files import Corner, Outlines
+from wsi_fl.slides.patching.outline_files import Corner, Outlines, polygons_of
 from wsi_fl.types import WsiFlError
 
 Origin = Literal["auto", "bounds", "slide"]
@@ -86,10 +86,10 @@ def mask_of(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask
     """Return a mask bool[height, width] of an area in level-0 pixels, of which a pixel of the mask has `downsample`."""
     drawn = Image.new("1", (shape[1], shape[0]))
     draw = ImageDraw.Draw(drawn)
-    polygons = shapely.get_parts(area)
-    polygons = polygons[shapely.get_type_id(polygons) == shapely.GeometryType.POLYGON]
     # The largest ring first: a hole is drawn before the island that lies in it.
-    for polygon in sorted(polygons, key=lambda part: shapely.Polygon(part.exterior).area, reverse=True):
+    for polygon in sorted(
+        polygons_of(area), key=lambda part: shapely.Polygon(part.exterior).area, reverse=True
+    ):
         for ring, fill in [(polygon.exterior, 1), *((hole, 0) for hole in polygon.interiors)]:
             draw.polygon([(x, y) for x, y in shapely.get_coordinates(ring) / downsample], fill=fill)
     return np.array(drawn, bool)
@@ -164,7 +164,7 @@ def _misfit(
     readings = {name: ground.share(_moved(change(judged), corner)) for name, change in _readings(ground)}
     likely = [name for name, fit in readings.items() if fit >= max(_SURE, _TIMES * share)]
     if not likely:
-        return [*notes, f"{only}; is it of another slide?"] if share < _LOST else notes
+        return notes if share >= _LOST else [*notes[: inside < _LOST], f"{only}; is it of another slide?"]
     fit = max(readings[name] for name in likely)
     said = f"{only}, but {fit:.0%} would if it were {' or '.join(likely)}; export it in level-0 pixels"
     if share < _FOREIGN and not sure:
