@@ -54,7 +54,7 @@ def read_annotations(
     path: Path,
     named: Mapping[str, Outlined] = MappingProxyType({}),
     ground: Ground | None = None,
-    origin: Origin = "auto",
+    origin: Origin = None,
 ) -> Annotations:
     """Return the outlines of an ASAP XML or GeoJSON file.
 

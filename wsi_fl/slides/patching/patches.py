@@ -34,7 +34,7 @@ class PlanParams:
     min_tumor: float = 0.5
     tissue: TissueParams = field(default_factory=TissueParams)
     groups: Mapping[str, Outlined] = field(default_factory=dict)
-    origin: Origin = "auto"
+    origin: Origin = None
     """From which corner of the slide outlines count."""
     quality: QualityParams = field(default_factory=QualityParams)
 

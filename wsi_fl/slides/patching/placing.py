@@ -8,9 +8,9 @@ compared with the tissue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import shapely
@@ -20,8 +20,8 @@ from PIL import Image, ImageDraw
 from wsi_fl.slides.patching.outline_files import Corner, Outlines, polygons_of
 from wsi_fl.types import WsiFlError
 
-Origin = Literal["auto", "bounds", "slide"]
-"""From which corner outlines count; "auto" as their format does, unless the tissue says otherwise."""
+Origin: TypeAlias = Corner | None
+"""From which corner outlines count; None as their format does, unless the tissue says otherwise."""
 _Mask = NDArray[np.bool_]
 _Points = NDArray[np.float64]
 _Geometry: TypeAlias = Any
@@ -96,7 +96,7 @@ def mask_of(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask
 
 
 def place(
-    outlines: Outlines, ground: Ground, origin: Origin = "auto", judged: _Geometry = None
+    outlines: Outlines, ground: Ground, origin: Origin = None, judged: _Geometry = None
 ) -> tuple[list[tuple[str, _Geometry]], list[str]]:
     """Return what a file outlines in level-0 pixels of the whole slide, and what people should know of its place.
 
@@ -113,9 +113,9 @@ def place(
         judged = shapely.union_all(polygons)
     _require_pixels(outlines, polygons, judged, ground)
     corner, notes = _corner_of(outlines, judged, ground, origin)
-    notes += _misfit(outlines, judged, ground, corner, sure=origin != "auto")
-    moved = shapely.transform(polygons, lambda xy: xy + corner)
-    return [(group, polygon) for (group, _), polygon in zip(outlines.areas, moved, strict=True)], notes
+    notes += _misfit(outlines, judged, ground, corner, sure=origin is not None)
+    placed = _moved(polygons, corner)
+    return [(group, polygon) for (group, _), polygon in zip(outlines.areas, placed, strict=True)], notes
 
 
 def better_corner(
@@ -128,11 +128,11 @@ def better_corner(
         usual: the corner of its format.
         what: the file says, for the line.
     """
-    chosen: Corner = usual if origin == "auto" else origin
+    chosen: Corner = origin or usual
     other = _OTHER[chosen]
     compared = f"{shares[other]:.0%} of {what} would lie on tissue, and {shares[chosen]:.0%} otherwise"
     if shares[other] >= _FITS and shares[chosen] <= shares[other] / 2:
-        if origin == "auto":
+        if origin is None:
             said = f"is taken to count from the corner of the {_CORNERS[other]}, where {compared}"
             return other, [f"{said}; annotations_origin in the site's file settles it"]
     elif shares[other] - shares[chosen] < _BETTER:
@@ -161,7 +161,10 @@ def _misfit(
     if ground.tissue is None or (share := ground.share(area)) >= _FITS:
         return notes
     only = f"only {share:.0%} of what it outlines lies on tissue"
-    readings = {name: ground.share(_moved(change(judged), corner)) for name, change in _readings(ground)}
+    readings = {
+        name: ground.share(_moved(judged, offset + corner, matrix))
+        for name, matrix, offset in _readings(ground)
+    }
     likely = [name for name, fit in readings.items() if fit >= max(_SURE, _TIMES * share)]
     if not likely:
         return notes if share >= _LOST else [*notes[: inside < _LOST], f"{only}; is it of another slide?"]
@@ -174,25 +177,24 @@ def _misfit(
     return [*notes, said]
 
 
-def _readings(ground: Ground) -> Iterator[tuple[str, Callable[[_Geometry], _Geometry]]]:
-    """Other ways in which coordinates could be meant: in words, and as a change of an area."""
-    height = ground.bounds_l0[3] - ground.bounds_l0[1]
+def _readings(ground: Ground) -> Iterator[tuple[str, _Points, _Points]]:
+    """Other ways in which coordinates could be meant: in words, and the matrix [2, 2] and offset [2] that undo it."""
+    nothing, height = np.zeros(2), ground.bounds_l0[3] - ground.bounds_l0[1]
     scales = {"in µm": 1 / ground.mpp} | {
         f"in pixels of level {k}": scale for k, scale in enumerate(ground.levels) if k
     }
     for name, scale in scales.items():
         if abs(scale - 1) > _ALIKE:
-            yield name, lambda area, scale=scale: shapely.transform(area, lambda xy: xy * scale)
-    yield "with x and y exchanged", lambda area: shapely.transform(area, lambda xy: xy[:, ::-1])
-    for start in (height, 0):
-        yield (
-            "with y counted upwards" + (" from the edge" if start else " from 0"),
-            lambda area, start=start: shapely.transform(area, lambda xy: xy * [1, -1] + [0, start]),
-        )
+            yield name, scale * np.eye(2), nothing
+    yield "with x and y exchanged", np.array([[0.0, 1.0], [1.0, 0.0]]), nothing
+    upwards = np.diag([1.0, -1.0])
+    yield "with y counted upwards from the edge", upwards, np.array([0.0, height])
+    yield "with y counted upwards from 0", upwards, nothing
 
 
-def _moved(area: _Geometry, corner: tuple[int, int]) -> _Geometry:
-    return shapely.transform(area, lambda xy: xy + corner)
+def _moved(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None) -> _Geometry:
+    turned = np.eye(2) if matrix is None else matrix
+    return shapely.transform(area, lambda xy: xy @ turned + offset)
 
 
 def _require_pixels(outlines: Outlines, polygons: NDArray[Any], judged: _Geometry, ground: Ground) -> None:
@@ -208,7 +210,7 @@ def _require_pixels(outlines: Outlines, polygons: NDArray[Any], judged: _Geometr
     }
     limit = np.array(ground.size_l0) * 1.01
     possible = {
-        name: ground.share(shapely.transform(judged, lambda xy, scale=scale: xy * scale))
+        name: ground.share(_moved(judged, (0, 0), np.diag(scale)))
         for name, scale in scales.items()
         if min(left, top) >= 0 and (reach * scale <= limit).all()
     }

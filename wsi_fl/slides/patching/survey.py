@@ -85,7 +85,8 @@ def survey(
         side_l0, in_tiles = size_in_l0(spec, mpp), slide.has_tiles_of(spec)
         wanted_px = ceil(max(size_l0) / side_l0 * patch_px)
         thumbnail, downsample = slide.thumbnail(min(max(wanted_px, PICTURE_PX), _MOST_THUMBNAIL_PX))
-    ground, notes = Ground(size_l0, bounds_l0, mpp, downsample, thumbnail.shape[:2], levels), []
+    ground = Ground(size_l0, bounds_l0, mpp, downsample, thumbnail.shape[:2], levels)
+    notes: list[str] = []
     try:
         if tissue.masks:
             if ground.is_cropped:
@@ -135,7 +136,7 @@ def _mask_file(folder: Path, slide: str) -> Path:
     )
 
 
-def _read_mask(path: Path, ground: Ground, origin: Origin = "auto") -> tuple[NDArray[np.bool_], list[str]]:
+def _read_mask(path: Path, ground: Ground, origin: Origin = None) -> tuple[NDArray[np.bool_], list[str]]:
     """Return a mask bool[h, w] over a slide's thumbnail, as QuPath, TRIDENT and people make them, and notes on it.
 
     Outlines of a GeoJSON file, of whatever class, are in level-0 pixels; a PNG covers the whole slide or its scanned
@@ -172,7 +173,7 @@ def _of_png(path: Path, ground: Ground, origin: Origin) -> tuple[NDArray[np.bool
             drawn[corner] = whole.copy()
             values = np.asarray(grey.resize((width, height)), np.uint8)
             drawn[corner][window] = values > values.max() / 2
-    if not drawn or (origin != "auto" and ground.is_cropped and origin not in drawn):
+    if not drawn or (origin is not None and ground.is_cropped and origin not in drawn):
         raise WsiFlError(
             f"{path}: {grey.width} × {grey.height} pixels are not of the slide's shape ({ground.shape[1]} × "
             f"{ground.shape[0]} in its thumbnail)"

@@ -73,7 +73,7 @@ class TissueParams:
     miss much of what absorbs light."""
     masks: str = ""
     """Folder of masks that others made; "" to find tissue here."""
-    origin: Origin = "auto"
+    origin: Origin = None
     """From which corner of the slide the masks count."""
 
 

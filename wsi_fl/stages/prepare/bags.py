@@ -246,8 +246,11 @@ class OfSlides(Way[SlideRecord]):
             quickhash, mpp = slide.quickhash, slide.mpp
         size = item.path.stat().st_size if item.path.is_file() else 0
         params, masks = self.params, self.params.tissue.masks
-        origin = "" if params.tissue.origin == "auto" else params.tissue.origin
-        tissue = mask_digest(Path(masks), item.slide) + origin if masks else params.tissue.method
+        tissue = (
+            mask_digest(Path(masks), item.slide) + (params.tissue.origin or "")
+            if masks
+            else params.tissue.method
+        )
         how = (params.min_tissue, params.clusters, params.fraction, params.seed, tissue)
         patches = (self.reader, self.spec.size_px, self.spec.mpp)
         return stored.bag_fingerprint(item.slide, quickhash, size, mpp, *patches, *how, self.encoder.label)

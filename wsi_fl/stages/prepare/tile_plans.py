@@ -47,7 +47,7 @@ def spec_of(pipeline: Pipeline) -> GridSpec:
     return GridSpec(size, pipeline.tile.mpp, pipeline.tile.stride_px or size)
 
 
-def params_of(study: Study, pipeline: Pipeline, origin: Origin = "auto") -> PlanParams:
+def params_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> PlanParams:
     """Return what makes a patch worth keeping, as the pipeline says; outlines and masks count from an origin."""
     tiling, digest = pipeline.tile, ""
     if tiling.segmenter and tiling.qc:
@@ -81,7 +81,7 @@ def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
     return segmenter
 
 
-def tissue_of(study: Study, pipeline: Pipeline, origin: Origin = "auto") -> TissueParams:
+def tissue_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> TissueParams:
     """Return how tissue is told from background, as the pipeline says; masks count from an origin."""
     if not pipeline.tissue.masks:
         return TissueParams(method=cast(Method, pipeline.tissue.method))
