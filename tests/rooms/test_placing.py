@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scanned
 import shapely
+import tifffile
 from building import refused
 from PIL import Image
 from scanned import BOUNDS, CORNER, SIDE, SIZE
@@ -278,6 +279,25 @@ def test_a_positive_slide_without_a_tumour_patch_is_said(whole, tmp_path):
     assert (plan.label == 0).all()
     (note,) = plan.notes
     assert note.startswith("labelled tumour and outlined, but none of its") and "10% of a patch" in note
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_tiled_tiff_that_asks_to_be_turned_says_that_it_is_not(tmp_path, orientation):
+    tag = [(274, 3, 1, orientation, True)]
+    tiled, strips = tmp_path / "tiled.tif", tmp_path / "strips.tif"
+    resolution = {"resolution": (20_000, 20_000), "resolutionunit": "CENTIMETER"}
+    for path, how in ((tiled, {"tile": (128, 128)}), (strips, {})):
+        pixels = scanned.picture()[:384]
+        tifffile.imwrite(path, pixels, photometric="rgb", metadata=None, extratags=tag, **resolution, **how)
+    with Slide(tiled) as lying, Slide(strips) as turned:
+        assert lying.size_l0 == (512, 384) and turned.size_l0 == (
+            (384, 512) if orientation > 4 else (512, 384)
+        )
+    (*notes,) = plan_slide(record(tiled), SPEC).notes
+    assert len(notes) == (orientation > 1) and all(
+        f"TIFF orientation {orientation}" in note for note in notes
+    )
+    assert plan_slide(record(strips), SPEC).notes == ()
 
 
 def test_a_right_file_is_not_doubted(whole, tmp_path):

@@ -101,14 +101,13 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
     negative, partial = label_of(label, f"{table}: {path.name}")
     supervision: Supervision = "negative" if negative else "weak"
     annotation = None
-    if sources.annotations is not None:
+    if not negative and sources.annotations is not None:
         annotation = sources.annotations / f"{path.stem}.xml"
-        if negative:
-            annotation = annotation if annotation.is_file() else None
-        elif not annotation.is_file():
+        if not annotation.is_file():
             return SetAside(path.stem, f"{label}, but its tumour is not outlined (no {annotation.name})")
-        else:
-            supervision = "partial" if partial else "annotated"
+        supervision = "partial" if partial else "annotated"
+    elif sources.annotations is not None and (drawn := sources.annotations / f"{path.stem}.xml").is_file():
+        annotation = drawn  # of tumour, it contradicts the label
     mpp, site = sources.mpp_override, sources.site
     return SlideRecord(path, path.stem, patient, site, supervision, not negative, annotation, None, mpp)
 

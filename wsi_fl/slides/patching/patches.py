@@ -90,8 +90,6 @@ class SlidePlan(SlideFacts):
     """How tissue was told from background."""
     tissue_gain: float
     """Area of tissue for each of that by saturation."""
-    notes: tuple[str, ...] = ()
-    """What people should know of the slide's outlines and mask, a line each."""
 
     @property
     def thumbnail(self) -> NDArray[np.uint8]:
@@ -166,6 +164,7 @@ def plan_slide(
     return SlidePlan(
         *facts,
         seen.downsample * factor,
+        tuple(notes),
         seen.xy_l0[keep],
         label[keep],
         tumor[keep],
@@ -177,7 +176,6 @@ def plan_slide(
         fault,
         seen.found.method,
         seen.found.gain,
-        tuple(notes),
     )
 
 

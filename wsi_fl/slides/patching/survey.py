@@ -17,6 +17,7 @@ from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
 from wsi_fl.slides.patching.outline_files import Corner, outlines_of
 from wsi_fl.slides.patching.placing import Ground, Origin, better_corner, mask_of, place
 from wsi_fl.slides.patching.tissue import Found, NoTissueError, TissueParams, find_tissue, tissue_fraction
+from wsi_fl.slides.reading.orientation import orientation_of
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError, one_line
 
@@ -25,6 +26,8 @@ PICTURE_PX = 1024
 _MOST_THUMBNAIL_PX = 2048
 _MOST_MASK_PX = 1 << 26
 _SHAPE_TOLERANCE = 0.05
+_TURNED = "plain picture"
+"""The one kind of slide that is turned as it asks."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class SlideFacts:
     """Whether patches are whole native tiles of the slide, but for those over its edge."""
     downsample: float
     """Level-0 pixels per thumbnail pixel."""
+    notes: tuple[str, ...]
+    """What people should know of the slide, its mask and its outlines, a line each."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,6 @@ class SlideSurvey(SlideFacts):
     tissue: NDArray[np.float32]
     """[n] share of each patch that is tissue."""
     ground: Ground
-    notes: tuple[str, ...]
-    """What people should know of the slide's mask, a line each."""
 
 
 def survey(
@@ -85,13 +88,14 @@ def survey(
         side_l0, in_tiles = size_in_l0(spec, mpp), slide.has_tiles_of(spec)
         wanted_px = ceil(max(size_l0) / side_l0 * patch_px)
         thumbnail, downsample = slide.thumbnail(min(max(wanted_px, PICTURE_PX), _MOST_THUMBNAIL_PX))
+        notes = [] if slide.vendor == _TURNED else _turn_of(record.path)
     ground = Ground(size_l0, bounds_l0, mpp, downsample, thumbnail.shape[:2], levels)
-    notes: list[str] = []
     try:
         if tissue.masks:
             if ground.is_cropped:
                 ground = replace(ground, tissue=_tissue_or_none(thumbnail, ground))
-            mask, notes = _read_mask(_mask_file(Path(tissue.masks), record.slide), ground, tissue.origin)
+            mask, remarks = _read_mask(_mask_file(Path(tissue.masks), record.slide), ground, tissue.origin)
+            notes += remarks
             found = Found(mask, "masks", nan)
         else:
             found = find_tissue(thumbnail, downsample * mpp, tissue)
@@ -99,18 +103,31 @@ def survey(
         raise type(error)(f"{record.path.name}: {error}") from None
     xy_l0 = grid_positions(size_l0, spec, mpp)
     shares = tissue_fraction(found.mask, xy_l0, side_l0, downsample)
-    facts = record, spec, mpp, size_l0, bounds_l0, quickhash, in_tiles, downsample
+    facts = record, spec, mpp, size_l0, bounds_l0, quickhash, in_tiles, downsample, tuple(notes)
     ground = replace(ground, tissue=found.mask)
-    return SlideSurvey(*facts, reader, thumbnail, found, side_l0, xy_l0, shares, ground, tuple(notes))
+    return SlideSurvey(*facts, reader, thumbnail, found, side_l0, xy_l0, shares, ground)
 
 
 def ground_of(slide: Slide, tissue: TissueParams) -> Ground:
     """Return a slide as outlines lie on it, with its tissue where its scanned area begins elsewhere than the slide."""
+    downsample = max(1.0, max(slide.size_l0) / PICTURE_PX)
+    width, height = (ceil(extent / downsample) for extent in slide.size_l0)
+    facts = slide.size_l0, slide.bounds_l0, slide.mpp
+    ground = Ground(*facts, downsample, (height, width), slide.level_downsamples)
+    if not ground.is_cropped:
+        return ground
     thumbnail, downsample = slide.thumbnail(PICTURE_PX)
-    ground = Ground(
-        slide.size_l0, slide.bounds_l0, slide.mpp, downsample, thumbnail.shape[:2], slide.level_downsamples
-    )
-    return replace(ground, tissue=_tissue_or_none(thumbnail, ground, tissue)) if ground.is_cropped else ground
+    ground = replace(ground, downsample=downsample, shape=thumbnail.shape[:2])
+    return replace(ground, tissue=_tissue_or_none(thumbnail, ground, tissue))
+
+
+def _turn_of(path: Path) -> list[str]:
+    orientation = orientation_of(path)
+    if orientation == 1:
+        return []
+    return [
+        f"asks to be turned (TIFF orientation {orientation}); it is read as it lies, as OpenSlide shows it"
+    ]
 
 
 def _tissue_or_none(

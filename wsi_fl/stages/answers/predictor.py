@@ -260,8 +260,6 @@ class Predictor:
             params = replace(params, min_tissue=float(least))
         check_opens_safely(record.path, record.mpp_override, reader)
         plan = plan_slide(record, self.meta.spec, params, reader=reader, segmenter=self.segmenter)
-        for note in plan.notes:
-            watcher.say(f"  {record.slide}: {note}")
         aside: dict[int, str] = {}
         parts, features = [], []
         with torch.inference_mode():
@@ -275,6 +273,8 @@ class Predictor:
                 watcher.update(record.site, done, 1, record.slide)
         if not parts and not features:
             raise WsiFlError(next(iter(aside.values())))
+        for note in plan.notes:
+            watcher.say(f"  {record.slide}: {note}")
         xy_l0 = np.delete(plan.xy_l0, list(aside), axis=0)
         bag = Bag(np.concatenate(features), xy_l0) if features else None
         extent = plan.size_l0, plan.bounds_l0

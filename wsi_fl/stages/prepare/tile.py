@@ -152,14 +152,13 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, object]:
         )
     seen = {one.slide: one.quality for one in (*planned, *written) if one.quality}
     _write_quality(store.with_name("quality.csv"), seen)
-    notes = [{"slide": one.slide, "note": one.note} for one in written if one.note]
     names = CLASSES if len(counts["train"]) > 1 else UNLABELLED
     table = {split: dict(zip(names, counts[split].tolist(), strict=True)) for split in SPLITS}
     return {
         "site": name,
         "slides": n + len(listed.aside),
         "failed": [asdict(aside) for aside in failed],
-        "notes": notes,
+        "notes": [{"slide": one.slide, "note": one.note} for one in written if one.note],
         "patches": sum(sum(one.values()) for one in table.values()),
         **{label: sum(one.get(label, 0) for one in table.values()) for label in CLASSES},
         **{split: sum(table[split].values()) for split in ("train", "test")},
