@@ -226,6 +226,7 @@ PLACE = np.array(moved(DRAWN), float)
         (PLACE * [1e-3, -1e-3, 1e-3, -1e-3], "degrees"),
         (PLACE * 0.5, "in µm"),
         (PLACE / 4, "in pixels of level 1"),
+        (PLACE / 2, "of half the magnification"),
         (PLACE * [1, -1, 1, -1], "y counted upwards from 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

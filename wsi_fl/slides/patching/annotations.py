@@ -14,7 +14,7 @@ import shapely
 from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.outline_files import outlines_of, polygons_of, shortened
-from wsi_fl.slides.patching.placing import Ground, Origin, place
+from wsi_fl.slides.patching.placing import Ground, Origin, moved, place
 from wsi_fl.types import WsiFlError
 
 Outlined: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
@@ -78,15 +78,16 @@ def read_annotations(
     meaning = _meaning_of(path, groups, named)
 
     def area(role: Outlined) -> _Geometry:
-        return shapely.union_all([geometry for group, geometry in areas if meaning[group] == role])
+        return shapely.union_all([geometry for group, geometry in outlines.areas if meaning[group] == role])
 
-    areas, notes = outlines.areas, [outlines.remark] if outlines.remark else []
+    corner, notes = (0, 0), [outlines.remark] if outlines.remark else []
+    drawn, holes = area("tumor"), area("hole")
     if ground is not None:
-        areas, misplaced = place(outlines, ground, origin, area("tumor"))
+        corner, misplaced = place(outlines, ground, origin, drawn)
         notes += misplaced
-    holes = area("hole")
     tumor, unsure = (
-        shapely.union_all(polygons_of(shapely.difference(area(role), holes))) for role in ("tumor", "unsure")
+        moved(shapely.union_all(polygons_of(shapely.difference(each, holes))), corner)
+        for each in (drawn, area("unsure"))
     )
     said = tuple(f"{path.name}: {note}" for note in notes)
     return Annotations(tumor, unsure, dict(groups), {k: n for k, n in outlines.left_out.items() if n}, said)

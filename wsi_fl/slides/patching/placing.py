@@ -39,6 +39,11 @@ _FOREIGN, _LOST = 0.1, 0.25
 _CORNER_SHARE = 0.005
 """Of the slide's sides: all that lies so near its corner is in a larger unit than pixels."""
 _OUTSIDE = 0.05
+_MAGNIFICATIONS = {
+    "of half the magnification": 2.0,
+    "of a quarter of it": 4.0,
+    "of twice the magnification": 0.5,
+}
 _ALIKE = 0.1
 
 
@@ -95,10 +100,16 @@ def mask_of(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask
     return np.array(drawn, bool)
 
 
+def moved(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None) -> _Geometry:
+    """Return an area, or an array of areas, of which each point x is now at x @ matrix + offset."""
+    turned = np.eye(2) if matrix is None else matrix
+    return shapely.transform(area, lambda xy: xy @ turned + offset)
+
+
 def place(
     outlines: Outlines, ground: Ground, origin: Origin = None, judged: _Geometry = None
-) -> tuple[list[tuple[str, _Geometry]], list[str]]:
-    """Return what a file outlines in level-0 pixels of the whole slide, and what people should know of its place.
+) -> tuple[tuple[int, int], list[str]]:
+    """Return the level-0 pixel from which a file counts, and what people should know of the place of its outlines.
 
     Args:
         judged: the area, in the file's coordinates, that should lie on tissue; by default all of it.
@@ -107,15 +118,13 @@ def place(
         WsiFlError: when the file is in another unit than level-0 pixels.
     """
     if not outlines.areas:
-        return [], []
+        return (0, 0), []
     polygons = np.array([polygon for _, polygon in outlines.areas])
     if judged is None or judged.is_empty:
         judged = shapely.union_all(polygons)
     _require_pixels(outlines, polygons, judged, ground)
     corner, notes = _corner_of(outlines, judged, ground, origin)
-    notes += _misfit(outlines, judged, ground, corner, sure=origin is not None)
-    placed = _moved(polygons, corner)
-    return [(group, polygon) for (group, _), polygon in zip(outlines.areas, placed, strict=True)], notes
+    return corner, notes + _misfit(outlines, judged, ground, corner, sure=origin is not None)
 
 
 def better_corner(
@@ -146,7 +155,7 @@ def _corner_of(
 ) -> tuple[tuple[int, int], list[str]]:
     if not ground.is_cropped:
         return (0, 0), []
-    shares = {name: ground.share(_moved(judged, ground.corner(name))) for name in _OTHER}
+    shares = {name: ground.share(moved(judged, ground.corner(name))) for name in _OTHER}
     name, notes = better_corner(shares, outlines.corner, origin, "what it outlines")
     return ground.corner(name), notes
 
@@ -155,14 +164,14 @@ def _misfit(
     outlines: Outlines, judged: _Geometry, ground: Ground, corner: tuple[int, int], *, sure: bool
 ) -> list[str]:
     """What speaks against the place of what a file outlines; raises where it is in another unit, unless one is sure."""
-    area = _moved(judged, corner)
+    area = moved(judged, corner)
     inside = shapely.intersection(area, shapely.box(0, 0, *ground.size_l0)).area / area.area
     notes = [f"{1 - inside:.0%} of what it outlines lies outside the slide"] if inside < 1 - _OUTSIDE else []
     if ground.tissue is None or (share := ground.share(area)) >= _FITS:
         return notes
     only = f"only {share:.0%} of what it outlines lies on tissue"
     readings = {
-        name: ground.share(_moved(judged, offset + corner, matrix))
+        name: ground.share(moved(judged, offset + corner, matrix))
         for name, matrix, offset in _readings(ground)
     }
     likely = [name for name, fit in readings.items() if fit >= max(_SURE, _TIMES * share)]
@@ -180,9 +189,11 @@ def _misfit(
 def _readings(ground: Ground) -> Iterator[tuple[str, _Points, _Points]]:
     """Other ways in which coordinates could be meant: in words, and the matrix [2, 2] and offset [2] that undo it."""
     nothing, height = np.zeros(2), ground.bounds_l0[3] - ground.bounds_l0[1]
-    scales = {"in µm": 1 / ground.mpp} | {
-        f"in pixels of level {k}": scale for k, scale in enumerate(ground.levels) if k
-    }
+    levels = {f"in pixels of level {k}": scale for k, scale in enumerate(ground.levels) if k}
+    scales = {"in µm": 1 / ground.mpp} | levels
+    for name, scale in _MAGNIFICATIONS.items():
+        if not any(abs(scale / other - 1) < _ALIKE for other in levels.values()):
+            scales[name] = scale
     for name, scale in scales.items():
         if abs(scale - 1) > _ALIKE:
             yield name, scale * np.eye(2), nothing
@@ -190,11 +201,6 @@ def _readings(ground: Ground) -> Iterator[tuple[str, _Points, _Points]]:
     upwards = np.diag([1.0, -1.0])
     yield "with y counted upwards from the edge", upwards, np.array([0.0, height])
     yield "with y counted upwards from 0", upwards, nothing
-
-
-def _moved(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None) -> _Geometry:
-    turned = np.eye(2) if matrix is None else matrix
-    return shapely.transform(area, lambda xy: xy @ turned + offset)
 
 
 def _require_pixels(outlines: Outlines, polygons: NDArray[Any], judged: _Geometry, ground: Ground) -> None:
@@ -210,7 +216,7 @@ def _require_pixels(outlines: Outlines, polygons: NDArray[Any], judged: _Geometr
     }
     limit = np.array(ground.size_l0) * 1.01
     possible = {
-        name: ground.share(_moved(judged, (0, 0), np.diag(scale)))
+        name: ground.share(moved(judged, (0, 0), np.diag(scale)))
         for name, scale in scales.items()
         if min(left, top) >= 0 and (reach * scale <= limit).all()
     }

@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngImageFile
 
 from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
 from wsi_fl.slides.patching.outline_files import Corner, outlines_of
-from wsi_fl.slides.patching.placing import Ground, Origin, better_corner, mask_of, place
+from wsi_fl.slides.patching.placing import Ground, Origin, better_corner, mask_of, moved, place
 from wsi_fl.slides.patching.tissue import Found, NoTissueError, TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.orientation import orientation_of
 from wsi_fl.slides.reading.reader import Reader, Slide
@@ -166,8 +166,9 @@ def _read_mask(path: Path, ground: Ground, origin: Origin = None) -> tuple[NDArr
         mask, notes = _of_png(path, ground, origin)
     else:
         outlines = outlines_of(path)
-        areas, notes = place(outlines, ground, origin)
-        mask = mask_of(shapely.unary_union([area for _, area in areas]), ground.shape, ground.downsample)
+        corner, notes = place(outlines, ground, origin)
+        drawn = moved(shapely.unary_union([area for _, area in outlines.areas]), corner)
+        mask = mask_of(drawn, ground.shape, ground.downsample)
         notes = [note for note in (outlines.remark, *notes) if note]
     if not mask.any():
         raise WsiFlError("; ".join([f"{path}: holds no tissue on the slide", *notes]))
