@@ -102,7 +102,7 @@ def shifted(feature):
 def test_tumour_patches_that_are_not_drawn_into_the_sample_are_said(tmp_path):
     outlines = {name: [shifted(box(64, 64, 320, 448))] for name in "abc"}
     row = tiled(study_of(tmp_path, scanned.full, outlines), "tile.max_per_slide=1")
-    lost = {slide for slide, note in said_of(row).items() if "was drawn into the sample" in note}
+    lost = {slide for slide, note in said_of(row).items() if "is in the sample of the store" in note}
     assert len(lost) == row["healthy"] == 3 - row["tumor"] > 0
 
 

@@ -412,16 +412,16 @@ class _Shards:
             plan = self._plans.load(number)
             content, unread = self._write_slide(plan, keep)
             picture = self._picture(slide)
+            corners = np.array([(x, y) for x, y, _ in unread], np.int64).reshape(-1, 2)
+            whole = keep & ~(plan.xy_l0[:, None] == corners[None]).all(-1).any(-1)
             if not picture.exists():
-                corners = np.array([(x, y) for x, y, _ in unread], np.int64).reshape(-1, 2)
-                lost = (plan.xy_l0[:, None] == corners[None]).all(-1).any(-1)
-                write_bytes(picture, draw_overview(plan, keep & ~lost))
+                write_bytes(picture, draw_overview(plan, whole))
         except DiskFull:
             raise
         except Exception as error:  # one slide that a library chokes on must not end the others
             return Done(slide, reason=reason_of(error))
         quality = quality_of_plan(len(plan.xy_l0), plan, plan.aside_reason)
-        note = "; ".join([*plan.notes, *_lost_tumour(plan, keep)])
+        note = "; ".join([*plan.notes, *_lost_tumour(plan, whole)])
         reason = partly(unread, n)
         return Done(slide, n - len(unread), reason, note, content=content, quality=quality)
 
@@ -547,14 +547,14 @@ class _Shards:
         return needed
 
 
-def _lost_tumour(plan: SlidePlan, keep: NDArray[np.bool_]) -> list[str]:
-    """A line where a slide has outlined tumour patches, and none is kept."""
+def _lost_tumour(plan: SlidePlan, rows: NDArray[np.bool_]) -> list[str]:
+    """A line where a slide has outlined tumour patches, and none is in the store."""
     tumor = plan.label == CLASSES.index("tumor")
     outlined = plan.record.positive and plan.record.supervision in {"annotated", "partial"}
-    if not outlined or not tumor.any() or (tumor & keep).any():
+    if not outlined or not tumor.any() or (tumor & rows).any():
         return []
     return [
-        f"labelled tumour and outlined, but none of its {tumor.sum()} tumour patches was drawn into the sample"
+        f"labelled tumour and outlined, but none of its {tumor.sum()} tumour patches is in the sample of the store"
     ]
 
 
