@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -149,12 +150,16 @@ def test_outlines_of_a_healthy_slide_are_looked_at_in_camelyons_layouts(tmp_path
 
 
 @pytest.fixture
-def run_of(archive, tmp_path_factory):
-    return trained_on(archive, tmp_path_factory.getbasetemp() / "trained")
+def run_of(archive, tmp_path_factory, tmp_path):
+    study, run = trained_on(archive, tmp_path_factory.getbasetemp() / "trained")
+    shutil.copytree(study.root, tmp_path / "study", ignore=shutil.ignore_patterns("predictions"))
+    return Study(tmp_path / "study"), run
 
 
-def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path):
+@pytest.mark.parametrize(("origin", "corner"), [("", CORNER), ("slide", (0, 0))])
+def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path, origin, corner):
     study, run = run_of
+    edit(site_file(study, "C1"), more=f'annotations_origin = "{origin}"\n' if origin else "")
     slide = scanned.scn(tmp_path / "x.scn", scanned.picture())
     (row,) = predict(study, run, site="C1", slides=[slide], out=tmp_path / "out")["slides"]
     features = json.loads((study.root / row["geojson"]).read_text())["features"]
@@ -163,10 +168,11 @@ def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path):
     ]
     with (study.root / row["csv"]).open(newline="") as file:
         corners = [(int(one["x_l0"]), int(one["y_l0"])) for one in csv.DictReader(file)]
-    assert [tuple(ring[0]) for ring in tiles] == [(x - CORNER[0], y - CORNER[1]) for x, y in corners]
+    assert [tuple(ring[0]) for ring in tiles] == [(x - corner[0], y - corner[1]) for x, y in corners]
     assert min(corners)[0] >= CORNER[0]  # patches.csv counts as OpenSlide does
     for one in features:
-        assert np.array(one["geometry"]["coordinates"][0]).max() <= scanned.SIDE
+        inside = np.array(one["geometry"]["coordinates"][0]) - CORNER + corner
+        assert inside.min() >= 0 and inside.max() <= scanned.SIDE
 
 
 def test_a_mosaic_lies_within_the_mask_and_says_what_the_mask_is(tmp_path, tiny_weights):

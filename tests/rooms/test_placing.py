@@ -132,6 +132,19 @@ def test_who_says_from_where_outlines_count_is_obeyed_and_told_what_speaks_again
             assert 'with annotations_origin = "bounds" 100%' in notes[0]
 
 
+def test_what_would_lie_on_tissue_from_either_corner_is_said(tmp_path):
+    box, tissue = (400, 400, 500, 500), np.ones((100, 100), bool)
+    ground = Ground((1000, 1000), (100, 100, 900, 900), 0.5, 10.0, (100, 100), tissue=tissue)
+    found = read_annotations(geojson(tmp_path / "q.geojson", box, **QUPATH), {}, ground)
+    assert found.tumor.equals(shapely.box(500, 500, 600, 600)) and "from either corner" in found.notes[0]
+    for path, origin in (
+        (asap(tmp_path / "a.xml", box), None),
+        (geojson(tmp_path / "q.json", box, **QUPATH), "slide"),
+    ):
+        sure = read_annotations(path, {}, ground, origin)
+        assert sure.tumor.equals(shapely.box(*box)) and sure.notes == ()
+
+
 def on(slide):
     with Slide(slide) as opened:
         return ground_of(opened, TissueParams())

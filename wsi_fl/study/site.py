@@ -33,7 +33,8 @@ class SiteFile(Section):
     """Corner from which outlines and masks count, on slides whose scanned area begins elsewhere than the slide (MRXS,
     SCN). `bounds` is the corner of the scanned area, which QuPath shows alone; `slide` is that of the whole slide, as
     OpenSlide and ASAP count. By default QuPath's files count from `bounds` and all others from `slide`, unless the
-    other puts far more of what they outline on tissue; `tile` says so."""
+    other puts far more of what they outline on tissue; `tile` says so. The outlines that `predict` writes for QuPath
+    count from `bounds`, or from here."""
     layout: _Layout = "generic"
     """How the archive is laid out, which decides how slides, labels and annotations are matched."""
     labels: str | None = None

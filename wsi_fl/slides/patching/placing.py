@@ -2,8 +2,8 @@
 
 A scanner may leave the slide around what it scanned empty (MRXS, SCN, Argos, TIFF with unwritten tiles). OpenSlide and
 ASAP count from the corner of the whole slide. QuPath shows the scanned area alone and counts from its corner, but not
-with `--no-crop` or by Bio-Formats, and no file says which. So a file is taken as its format is usually meant, and
-compared with the tissue.
+with `--no-crop` or by Bio-Formats, nor, of plain TIFF, with an OpenSlide before 4.0.1; no file says which. So a file
+is taken as its format is usually meant, and compared with the tissue.
 """
 
 from __future__ import annotations
@@ -157,6 +157,11 @@ def _corner_of(
         return (0, 0), []
     shares = {name: ground.share(moved(judged, ground.corner(name))) for name in _OTHER}
     name, notes = better_corner(shares, outlines.corner, origin, "what it outlines")
+    if origin is None and name == "bounds" and shares["slide"] > shares["bounds"] - _BETTER and not notes:
+        notes = [
+            "is taken to count from the corner of the scanned area, as QuPath does unless it shows the whole slide; it "
+            "would lie on tissue from either corner, and annotations_origin in the site's file settles it"
+        ]
     return ground.corner(name), notes
 
 

@@ -143,7 +143,8 @@ def _of_patches(
     )
     write_bytes(folder / _HEATMAP, _drawn(predictor, record, base, heat, colors, *said))
     identity = f"{predictor.run.name}/{record.site}/{record.slide}"
-    heatmap.write_geojson(folder / _OUTLINES, heat, colors, identity, base.bounds_l0[:2])
+    corner = (0, 0) if predictor.site.annotations_origin == "slide" else base.bounds_l0[:2]
+    heatmap.write_geojson(folder / _OUTLINES, heat, colors, identity, corner)
     columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
     write_patches(folder / _TABLE, seen.xy_l0, size_in_l0(predictor.meta.spec, base.mpp), columns)
     row = {"slide": record.slide, "patches": len(seen.xy_l0), "set_aside": seen.n_aside, "score": found}
