@@ -92,6 +92,8 @@ POLYGON = feature(SQUARE)["geometry"]
         [feature(SQUARE, objectType="annotation", classification={"name": "TUMOR", "colorRGB": -3670016})],
         feature(SQUARE, classification="tumour"),
         feature(SQUARE, name="Metastasis"),
+        feature(SQUARE, classification='{"name": "Tumor", "color": [27, 158, 119]}'),
+        feature(SQUARE, objectType="annotation", classification_name="Tumor", name="Annotation 1"),
         POLYGON,
         {"type": "GeometryCollection", "geometries": [POLYGON]},
         {"type": "MultiPolygon", "coordinates": [POLYGON["coordinates"]]},

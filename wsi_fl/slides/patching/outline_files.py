@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -246,8 +247,14 @@ def _object_type(feature: Mapping[str, Any], properties: Mapping[str, Any]) -> s
 
 
 def _geojson_group(properties: Mapping[str, Any]) -> str:
-    """QuPath's classification, a derived class as "base: derived", else the object's name."""
-    classification = properties.get("classification") or ""
+    """QuPath's classification, a derived class as "base: derived", else the object's name.
+
+    Tables of shapes hold it as a text of JSON, or its name in a column of its own (LazySlide).
+    """
+    classification = properties.get("classification") or properties.get("classification_name") or ""
+    if isinstance(classification, str) and classification.lstrip().startswith("{"):
+        with suppress(json.JSONDecodeError):
+            classification = json.loads(classification)
     if isinstance(classification, Mapping):
         classification = ": ".join(_class_names(classification))
     return str(classification or properties.get("name") or "")
