@@ -6,9 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-import scanned
+import scan_areas
 from changing import edit, site_file
-from scanned import CORNER
+from scan_areas import CORNER
 from test_predict import trained_on
 
 from wsi_fl.slides.layouts import read_site
@@ -37,7 +37,7 @@ def study_of(root, write, outlines, label="positive"):
     rows = ["slide,patient,site,label,annotation"]
     for name, features in outlines.items():
         path = write(
-            root / "slides" / f"{name}.{'scn' if write is scanned.scn else 'tif'}", scanned.picture()
+            root / "slides" / f"{name}.{'scn' if write is scan_areas.scn else 'tif'}", scan_areas.picture()
         )
         (root / f"{name}.geojson").write_text(json.dumps(features))
         rows.append(f"{path.name},p{name},A,{label},{name}.geojson")
@@ -58,7 +58,7 @@ def said_of(row):
 def test_tile_stores_the_tumour_that_was_drawn_in_qupath_and_says_what_it_left_out(tmp_path):
     drawn = box(128, 192, 320, 384)
     cells = [box(70 + 10 * k, 70, 75 + 10 * k, 75, objectType="cell") for k in range(3)]
-    study = study_of(tmp_path, scanned.scn, {"a": [drawn, *cells], "b": [drawn]})
+    study = study_of(tmp_path, scan_areas.scn, {"a": [drawn, *cells], "b": [drawn]})
     document = tile(study, site="A", overrides=SETTINGS)
     (row,) = document["sites"]
     assert row["tumor"] == 2 * 9 and row["failed"] == []
@@ -72,7 +72,7 @@ def test_tile_stores_the_tumour_that_was_drawn_in_qupath_and_says_what_it_left_o
 
 def test_a_site_says_from_where_its_outlines_count(tmp_path):
     drawn = box(448, 320, 640, 512)  # from the corner of the scanned area it would lie beside the tissue
-    study = study_of(tmp_path, scanned.sparse, {"a": [drawn]})
+    study = study_of(tmp_path, scan_areas.sparse, {"a": [drawn]})
     assert tiled(study)["tumor"] == 9 and "annotations_origin" in said_of(tiled(study))["a"]
     edit(site_file(study, "A"), more='annotations_origin = "slide"\n')
     row = tiled(study)
@@ -91,7 +91,7 @@ def test_a_site_says_from_where_its_outlines_count(tmp_path):
     ],
 )
 def test_nothing_about_outlines_of_a_positive_slide_stays_unsaid(tmp_path, features, words):
-    row = tiled(study_of(tmp_path, scanned.full, {"a": [shifted(one) for one in features]}))
+    row = tiled(study_of(tmp_path, scan_areas.full, {"a": [shifted(one) for one in features]}))
     assert words in said_of(row).get("a", "") and bool(row["notes"]) == bool(words)
 
 
@@ -102,7 +102,7 @@ def shifted(feature):
 
 def test_tumour_patches_that_are_not_drawn_into_the_sample_are_said(tmp_path):
     outlines = {name: [shifted(box(64, 64, 320, 448))] for name in "abc"}
-    row = tiled(study_of(tmp_path, scanned.full, outlines), "tile.max_per_slide=1")
+    row = tiled(study_of(tmp_path, scan_areas.full, outlines), "tile.max_per_slide=1")
     lost = {slide for slide, note in said_of(row).items() if "is in the sample of the store" in note}
     assert len(lost) == row["healthy"] == 3 - row["tumor"] > 0
 
@@ -118,14 +118,14 @@ def test_tumour_patches_that_are_not_drawn_into_the_sample_are_said(tmp_path):
 )
 def test_a_positive_slide_whose_outlines_say_nothing_is_set_aside_with_the_reason(tmp_path, features, reason):
     good = [shifted(box(128, 192, 320, 384))]
-    row = tiled(study_of(tmp_path, scanned.full, {"bad": features, "good": good}))
+    row = tiled(study_of(tmp_path, scan_areas.full, {"bad": features, "good": good}))
     (failed,) = row["failed"]
     assert failed["slide"] == "bad" and reason in failed["reason"] and "\n" not in failed["reason"]
 
 
 def test_a_healthy_slide_with_tumour_outlines_is_set_aside_and_one_with_none_is_said(tmp_path):
     outlines = {"ill": [shifted(box(128, 192, 320, 384))], "points": [box(1, 1, 9, 9, objectType="tile")]}
-    row = tiled(study_of(tmp_path, scanned.full, outlines, label="negative"))
+    row = tiled(study_of(tmp_path, scan_areas.full, outlines, label="negative"))
     assert [one["slide"] for one in row["failed"]] == ["ill"] and "labelled negative" in row["failed"][0][
         "reason"
     ]
@@ -160,7 +160,7 @@ def run_of(archive, tmp_path_factory, tmp_path):
 def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path, origin, corner):
     study, run = run_of
     edit(site_file(study, "C1"), more=f'annotations_origin = "{origin}"\n' if origin else "")
-    slide = scanned.scn(tmp_path / "x.scn", scanned.picture())
+    slide = scan_areas.scn(tmp_path / "x.scn", scan_areas.picture())
     (row,) = predict(study, run, site="C1", slides=[slide], out=tmp_path / "out")["slides"]
     features = json.loads((study.root / row["geojson"]).read_text())["features"]
     tiles = [
@@ -172,11 +172,11 @@ def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path, orig
     assert min(corners)[0] >= CORNER[0]  # patches.csv counts as OpenSlide does
     for one in features:
         inside = np.array(one["geometry"]["coordinates"][0]) - CORNER + corner
-        assert inside.min() >= 0 and inside.max() <= scanned.SIDE
+        assert inside.min() >= 0 and inside.max() <= scan_areas.SIDE
 
 
 def test_a_mosaic_lies_within_the_mask_and_says_what_the_mask_is(tmp_path, tiny_weights):
-    study = study_of(tmp_path, scanned.scn, {"a": []}, label="negative")
+    study = study_of(tmp_path, scan_areas.scn, {"a": []}, label="negative")
     (tmp_path / "masks").mkdir()
     cell = box(1, 1, 5, 5, objectType="cell")
     (tmp_path / "masks/a.geojson").write_text(json.dumps([box(64, 64, 320, 448), cell]))

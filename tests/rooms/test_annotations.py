@@ -176,7 +176,7 @@ def test_what_qupath_analysed_is_told_and_what_is_drawn_inside_it_counts(tmp_pat
     made["properties"] = TUMOR | spelled.get("properties", {}) | {children: [between]}
     found = read_annotations(written(tmp_path / "a.geojson", [made]))
     assert found.tumor.equals(shapely.Polygon(INNER)) and found.groups == {"Tumor": 1, "Region*": 1}
-    assert found.left_out == ({kind: 1} if kind else {})
+    assert found.omissions == ({kind: 1} if kind else {})
     if kind is None:
         del made["geometry"]
         assert read_annotations(written(tmp_path / "b.geojson", [made])).tumor.area == 1_600

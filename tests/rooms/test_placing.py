@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import scanned
+import scan_areas
 import shapely
 import tifffile
 from building import refused
 from PIL import Image
-from scanned import BOUNDS, CORNER, SIDE, SIZE
+from scan_areas import BOUNDS, CORNER, SIDE, SIZE
 
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.patching.patches import PlanParams, plan_slide
@@ -24,7 +24,7 @@ from wsi_fl.types import CLASSES, GridSpec, SlideRecord
 SPEC = GridSpec(64, 0.5, 64)
 DRAWN = (128, 192, 320, 384)
 """Where the tumour is on the scanned area: 3 × 3 patches of the slide's grid, by hand."""
-WRITERS = {"SCN": scanned.scn, "unwritten tiles": scanned.sparse}
+WRITERS = {"SCN": scan_areas.scn, "unwritten tiles": scan_areas.sparse}
 
 
 def ring(box):
@@ -68,7 +68,7 @@ def asap(path, *boxes):
 def slide(request, tmp_path_factory):
     """A slide whose scanned area begins at CORNER."""
     suffix = "scn" if request.param == "SCN" else "tif"
-    return WRITERS[request.param](tmp_path_factory.mktemp("slide") / f"x.{suffix}", scanned.picture())
+    return WRITERS[request.param](tmp_path_factory.mktemp("slide") / f"x.{suffix}", scan_areas.picture())
 
 
 def record(slide, annotation=None, **more):
@@ -91,7 +91,7 @@ def inside(box):
 def test_a_slide_says_where_it_was_scanned(slide, tmp_path):
     with Slide(slide) as opened:
         assert opened.size_l0 == SIZE and opened.bounds_l0 == BOUNDS
-    with Slide(scanned.full(tmp_path / "full.tif", scanned.picture())) as opened:
+    with Slide(scan_areas.full(tmp_path / "full.tif", scan_areas.picture())) as opened:
         assert opened.bounds_l0 == (0, 0, *SIZE)
         for wrong in ("-5", "many", "999999"):
             keys = {"x": wrong, "y": "0", "width": "10", "height": "10"}
@@ -217,14 +217,14 @@ def test_what_predict_writes_for_qupath_counts_from_the_scanned_area_and_comes_b
         448,
     ]  # as QuPath shows it
     found = read_annotations(path, {}, on(slide))
-    assert found.tumor.equals(shapely.union_all(shapely.box(*boxes.T))) and found.left_out == {"tile": 3}
+    assert found.tumor.equals(shapely.union_all(shapely.box(*boxes.T))) and found.omissions == {"tile": 3}
     assert found.notes == ("tumor.geojson: left out as no outlined areas: 3 tiles",)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A slide that was scanned from edge to edge, with tissue from (448, 320) to (832, 704)."""
-    return scanned.full(tmp_path_factory.mktemp("whole") / "x.tif", scanned.picture())
+    return scan_areas.full(tmp_path_factory.mktemp("whole") / "x.tif", scan_areas.picture())
 
 
 PLACE = np.array(moved(DRAWN), float)
@@ -301,7 +301,7 @@ def test_a_tiled_tiff_that_asks_to_be_turned_says_that_it_is_not(tmp_path, orien
     tiled, strips = tmp_path / "tiled.tif", tmp_path / "strips.tif"
     resolution = {"resolution": (20_000, 20_000), "resolutionunit": "CENTIMETER"}
     for path, how in ((tiled, {"tile": (128, 128)}), (strips, {})):
-        pixels = scanned.picture()[:384]
+        pixels = scan_areas.picture()[:384]
         tifffile.imwrite(path, pixels, photometric="rgb", metadata=None, extratags=tag, **resolution, **how)
     with Slide(tiled) as lying, Slide(strips) as turned:
         assert lying.size_l0 == (512, 384) and turned.size_l0 == (

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-import scanned
-from scanned import CORNER
+import scan_areas
+from scan_areas import CORNER
 
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
@@ -15,12 +15,14 @@ from wsi_fl.viewer.viewing import gallery
 PLACE = (128, 192, 320, 384)
 
 
-@pytest.mark.parametrize("write", [scanned.scn, scanned.sparse])
+@pytest.mark.parametrize("write", [scan_areas.scn, scan_areas.sparse])
 @pytest.mark.parametrize("corner", [(0, 0), CORNER])
 def test_the_layer_of_outlines_lies_on_the_tumour(tmp_path, write, corner):
     """Of a QuPath file as usual, and of one that counts from the corner of the slide."""
     (tmp_path / "slides").mkdir()
-    path = write(tmp_path / "slides" / ("a.scn" if write is scanned.scn else "a.tif"), scanned.picture())
+    path = write(
+        tmp_path / "slides" / ("a.scn" if write is scan_areas.scn else "a.tif"), scan_areas.picture()
+    )
     left, top, right, bottom = (v + corner[k % 2] for k, v in enumerate(PLACE))
     ring = [[left, top], [right, top], [right, bottom], [left, bottom], [left, top]]
     shape = {"type": "Polygon", "coordinates": [ring]}

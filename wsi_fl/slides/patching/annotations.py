@@ -14,7 +14,7 @@ import shapely
 from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.outline_files import outlines_of, polygons_of, shortened
-from wsi_fl.slides.patching.placing import Ground, Origin, moved, place
+from wsi_fl.slides.patching.placing import Ground, Origin, place, transform
 from wsi_fl.types import WsiFlError
 
 Outlined: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
@@ -46,7 +46,7 @@ class Annotations:
     tumor: _Geometry
     unsure: _Geometry
     groups: Mapping[str, int] = field(default_factory=dict)
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    omissions: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -81,16 +81,16 @@ def read_annotations(
         return shapely.union_all([geometry for group, geometry in outlines.areas if meaning[group] == role])
 
     corner, notes = (0, 0), [outlines.remark] if outlines.remark else []
-    drawn, holes = area("tumor"), area("hole")
+    tumor, holes = area("tumor"), area("hole")
     if ground is not None:
-        corner, misplaced = place(outlines, ground, origin, drawn)
-        notes += misplaced
+        corner, remarks = place(outlines, ground, origin, tumor)
+        notes += remarks
     tumor, unsure = (
-        moved(shapely.union_all(polygons_of(shapely.difference(each, holes))), corner)
-        for each in (drawn, area("unsure"))
+        transform(shapely.union_all(polygons_of(shapely.difference(each, holes))), corner)
+        for each in (tumor, area("unsure"))
     )
-    said = tuple(f"{path.name}: {note}" for note in notes)
-    return Annotations(tumor, unsure, dict(groups), {k: n for k, n in outlines.left_out.items() if n}, said)
+    lines = tuple(f"{path.name}: {note}" for note in notes)
+    return Annotations(tumor, unsure, dict(groups), {k: n for k, n in outlines.omissions.items() if n}, lines)
 
 
 def _meaning_of(path: Path, groups: Mapping[str, int], named: Mapping[str, Outlined]) -> dict[str, Outlined]:

@@ -33,7 +33,7 @@ _PLURAL = {"TMA core": "TMA cores", "object without a shape": "objects without a
     "outline without area": "outlines without area"
 }
 _ROOT = ""
-_NOT_DRAWN = {
+_ANALYSIS_KINDS = {
     **dict.fromkeys(("tile", "PathTileObject"), "tile"),
     **dict.fromkeys(("cell", "PathCellObject"), "cell"),
     **dict.fromkeys(("detection", "PathDetectionObject"), "detection"),
@@ -41,7 +41,7 @@ _NOT_DRAWN = {
     **dict.fromkeys(("root", "PathRootObject"), _ROOT),
 }
 """QuPath's objects that an analysis made, not a person, in the spellings of its versions."""
-_DRAWN = {"annotation", "PathAnnotationObject"}
+_ANNOTATION_KINDS = {"annotation", "PathAnnotationObject"}
 _ASAP_AREAS = ("polygon", "rectangle", "spline", "")
 _ASAP_POINTS = ("dot", "pointset")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -60,24 +60,24 @@ class Outlines:
     Attributes:
         path: of the file.
         areas: (group as spelled, shapely Polygon) of every outline with area; the group is "" for none.
-        left_out: kind → how many things of the file are no outlined areas.
+        omissions: kind → how many things of the file are no outlined areas.
         corner: from where such files count, where nobody says otherwise.
     """
 
     path: Path
     areas: list[tuple[str, Any]] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
+    omissions: Counter[str] = field(default_factory=Counter)
     corner: Corner = "slide"
 
     def add(self, group: str, polygons: Sequence[_Geometry]) -> None:
         """Take an outline as its valid polygons; without any it is left out."""
         self.areas += [(group, polygon) for polygon in polygons]
-        self.left_out["outline without area"] += not polygons
+        self.omissions["outline without area"] += not polygons
 
     @property
     def remark(self) -> str:
         """What people should know of the file, as "left out as no outlined areas: 12 cells"; "" if nothing."""
-        parts = [f"{n} {_counted(kind, n)}" for kind, n in sorted(self.left_out.items()) if n]
+        parts = [f"{n} {_plural(kind, n)}" for kind, n in sorted(self.omissions.items()) if n]
         if not parts:
             return "" if self.areas else "holds no outline"
         listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
@@ -97,7 +97,7 @@ def polygons_of(geometry: _Geometry) -> list[_Geometry]:
     return [part for part in flat if part.geom_type == "Polygon" and part.area > 0]
 
 
-def _counted(kind: str, n: int) -> str:
+def _plural(kind: str, n: int) -> str:
     if n == 1:
         return kind
     return _PLURAL.get(kind) or (
@@ -185,11 +185,11 @@ def _asap(data: bytes, path: Path) -> Outlines:
                 ring = shapely.get_coordinates(shapely.box(*ring.ravel()))
             outlines.add(annotation.get("PartOfGroup", ""), _repaired(ring.reshape(-1, 2)))
         elif kind.casefold() in _ASAP_POINTS:
-            outlines.left_out["point"] += len(ring)
+            outlines.omissions["point"] += len(ring)
         elif kind.casefold() == "measurement":
-            outlines.left_out["measurement"] += 1
+            outlines.omissions["measurement"] += 1
         else:
-            outlines.left_out[f'annotation of type "{shortened(kind, 20)}"'] += 1
+            outlines.omissions[f'annotation of type "{shortened(kind, 20)}"'] += 1
     return outlines
 
 
@@ -222,10 +222,10 @@ def _take_feature(feature: dict[str, Any], outlines: Outlines) -> None:
         outlines.corner = "bounds"
     # QuPath leaves out the geometry of what has none
     geometry = _of(feature, "geometry", "a feature") if kind is None else feature.get("geometry")
-    if kind in _NOT_DRAWN:
-        outlines.left_out[_NOT_DRAWN[kind]] += kind not in {"root", "PathRootObject"}
+    if kind in _ANALYSIS_KINDS:
+        outlines.omissions[_ANALYSIS_KINDS[kind]] += kind not in {"root", "PathRootObject"}
     elif geometry is None:
-        outlines.left_out["object without a shape"] += 1
+        outlines.omissions["object without a shape"] += 1
     else:
         _take_geometry(geometry, _geojson_group(properties), outlines)
     children = properties.get("childObjects", properties.get("children"))
@@ -241,7 +241,7 @@ def _object_type(feature: Mapping[str, Any], properties: Mapping[str, Any]) -> s
         if key in properties:
             return str(properties[key])
     for value in (str(properties.get("type")), str(feature.get("id"))):
-        if value in _NOT_DRAWN or value in _DRAWN:
+        if value in _ANALYSIS_KINDS or value in _ANNOTATION_KINDS:
             return value
     return None
 
@@ -286,9 +286,9 @@ def _take_geometry(given: Any, group: str, outlines: Outlines) -> None:
         drawn = [[_ring(ring) for ring in rings] for rings in parts]
         outlines.add(group, [area for rings in drawn if rings for area in _repaired(rings[0], rings[1:])])
     elif kind in ("Point", "MultiPoint"):
-        outlines.left_out["point"] += 1 if kind == "Point" else len(places)
+        outlines.omissions["point"] += 1 if kind == "Point" else len(places)
     else:
-        outlines.left_out["line"] += 1
+        outlines.omissions["line"] += 1
 
 
 def _ring(given: Any) -> _Ring:

@@ -28,23 +28,23 @@ _Geometry: TypeAlias = Any
 
 _CORNERS: dict[Corner, str] = {"bounds": "scanned area", "slide": "whole slide"}
 _OTHER: dict[Corner, Corner] = {"bounds": "slide", "slide": "bounds"}
-_FITS = 0.5
+_GOOD_FIT = 0.5
 """Share of what is outlined that lies on tissue where the place is right; the rest is fat, lumen and broad strokes."""
-_BETTER = 0.2
+_NOTABLE_DIFFERENCE = 0.2
 """A difference of such shares that is worth a word."""
-_SURE, _TIMES = 0.75, 3
+_SURE_FIT, _SURE_RATIO = 0.75, 3
 """A reading of a file in another unit is named where such a share would lie on tissue, and so many times as much."""
-_FOREIGN, _LOST = 0.1, 0.25
+_FOREIGN_FIT, _LOST_FIT = 0.1, 0.25
 """Shares on tissue below which another unit is believed, and below which a file seems to be of another slide."""
 _CORNER_SHARE = 0.005
 """Of the slide's sides: all that lies so near its corner is in a larger unit than pixels."""
-_OUTSIDE = 0.05
+_OUTSIDE_SHARE = 0.05
 _MAGNIFICATIONS = {
     "of half the magnification": 2.0,
     "of a quarter of it": 4.0,
     "of twice the magnification": 0.5,
 }
-_ALIKE = 0.1
+_SCALE_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -89,30 +89,29 @@ class Ground:
 
 def mask_of(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask:
     """Return a mask bool[height, width] of an area in level-0 pixels, of which a pixel of the mask has `downsample`."""
-    drawn = Image.new("1", (shape[1], shape[0]))
-    draw = ImageDraw.Draw(drawn)
+    canvas = Image.new("1", (shape[1], shape[0]))
+    draw = ImageDraw.Draw(canvas)
     # The largest ring first: a hole is drawn before the island that lies in it.
-    for polygon in sorted(
-        polygons_of(area), key=lambda part: shapely.Polygon(part.exterior).area, reverse=True
-    ):
+    by_size = sorted(polygons_of(area), key=lambda part: -shapely.Polygon(part.exterior).area)
+    for polygon in by_size:
         for ring, fill in [(polygon.exterior, 1), *((hole, 0) for hole in polygon.interiors)]:
             draw.polygon([(x, y) for x, y in shapely.get_coordinates(ring) / downsample], fill=fill)
-    return np.array(drawn, bool)
+    return np.array(canvas, bool)
 
 
-def moved(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None) -> _Geometry:
+def transform(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None) -> _Geometry:
     """Return an area, or an array of areas, of which each point x is now at x @ matrix + offset."""
-    turned = np.eye(2) if matrix is None else matrix
-    return shapely.transform(area, lambda xy: xy @ turned + offset)
+    change = np.eye(2) if matrix is None else matrix
+    return shapely.transform(area, lambda xy: xy @ change + offset)
 
 
 def place(
-    outlines: Outlines, ground: Ground, origin: Origin = None, judged: _Geometry = None
+    outlines: Outlines, ground: Ground, origin: Origin = None, target: _Geometry = None
 ) -> tuple[tuple[int, int], list[str]]:
     """Return the level-0 pixel from which a file counts, and what people should know of the place of its outlines.
 
     Args:
-        judged: the area, in the file's coordinates, that should lie on tissue; by default all of it.
+        target: the area, in the file's coordinates, that should lie on tissue; by default all of it.
 
     Raises:
         WsiFlError: when the file is in another unit than level-0 pixels.
@@ -120,44 +119,47 @@ def place(
     if not outlines.areas:
         return (0, 0), []
     polygons = np.array([polygon for _, polygon in outlines.areas])
-    if judged is None or judged.is_empty:
-        judged = shapely.union_all(polygons)
-    _require_pixels(outlines, polygons, judged, ground)
-    corner, notes = _corner_of(outlines, judged, ground, origin)
-    return corner, notes + _misfit(outlines, judged, ground, corner, sure=origin is not None)
+    if target is None or target.is_empty:
+        target = shapely.union_all(polygons)
+    _require_pixels(outlines, polygons, target, ground)
+    corner, notes = _corner_of(outlines, target, ground, origin)
+    return corner, notes + _misfit(outlines, target, ground, corner, is_settled=origin is not None)
 
 
 def better_corner(
-    shares: dict[Corner, float], usual: Corner, origin: Origin, what: str
+    shares: dict[Corner, float], default: Corner, origin: Origin, what: str
 ) -> tuple[Corner, list[str]]:
     """Return the corner from which a file counts, and in a line what speaks against it.
 
     Args:
         shares: of what the file says, that which would lie on tissue.
-        usual: the corner of its format.
+        default: the corner of its format.
         what: the file says, for the line.
     """
-    chosen: Corner = origin or usual
-    other = _OTHER[chosen]
-    compared = f"{shares[other]:.0%} of {what} would lie on tissue, and {shares[chosen]:.0%} otherwise"
-    if shares[other] >= _FITS and shares[chosen] <= shares[other] / 2:
+    choice: Corner = origin or default
+    alternative = _OTHER[choice]
+    comparison = (
+        f"{shares[alternative]:.0%} of {what} would lie on tissue, and {shares[choice]:.0%} otherwise"
+    )
+    if shares[alternative] >= _GOOD_FIT and shares[choice] <= shares[alternative] / 2:
         if origin is None:
-            said = f"is taken to count from the corner of the {_CORNERS[other]}, where {compared}"
-            return other, [f"{said}; annotations_origin in the site's file settles it"]
-    elif shares[other] - shares[chosen] < _BETTER:
-        return chosen, []
-    said = f'counts from the corner of the {_CORNERS[chosen]}, though with annotations_origin = "{other}" {compared}'
-    return chosen, [said]
+            line = f"is taken to count from the corner of the {_CORNERS[alternative]}, where {comparison}"
+            return alternative, [f"{line}; annotations_origin in the site's file settles it"]
+    elif shares[alternative] - shares[choice] < _NOTABLE_DIFFERENCE:
+        return choice, []
+    hint = f'with annotations_origin = "{alternative}" {comparison}'
+    return choice, [f"counts from the corner of the {_CORNERS[choice]}, though {hint}"]
 
 
 def _corner_of(
-    outlines: Outlines, judged: _Geometry, ground: Ground, origin: Origin
+    outlines: Outlines, target: _Geometry, ground: Ground, origin: Origin
 ) -> tuple[tuple[int, int], list[str]]:
     if not ground.is_cropped:
         return (0, 0), []
-    shares = {name: ground.share(moved(judged, ground.corner(name))) for name in _OTHER}
+    shares = {name: ground.share(transform(target, ground.corner(name))) for name in _OTHER}
     name, notes = better_corner(shares, outlines.corner, origin, "what it outlines")
-    if origin is None and name == "bounds" and shares["slide"] > shares["bounds"] - _BETTER and not notes:
+    is_open = origin is None and shares["slide"] > shares["bounds"] - _NOTABLE_DIFFERENCE
+    if name == "bounds" and is_open and not notes:
         notes = [
             "is taken to count from the corner of the scanned area, as QuPath does unless it shows the whole slide; it "
             "would lie on tissue from either corner, and annotations_origin in the site's file settles it"
@@ -166,29 +168,32 @@ def _corner_of(
 
 
 def _misfit(
-    outlines: Outlines, judged: _Geometry, ground: Ground, corner: tuple[int, int], *, sure: bool
+    outlines: Outlines, target: _Geometry, ground: Ground, corner: tuple[int, int], *, is_settled: bool
 ) -> list[str]:
-    """What speaks against the place of what a file outlines; raises where it is in another unit, unless one is sure."""
-    area = moved(judged, corner)
+    """What speaks against the place of what a file outlines; raises where it is in another unit and not settled."""
+    area = transform(target, corner)
     inside = shapely.intersection(area, shapely.box(0, 0, *ground.size_l0)).area / area.area
-    notes = [f"{1 - inside:.0%} of what it outlines lies outside the slide"] if inside < 1 - _OUTSIDE else []
-    if ground.tissue is None or (share := ground.share(area)) >= _FITS:
+    notes = []
+    if inside < 1 - _OUTSIDE_SHARE:
+        notes.append(f"{1 - inside:.0%} of what it outlines lies outside the slide")
+    if ground.tissue is None or (share := ground.share(area)) >= _GOOD_FIT:
         return notes
-    only = f"only {share:.0%} of what it outlines lies on tissue"
+    fact = f"only {share:.0%} of what it outlines lies on tissue"
     readings = {
-        name: ground.share(moved(judged, offset + corner, matrix))
+        name: ground.share(transform(target, offset + corner, matrix))
         for name, matrix, offset in _readings(ground)
     }
-    likely = [name for name, fit in readings.items() if fit >= max(_SURE, _TIMES * share)]
-    if not likely:
-        return notes if share >= _LOST else [*notes[: inside < _LOST], f"{only}; is it of another slide?"]
-    fit = max(readings[name] for name in likely)
-    said = f"{only}, but {fit:.0%} would if it were {' or '.join(likely)}; export it in level-0 pixels"
-    if share < _FOREIGN and not sure:
-        raise WsiFlError(
-            f"{outlines.path}: {said}, or set annotations_origin in the site's file where it is right as it is"
-        )
-    return [*notes, said]
+    names = [name for name, fit in readings.items() if fit >= max(_SURE_FIT, _SURE_RATIO * share)]
+    if names:
+        fit = max(readings[name] for name in names)
+        line = f"{fact}, but {fit:.0%} would if it were {' or '.join(names)}; export it in level-0 pixels"
+        if share < _FOREIGN_FIT and not is_settled:
+            way_out = "or set annotations_origin in the site's file where it is right as it is"
+            raise WsiFlError(f"{outlines.path}: {line}, {way_out}")
+        notes.append(line)
+    elif share < _LOST_FIT <= inside:
+        notes.append(f"{fact}; is it of another slide?")
+    return notes
 
 
 def _readings(ground: Ground) -> Iterator[tuple[str, _Points, _Points]]:
@@ -197,10 +202,10 @@ def _readings(ground: Ground) -> Iterator[tuple[str, _Points, _Points]]:
     levels = {f"in pixels of level {k}": scale for k, scale in enumerate(ground.levels) if k}
     scales = {"in µm": 1 / ground.mpp} | levels
     for name, scale in _MAGNIFICATIONS.items():
-        if not any(abs(scale / other - 1) < _ALIKE for other in levels.values()):
+        if not any(abs(scale / other - 1) < _SCALE_TOLERANCE for other in levels.values()):
             scales[name] = scale
     for name, scale in scales.items():
-        if abs(scale - 1) > _ALIKE:
+        if abs(scale - 1) > _SCALE_TOLERANCE:
             yield name, scale * np.eye(2), nothing
     yield "with x and y exchanged", np.array([[0.0, 1.0], [1.0, 0.0]]), nothing
     upwards = np.diag([1.0, -1.0])
@@ -208,7 +213,7 @@ def _readings(ground: Ground) -> Iterator[tuple[str, _Points, _Points]]:
     yield "with y counted upwards from 0", upwards, nothing
 
 
-def _require_pixels(outlines: Outlines, polygons: NDArray[Any], judged: _Geometry, ground: Ground) -> None:
+def _require_pixels(outlines: Outlines, polygons: NDArray[Any], target: _Geometry, ground: Ground) -> None:
     """Refuse coordinates in millimetres, degrees or fractions of the slide."""
     left, top, right, bottom = shapely.total_bounds(polygons)
     reach = np.abs([[left, top], [right, bottom]]).max(axis=0)
@@ -221,7 +226,7 @@ def _require_pixels(outlines: Outlines, polygons: NDArray[Any], judged: _Geometr
     }
     limit = np.array(ground.size_l0) * 1.01
     possible = {
-        name: ground.share(moved(judged, (0, 0), np.diag(scale)))
+        name: ground.share(transform(target, (0, 0), np.diag(scale)))
         for name, scale in scales.items()
         if min(left, top) >= 0 and (reach * scale <= limit).all()
     }

@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngImageFile
 
 from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
 from wsi_fl.slides.patching.outline_files import Corner, outlines_of
-from wsi_fl.slides.patching.placing import Ground, Origin, better_corner, mask_of, moved, place
+from wsi_fl.slides.patching.placing import Ground, Origin, better_corner, mask_of, place, transform
 from wsi_fl.slides.patching.tissue import Found, NoTissueError, TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.orientation import orientation_of
 from wsi_fl.slides.reading.reader import Reader, Slide
@@ -167,8 +167,8 @@ def _read_mask(path: Path, ground: Ground, origin: Origin = None) -> tuple[NDArr
     else:
         outlines = outlines_of(path)
         corner, notes = place(outlines, ground, origin)
-        drawn = moved(shapely.unary_union([area for _, area in outlines.areas]), corner)
-        mask = mask_of(drawn, ground.shape, ground.downsample)
+        tissue = transform(shapely.unary_union([area for _, area in outlines.areas]), corner)
+        mask = mask_of(tissue, ground.shape, ground.downsample)
         notes = [note for note in (outlines.remark, *notes) if note]
     if not mask.any():
         raise WsiFlError("; ".join([f"{path}: holds no tissue on the slide", *notes]))
@@ -176,35 +176,36 @@ def _read_mask(path: Path, ground: Ground, origin: Origin = None) -> tuple[NDArr
 
 
 def _of_png(path: Path, ground: Ground, origin: Origin) -> tuple[NDArray[np.bool_], list[str]]:
-    grey = _opaque_of(path)
+    grey = _picture_of(path)
     windows: dict[Corner, tuple[slice, slice]] = {
         "slide": (slice(0, ground.shape[0]), slice(0, ground.shape[1]))
     }
     if ground.is_cropped:
         left, top, right, bottom = (round(v / ground.downsample) for v in ground.bounds_l0)
+        left, top = min(left, ground.shape[1] - 1), min(top, ground.shape[0] - 1)
         windows["bounds"] = slice(top, max(bottom, top + 1)), slice(left, max(right, left + 1))
     whole = np.zeros(ground.shape, bool)
-    drawn: dict[Corner, NDArray[np.bool_]] = {}
+    masks: dict[Corner, NDArray[np.bool_]] = {}
     for corner, window in windows.items():
         height, width = whole[window].shape
         if abs(grey.width / grey.height * height / width - 1) <= _SHAPE_TOLERANCE:
-            drawn[corner] = whole.copy()
+            masks[corner] = whole.copy()
             values = np.asarray(grey.resize((width, height)), np.uint8)
-            drawn[corner][window] = values > values.max() / 2
-    if not drawn or (origin is not None and ground.is_cropped and origin not in drawn):
+            masks[corner][window] = values > values.max() / 2
+    if not masks or (origin is not None and ground.is_cropped and origin not in masks):
         raise WsiFlError(
             f"{path}: {grey.width} × {grey.height} pixels are not of the slide's shape ({ground.shape[1]} × "
             f"{ground.shape[0]} in its thumbnail)"
         )
-    if len(drawn) == 1:
-        return next(iter(drawn.values())), []
+    if len(masks) == 1:
+        return next(iter(masks.values())), []
     tissue = whole if ground.tissue is None else ground.tissue
-    shares = {corner: float((mask & tissue).sum() / max(mask.sum(), 1)) for corner, mask in drawn.items()}
+    shares = {corner: float((mask & tissue).sum() / max(mask.sum(), 1)) for corner, mask in masks.items()}
     corner, notes = better_corner(shares, "slide", origin, "its tissue")
-    return drawn[corner], notes
+    return masks[corner], notes
 
 
-def _opaque_of(path: Path) -> Image.Image:
+def _picture_of(path: Path) -> Image.Image:
     """A PNG's alpha channel, or its brightness where it has none."""
     try:
         with PngImageFile(path) as image:

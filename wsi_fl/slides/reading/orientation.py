@@ -13,7 +13,7 @@ def orientation_of(path: Path) -> int:
     """Return the orientation of a TIFF's first picture, 1 to 8 (TIFF 6.0, tag 274); 1 of any other file."""
     try:
         with TiffImageFile(path) as picture:
-            stated = picture.tag_v2.get(_TAG, 1)
+            orientation = picture.tag_v2.get(_TAG, 1)
     except (
         OSError,
         SyntaxError,
@@ -21,4 +21,4 @@ def orientation_of(path: Path) -> int:
         ValueError,
     ):  # Pillow's, of what is no TIFF or not one that it knows
         return 1
-    return stated if isinstance(stated, int) and 1 <= stated <= 8 else 1
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
