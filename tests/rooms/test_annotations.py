@@ -92,6 +92,8 @@ POLYGON = feature(SQUARE)["geometry"]
         [feature(SQUARE, objectType="annotation", classification={"name": "TUMOR", "colorRGB": -3670016})],
         feature(SQUARE, classification="tumour"),
         feature(SQUARE, name="Metastasis"),
+        feature(SQUARE, classification='{"name": "Tumor", "color": [27, 158, 119]}'),
+        feature(SQUARE, objectType="annotation", classification_name="Tumor", name="Annotation 1"),
         POLYGON,
         {"type": "GeometryCollection", "geometries": [POLYGON]},
         {"type": "MultiPolygon", "coordinates": [POLYGON["coordinates"]]},
@@ -115,6 +117,133 @@ def test_holes_are_taken_out_and_what_no_person_drew_or_has_no_area_is_left_out(
         {"type": "Feature", "geometry": None, "properties": None},
     ]
     assert read_annotations(written(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400
+
+
+FAR = [(1000, 1000), (5000, 1000), (5000, 5000), (1000, 5000)]
+NOT_AREAS = {
+    "PointSet": ("4 points", FAR),
+    "Dot": ("1 point", FAR[:1]),
+    "Measurement": ("1 measurement", FAR[:2]),
+    "None": ('1 annotation of type "None"', FAR),
+    "Arrow": ('1 annotation of type "Arrow"', FAR),
+    "Polygon": ("1 outline without area", FAR[:2]),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_AREAS)
+@pytest.mark.parametrize("group", ["Tumor", "None"])
+def test_of_asap_only_what_has_an_area_counts_and_the_rest_is_told(tmp_path, kind, group):
+    said, points = NOT_AREAS[kind]
+    path = asap(tmp_path / "a.xml", (group, SQUARE), ("other", points))
+    path.write_text(
+        path.read_text().replace('Type="Polygon" PartOfGroup="other"', f'Type="{kind}" PartOfGroup="{group}"')
+    )
+    found = read_annotations(path)
+    assert found.tumor.area == 10_000
+    assert found.notes == (f"a.xml: left out as no outlined areas: {said}",)
+
+
+@pytest.mark.parametrize("kind", ["Rectangle", "Spline", "polygon", ""])
+def test_of_asap_rectangles_splines_and_what_has_no_type_are_areas(tmp_path, kind):
+    path = asap(tmp_path / "a.xml", ("Tumor", SQUARE))
+    path.write_text(path.read_text().replace('Type="Polygon"', f'Type="{kind}"' if kind else ""))
+    assert read_annotations(path).tumor.area == 10_000 and read_annotations(path).notes == ()
+    corners = asap(tmp_path / "b.xml", ("Tumor", [(100, 0), (0, 50)]))
+    corners.write_text(corners.read_text().replace("Polygon", "Rectangle"))
+    assert read_annotations(corners).tumor.area == 5_000
+
+
+ANALYSED = [
+    ({"properties": {"objectType": "cell"}}, "cell"),
+    ({"properties": {"object_type": "tile"}}, "tile"),
+    ({"properties": {"type": "detection"}}, "detection"),
+    ({"properties": {"objectType": "tmaCore", "isMissing": False}}, "TMA core"),
+    ({"properties": {"object_type": "tma_core"}}, "TMA core"),
+    *(({"id": f"Path{name}Object"}, name.lower()) for name in ("Cell", "Tile", "Detection")),
+    ({"id": "TMACoreObject"}, "TMA core"),
+    ({"properties": {"objectType": "root"}}, None),
+    ({"id": "PathRootObject"}, None),
+]
+
+
+@pytest.mark.parametrize(("spelled", "kind"), ANALYSED)
+@pytest.mark.parametrize("children", ["childObjects", "children"])
+def test_what_qupath_analysed_is_told_and_what_is_drawn_inside_it_counts(tmp_path, spelled, kind, children):
+    nucleus = feature(FAR)["geometry"]
+    inner = feature(INNER, objectType="annotation", classification={"name": "Tumor"})
+    between = feature(SQUARE, objectType="annotation", classification="Region*", **{children: [inner]})
+    made = feature(FAR, classification={"name": "Tumor"}) | spelled | {"nucleusGeometry": nucleus}
+    made["properties"] = TUMOR | spelled.get("properties", {}) | {children: [between]}
+    found = read_annotations(written(tmp_path / "a.geojson", [made]))
+    assert found.tumor.equals(shapely.Polygon(INNER)) and found.groups == {"Tumor": 1, "Region*": 1}
+    assert found.omissions == ({kind: 1} if kind else {})
+    if kind is None:
+        del made["geometry"]
+        assert read_annotations(written(tmp_path / "b.geojson", [made])).tumor.area == 1_600
+
+
+@pytest.mark.parametrize("spelled", ["annotation", "PathAnnotationObject", "unknown", "ellipse"])
+def test_whatever_else_qupath_calls_an_object_was_drawn(tmp_path, spelled):
+    for properties in ({"objectType": spelled}, {"object_type": spelled}, {"type": spelled, "name": "Tumor"}):
+        one = feature(SQUARE, **(properties | {"isLocked": True, "measurements": []}))
+        one["geometry"] |= {"isEllipse": True, "plane": {"c": -1, "z": 0, "t": 0}}
+        assert read_annotations(written(tmp_path / "a.geojson", [one])).tumor.area == 10_000
+
+
+@pytest.mark.parametrize(
+    "classification",
+    [
+        "Tumor: Positive",
+        {"name": "Tumor: Positive", "colorRGB": -377282},
+        {"names": ["Tumor", "Positive"], "color": [250, 62, 62]},
+        {"name": "Positive", "parentClass": {"name": "Tumor", "colorRGB": -3670016}},
+    ],
+)
+def test_a_derived_class_is_its_base_however_a_version_spells_it(tmp_path, classification):
+    document = [feature(SQUARE, classification=classification), feature(INNER, classification="Ignore*")]
+    path = written(tmp_path / "a.geojson", document)
+    found = read_annotations(path)
+    assert found.tumor.area == 10_000 and found.groups == {"Tumor: Positive": 1, "Ignore*": 1}
+    assert read_annotations(path, {"tumor: positive": "ignored"}).tumor.area == 0
+
+
+def test_points_lines_and_what_has_no_shape_are_counted_by_kind(tmp_path):
+    shapes = [
+        {"type": "Point", "coordinates": [1, 1]},
+        {"type": "MultiPoint", "coordinates": [[x, 7] for x in range(9)]},
+        {"type": "LineString", "coordinates": SQUARE},
+        {
+            "type": "GeometryCollection",
+            "geometries": [POLYGON, {"type": "MultiLineString", "coordinates": [SQUARE]}],
+        },
+        {"type": "MultiPolygon", "coordinates": []},
+        None,
+    ]
+    document = [{"type": "Feature", "geometry": shape, "properties": TUMOR} for shape in shapes]
+    document += [feature(FAR, objectType="cell") for _ in range(12)]
+    found = read_annotations(written(tmp_path / "a.geojson", document))
+    assert found.tumor.area == 10_000
+    assert found.notes == (
+        "a.geojson: left out as no outlined areas: 12 cells, 2 lines, 1 object without a shape, "
+        "1 outline without area and 10 points",
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ([], "holds no outline"),
+        ({"type": "FeatureCollection", "features": []}, "holds no outline"),
+        (
+            [feature(SQUARE, objectType="tile")] * 2,
+            "nothing was taken from it; left out as no outlined areas: 2 tiles",
+        ),
+        ([{"type": "Feature", "geometry": None, "properties": {"objectType": "root"}}], "holds no outline"),
+    ],
+)
+def test_a_file_from_which_nothing_is_taken_says_so(tmp_path, document, said):
+    found = read_annotations(written(tmp_path / "a.json", document))
+    assert found.tumor.is_empty and found.notes == (f"a.json: {said}",)
 
 
 PAST_ITS_START = [(0, 0), (10, 0), (10, 10), (0, 10), (0, -2), (5, -2), (5, 5), (-1, 5)]

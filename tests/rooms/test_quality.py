@@ -14,6 +14,7 @@ from PIL import Image
 
 from wsi_fl.demo import phantom
 from wsi_fl.slides.patching.patches import AllSetAside, PlanParams, plan_slide
+from wsi_fl.slides.patching.placing import Ground
 from wsi_fl.slides.patching.quality import KINDS, QualityParams
 from wsi_fl.slides.patching.regions import area_mean
 from wsi_fl.slides.patching.survey import _read_mask
@@ -359,13 +360,19 @@ def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
     assert inside.all() and not hole.any()
 
 
+def whole(side, downsample):
+    """A square slide that was scanned from edge to edge."""
+    shape = (round(side / downsample),) * 2
+    return Ground((side, side), (0, 0, side, side), 0.5, downsample, shape)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_island_in_a_hole_is_tissue_in_whatever_order_outlines_come(tmp_path, order):
     rings = [[square(100, 900), square(300, 700)], [square(400, 600)]][::order]
     (tmp_path / "a.geojson").write_text(
         json.dumps([{"type": "Polygon", "coordinates": one} for one in rings])
     )
-    mask = _read_mask(tmp_path / "a.geojson", (100, 100), 10.0)
+    mask, _ = _read_mask(tmp_path / "a.geojson", whole(1000, 10.0))
     assert mask[42:58, 42:58].all() and not mask[32:38, 32:68].any() and mask[12:28, 12:88].all()
 
 
@@ -388,7 +395,7 @@ ALL = np.full((100, 100), 255, np.uint8)
 )
 def test_a_mask_says_by_labels_brightness_or_opacity_where_tissue_is(tmp_path, pixels):
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    mask = _read_mask(tmp_path / "a.png", (50, 50), 2.0)
+    mask, _ = _read_mask(tmp_path / "a.png", whole(100, 2.0))
     np.testing.assert_array_equal(mask, np.pad(np.ones((30, 30), bool), 10))
 
 

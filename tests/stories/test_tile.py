@@ -425,7 +425,7 @@ for k, record in enumerate(records):
     rows = rng.integers(0, 9, (2000, 2)), rng.integers(0, 2, 2000), np.zeros(2000, np.float32)
     seen = bytes(200_000), np.zeros(1 << 17, np.uint8), (1024, 1024), [np.zeros((50, 2))]
     aside = np.zeros((0, 2), np.int64), np.zeros(0, "U1"), "saturation", 1.0
-    facts = record, spec, 0.5, (100_000, 100_000), "hash", False, 97.0, ()
+    facts = record, spec, 0.5, (100_000, 100_000), (0, 0, 100_000, 100_000), "hash", False, 97.0, ()
     plans.save(k, SlidePlan(*facts, *rows, *seen, *aside), None)
 for k, keep in enumerate(choose(plans, range({n}), balance=True, max_per_slide=None)):
     one = plans.load(k)

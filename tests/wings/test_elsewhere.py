@@ -22,7 +22,8 @@ from wsi_fl.models.segmenter import load_segmenter
 from wsi_fl.models.weights import read_weights
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.slides.layouts.common import rows_of
-from wsi_fl.slides.patching.annotations import outlines_of, read_annotations
+from wsi_fl.slides.patching.annotations import read_annotations
+from wsi_fl.slides.patching.outline_files import outlines_of
 from wsi_fl.stages.prepare.check import check
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
@@ -219,7 +220,7 @@ READERS = {
     "weights": partial(load_weights, advice=""),
     "segmenter": load_segmenter,
     "table": partial(rows_of, needed=["slide"]),
-    "outlines": lambda path: list(outlines_of(path)),
+    "outlines": outlines_of,
     "pipeline": load_pipeline,
     "plan": Plan.load,
     "request": is_request,

@@ -97,7 +97,7 @@ class _Tissue(Section):
     immunohistochemistry, and `texture` tissue that hardly absorbs light. `auto` takes density where saturation would
     miss more than a twentieth of it; `tile` says on how many slides. Or the path of a folder with masks that others
     made, such as masks/C1: SLIDE.geojson with outlines in level-0 pixels (QuPath, TRIDENT's `contours_geojson`), or
-    SLIDE.png over the whole slide, white on tissue. A slide without one is set aside."""
+    SLIDE.png over the whole slide or its scanned area, white on tissue. A slide without one is set aside."""
 
     @field_validator("method")
     @classmethod

@@ -29,6 +29,12 @@ class SiteFile(Section):
     """Path or pattern of the site's slides, or a list of them. It is left out where `partition` made the store."""
     annotations: str | None = None
     """Folder with the outlines of tumours, as ASAP XML or QuPath GeoJSON."""
+    annotations_origin: Literal["bounds", "slide"] | None = None
+    """Corner from which outlines and masks count, on slides whose scanned area begins elsewhere than the slide (MRXS,
+    SCN). `bounds` is the corner of the scanned area, which QuPath shows alone; `slide` is that of the whole slide, as
+    OpenSlide and ASAP count. By default QuPath's files count from `bounds` and all others from `slide`, unless the
+    other puts far more of what they outline on tissue; `tile` says so. The outlines that `predict` writes for QuPath
+    count from `bounds`, or from here."""
     layout: _Layout = "generic"
     """How the archive is laid out, which decides how slides, labels and annotations are matched."""
     labels: str | None = None

@@ -18,6 +18,7 @@ from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.patching.patches import PlanParams, plan_slide
 from wsi_fl.slides.patching.quality import KINDS
+from wsi_fl.slides.patching.survey import ground_of
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.tile import read_set_aside
@@ -96,7 +97,8 @@ class SiteLayers:
     """
 
     def __init__(self, study: Study, site: str, pipeline: Pipeline) -> None:
-        self._pipeline, self._found_by = pipeline, tissue_of(study, pipeline)
+        self._origin = study.site(site).annotations_origin
+        self._pipeline, self._found_by = pipeline, tissue_of(study, pipeline, self._origin)
         self.store: PatchStore | None = None
         self.mosaic: BagStore | None = None
         self._set_aside: Mapping[str, Mapping[str, int]] = {}
@@ -175,7 +177,8 @@ class SiteLayers:
 
     def _annotation(self, path: Path, slide: Slide) -> Layer:
         """The outlines of tumour, and those of which nobody said what they hold."""
-        found = read_annotations(path, self._pipeline.tile.groups)
+        ground = ground_of(slide, replace(self._found_by, masks=""))
+        found = read_annotations(path, self._pipeline.tile.groups, ground, self._origin)
         rings = shapely.get_rings(shapely.get_parts([found.tumor, found.unsure]))
         return _outlines(shapely.get_coordinates(ring) for ring in rings)
 

@@ -102,11 +102,14 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
     negative, partial = label_of(label, f"{table}: {path.name}")
     supervision: Supervision = "negative" if negative else "weak"
     annotation = None
-    if not negative and sources.annotations is not None:
-        annotation = find_file(sources.annotations / f"{slide_of(path)}.xml")
+    drawn = None if sources.annotations is None else find_file(sources.annotations / f"{slide_of(path)}.xml")
+    if not negative and drawn is not None:
+        annotation = drawn
         if not annotation.is_file():
             return SetAside(slide_of(path), f"{label}, but its tumour is not outlined (no {annotation.name})")
         supervision = "partial" if partial else "annotated"
+    elif drawn is not None and drawn.is_file():
+        annotation = drawn  # of tumour, it contradicts the label
     mpp, site = sources.mpp_override, sources.site
     return SlideRecord(path, slide_of(path), patient, site, supervision, not negative, annotation, None, mpp)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.slides.patching.annotations import Annotations, Outlined, read_annotations, share_inside
+from wsi_fl.slides.patching.placing import Origin
 from wsi_fl.slides.patching.quality import QualityParams, Segmenter, faults, said_of
 from wsi_fl.slides.patching.survey import PICTURE_PX, SlideFacts, SlideSurvey, survey
 from wsi_fl.slides.patching.tissue import TissueParams
@@ -33,6 +34,8 @@ class PlanParams:
     min_tumor: float = 0.5
     tissue: TissueParams = field(default_factory=TissueParams)
     groups: Mapping[str, Outlined] = field(default_factory=dict)
+    origin: Origin = None
+    """From which corner of the slide outlines count."""
     quality: QualityParams = field(default_factory=QualityParams)
 
 
@@ -130,7 +133,8 @@ def plan_slide(
     params = params or PlanParams()
     seen = survey(record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader)
     tissue = seen.tissue
-    annotations = _annotations_of(record, seen.size_l0, params)
+    annotations = _annotations_of(seen, params)
+    notes = [*seen.notes, *(annotations.notes if annotations is not None else ())]
     tumor, unsure = np.zeros((2, len(tissue)), np.float32)
     if annotations is not None:
         rows = tissue >= params.min_tissue
@@ -141,7 +145,7 @@ def plan_slide(
     keep, label = _label_patches(tissue, tumor, record.supervision, record.positive, params)
     keep &= (unsure == 0) | (label == _TUMOR)
     if not keep.any():
-        reason = _why_none(seen, params, tumor, unsure)
+        reason = "; ".join([_why_none(seen, params, tumor, unsure), *notes])
         raise WsiFlError(f"{record.path.name}: no patch to keep: {reason}")
     aside = np.flatnonzero(keep)
     fault = faults(seen, aside, params.quality, segmenter)
@@ -149,16 +153,18 @@ def plan_slide(
     keep[aside] = False
     if not keep.any():
         raise AllSetAside(record.path.name, fault, seen.found.method, seen.found.gain)
+    if annotations is not None and record.positive and not (label[keep] == _TUMOR).any():
+        notes.append(_why_no_tumour(keep.sum(), tumor, fault[label[aside] == _TUMOR], params))
     picture, mask = seen.thumbnail, seen.found.mask
     if (factor := ceil(max(mask.shape) / PICTURE_PX)) > 1:  # plans of a whole site are held at once
         picture = np.array(Image.fromarray(picture).reduce(factor))
         mask = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)) > 127
     rings = shapely.get_rings(shapely.get_parts(annotations.tumor)) if annotations is not None else []
-    stated = seen.mpp, seen.size_l0, seen.quickhash, seen.in_tiles, seen.downsample * factor, seen.notes
+    facts = record, spec, seen.mpp, seen.size_l0, seen.bounds_l0, seen.quickhash, seen.in_tiles
     return SlidePlan(
-        record,
-        spec,
-        *stated,
+        *facts,
+        seen.downsample * factor,
+        tuple(notes),
         seen.xy_l0[keep],
         label[keep],
         tumor[keep],
@@ -173,24 +179,34 @@ def plan_slide(
     )
 
 
-def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanParams) -> Annotations | None:
+def _annotations_of(seen: SlideSurvey, params: PlanParams) -> Annotations | None:
     """The slide's outlines, checked against its label; None where labels are weak or nothing is outlined."""
+    record = seen.record
     if record.annotation is None and record.supervision in {"annotated", "partial"}:
         raise WsiFlError(
             f"{record.path.name}: its supervision is {record.supervision} but it has no annotation"
         )
     if record.annotation is None or record.supervision == "weak":
         return None
-    annotations = read_annotations(record.annotation, params.groups)
-    inside = shapely.intersects(annotations.tumor, shapely.box(0, 0, *size_l0))
+    annotations = read_annotations(record.annotation, params.groups, seen.ground, params.origin)
+    inside = shapely.intersects(annotations.tumor, shapely.box(0, 0, *seen.size_l0))
     if record.positive and not inside:
         found = "none of its tumour outlines is on" if annotations.tumor.area else "no tumour is outlined on"
-        raise WsiFlError(f"{record.annotation}: {found} the slide {record.slide}, which is labelled tumour")
+        said = f"{record.annotation}: {found} the slide {record.slide}, which is labelled tumour"
+        raise WsiFlError("; ".join([said, *annotations.notes]))
     if record.supervision == "negative" and inside:
         raise WsiFlError(
             f"{record.annotation}: outlines tumour on {record.slide}, which is labelled negative"
         )
     return annotations
+
+
+def _why_no_tumour(n: int, tumor: NDArray[np.float32], fault: NDArray[np.str_], params: PlanParams) -> str:
+    """Why none of the n patches of a slide with outlined tumour is tumour, though some with a fault may have been."""
+    why = f"its outlines cover at most {tumor.max():.0%} of a patch with tissue, and {params.min_tumor:.0%} is needed"
+    if len(fault):
+        why = f"{len(fault)} that are tumour were set aside ({said_of(fault)})"
+    return f"labelled tumour and outlined, but none of its {n} patches is tumour: {why}"
 
 
 def _why_none(

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from wsi_fl.slides.patching.placing import Origin
 from wsi_fl.slides.patching.regions import area_mean, closed, dilated, without_small
 from wsi_fl.types import WsiFlError
 
@@ -72,6 +73,8 @@ class TissueParams:
     miss much of what absorbs light."""
     masks: str = ""
     """Folder of masks that others made; "" to find tissue here."""
+    origin: Origin = None
+    """From which corner of the slide the masks count."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """A prediction: where on the slide the model sees tumour, and how sure it is, as a picture and as QuPath's GeoJSON.
 
 The structure of the latter is the one QuPath 0.4 and later write and read (`QuPathTypeAdapters` in QuPath's source,
-"Exporting annotations" in its manual): coordinates are level-0 pixels, `objectType` says what an object is,
-`classification` has a name and a colour [red, green, blue], `measurements` is an object of numbers.
+"Exporting annotations" in its manual): coordinates are level-0 pixels from the corner of the scanned area, `objectType`
+says what an object is, `classification` has a name and a colour [red, green, blue], `measurements` is an object of
+numbers.
 """
 
 from __future__ import annotations
@@ -279,23 +280,29 @@ def _draw_bar(page: Image.Image, corner: tuple[int, int], threshold: float) -> N
     draw.line((x, top - 4, x, top + height), fill=INK, width=3)
 
 
-def write_geojson(path: Path, heat: Heat, colors: Sequence[Color], identity: str) -> None:
+def write_geojson(
+    path: Path, heat: Heat, colors: Sequence[Color], identity: str, corner_l0: tuple[int, int] = (0, 0)
+) -> None:
     """Write the regions of a slide as annotations and its patches as tiles, feature by feature, in colours of classes.
 
-    Ids of objects are made from the `identity`: run, site and slide.
+    Ids of objects are made from the `identity`: run, site and slide. Coordinates count from the level-0 pixel at which
+    the scanned area begins, as QuPath's do.
     """
     with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write('{"type": "FeatureCollection", "features": [')
         separator = "\n"
-        for feature in _features(heat, colors, identity):
+        for feature in _features(heat, colors, identity, corner_l0):
             file.write(separator + json.dumps(feature, ensure_ascii=False, allow_nan=False))
             separator = ",\n"
         file.write("\n]}\n")
 
 
-def _features(heat: Heat, colors: Sequence[Color], identity: str) -> Iterator[dict[str, Any]]:
+def _features(
+    heat: Heat, colors: Sequence[Color], identity: str, corner_l0: tuple[int, int] = (0, 0)
+) -> Iterator[dict[str, Any]]:
     """The regions, largest first, then the patches."""
     seen: dict[int, int] = {}
+    corner = np.array(corner_l0)
     for region in heat.regions:
         number = seen[region.kind] = seen.get(region.kind, 0) + 1
         title = _title(heat.classes[region.kind])
@@ -305,7 +312,7 @@ def _features(heat: Heat, colors: Sequence[Color], identity: str) -> Iterator[di
             "id": str(uuid.uuid5(_NAMESPACE, f"{identity}/{title} {number}")),
             "geometry": {
                 "type": "Polygon",
-                "coordinates": [ring.round().astype(int).tolist() for ring in rings],
+                "coordinates": [(ring.round().astype(int) - corner).tolist() for ring in rings],
             },
             "properties": {
                 "objectType": "annotation",
@@ -323,7 +330,7 @@ def _features(heat: Heat, colors: Sequence[Color], identity: str) -> Iterator[di
     titles = [_title(name) for name in heat.classes]
     of_two = len(titles) == 2
     own_class = heat.above.astype(np.int64) if of_two else heat.kind
-    columns = heat.boxes_l0, heat.probabilities, own_class
+    columns = heat.boxes_l0 - np.tile(corner, 2), heat.probabilities, own_class
     for (left, top, right, bottom), p, own in zip(*(one.tolist() for one in columns), strict=True):
         ring = [[left, top], [right, top], [right, bottom], [left, bottom], [left, top]]
         yield {

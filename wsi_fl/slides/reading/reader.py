@@ -145,6 +145,16 @@ class Slide:
         """
         return _stated_mpp(self._properties, self.path.name) if self._override is None else self._override
 
+    @property
+    def bounds_l0(self) -> tuple[int, int, int, int]:
+        """(left, top, right, bottom) in level-0 pixels of what was scanned: all, where the slide does not say it."""
+        keys = (f"openslide.bounds-{key}" for key in ("x", "y", "width", "height"))
+        stated = [_number(self._properties, key) for key in keys]
+        left, top, width, height = (-1 if value is None else int(value) for value in stated)
+        right, bottom = min(left + width, self.size_l0[0]), min(top + height, self.size_l0[1])
+        inside = 0 <= left < right and 0 <= top < bottom and min(width, height) > 0
+        return (left, top, right, bottom) if inside else (0, 0, *self.size_l0)
+
     def thumbnail(self, max_px: int = 1024) -> tuple[NDArray[np.uint8], float]:
         """(uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
 

@@ -144,9 +144,9 @@ def _of_patches(
         f"{_percent(found['fraction'])} of patches at {heat.threshold:g} or more",
     )
     write_bytes(folder / _HEATMAP, _drawn(predictor, record, base, heat, colors, *said))
-    heatmap.write_geojson(
-        folder / _OUTLINES, heat, colors, f"{predictor.run.name}/{record.site}/{record.slide}"
-    )
+    identity = f"{predictor.run.name}/{record.site}/{record.slide}"
+    corner = (0, 0) if predictor.site.annotations_origin == "slide" else base.bounds_l0[:2]
+    heatmap.write_geojson(folder / _OUTLINES, heat, colors, identity, corner)
     columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
     write_patches(folder / _TABLE, seen.xy_l0, size_in_l0(predictor.meta.spec, base.mpp), columns)
     row = {"slide": record.slide, "patches": len(seen.xy_l0), "set_aside": seen.n_aside, "score": found}

@@ -69,6 +69,7 @@ class Base(NamedTuple):
     downsample: float
     mpp: float
     size_l0: tuple[int, int]
+    bounds_l0: tuple[int, int, int, int]
     quickhash: str
 
 
@@ -250,12 +251,13 @@ class Predictor:
         check_opens_safely(path, record.mpp_override, reader)
         with Slide(path, record.mpp_override, reader) as slide:
             thumbnail, downsample = slide.thumbnail(_THUMBNAIL_PX)
-            return Base(path, thumbnail, downsample, slide.mpp, slide.size_l0, slide.quickhash)
+            extent = slide.size_l0, slide.bounds_l0
+            return Base(path, thumbnail, downsample, slide.mpp, *extent, slide.quickhash)
 
     def _all_patches(self, record: SlideRecord, watcher: Watcher) -> Seen:
         watcher.update(record.site, 0, 1, f"{record.slide}, finding tissue")
         reader, least = self.pipeline.slides.reader, self.meta.recipe.get("min_tissue")
-        params = params_of(self.study, self.pipeline)
+        params = params_of(self.study, self.pipeline, self.site.annotations_origin)
         if least is not None:
             params = replace(params, min_tissue=float(least))
         check_opens_safely(record.path, record.mpp_override, reader)
@@ -278,7 +280,8 @@ class Predictor:
             watcher.say(f"  {record.slide}: {note}")
         xy_l0 = np.delete(plan.xy_l0, list(aside), axis=0)
         bag = Bag(np.concatenate(features), xy_l0) if features else None
-        base = Base(record.path, plan.thumbnail, plan.downsample, plan.mpp, plan.size_l0, plan.quickhash)
+        extent = plan.size_l0, plan.bounds_l0
+        base = Base(record.path, plan.thumbnail, plan.downsample, plan.mpp, *extent, plan.quickhash)
         return Seen(xy_l0, np.concatenate(parts) if parts else None, bag, base, len(aside))
 
     def _batches(

@@ -232,7 +232,9 @@ class OfSlides(Way[SlideRecord]):
         settings = pipeline.mosaic
         spec = GridSpec(settings.size_px, settings.mpp, settings.size_px)
         super().__init__(site, study.mosaic(site), spec, encoder, min(threads, _LOOKERS))
-        self.params = MosaicParams(**_recipe(pipeline), tissue=tissue_of(study, pipeline))
+        self.params = MosaicParams(
+            **_recipe(pipeline), tissue=tissue_of(study, pipeline, study.site(site).annotations_origin)
+        )
         self.reader, self.threads = pipeline.slides.reader, threads
 
     def name(self, item: SlideRecord) -> str:
@@ -248,7 +250,11 @@ class OfSlides(Way[SlideRecord]):
             quickhash, mpp = slide.quickhash, slide.mpp
         size = item.path.stat().st_size if item.path.is_file() else 0
         params, masks = self.params, self.params.tissue.masks
-        tissue = mask_digest(Path(masks), item.slide) if masks else params.tissue.method
+        tissue = (
+            mask_digest(Path(masks), item.slide) + (params.tissue.origin or "")
+            if masks
+            else params.tissue.method
+        )
         how = (params.min_tissue, params.clusters, params.fraction, params.seed, tissue)
         patches = (self.reader, self.spec.size_px, self.spec.mpp)
         return stored.bag_fingerprint(

@@ -443,16 +443,17 @@ class _Shards:
             plan = self._plans.load(number)
             content, unread = self._write_slide(plan, keep)
             picture = self._picture(slide)
+            corners = np.array([(x, y) for x, y, _ in unread], np.int64).reshape(-1, 2)
+            whole = keep & ~(plan.xy_l0[:, None] == corners[None]).all(-1).any(-1)
             if not picture.exists():
-                corners = np.array([(x, y) for x, y, _ in unread], np.int64).reshape(-1, 2)
-                lost = (plan.xy_l0[:, None] == corners[None]).all(-1).any(-1)
-                write_bytes(picture, draw_overview(plan, keep & ~lost))
+                write_bytes(picture, draw_overview(plan, whole))
         except DiskFull:
             raise
         except Exception as error:  # one slide that a library chokes on must not end the others
             return Done(slide, reason=reason_of(error))
         quality = quality_of_plan(len(plan.xy_l0), plan, plan.aside_reason)
-        note = "; ".join(sorted({*plan.notes, *self._notes.get(slide, ())}))
+        notes = {*plan.notes, *self._notes.get(slide, ()), *_lost_tumour(plan, whole)}
+        note = "; ".join(sorted(notes))
         return Done(slide, n - len(unread), partly(unread, n), note, content=content, quality=quality)
 
     def _picture(self, slide: str) -> Path:
@@ -576,6 +577,17 @@ class _Shards:
                 f"set {advice}tile.max_per_slide, or free some space"
             )
         return needed
+
+
+def _lost_tumour(plan: SlidePlan, rows: NDArray[np.bool_]) -> list[str]:
+    """A line where a slide has outlined tumour patches, and none is in the store."""
+    tumor = plan.label == CLASSES.index("tumor")
+    outlined = plan.record.positive and plan.record.supervision in {"annotated", "partial"}
+    if not outlined or not tumor.any() or (tumor & rows).any():
+        return []
+    return [
+        f"labelled tumour and outlined, but none of its {tumor.sum()} tumour patches is in the sample of the store"
+    ]
 
 
 def _whole(items: Iterable[_T], aside: dict[int, str]) -> Iterator[_T]:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.patches import AllSetAside, PlanParams, SlidePlan, plan_slide
+from wsi_fl.slides.patching.placing import Origin
 from wsi_fl.slides.patching.quality import QualityParams, Segmenter
 from wsi_fl.slides.patching.splits import SEED, sample_rows
 from wsi_fl.slides.patching.survey import mask_digest
@@ -33,7 +34,7 @@ from wsi_fl.system.files import atomic, sha256_of
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord, UsageError
 
-_MADE = 4
+_MADE = 5
 """How plans are made; with another number none is believed that was kept."""
 _ONE_FILE = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
 """Slides whose size and time are those of their one file; others are looked at each time."""
@@ -46,8 +47,8 @@ def spec_of(pipeline: Pipeline) -> GridSpec:
     return GridSpec(size, pipeline.tile.mpp, pipeline.tile.stride_px or size)
 
 
-def params_of(study: Study, pipeline: Pipeline) -> PlanParams:
-    """Return what makes a patch worth keeping, as the pipeline says."""
+def params_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> PlanParams:
+    """Return what makes a patch worth keeping, as the pipeline says; outlines and masks count from an origin."""
     tiling, digest = pipeline.tile, ""
     if tiling.segmenter and tiling.qc:
         try:
@@ -57,8 +58,9 @@ def params_of(study: Study, pipeline: Pipeline) -> PlanParams:
     most = {f"max_{fault}": share for fault, share in tiling.qc.items()}
     return PlanParams(
         min_tissue=tiling.min_tissue,
-        tissue=tissue_of(study, pipeline),
+        tissue=tissue_of(study, pipeline, origin),
         groups=tiling.groups,
+        origin=origin,
         quality=QualityParams(tuple(tiling.qc), **most, segmenter=digest),
     )
 
@@ -79,14 +81,14 @@ def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
     return segmenter
 
 
-def tissue_of(study: Study, pipeline: Pipeline) -> TissueParams:
-    """Return how tissue is told from background, as the pipeline says."""
+def tissue_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> TissueParams:
+    """Return how tissue is told from background, as the pipeline says; masks count from an origin."""
     if not pipeline.tissue.masks:
         return TissueParams(method=cast(Method, pipeline.tissue.method))
     masks = study.resolve(pipeline.tissue.masks)
     if not masks.is_dir():
         raise UsageError(f"tissue.method = {pipeline.tissue.masks!r}: no such folder")
-    return TissueParams(masks=str(masks))
+    return TissueParams(masks=str(masks), origin=origin)
 
 
 def quality_of_plan(good: int, found: SlidePlan | AllSetAside, reasons: NDArray[np.str_]) -> Quality:
@@ -207,7 +209,8 @@ def plan_each(numbers: Sequence[int], listed: Listed, plans: Plans, threads: int
     Yields:
         In order what became of each: a reason where it cannot be used.
     """
-    params, segmenter = params_of(listed.study, listed.pipeline), segmenter_of(listed.study, listed.pipeline)
+    params = params_of(listed.study, listed.pipeline, listed.site.annotations_origin)
+    segmenter = segmenter_of(listed.study, listed.pipeline)
     spec, reader = plans.spec, listed.pipeline.slides.reader
 
     def one(number: int) -> Done:

@@ -1,0 +1,24 @@
+"""How a TIFF asks to be turned, which OpenSlide passes over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PIL.TiffImagePlugin import TiffImageFile
+
+_TAG = 274
+
+
+def orientation_of(path: Path) -> int:
+    """Return the orientation of a TIFF's first picture, 1 to 8 (TIFF 6.0, tag 274); 1 of any other file."""
+    try:
+        with TiffImageFile(path) as picture:
+            orientation = picture.tag_v2.get(_TAG, 1)
+    except (
+        OSError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ):  # Pillow's, of what is no TIFF or not one that it knows
+        return 1
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
