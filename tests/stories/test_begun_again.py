@@ -14,7 +14,8 @@ from wsi_fl.cli.prepare import pack
 from wsi_fl.stages.prepare import partition as stage
 from wsi_fl.study.folder import Study
 
-DATA = {"x": np.arange(60 * 64, dtype=np.uint8).reshape(60, 8, 8), "y": np.arange(60) % 2}
+PIXELS = np.random.default_rng(0).integers(0, 256, (60, 8, 8), dtype=np.uint8)
+DATA = {"x": PIXELS, "y": np.arange(60) % 2}
 
 
 def contents(root):

@@ -86,7 +86,7 @@ def plan_mosaic(record: SlideRecord, spec: GridSpec, params: MosaicParams, *, re
     xy_l0 = seen.xy_l0[rows]
     colour = _mean_colour(seen, xy_l0)
     mosaic = choose(colour, xy_l0, params.clusters, params.fraction, params.seed)
-    return MosaicPlan(seen, xy_l0, mosaic, "; ".join(filter(None, (note, *seen.notes))))
+    return MosaicPlan(seen, xy_l0, mosaic, note)
 
 
 def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:

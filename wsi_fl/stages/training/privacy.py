@@ -36,8 +36,6 @@ def privacy(
 
     Given a target and a batch size, that is the least σ; without a batch size, the planner proposes one.
     """
-    if not _LEAST_DELTA <= delta <= 1:
-        raise UsageError(f"--delta {delta:g}: write at least {_LEAST_DELTA:g}, such as 1e-5")
     if (sigma is None) == (target_epsilon is None):
         raise UsageError(
             "give one of --sigma and --target-epsilon, not both"
