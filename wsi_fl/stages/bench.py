@@ -38,6 +38,7 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.plan import Unit, planned, proposals
 from wsi_fl.report.fill import fill
 from wsi_fl.slides.layouts.common import rows_of, slide_named
+from wsi_fl.slides.layouts.spreadsheets import number_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
@@ -536,7 +537,7 @@ def _of_arrays(path: Path) -> _Columns:
 def _of_csv(path: Path) -> _Columns:
     rows = rows_of(path, ["label"])
     try:
-        x = np.array([[float(row[name]) for name in row if name not in _NAMES] for row in rows])
+        x = np.array([[number_of(row[name]) for name in row if name not in _NAMES] for row in rows])
     except ValueError as error:
         raise UsageError(f"{path}: all columns but label and patient are numbers ({error})") from None
     return x, np.array([row["label"] for row in rows]), np.array([row.get("patient", "") for row in rows])

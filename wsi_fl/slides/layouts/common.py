@@ -9,6 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from wsi_fl.slides.layouts.spreadsheets import (
+    NAMING,
+    column_names,
+    declared_separator,
+    number_of,
+    require_typed_name,
+    typed_text,
+)
 from wsi_fl.slides.reading.formats import is_zarr
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError, natural, strange_character
@@ -31,14 +39,16 @@ class TableRow(dict[str, str]):
 
 
 def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
-    """Read a table whose columns are separated by commas, semicolons or tabs; empty lines are passed over.
+    """Read a table whose columns are separated by commas, semicolons or tabs, or as its first line says (`sep=`).
+
+    Empty lines are passed over. Known columns have their names however they are spelt (`column_names`).
 
     Args:
         needed: the columns that must be there.
 
     Raises:
         UsageError: when a column is missing, or a row has too few or too many fields, an open quote, a field over
-            several lines or a control character. It names the line.
+            several lines, a control character, or a name that a spreadsheet has damaged. It names the line.
     """
     try:
         data = ordinary(path).read_bytes()
@@ -48,10 +58,16 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a readable CSV (it is not UTF-8); save it as UTF-8") from None
     header = text.partition("\n")[0].partition("\r")[0]
-    delimiter = max(_DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), [])))
+    declared = declared_separator(header)
+    delimiter = declared or max(
+        _DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), []))
+    )
     records = _records(path, text, delimiter)
+    if declared:
+        next(records)
     _, names = next(records, (0, []))
-    names = [name.strip() for name in names]
+    needed = tuple(needed)
+    names = column_names([typed_text(name) for name in names], needed)
     if not any(names):
         raise UsageError(f"{path}: the table is empty; its first line must name the columns")
     if missing := [name for name in needed if name not in names]:
@@ -106,13 +122,15 @@ def _records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[
 
 def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
     """The fields by column; spreadsheets add empty ones at the end, or columns without a name."""
-    given = [field.strip() for field in fields]
+    given = [typed_text(field) for field in fields]
     if len(given) < len(names) or any(given[len(names) :]):
         raise UsageError(f"{where}: has {len(given)} fields, but the header has {len(names)}")
     row = TableRow(where)
     for name, value in zip(names, given, strict=False):
         if name and row.setdefault(name, value) != value:
             raise UsageError(f"{where}: column {name!r} is there twice, and says {row[name]!r} and {value!r}")
+        if name in NAMING:
+            require_typed_name(name, value, where)
     return row
 
 
@@ -181,7 +199,7 @@ def mpp_of(text: str, where: str) -> float:
     """Return µm per pixel as a table has it; UsageError where that is no plausible number."""
     least, most = MPP_BOUNDS
     try:
-        value = float(text)
+        value = number_of(text)
     except ValueError:
         value = 0.0
     if not least <= value <= most:

@@ -15,6 +15,7 @@ from wsi_fl import types
 from wsi_fl.learning.survival import require_extra
 from wsi_fl.learning.tasks import CLASSES, Number, Survival, Task
 from wsi_fl.slides.layouts.common import TableRow, of_site, rows_of
+from wsi_fl.slides.layouts.spreadsheets import PATIENT_NAMES, column_names, number_of, require_typed_name
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Target
 from wsi_fl.study.site import SiteFile
@@ -26,7 +27,6 @@ _SEEN = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased":
 _NOT_SEEN = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
 _EVENT = _SEEN | _NOT_SEEN
 _SLIDE = ("slide", "slide_id")
-_PATIENT = ("patient", "patient_id", "case_id", "case_submitter_id", "cases.submitter_id", "submitter_id")
 
 
 def task_of(target: Target) -> Task:
@@ -175,7 +175,7 @@ def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, se
     """Return all that a column of the site's own table says of each patient, without what says nothing."""
     path, found = _table_path(study, site), dict[str, set[str]]()
     rows = rows_of(path, [column])
-    patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
+    patient = _patient_column(rows, site)
     for row in of_site(rows, site.name):
         if patient is None or not row[patient]:
             raise UsageError(
@@ -212,10 +212,10 @@ def _named_rows(path: Path, site: SiteFile, columns: Sequence[str]) -> Iterator[
     """Yield the site's lines, each with its slide and its patient; "" where it names none."""
     rows = rows_of(path, columns)
     slide = _first(rows, _SLIDE)
-    patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
+    patient = _patient_column(rows, site)
     if rows and slide is None and patient is None:
         raise UsageError(
-            f"{path}: has no column of slides ({', '.join(_SLIDE)}) or patients ({', '.join(_PATIENT)})"
+            f"{path}: has no column of slides ({', '.join(_SLIDE)}) or patients ({', '.join(PATIENT_NAMES)})"
         )
     for row in of_site(rows, site.name):
         yield row, row[slide] if slide else "", row[patient] if patient else ""
@@ -248,13 +248,26 @@ def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
 
 def _number(text: str, what: str, low: float, high: float) -> float:
     try:
-        value = float(text)
+        value = number_of(text)
     except ValueError:
         raise UsageError(f"{what} = {text!r} is no number") from None
     if not low <= value <= high or value == float("inf"):
         allowed = "0 or more" if high == float("inf") else f"{low:g} to {high:g} (target.range)"
         raise UsageError(f"{what} = {value:g}; it must be {allowed}")
     return value
+
+
+def _patient_column(rows: Sequence[TableRow], site: SiteFile) -> str | None:
+    """Return the column of patients: the one that the site file names, or a usual one; None where there is none.
+
+    Raises:
+        UsageError: for a name in it that a spreadsheet has damaged.
+    """
+    named = [site.columns["patient"]] if "patient" in site.columns else []
+    column = _first(rows, (*named, *column_names(named, ()), *PATIENT_NAMES))
+    for row in rows if column else ():
+        require_typed_name(str(column), row[str(column)], row.where)
+    return column
 
 
 def _first(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> str | None:

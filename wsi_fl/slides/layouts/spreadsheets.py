@@ -1,0 +1,90 @@
+"""What spreadsheets write into tables beside what was typed: separators, formulas, errors, numbers cut short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from wsi_fl.types import UsageError
+
+_SEPARATOR = re.compile(r'"?sep=(.)"?[\s,;"]*', re.IGNORECASE)
+_FORMULA = re.compile(r'=\s*"([^"]*)"')
+_SHORTENED = re.compile(r"\d([.,]\d+)?E\+\d{2,3}", re.IGNORECASE)
+_ERROR = re.compile(r"#(REF!|NAME\?|VALUE!|DIV/0!|NUM!|NULL!|SPILL!|CALC!|#+)", re.IGNORECASE)
+PATIENT_NAMES = (
+    *("patient", "patient_id", "case_id"),
+    *("case_submitter_id", "cases.submitter_id", "submitter_id"),
+)
+"""What a column of patients may be called; the first that is there counts."""
+NAMING = frozenset({"slide", "slide_id", "site", *PATIENT_NAMES})
+"""Columns that say whose a row is."""
+_OPTIONAL = frozenset({"label", "split", "mpp", "annotation", "diagnosis", "tumor_type"})
+_PLURAL = {"annotations": "annotation"}
+
+
+def declared_separator(text: str) -> str:
+    """Return the separator that the first line of a table declares for Excel; "" where none does.
+
+    Example:
+        >>> declared_separator("sep=;"), declared_separator("slide,patient")
+        (';', '')
+    """
+    found = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
+    return found[1] if found else ""
+
+
+def typed_text(value: str) -> str:
+    """Return a field as somebody typed it: without spaces around, and out of a formula that guards its zeros.
+
+    Example:
+        >>> typed_text(' ="007" '), typed_text("=A1")
+        ('007', '=A1')
+    """
+    found = _FORMULA.fullmatch(value.strip())
+    return (found[1] if found else value).strip()
+
+
+def number_of(text: str) -> float:
+    """Return a number as people write it; ValueError for others, and for Python's 1_000, which is a name."""
+    if "_" in text:
+        raise ValueError(f"{text!r} is no number")
+    return float(text)
+
+
+def column_names(header: Sequence[str], needed: Collection[str]) -> list[str]:
+    """Return the header's names, those of known columns in the one way that they are looked for.
+
+    Case, spaces and hyphens make no other column: a `Split` that nobody reads would be lost in silence. A column that
+    is asked for as it is written stays as it is, and so does one beside a column of the right name.
+
+    Args:
+        needed: the columns that are asked for.
+
+    Example:
+        >>> column_names(["Slide", "Patient ID", "Age"], ()), column_names(["Split", "split"], ())
+        (['slide', 'patient_id', 'Age'], ['Split', 'split'])
+    """
+    known = NAMING | _OPTIONAL
+    asked = {_folded(name): name for name in (*(known - {"site"}), *needed)}
+    names = [name if name in needed else asked.get(_folded(name), name) for name in header]
+    return [old if new != old and names.count(new) > 1 else new for old, new in zip(header, names, strict=True)]
+
+
+def _folded(name: str) -> str:
+    plain = re.sub(r"[\s_-]+", "_", name.strip().lower())
+    return _PLURAL.get(plain, plain)
+
+
+def require_typed_name(column: str, value: str, where: str) -> None:
+    """Refuse a name that a spreadsheet has made a rounded number or an error, under which many would be one.
+
+    Raises:
+        UsageError: names the column and the remedy.
+    """
+    if _SHORTENED.fullmatch(value):
+        raise UsageError(
+            f"{where}: {column} is {value!r}, a number that a spreadsheet has shortened, so that several may look the "
+            "same; make the column text there, and export the table anew from where the names are whole"
+        )
+    if _ERROR.fullmatch(value):
+        raise UsageError(f"{where}: {column} is {value!r}, an error of a spreadsheet; mend the cell there")
