@@ -71,7 +71,10 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
     if not any(names):
         raise UsageError(f"{path}: the table is empty; its first line must name the columns")
     if missing := [name for name in needed if name not in names]:
-        raise UsageError(f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}")
+        alone = "; its columns must be separated by commas, semicolons or tabs" if len(names) == 1 else ""
+        raise UsageError(
+            f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}{alone}"
+        )
     filled = (one for one in records if any(value.strip() for value in one[1]))
     return [_row(names, fields, f"{path.name} line {line}") for line, fields in filled]
 

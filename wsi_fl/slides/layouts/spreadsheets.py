@@ -67,7 +67,9 @@ def column_names(header: Sequence[str], needed: Collection[str]) -> list[str]:
     known = NAMING | _OPTIONAL
     asked = {_folded(name): name for name in (*(known - {"site"}), *needed)}
     names = [name if name in needed else asked.get(_folded(name), name) for name in header]
-    return [old if new != old and names.count(new) > 1 else new for old, new in zip(header, names, strict=True)]
+    return [
+        old if new != old and names.count(new) > 1 else new for old, new in zip(header, names, strict=True)
+    ]
 
 
 def _folded(name: str) -> str:

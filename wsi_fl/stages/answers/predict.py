@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.pictures import heatmap
+from wsi_fl.slides.pictures.drawing import distinct_colors
 from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Color, Heat
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
 from wsi_fl.stages.work.console import Line, Lines, OneOf, Table, Watcher, reason_of
@@ -32,7 +33,7 @@ _MORE_COLORS: tuple[Color, ...] = (
     *((0, 114, 178), (213, 94, 0), (0, 158, 115)),
     *((204, 121, 167), (230, 159, 0), (86, 180, 233)),
 )
-"""Okabe and Ito's, for more than two classes."""
+"""Okabe and Ito's, for more than two classes; `distinct_colors` has those of the seventh and further ones."""
 _HEATMAP, _TABLE, _SCORE, _OUTLINES = "heatmap.png", "patches.csv", "score.json", "tumor.geojson"
 _ALL = "slides.csv"
 _WHOSE = {"mean": "mean of both models", "alone": "lone model", "stack": "mixture"}
@@ -193,7 +194,7 @@ def colors_of(classes: Sequence[str]) -> list[Color]:
     """Return a colour for each class."""
     if len(classes) == 2:
         return list(_COLORS)
-    return [_MORE_COLORS[k % len(_MORE_COLORS)] for k in range(len(classes))]
+    return list(distinct_colors(_MORE_COLORS, len(classes)))
 
 
 def _percent(share: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +27,9 @@ _NOTHING = {"", "na", "n/a", "nan", "none", "null", "unknown", "not reported", "
 _SEEN = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased": 1.0}
 _NOT_SEEN = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
 _EVENT = _SEEN | _NOT_SEEN
+_OF_CENSORED = re.compile(r"(?<!un)(?<!not )(?<!not_)censor", re.IGNORECASE)
+_UNCLEAR = {"0", "0.0", "1", "1.0", "true", "false", "yes", "no"}
+"""Values that mean one thing in a column of events, and the other in one of censored patients."""
 _SLIDE = ("slide", "slide_id")
 
 
@@ -229,6 +233,11 @@ def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
             return None
         if event not in _EVENT:
             raise UsageError(f"{where}: {target.event} = {event!r} is none of {', '.join(_EVENT)}")
+        if _OF_CENSORED.search(str(target.event)) and event in _UNCLEAR:
+            raise UsageError(
+                f"{where}: {target.event} = {event!r}: some tables mean the event by it, others that it was not seen; "
+                "write dead or censored instead, or give the column a name that says which"
+            )
         return _number(time, f"{where}: {target.time}", 0.0, float("inf")), _EVENT[event]
     text = row[str(target.column)]
     if text in target.ignore:
