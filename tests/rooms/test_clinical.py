@@ -18,8 +18,8 @@ from sklearn.metrics import average_precision_score, recall_score, roc_auc_score
 from sklearn.model_selection import cross_val_predict
 from statsmodels.stats.proportion import proportion_confint
 
-from wsi_fl.learning import clinical
-from wsi_fl.learning.clinical import Wanted, _Interval
+from wsi_fl.learning import clinical, sample_size
+from wsi_fl.learning.clinical import _Interval
 from wsi_fl.learning.predictions import Predictions
 from wsi_fl.report.clinical import findings, section
 from wsi_fl.stages.answers import clinical as stage
@@ -119,11 +119,11 @@ def test_net_benefit_is_that_of_dcurves(tumours):
 
 def test_the_number_of_patients_is_that_of_the_published_example():
     """Riley et al. 2021: prevalence 0.018, C statistic 0.8, log-odds normal around −5 with standard deviation 2.5."""
-    found = clinical.patients_needed(0.018, 0.8, Wanted(auroc=0.1, expected=1.0))
+    found = sample_size.patients_needed(0.018, 0.8, sample_size.Wanted(auroc=0.1, expected=1.0))
     assert found["auroc"] == 4252 and found["expected"] == pytest.approx(905, abs=1)
     z = np.linspace(-8, 8, 4001)
     weight = np.exp(-z * z / 2) / np.exp(-z * z / 2).sum()
-    found = clinical._for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92)
+    found = sample_size._for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92)
     assert found == pytest.approx(4544, rel=0.01)  # theirs is simulated
 
 
@@ -135,8 +135,8 @@ def test_ranking_all_right_by_few_patients_is_no_proof_that_it_always_will():
 
 
 def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
-    wanted = Wanted(auroc=0.1, slope=0.4, sensitivity=0.1)
-    needed = clinical.patients_needed(0.3, 0.8, wanted, sensitivity=0.85)
+    wanted = sample_size.Wanted(auroc=0.1, slope=0.4, sensitivity=0.1)
+    needed = sample_size.patients_needed(0.3, 0.8, wanted, sensitivity=0.85)
     rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
 
     def width(name):
@@ -283,13 +283,14 @@ def test_at_another_prevalence_one_kind_of_patients_says_nothing_of_the_model():
 )
 def test_more_patients_than_there_are_people_are_no_plan(prevalence, area, width):
     with pytest.raises(ValueError, match="fewer people"):
-        clinical.patients_needed(prevalence, area, Wanted(auroc=width))
+        sample_size.patients_needed(prevalence, area, sample_size.Wanted(auroc=width))
     refused(lambda: plan_size(prevalence, area, width=width), "--width", "--prevalence", error=UsageError)
 
 
 def test_narrow_intervals_take_as_many_patients_as_their_square_asks_for():
     wide, narrow = (
-        clinical.patients_needed(0.2, 0.85, Wanted(auroc=width))["auroc"] for width in (0.01, 1e-4)
+        sample_size.patients_needed(0.2, 0.85, sample_size.Wanted(auroc=width))["auroc"]
+        for width in (0.01, 1e-4)
     )
     assert narrow == pytest.approx(10**4 * wide, rel=1e-3)
 
@@ -343,3 +344,16 @@ def test_every_class_of_other_than_two_is_asked_against_the_rest(n_classes):
         assert (one["cases"], one["sensitivity"]["value"]) == ((truth == k).sum(), recall)
         area = one["auroc"] and one["auroc"]["value"]
         assert area == (None if n_classes == 1 else pytest.approx(roc_auc_score(truth == k, said[:, k])))
+
+
+@pytest.mark.parametrize(
+    "score", [[0.1, 0.3, 0.1, 0.2, 0.1], [0.0], [0.9, 0.9, 0.8]], ids=["low", "of one patient", "high"]
+)
+def test_no_precision_is_told_of_cases_alone(score):
+    """Of cases alone every model has an average precision of 1."""
+    score = np.array(score)
+    for case in (np.ones(len(score), bool), np.zeros(len(score), bool)):
+        assert clinical.described(score, score >= 0.5, case)["auprc"] is None
+    if len(score) > 1:
+        case = np.arange(len(score)) == 1
+        assert clinical.described(score, score >= 0.5, case)["auprc"] == average_precision_score(case, score)

@@ -99,7 +99,7 @@ def test_features_beside_a_label_spelt_otherwise(tmp_path):
 
 @pytest.mark.parametrize("text", ["0.2_5", "1_000", "_1"])
 def test_a_name_with_an_underscore_is_no_number(tmp_path, text):
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w"):
         number_of(text)
     table = f"{HEADER},mpp\na.tif,p0,A,tumor,{text}\n"
     refused(lambda: read(archive(tmp_path, table)), "line 2", f"mpp is '{text}'")

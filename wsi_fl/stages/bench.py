@@ -29,7 +29,7 @@ from torch import nn
 from wsi_fl.federation.in_memory import Learned, federate
 from wsi_fl.federation.methods import ALONE, METHODS, POOLED
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.metrics import Probabilities
+from wsi_fl.learning.metrics import Probabilities, choose_classes
 from wsi_fl.learning.stacking import stacked
 from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.models.directions import N_RANDOM, Directions, normalised, public_directions, read_directions
@@ -208,7 +208,7 @@ def _scores(said: Probabilities, y: NDArray[np.int64]) -> tuple[str, str]:
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
     areas = [roc_auc_score(y == one, said[:, one]) for one in np.unique(y)]
-    return f"{balanced_accuracy_score(y, said.argmax(1)):.5f}", f"{np.mean(areas):.5f}"
+    return f"{balanced_accuracy_score(y, choose_classes(said)):.5f}", f"{np.mean(areas):.5f}"
 
 
 def _fitted(part: FeatureTable) -> FittedHead:

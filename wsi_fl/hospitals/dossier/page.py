@@ -273,8 +273,9 @@ def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
 
 def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
     """The most rows that a patient of a site had, as it signed or in a run; None where nobody looked."""
-    runs = [path for path in study.runs.glob("*/sites/*/ledger.json") if path.parent.name == site]
-    seen = [(cost or {}).get("group"), *(read_json(path).get("group") for path in runs)]
+    places = [RunFolder(path).site(site) for path in sorted(study.runs.glob("*"))]
+    accounts = [place.account() for place in places if place.account_path.is_file()]
+    seen = [one.get("group") for one in (cost or {}, *accounts)]
     return max((int(one["rows"]) for one in seen if one), default=None)
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from wsi_fl.slides.layouts.spreadsheets import (
     NAMING,
     column_names,
-    declared_separator,
     number_of,
     require_typed_name,
-    typed_text,
+    separator_of,
+    text_of,
 )
 from wsi_fl.slides.reading.formats import is_zarr
 from wsi_fl.system.files import ordinary
@@ -58,16 +58,16 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a readable CSV (it is not UTF-8); save it as UTF-8") from None
     header = text.partition("\n")[0].partition("\r")[0]
-    declared = declared_separator(header)
-    delimiter = declared or max(
+    separator = separator_of(header)
+    delimiter = separator or max(
         _DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), []))
     )
     records = _records(path, text, delimiter)
-    if declared:
+    if separator:
         next(records)
     _, names = next(records, (0, []))
     needed = tuple(needed)
-    names = column_names([typed_text(name) for name in names], needed)
+    names = column_names([text_of(name) for name in names], needed)
     if not any(names):
         raise UsageError(f"{path}: the table is empty; its first line must name the columns")
     if missing := [name for name in needed if name not in names]:
@@ -125,7 +125,7 @@ def _records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[
 
 def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
     """The fields by column; spreadsheets add empty ones at the end, or columns without a name."""
-    given = [typed_text(field) for field in fields]
+    given = [text_of(field) for field in fields]
     if len(given) < len(names) or any(given[len(names) :]):
         raise UsageError(f"{where}: has {len(given)} fields, but the header has {len(names)}")
     row = TableRow(where)

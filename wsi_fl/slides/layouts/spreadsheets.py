@@ -22,22 +22,22 @@ _OPTIONAL = frozenset({"label", "split", "mpp", "annotation", "diagnosis", "tumo
 _PLURAL = {"annotations": "annotation"}
 
 
-def declared_separator(text: str) -> str:
+def separator_of(text: str) -> str:
     """Return the separator that the first line of a table declares for Excel; "" where none does.
 
     Example:
-        >>> declared_separator("sep=;"), declared_separator("slide,patient")
+        >>> separator_of("sep=;"), separator_of("slide,patient")
         (';', '')
     """
     found = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
     return found[1] if found else ""
 
 
-def typed_text(value: str) -> str:
+def text_of(value: str) -> str:
     """Return a field as somebody typed it: without spaces around, and out of a formula that guards its zeros.
 
     Example:
-        >>> typed_text(' ="007" '), typed_text("=A1")
+        >>> text_of(' ="007" '), text_of("=A1")
         ('007', '=A1')
     """
     found = _FORMULA.fullmatch(value.strip())
@@ -65,8 +65,8 @@ def column_names(header: Sequence[str], needed: Collection[str]) -> list[str]:
         (['slide', 'patient_id', 'Age'], ['Split', 'split'])
     """
     known = NAMING | _OPTIONAL
-    asked = {_folded(name): name for name in (*(known - {"site"}), *needed)}
-    names = [name if name in needed else asked.get(_folded(name), name) for name in header]
+    spelling = {_folded(name): name for name in (*(known - {"site"}), *needed)}
+    names = [name if name in needed else spelling.get(_folded(name), name) for name in header]
     return [
         old if new != old and names.count(new) > 1 else new for old, new in zip(header, names, strict=True)
     ]

@@ -39,14 +39,14 @@ def distinct_colors(first: tuple[Color, ...], n: int) -> tuple[Color, ...]:
     return tuple(chosen)
 
 
-def wrapped(widths: Sequence[float], room: Sequence[float]) -> list[tuple[int, float]]:
+def wrap_rows(widths: Sequence[float], room: Sequence[float]) -> list[tuple[int, float]]:
     """Return (row, place in it) of things side by side, each in the next row where its own has no room left for it.
 
     Args:
         room: pixels of each row; of all further rows as many as of the last.
 
     Example:
-        >>> wrapped([40, 40, 90, 10], [100, 50])
+        >>> wrap_rows([40, 40, 90, 10], [100, 50])
         [(0, 0.0), (0, 40.0), (1, 0.0), (2, 0.0)]
     """
     places, row, x = [], 0, 0.0

@@ -30,7 +30,7 @@ from wsi_fl.slides.pictures.drawing import (
     fitted,
     font,
     png,
-    wrapped,
+    wrap_rows,
 )
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec
@@ -274,7 +274,7 @@ def _outline_places(heat: Heat, width: int) -> list[tuple[int, float, str]]:
         fitted(draw, f"{heat.classes[kind]}: {heat.threshold:g} or more", first - _LINE_PX, font())
         for kind in heat.shown
     ]
-    places = wrapped(
+    places = wrap_rows(
         [_LINE_PX + draw.textlength(name, font()) + 20 for name in names], [first + 20, room + 20]
     )
     return [(row, left + x, name) for (row, x), name in zip(places, names, strict=True)]

@@ -22,7 +22,7 @@ from wsi_fl.slides.pictures.drawing import (
     fitted,
     font,
     png,
-    wrapped,
+    wrap_rows,
 )
 from wsi_fl.types import CLASSES, UNLABELLED
 
@@ -246,7 +246,7 @@ def _mosaic_legend(plan: MosaicPlan, width: int) -> Image.Image:
         f"group {k + 1}: {int((plan.kept_cluster == k).sum())} of {int((plan.mosaic.cluster == k).sum())}"
         for k in range(n_groups)
     ]
-    places = wrapped([50 + measure.textlength(text, font()) for text in texts], [width - _MARGIN_PX])
+    places = wrap_rows([50 + measure.textlength(text, font()) for text in texts], [width - _MARGIN_PX])
     n_lines = 1 + max((row for row, _ in places), default=0) + bool(plan.note)
     legend = Image.new("RGB", (width, n_lines * _LEGEND_ROW_PX + _MARGIN_PX), PAPER)
     draw = ImageDraw.Draw(legend)

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning import clinical as measures
-from wsi_fl.learning.clinical import LEAST, Names, Patients, Wanted
+from wsi_fl.learning.clinical import LEAST, Names, Patients
 from wsi_fl.learning.predictions import Predictions
+from wsi_fl.learning.sample_size import Wanted, patients_needed
 from wsi_fl.learning.validation import LONE
 from wsi_fl.report.clinical import cells, findings
 from wsi_fl.runs.run import RunFolder
@@ -246,9 +247,7 @@ def plan_size(
     if not 0.5 < area < 1:
         raise UsageError(f"--auroc {area:g}: it must lie between 0.5 and 1")
     try:
-        needed = measures.patients_needed(
-            prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
-        )
+        needed = patients_needed(prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity)
     except ValueError as error:
         wider = "give a wider --width, or a --prevalence or an --auroc farther from its bounds"
         raise UsageError(f"--prevalence {prevalence:g} --width {wanted.auroc:g}: {error}; {wider}") from None

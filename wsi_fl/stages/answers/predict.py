@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.pictures import heatmap
-from wsi_fl.slides.pictures.drawing import distinct_colors
-from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Color, Heat
+from wsi_fl.slides.pictures.drawing import Color, distinct_colors
+from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Heat
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
 from wsi_fl.stages.work.console import Line, Lines, OneOf, Table, Watcher, reason_of
 from wsi_fl.stages.work.job import Job
