@@ -21,8 +21,10 @@ from statsmodels.stats.proportion import proportion_confint
 from wsi_fl.learning import clinical, sample_size
 from wsi_fl.learning.clinical import _Interval
 from wsi_fl.learning.predictions import Predictions
-from wsi_fl.report.clinical import findings, section
+from wsi_fl.report.clinical import cells, findings, section
+from wsi_fl.slides.patching.mosaic import _candidates
 from wsi_fl.stages.answers import clinical as stage
+from wsi_fl.stages.answers import predict
 from wsi_fl.stages.answers.clinical import plan_size
 from wsi_fl.types import UsageError
 
@@ -357,3 +359,27 @@ def test_no_precision_is_told_of_cases_alone(score):
     if len(score) > 1:
         case = np.arange(len(score)) == 1
         assert clinical.described(score, score >= 0.5, case)["auprc"] == average_precision_score(case, score)
+
+
+@pytest.mark.parametrize(
+    ("prevalence", "words"), [(0.004, "0.4 %"), (0.015, "1.5 %"), (0.07, "7 %"), (0.9995, "99.95 %")]
+)
+def test_a_stated_prevalence_is_told_as_it_was_stated(tumours, prevalence, words):
+    case = tumours[1]
+    document = described_at(case, prevalence)
+    assert {f"PPV at {words}", f"NPV at {words}"} <= set(cells(document)[0])
+    assert section(document, {"C1": "#123456"})["share"] == f"{words} of patients"
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0.0, "0 %"), (1e-5, "under 1 %"), (0.5, "50 %"), (0.9999, "over 99 %"), (1.0, "100 %")],
+)
+def test_a_share_of_patches_is_none_or_all_only_where_it_is(share, words):
+    assert predict._percent(share) == words
+
+
+@pytest.mark.parametrize(("best", "least"), [(0.499, 0.5), (0.6996, 0.7), (0.004, 0.005)])
+def test_too_little_tissue_is_not_told_as_enough(best, least):
+    _, note = _candidates(np.array([best, 0], np.float32), least, 3)
+    assert f"{100 * least:g}% tissue" in note and f"({100 * best:g}%)" in note

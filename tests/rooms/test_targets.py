@@ -21,14 +21,14 @@ def said_by(tmp_path, table, *, patient=None, event="dead", time="days"):
     return {name: value for (_, name), value in found.items()}
 
 
-@pytest.mark.parametrize("event", ["censored", "Censor", "is_censored", "Censoring status"])
+@pytest.mark.parametrize("event", ["censored", "Censor", "is_censored", "Censoring status", "CNSR", "cens"])
 @pytest.mark.parametrize("value", ["1", "0", "True", "no"])
 def test_a_column_of_censored_patients_does_not_say_the_event_in_ones(tmp_path, event, value):
     table = f"patient,days,{event}\np0,7,{value}\n"
     refused(lambda: said_by(tmp_path, table, event=event), "line 2", f"{event} = ", "dead or censored")
 
 
-@pytest.mark.parametrize("event", ["dead", "cens", "uncensored", "not censored", "status"])
+@pytest.mark.parametrize("event", ["dead", "censdead", "uncensored", "not censored", "incense"])
 def test_a_column_of_events_says_them_in_ones(tmp_path, event):
     table = f"patient,days,{event}\np0,7,1\np1,9,0\n"
     assert said_by(tmp_path, table, event=event) == {"p0": (7, 1), "p1": (9, 0)}

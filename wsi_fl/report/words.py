@@ -152,6 +152,15 @@ def percent(share: Any, digits: int = 0) -> str:
     return f"{number(100 * share, digits)} %" if known(share) else DASH
 
 
+def stated_percent(share: float) -> str:
+    """Return a share that somebody has stated in percent, with all its digits: half a per cent is not 0 %.
+
+    >>> stated_percent(0.004), stated_percent(0.07), stated_percent(0.9995)
+    ('0.4 %', '7 %', '99.95 %')
+    """
+    return f"{100 * share:.12g} %"
+
+
 def singular(examples: str) -> str:
     """Return one of several examples, or models.
 

@@ -198,8 +198,10 @@ def colors_of(classes: Sequence[str]) -> list[Color]:
 
 
 def _percent(share: float) -> str:
-    """Whole per cent, but never 0 % of something."""
-    return "under 1 %" if 0 < share < 0.01 else f"{share:.0%}".replace("%", " %")
+    """Whole per cent, but never 0 % of something, or 100 % of less than all."""
+    if 0 < share < 0.01 or 0.99 < share < 1:
+        return "under 1 %" if share < 0.5 else "over 99 %"
+    return f"{share:.0%}".replace("%", " %")
 
 
 def write_patches(

@@ -27,7 +27,8 @@ _NOTHING = {"", "na", "n/a", "nan", "none", "null", "unknown", "not reported", "
 _SEEN = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased": 1.0}
 _NOT_SEEN = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
 _EVENT = _SEEN | _NOT_SEEN
-_OF_CENSORED = re.compile(r"(?<!un)(?<!not )(?<!not_)censor", re.IGNORECASE)
+_OF_CENSORED = re.compile(r"(?<!un)(?<!not )(?<!not_)censor|cnsr|(?<![a-z])cens(?![a-z])", re.IGNORECASE)
+"""What columns of censored patients are called: `CNSR` of CDISC is 0 where the event was seen."""
 _UNCLEAR = {"0", "0.0", "1", "1.0", "true", "false", "yes", "no"}
 """Values that mean one thing in a column of events, and the other in one of censored patients."""
 _SLIDE = ("slide", "slide_id")
