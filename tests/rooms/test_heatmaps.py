@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from wsi_fl.report import figures
+from wsi_fl.report.words import number
 from wsi_fl.slides.pictures import heatmap, overview
 from wsi_fl.slides.pictures.drawing import distinct_colors, font, wrap_rows
 from wsi_fl.slides.pictures.heatmap import Caption, Heat, draw_heatmap, patch_boxes, write_geojson
@@ -96,3 +98,27 @@ def test_colours_lie_where_their_patches_lie_to_the_last_corner(size, mpp):
     exact = np.concatenate([cell[0] * step, (cell[0] + 1) * step]) * zoom
     drawn = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
     assert np.abs(drawn - exact).max() <= 1
+
+
+@pytest.mark.parametrize("names", [("luad", "Luad", "lusc"), ("pT1", "PT1", "x"), ("a", "A", "B")])
+def test_classes_that_differ_in_a_capital_stay_two_in_qupath(tmp_path, names):
+    boxes = np.array([[k * 9, 0, k * 9 + 9, 9] for k in range(3)])
+    write_geojson(
+        tmp_path / "x.geojson", Heat(boxes, names, np.eye(3) * 0.9 + 0.03), colors_of(names), "run/site/slide"
+    )
+    features = json.loads((tmp_path / "x.geojson").read_text())["features"]
+    assert len({one["id"] for one in features if "id" in one}) == 3
+    assert {one["properties"]["classification"]["name"] for one in features} == set(names)
+    assert all(len(one["properties"]["measurements"]) == 3 for one in features)
+
+
+@pytest.mark.parametrize(("values", "mean"), [([[None] * 2] * 2, "–"), ([[0.5, None], [None, 0.7]], "0.600")])
+def test_a_matrix_of_unknown_scores_says_so(values, mean):
+    assert figures.matrix(values, (0, 1), "AUROC").alt == f"AUROC: 2 models by 2 test parts, mean {mean}."
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(-0.0001, "0.000"), (-0.0, "0.000"), (-0.0006, "−0.001"), (-1200.0, "−1,200.000")]
+)
+def test_nothing_is_not_negative(value, text):
+    assert number(value) == text

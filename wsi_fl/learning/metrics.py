@@ -6,7 +6,7 @@ examples, a class missing) is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: L
     return measure
 
 
-def mean_of_known(values: Sequence[float | None]) -> float | None:
+def mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the mean of what is not None; None where nothing is known."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None

@@ -45,12 +45,13 @@ def known(value: object) -> TypeGuard[float]:
 def number(value: Any, digits: int = 3) -> str:
     """A number with fixed decimals, a dash when there is none.
 
-    >>> number(0.70649), number(None), number(2.3567, 2)
-    ('0.706', '–', '2.36')
+    >>> number(0.70649), number(None), number(2.3567, 2), number(-0.0001)
+    ('0.706', '–', '2.36', '0.000')
     """
     if not known(value):
         return DASH
-    return "∞" if value == math.inf else f"{value:,.{digits}f}".replace("-", "−")
+    text = "∞" if value == math.inf else f"{value:,.{digits}f}"
+    return (text if text.strip("-0.,") else text.lstrip("-")).replace("-", "−")
 
 
 def count(value: Any) -> str:

@@ -324,10 +324,11 @@ def write_geojson(path: Path, heat: Heat, colors: Sequence[Color], identity: str
 
 def _features(heat: Heat, colors: Sequence[Color], identity: str) -> Iterator[dict[str, Any]]:
     """The regions, largest first, then the patches."""
+    titles = _titles(heat.classes)
     seen: dict[int, int] = {}
     for region in heat.regions:
         number = seen[region.kind] = seen.get(region.kind, 0) + 1
-        title = _title(heat.classes[region.kind])
+        title = titles[region.kind]
         rings = map(shapely.get_coordinates, shapely.get_rings(region.polygon))
         yield {
             "type": "Feature",
@@ -349,7 +350,6 @@ def _features(heat: Heat, colors: Sequence[Color], identity: str) -> Iterator[di
             },
         }
     # Of two classes a patch belongs to the second from the threshold on, else to the first.
-    titles = [_title(name) for name in heat.classes]
     of_two = len(titles) == 2
     own_class = heat.above.astype(np.int64) if of_two else heat.kind
     columns = heat.boxes_l0, heat.probabilities, own_class
@@ -366,6 +366,7 @@ def _features(heat: Heat, colors: Sequence[Color], identity: str) -> Iterator[di
         }
 
 
-def _title(name: str) -> str:
-    """QuPath spells its own classes with a capital: Tumor."""
-    return name[:1].upper() + name[1:]
+def _titles(classes: Sequence[str]) -> list[str]:
+    """Return what classes are called in QuPath, which spells its own with a capital (Tumor); no two alike."""
+    titles = [name[:1].upper() + name[1:] for name in classes]
+    return titles if len(set(titles)) == len(titles) else list(classes)
