@@ -106,3 +106,35 @@ def test_a_name_with_an_underscore_is_no_number(tmp_path, text):
     table = tmp_path / "features.csv"
     table.write_text(f"label,f0\nx,{text}\n")
     refused(lambda: _of_csv(table), "numbers")
+
+
+CBIOPORTAL = "#Patient Identifier\tSlide\n#Who it is\tIts file\n#STRING\tSTRING\n#1\t1\n"
+
+
+@pytest.mark.parametrize(
+    ("remarks", "separator"),
+    [
+        (CBIOPORTAL, "\t"),
+        ('# export of "2026-01-01, checked\n\n', ","),  # a quote that is never closed
+        ('"# slides, of all patients";\n', ";"),
+        ("sep=;\n# site and label\n", ";"),
+    ],
+)
+def test_remarks_before_the_headings_are_passed_over(tmp_path, remarks, separator):
+    assert patients_of(tmp_path, remarks + TABLE.replace(",", separator)) == ["p0", "p1"]
+    first = len(remarks.splitlines()) + 2
+    for needed in ((), ("label",)):
+        rows = rows_of(tmp_path / "slides.csv", needed)
+        assert [row.where for row in rows] == [f"slides.csv line {first + k}" for k in range(2)]
+
+
+@pytest.mark.parametrize("heading", ["#", "#row", "# Case"])
+def test_headings_that_begin_as_a_remark_are_headings(tmp_path, heading):
+    rows = "".join(f"{k},{row}\n" for k, row in enumerate(ROWS.splitlines()))
+    assert patients_of(tmp_path, f"{heading},{HEADER}\n{rows}") == ["p0", "p1"]
+    assert len(rows_of(tmp_path / "slides.csv", ())) == 2
+
+
+@pytest.mark.parametrize("text", ["sep=;\n", "# nothing\n#\n", "\n\n", "sep=,\n\n# nothing"])
+def test_a_table_of_remarks_alone_is_empty(tmp_path, text):
+    refused(lambda: read(archive(tmp_path, text)), "slides.csv", "the table is empty")

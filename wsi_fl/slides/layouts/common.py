@@ -7,14 +7,15 @@ import glob
 import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from wsi_fl.slides.layouts.spreadsheets import (
     NAMING,
     column_names,
+    header_of,
     number_of,
     require_typed_name,
-    separator_of,
     text_of,
 )
 from wsi_fl.slides.reading.formats import is_zarr
@@ -41,7 +42,8 @@ class TableRow(dict[str, str]):
 def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
     """Read a table whose columns are separated by commas, semicolons or tabs, or as its first line says (`sep=`).
 
-    Empty lines are passed over. Known columns have their names however they are spelt (`column_names`).
+    Empty lines, and remarks before the header, are passed over. Known columns have their names however they are spelt
+    (`column_names`).
 
     Args:
         needed: the columns that must be there.
@@ -57,16 +59,13 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
         raise UsageError(f"{path}: no such file") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a readable CSV (it is not UTF-8); save it as UTF-8") from None
-    header = text.partition("\n")[0].partition("\r")[0]
-    separator = separator_of(header)
+    needed = tuple(needed)
+    before, header, separator = header_of(text, needed)
     delimiter = separator or max(
         _DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), []))
     )
-    records = _records(path, text, delimiter)
-    if separator:
-        next(records)
+    records = _records(path, text, delimiter, before)
     _, names = next(records, (0, []))
-    needed = tuple(needed)
     names = column_names([text_of(name) for name in names], needed)
     if not any(names):
         raise UsageError(f"{path}: the table is empty; its first line must name the columns")
@@ -101,11 +100,12 @@ def accounted(name: str, rows: Sequence[TableRow], own: int, site: str) -> str:
     return f"{name}: {len(rows)} rows, {own} of this site, {len(rows) - own} of others{named}"
 
 
-def _records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, fields) of every record, the header first."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+def _records(path: Path, text: str, delimiter: str, before: int) -> Iterator[tuple[int, list[str]]]:
+    """(line, fields) of every record, the header first, which so many lines stand before."""
+    lines = islice(io.StringIO(text, newline=""), before, None)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
-        line = reader.line_num + 1
+        line = before + reader.line_num + 1
         try:
             fields = next(reader)
         except StopIteration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Collection, Sequence
 
@@ -31,6 +32,31 @@ def separator_of(text: str) -> str:
     """
     found = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
     return found[1] if found else ""
+
+
+def header_of(text: str, needed: Collection[str]) -> tuple[int, str, str]:
+    """Return (how many lines stand before the header, the header, its separator where the first line declares one).
+
+    Before it may stand empty lines and remarks, which begin with `#`, as in the tables of cBioPortal. A line that has
+    the columns that are looked for is the header though it begins so.
+
+    Args:
+        text: the table.
+        needed: the columns that must be there.
+
+    Example:
+        >>> header_of("#Patient Identifier,#Sex" + chr(10) + "PATIENT_ID,SEX", ["SEX"])
+        (1, 'PATIENT_ID,SEX', '')
+    """
+    number, separator, wanted = -1, "", {_folded(name) for name in needed}
+    for number, line in enumerate(io.StringIO(text, newline=None)):
+        if number == 0 and (separator := separator_of(line)):
+            continue
+        names = {_folded(text_of(name.strip('#"'))) for name in re.split(r"[,;\t]", line.strip())}
+        headed = wanted <= names if wanted else len(names & (NAMING | _OPTIONAL)) > 1
+        if line.strip() and (headed or not line.lstrip('"').startswith("#")):
+            return number, line.rstrip("\n"), separator
+    return number + 1, "", separator
 
 
 def text_of(value: str) -> str:
