@@ -138,3 +138,9 @@ def test_headings_that_begin_as_a_remark_are_headings(tmp_path, heading):
 @pytest.mark.parametrize("text", ["sep=;\n", "# nothing\n#\n", "\n\n", "sep=,\n\n# nothing"])
 def test_a_table_of_remarks_alone_is_empty(tmp_path, text):
     refused(lambda: read(archive(tmp_path, text)), "slides.csv", "the table is empty")
+
+
+@pytest.mark.parametrize("mark", ["\ufeff", "\u200b", "\u2060"])
+def test_marks_without_width_are_no_part_of_names(tmp_path, mark):
+    text = f"{mark}{HEADER}{mark}\na.tif{mark},{mark}p0,A,normal\nb.tif,p1 {mark},A,tumor\n"
+    assert patients_of(tmp_path, text) == ["p0", "p1"]

@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 
 from wsi_fl.types import UsageError
 
+_WIDTHLESS = "\ufeff\u200b\u2060"
+"""Characters without width that spreadsheets and web pages leave at the ends of texts."""
 _SEPARATOR = re.compile(r'"?sep=(.)"?[\s,;"]*', re.IGNORECASE)
 _FORMULA = re.compile(r'=\s*"([^"]*)"')
 _SHORTENED = re.compile(r"\d([.,]\d+)?E\+\d{2,3}", re.IGNORECASE)
@@ -66,8 +68,9 @@ def text_of(value: str) -> str:
         >>> text_of(' ="007" '), text_of("=A1")
         ('007', '=A1')
     """
-    found = _FORMULA.fullmatch(value.strip())
-    return (found[1] if found else value).strip()
+    plain = value.strip().strip(_WIDTHLESS).strip()
+    found = _FORMULA.fullmatch(plain)
+    return found[1].strip() if found else plain
 
 
 def number_of(text: str) -> float:
