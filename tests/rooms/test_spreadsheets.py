@@ -128,6 +128,16 @@ def test_remarks_before_the_headings_are_passed_over(tmp_path, remarks, separato
         assert [row.where for row in rows] == [f"slides.csv line {first + k}" for k in range(2)]
 
 
+@pytest.mark.parametrize("needed", [["SEX"], ["OS_MONTHS", "SEX"], []])
+def test_a_remark_that_names_the_same_columns_is_still_none(tmp_path, needed):
+    """As in clinical tables of cBioPortal, which say above the headings what each column is for people."""
+    table = tmp_path / "data_clinical_patient.txt"
+    remarks = "#Patient ID\tSex\tOS months\n#Identifier\tSex\tMonths\n#STRING\tSTRING\tNUMBER\n#1\t1\t1\n"
+    table.write_text(f"{remarks}PATIENT_ID\tSEX\tOS_MONTHS\nTCGA-02\tMale\t4.5\n")
+    (row,) = rows_of(table, needed)
+    assert dict(row) == {"patient_id": "TCGA-02", "SEX": "Male", "OS_MONTHS": "4.5"}
+
+
 @pytest.mark.parametrize("heading", ["#", "#row", "# Case"])
 def test_headings_that_begin_as_a_remark_are_headings(tmp_path, heading):
     rows = "".join(f"{k},{row}\n" for k, row in enumerate(ROWS.splitlines()))

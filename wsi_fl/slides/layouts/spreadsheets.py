@@ -39,26 +39,40 @@ def separator_of(text: str) -> str:
 def header_of(text: str, needed: Collection[str]) -> tuple[int, str, str]:
     """Return (how many lines stand before the header, the header, its separator where the first line declares one).
 
-    Before it may stand empty lines and remarks, which begin with `#`, as in the tables of cBioPortal. A line that has
-    the columns that are looked for is the header though it begins so.
+    Before it may stand empty lines and remarks, which begin with `#`, as in the tables of cBioPortal. A line that
+    begins so is the header where it has the columns that are looked for, and the line below all remarks has not.
 
     Args:
         text: the table.
         needed: the columns that must be there.
 
     Example:
-        >>> header_of("#Patient Identifier,#Sex" + chr(10) + "PATIENT_ID,SEX", ["SEX"])
+        >>> header_of("#Patient Identifier,Sex" + chr(10) + "PATIENT_ID,SEX", ["SEX"])
         (1, 'PATIENT_ID,SEX', '')
     """
-    number, separator, wanted = -1, "", {_folded(name) for name in needed}
-    for number, line in enumerate(io.StringIO(text, newline=None)):
+    separator, lines = "", io.StringIO(text, newline=None)
+    headed: tuple[int, str] | None = None
+    number = -1
+    for number, line in enumerate(lines):
         if number == 0 and (separator := separator_of(line)):
             continue
-        names = {_folded(text_of(name.strip('#"'))) for name in re.split(r"[,;\t]", line.strip())}
-        headed = wanted <= names if wanted else len(names & (NAMING | _OPTIONAL)) > 1
-        if line.strip() and (headed or not line.lstrip('"').startswith("#")):
-            return number, line.rstrip("\n"), separator
-    return number + 1, "", separator
+        if not line.strip():
+            continue
+        if not line.lstrip('"').startswith("#"):
+            if headed is None or _has_columns(line, needed):
+                headed = number, line.rstrip("\n")
+            break
+        if headed is None and _has_columns(line, needed):
+            headed = number, line.rstrip("\n")
+    before, header = headed or (number + 1, "")
+    return before, header, separator
+
+
+def _has_columns(line: str, needed: Collection[str]) -> bool:
+    """Return whether a line names the columns that are needed, or else two of those that are known."""
+    names = {_folded(text_of(name.strip('#"'))) for name in re.split(r"[,;\t]", line.strip())}
+    wanted = {_folded(name) for name in needed}
+    return wanted <= names if wanted else len(names & (NAMING | _OPTIONAL)) > 1
 
 
 def text_of(value: str) -> str:
