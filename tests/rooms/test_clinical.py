@@ -17,11 +17,13 @@ from sklearn.metrics import average_precision_score, recall_score, roc_auc_score
 from sklearn.model_selection import cross_val_predict
 from statsmodels.stats.proportion import proportion_confint
 
-from wsi_fl.learning import clinical
-from wsi_fl.learning.clinical import Wanted, _Interval
+from wsi_fl.learning import clinical, sample_size
+from wsi_fl.learning.clinical import _Interval
 from wsi_fl.learning.predictions import Predictions
-from wsi_fl.report.clinical import findings, section
+from wsi_fl.report.clinical import cells, findings, section
+from wsi_fl.slides.patching.mosaic import _candidates
 from wsi_fl.stages.answers import clinical as stage
+from wsi_fl.stages.answers import predict
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +118,11 @@ def test_net_benefit_is_that_of_dcurves(tumours):
 
 def test_the_number_of_patients_is_that_of_the_published_example():
     """Riley et al. 2021: prevalence 0.018, C statistic 0.8, log-odds normal around −5 with standard deviation 2.5."""
-    found = clinical.patients_needed(0.018, 0.8, Wanted(auroc=0.1, expected=1.0))
+    found = sample_size.patients_needed(0.018, 0.8, sample_size.Wanted(auroc=0.1, expected=1.0))
     assert found["auroc"] == 4252 and found["expected"] == pytest.approx(905, abs=1)
     z = np.linspace(-8, 8, 4001)
     weight = np.exp(-z * z / 2) / np.exp(-z * z / 2).sum()
-    found = clinical._for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92)
+    found = sample_size._for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92)
     assert found == pytest.approx(4544, rel=0.01)  # theirs is simulated
 
 
@@ -132,8 +134,8 @@ def test_ranking_all_right_by_few_patients_is_no_proof_that_it_always_will():
 
 
 def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
-    wanted = Wanted(auroc=0.1, slope=0.4, sensitivity=0.1)
-    needed = clinical.patients_needed(0.3, 0.8, wanted, sensitivity=0.85)
+    wanted = sample_size.Wanted(auroc=0.1, slope=0.4, sensitivity=0.1)
+    needed = sample_size.patients_needed(0.3, 0.8, wanted, sensitivity=0.85)
     rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
 
     def width(name):
@@ -270,7 +272,8 @@ def test_at_another_prevalence_one_kind_of_patients_says_nothing_of_the_model():
 
 def test_narrow_intervals_take_as_many_patients_as_their_square_asks_for():
     wide, narrow = (
-        clinical.patients_needed(0.2, 0.85, Wanted(auroc=width))["auroc"] for width in (0.01, 1e-4)
+        sample_size.patients_needed(0.2, 0.85, sample_size.Wanted(auroc=width))["auroc"]
+        for width in (0.01, 1e-4)
     )
     assert narrow == pytest.approx(10**4 * wide, rel=1e-3)
 
@@ -324,3 +327,40 @@ def test_every_class_of_other_than_two_is_asked_against_the_rest(n_classes):
         assert (one["cases"], one["sensitivity"]["value"]) == ((truth == k).sum(), recall)
         area = one["auroc"] and one["auroc"]["value"]
         assert area == (None if n_classes == 1 else pytest.approx(roc_auc_score(truth == k, said[:, k])))
+
+
+@pytest.mark.parametrize(
+    "score", [[0.1, 0.3, 0.1, 0.2, 0.1], [0.0], [0.9, 0.9, 0.8]], ids=["low", "of one patient", "high"]
+)
+def test_no_precision_is_told_of_cases_alone(score):
+    """Of cases alone every model has an average precision of 1."""
+    score = np.array(score)
+    for case in (np.ones(len(score), bool), np.zeros(len(score), bool)):
+        assert clinical.described(score, score >= 0.5, case)["auprc"] is None
+    if len(score) > 1:
+        case = np.arange(len(score)) == 1
+        assert clinical.described(score, score >= 0.5, case)["auprc"] == average_precision_score(case, score)
+
+
+@pytest.mark.parametrize(
+    ("prevalence", "words"), [(0.004, "0.4 %"), (0.015, "1.5 %"), (0.07, "7 %"), (0.9995, "99.95 %")]
+)
+def test_a_stated_prevalence_is_told_as_it_was_stated(tumours, prevalence, words):
+    case = tumours[1]
+    document = described_at(case, prevalence)
+    assert {f"PPV at {words}", f"NPV at {words}"} <= set(cells(document)[0])
+    assert section(document, {"C1": "#123456"})["share"] == f"{words} of patients"
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0.0, "0 %"), (1e-5, "under 1 %"), (0.5, "50 %"), (0.9999, "over 99 %"), (1.0, "100 %")],
+)
+def test_a_share_of_patches_is_none_or_all_only_where_it_is(share, words):
+    assert predict._percent(share) == words
+
+
+@pytest.mark.parametrize(("best", "least"), [(0.499, 0.5), (0.6996, 0.7), (0.004, 0.005)])
+def test_too_little_tissue_is_not_told_as_enough(best, least):
+    _, note = _candidates(np.array([best, 0], np.float32), least, 3)
+    assert f"{100 * least:g}% tissue" in note and f"({100 * best:g}%)" in note

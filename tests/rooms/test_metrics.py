@@ -13,12 +13,15 @@ from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 from wsi_fl.learning.metrics import (
     _recentred_at_half,
     calibration,
+    choose_classes,
     confusion,
     mean_and_sd,
     operating_point,
     slide_level,
 )
-from wsi_fl.learning.tasks import intervals, scored
+from wsi_fl.learning.predictions import _decided
+from wsi_fl.learning.tasks import CLASSES, intervals, scored
+from wsi_fl.slides.pictures.heatmap import Heat
 
 
 @st.composite
@@ -29,11 +32,16 @@ def predictions(draw):
     return p / p.sum(1, keepdims=True), rng.integers(0, k, n)
 
 
+def named(p):
+    """The classes of rows, one after the other: of two the second from one half on, else the first of the largest."""
+    return np.array([int(row[1] >= 0.5) if len(row) == 2 else row.tolist().index(max(row)) for row in p], int)
+
+
 @settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12))
 def test_confusion_and_calibration_against_counting(case, n_bins):
     p, y = case
-    guess, k = [max(range(p.shape[1]), key=lambda c: row[c]) for row in p], range(p.shape[1])
+    guess, k = named(p), range(p.shape[1])
     counted = [[sum(a == t and b == g for a, b in zip(y, guess, strict=True)) for g in k] for t in k]
     assert np.array_equal(confusion(p, y), counted)
     ece = 0.0
@@ -91,7 +99,7 @@ def slowly_scored(p, y, classes=()):
     """Scores of rows that stand there as often as they were drawn, sorted anew; no mean over fewer classes."""
     if not len(y):
         return UNKNOWN
-    right, present = p.argmax(1) == y, np.unique(y)
+    right, present = named(p) == y, np.unique(y)
     if set(classes) > set(present):
         return UNKNOWN | {"accuracy": right.mean()}
     areas = []
@@ -119,7 +127,7 @@ def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once
     """However many resamples are held at a time."""
     p, y = case
     cluster = np.random.default_rng(len(y)).integers(0, n_patients, len(y)).astype(str)
-    right = p.argmax(1) == y
+    right = named(p) == y
 
     def exact(name, value):
         n_of = {c: len(set(cluster[y == c])) for c in set(y.tolist())}
@@ -224,3 +232,23 @@ def test_no_other_score_parts_slides_better_than_the_point(seed, middle, width):
     if point is not None:  # None where all say the same
         assert 0 < point <= 1
         assert balanced_accuracy_score(truth, score >= point) >= best - 1e-9 or best == 0.5
+
+
+@pytest.mark.parametrize("truth", [0, 1])
+@pytest.mark.parametrize("half", [0.5, np.nextafter(0.5, 0), np.nextafter(0.5, 1)])
+def test_who_is_said_to_be_a_case_at_one_half_is_it_everywhere(truth, half):
+    p, y = np.array([[1 - half, half]] * 3), np.full(3, truth)
+    case = half >= 0.5
+    assert choose_classes(p).tolist() == [case] * 3
+    assert confusion(p, y)[truth][int(case)] == 3 and scored(p, y)["accuracy"] == float(case == truth)
+    assert CLASSES.each(p, y).tolist() == [float(case == truth)] * 3
+    assert calibration(p, y)["bins"][0]["accuracy"] == float(case == truth)
+    assert Heat(np.zeros((3, 4), np.int64), ("a", "b"), p).above.tolist() == [case] * 3
+    for rule in ("mean", "relative", "weighted"):
+        assert _decided([p, p], rule, [1.0, 1.0])[0].tolist() == [case] * 3
+    sites = [np.array([[0.75, 0.25]]), np.array([[0.25, 0.75]])]  # a vote for each
+    assert _decided(sites, "relative")[0].tolist() == [1]
+
+
+def test_of_more_classes_the_first_of_equals_is_named():
+    assert choose_classes(np.array([[0.4, 0.4, 0.2], [0.2, 0.4, 0.4]])).tolist() == [0, 1]

@@ -21,7 +21,7 @@ from wsi_fl.cli.main import app
 from wsi_fl.hospitals.dossier import evidence as writing
 from wsi_fl.hospitals.dossier import page
 from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
-from wsi_fl.hospitals.dossier.page import _render, leave, make_dossier
+from wsi_fl.hospitals.dossier.page import _most_rows, _render, leave, make_dossier
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import document_of
 from wsi_fl.hospitals.plans.signed import approval_path, approved_plan, plan_path
@@ -477,3 +477,31 @@ def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch
     assert fingerprint(identity.certificate) in done.output and fingerprint(identity.root) in done.output
     assert "give --kit DIR" in str(command().exception)
     refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")
+
+
+def account_of(study, run, document):
+    path = study.runs / run / "sites" / "S0" / "ledger.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+
+
+def test_the_most_rows_of_a_patient_are_those_of_any_run_or_signature(tmp_path):
+    study, money = Study(tmp_path), {"epsilon": 1, "delta": 1e-5, "guarantee": "guaranteed", "unit": "row"}
+    assert _most_rows(study, "S0", None) is None
+    account_of(study, "00001-proxyfl-small", money | {"group": {"rows": 7}})
+    account_of(study, "00002-proxyfl-small", money | {"group": None})
+    (study.runs / "notes.txt").touch()
+    assert (_most_rows(study, "S0", None), _most_rows(study, "S0", {"group": {"rows": 9}})) == (7, 9)
+    assert _most_rows(study, "S1", {"group": None}) is None
+
+
+@pytest.mark.parametrize("document", ["[]", '{"epsilon": 1', "{}", '{"epsilon": 1, "delta": 1}', "\0\0"])
+def test_a_damaged_account_of_a_run_is_named_and_not_left_out(tmp_path, document):
+    study = Study(tmp_path)
+    account_of(study, "00003-fml-small", document)
+    refused(
+        lambda: _most_rows(study, "S0", None),
+        "00003-fml-small/sites/S0/ledger.json",
+        "--resume",
+        error=WsiFlError,
+    )

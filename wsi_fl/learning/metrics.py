@@ -6,7 +6,7 @@ examples, a class missing) is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: L
     return measure
 
 
-def mean_of_known(values: Sequence[float | None]) -> float | None:
+def mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the mean of what is not None; None where nothing is known."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
@@ -83,16 +83,30 @@ def one_each(patient: NDArray[np.str_]) -> NDArray[np.str_]:
     return np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())], np.str_)
 
 
+def choose_classes(probabilities: Probabilities) -> Labels:
+    """Return int64[n], the class that each example is said to be of, the most probable one.
+
+    Of two it is the second from one half on, as whoever reaches a threshold is a case; of more the first of equals.
+
+    Example:
+        >>> choose_classes(np.array([[0.5, 0.5], [0.6, 0.4]]))
+        array([1, 0])
+    """
+    if probabilities.shape[1] == 2:
+        return np.asarray(probabilities[:, 1] >= 0.5, np.int64)
+    return np.asarray(probabilities.argmax(1), np.int64)
+
+
 def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
     """Return the area under the ROC curve; for more than two classes the mean of one against the rest."""
-    right = probabilities.argmax(1) == labels
+    right = choose_classes(probabilities) == labels
     return counted_once(measure_of_classes(right, probabilities, labels), len(labels))["auroc"]
 
 
 def confusion(probabilities: Probabilities, labels: Labels) -> list[list[int]]:
     """Return how many examples there are of each true class and predicted class, [true][predicted]."""
     k = probabilities.shape[1]
-    flat = np.bincount(labels * k + probabilities.argmax(1), minlength=k * k)
+    flat = np.bincount(labels * k + choose_classes(probabilities), minlength=k * k)
     return [[int(value) for value in row] for row in flat.reshape(k, k)]
 
 
@@ -105,7 +119,7 @@ def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) 
     if not len(labels):
         return {"ece": None, "brier": None, "bins": []}
     confidence = probabilities.max(1)
-    right = probabilities.argmax(1) == labels
+    right = choose_classes(probabilities) == labels
     which = np.minimum((confidence * n_bins).astype(int), n_bins - 1)
     bins = [
         {

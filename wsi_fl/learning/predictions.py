@@ -14,6 +14,7 @@ from wsi_fl.learning.metrics import (
     Labels,
     Probabilities,
     calibration,
+    choose_classes,
     confusion,
     counted_once,
     measure_of_classes,
@@ -171,12 +172,13 @@ def _decided(
     own = weights if rule.startswith("weighted") else None
     mean = np.average(said, axis=0, weights=own)
     if rule in _MEANS:
-        return mean.argmax(1), mean
-    shares = np.average([np.eye(p.shape[1])[p.argmax(1)] for p in said], axis=0, weights=own)
+        return choose_classes(mean), mean
+    shares = np.average([np.eye(p.shape[1])[choose_classes(p)] for p in said], axis=0, weights=own)
     if rule == "absolute":
         return np.where(shares.max(1) > 0.5, shares.argmax(1), _REJECTED), shares
     most = shares >= shares.max(1, keepdims=True) - 1e-12
-    return np.where(most, mean, -1.0).argmax(1), shares
+    settled = np.where(most, mean, -1.0)
+    return np.where(most.all(1), choose_classes(mean), settled.argmax(1)), shares
 
 
 def aggregated_scores(

@@ -22,6 +22,7 @@ from wsi_fl.learning import metrics, survival
 from wsi_fl.learning.metrics import (
     Measure,
     Weights,
+    choose_classes,
     counted_once,
     exact_interval,
     measure_of_classes,
@@ -146,11 +147,11 @@ class _Classes(Task):
         return np.full(n_outputs, 1 / n_outputs)
 
     def measure(self, said: Predicted, truth: Truth) -> Measure:
-        return measure_of_classes(said.argmax(1) == truth, said, truth)
+        return measure_of_classes(choose_classes(said) == truth, said, truth)
 
     def each(self, said: Predicted, truth: Truth) -> Predicted | None:
         """Return whether each answer is right, 1 or 0."""
-        right: Predicted = (said.argmax(1) == truth).astype(np.float64)
+        right: Predicted = (choose_classes(said) == truth).astype(np.float64)
         return right
 
 

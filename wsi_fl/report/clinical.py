@@ -22,7 +22,7 @@ def section(document: Json | None, colors: Mapping[str, str]) -> dict[str, objec
         "findings": findings(document),
         "curves": _curves(document, colors),
         "told_by_name": any(one["told"] and one["group"] != "unknown" for one in groups),
-        "share": f"{words.percent(document['prevalence'])} of patients"
+        "share": f"{words.stated_percent(document['prevalence'])} of patients"
         if document["prevalence"]
         else "as many as among these patients",
         "several": any(len(site["classes"]) > 1 for site in document["sites"]),
@@ -41,7 +41,8 @@ def cells(document: Json) -> list[dict[str, str]]:
     rows = []
     for site in document["sites"]:
         for name, one in site["classes"].items():
-            at, share = one.get("at_prevalence") or {}, words.percent(prevalence)
+            at = one.get("at_prevalence") or {}
+            share = "" if prevalence is None else words.stated_percent(prevalence)
             predictive = {f"{which.upper()} at {share}": _interval(at.get(which)) for which in ("ppv", "npv")}
             calibration = {
                 part: _interval((one["calibration"] or {}).get(part)) for part in ("slope", "intercept")

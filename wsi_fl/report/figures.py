@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
+from wsi_fl.learning.metrics import mean_of_known
 from wsi_fl.report.words import number
 
 # Matplotlib wants real colours; these stand for CSS variables and are exchanged in the finished SVG, so that
@@ -199,8 +200,8 @@ def matrix(values: Sequence[Sequence[float | None]], limits: tuple[float, float]
         axes.grid(visible=False)
         bar = figure.colorbar(drawn, ax=axes, fraction=0.045)
         bar.outline.set_visible(False)
-        size, mean = f"{len(grid)} models by {grid.shape[1]} test parts", number(np.nanmean(grid))
-        return Chart(to_svg(figure, what), f"{what}: {size}, mean {mean}.")
+        size, mean = f"{len(grid)} models by {grid.shape[1]} test parts", mean_of_known(grid[~np.isnan(grid)])
+        return Chart(to_svg(figure, what), f"{what}: {size}, mean {number(mean)}.")
 
 
 def _lines(

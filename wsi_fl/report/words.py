@@ -45,12 +45,13 @@ def known(value: object) -> TypeGuard[float]:
 def number(value: Any, digits: int = 3) -> str:
     """A number with fixed decimals, a dash when there is none.
 
-    >>> number(0.70649), number(None), number(2.3567, 2)
-    ('0.706', '–', '2.36')
+    >>> number(0.70649), number(None), number(2.3567, 2), number(-0.0001)
+    ('0.706', '–', '2.36', '0.000')
     """
     if not known(value):
         return DASH
-    return "∞" if value == math.inf else f"{value:,.{digits}f}".replace("-", "−")
+    text = "∞" if value == math.inf else f"{value:,.{digits}f}"
+    return (text if text.strip("-0.,") else text.lstrip("-")).replace("-", "−")
 
 
 def count(value: Any) -> str:
@@ -150,6 +151,15 @@ def percent(share: Any, digits: int = 0) -> str:
     ('66 %', '–')
     """
     return f"{number(100 * share, digits)} %" if known(share) else DASH
+
+
+def stated_percent(share: float) -> str:
+    """Return a share that somebody has stated in percent, with all its digits: half a per cent is not 0 %.
+
+    >>> stated_percent(0.004), stated_percent(0.07), stated_percent(0.9995)
+    ('0.4 %', '7 %', '99.95 %')
+    """
+    return f"{100 * share:.12g} %"
 
 
 def singular(examples: str) -> str:

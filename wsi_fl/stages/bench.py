@@ -31,7 +31,7 @@ from torch import nn
 from wsi_fl.federation.in_memory import Learned, federate
 from wsi_fl.federation.methods import ALONE, METHODS, POOLED
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.metrics import Probabilities
+from wsi_fl.learning.metrics import Probabilities, choose_classes
 from wsi_fl.learning.stacking import stacked
 from wsi_fl.learning.tuning import FittedHead, fitted_head, softmax
 from wsi_fl.models.directions import N_RANDOM, Directions, normalised, public_directions, read_directions
@@ -41,6 +41,7 @@ from wsi_fl.privacy.accounting import sigma_for
 from wsi_fl.privacy.plan import Unit, planned
 from wsi_fl.report.fill import fill
 from wsi_fl.slides.layouts.common import TableRow, decimal_point, group_pairs, rows_of, slide_named
+from wsi_fl.slides.layouts.spreadsheets import number_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange import LAYOUTS
@@ -214,7 +215,7 @@ def _scores(said: Probabilities, y: NDArray[np.int64]) -> tuple[str, str]:
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
     areas = [roc_auc_score(y == one, said[:, one]) for one in np.unique(y)]
-    return f"{balanced_accuracy_score(y, said.argmax(1)):.5f}", f"{np.mean(areas):.5f}"
+    return f"{balanced_accuracy_score(y, choose_classes(said)):.5f}", f"{np.mean(areas):.5f}"
 
 
 def _fitted(part: FeatureTable) -> FittedHead:
@@ -653,7 +654,7 @@ def _of_arrays(path: Path) -> _Columns:
 def _of_csv(path: Path) -> _Columns:
     def number(row: TableRow, name: str) -> float:
         try:
-            return float(row[name])
+            return number_of(row[name])
         except ValueError:
             remedy = decimal_point(row[name]) or "; leave that column out, or the row"
             raise UsageError(

@@ -299,12 +299,9 @@ def _kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
 
 def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
     """The most rows that a patient of a site had, as it signed or in a run; None where nobody looked."""
-    runs = [
-        RunFolder(path.parents[2])
-        for path in study.runs.glob("*/sites/*/ledger.json")
-        if path.parent.name == site
-    ]
-    seen = [(cost or {}).get("group"), *(run.site(site).account().get("group") for run in runs)]
+    places = [RunFolder(path).site(site) for path in sorted(study.runs.glob("*"))]
+    accounts = [place.account() for place in places if place.account_path.is_file()]
+    seen = [one.get("group") for one in (cost or {}, *accounts)]
     return max((int(one["rows"]) for one in seen if one), default=None)
 
 

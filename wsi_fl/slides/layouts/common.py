@@ -8,9 +8,18 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from wsi_fl.slides.layouts.spreadsheets import (
+    NAMING,
+    column_names,
+    header_of,
+    number_of,
+    require_typed_name,
+    text_of,
+)
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.system.files import ordinary
 from wsi_fl.system.names import (
@@ -34,7 +43,6 @@ _POSITIVE = {"positive", "tumor", "tumour", "metastasis", "metastases", "macro",
 _PARTIAL = {"itc"}
 _CLASSES = 12
 """Labels of a table that a hint lists."""
-_WIDTHLESS = "\ufeff\u200b\u2060"
 """Characters without width that spreadsheets and web pages leave at the ends of texts."""
 _COMMA = re.compile(r"[+-]?\d+,\d+")
 
@@ -53,7 +61,10 @@ class TableRow(dict[str, str]):
 
 
 def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
-    """Read a table whose columns are separated by commas, semicolons or tabs; empty lines are passed over.
+    """Read a table whose columns are separated by commas, semicolons or tabs, or as its first line says (`sep=`).
+
+    Empty lines, and remarks before the header, are passed over. Known columns have their names however they are spelt
+    (`column_names`).
 
     Texts are in Unicode's composed form, in which names that look alike are equal.
 
@@ -62,7 +73,7 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
 
     Raises:
         UsageError: when a column is missing, or a row has too few or too many fields, an open quote, a field over
-            several lines or a control character. It names the line.
+            several lines, a control character, or a name that a spreadsheet has damaged. It names the line.
     """
     try:
         data = ordinary(path).read_bytes()
@@ -72,15 +83,21 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a readable CSV (it is not UTF-8); save it as UTF-8") from None
     text = compose_text(text)
-    header = text.partition("\n")[0].partition("\r")[0]
-    delimiter = max(_DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), [])))
-    records = _records(path, text, delimiter)
+    needed = tuple(needed)
+    before, header, separator = header_of(text, needed)
+    delimiter = separator or max(
+        _DELIMITERS, key=lambda one: len(next(csv.reader([header], delimiter=one), []))
+    )
+    records = _records(path, text, delimiter, before)
     _, names = next(records, (0, []))
-    names = [name.strip().strip(_WIDTHLESS).strip() for name in names]
+    names = column_names([text_of(name) for name in names], needed)
     if not any(names):
         raise UsageError(f"{path}: the table is empty; its first line must name the columns")
     if missing := [name for name in needed if name not in names]:
-        raise UsageError(f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}")
+        alone = "; its columns must be separated by commas, semicolons or tabs" if len(names) == 1 else ""
+        raise UsageError(
+            f"{path}: column {missing[0]!r} is missing; has {', '.join(filter(None, names))}{alone}"
+        )
     filled = (one for one in records if any(value.strip() for value in one[1]))
     return [_row(names, fields, f"{path.name} line {line}") for line, fields in filled]
 
@@ -127,11 +144,12 @@ def accounted(name: str, rows: Sequence[TableRow], own: int, site: str) -> str:
     return f"{name}: {len(rows)} rows, {own} of this site, {len(rows) - own} of others{named}"
 
 
-def _records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, fields) of every record, the header first."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+def _records(path: Path, text: str, delimiter: str, before: int) -> Iterator[tuple[int, list[str]]]:
+    """(line, fields) of every record, the header first, which so many lines stand before."""
+    lines = islice(io.StringIO(text, newline=""), before, None)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
-        line = reader.line_num + 1
+        line = before + reader.line_num + 1
         try:
             fields = next(reader)
         except StopIteration:
@@ -151,13 +169,15 @@ def _records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[
 
 def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
     """The fields by column; spreadsheets add empty ones at the end, or columns without a name."""
-    given = [field.strip().strip(_WIDTHLESS).strip() for field in fields]
+    given = [text_of(field) for field in fields]
     if len(given) < len(names) or any(given[len(names) :]):
         raise UsageError(f"{where}: has {len(given)} fields, but the header has {len(names)}")
     row = TableRow(where)
     for name, value in zip(names, given, strict=False):
         if name and row.setdefault(name, value) != value:
             raise UsageError(f"{where}: column {name!r} is there twice, and says {row[name]!r} and {value!r}")
+        if name in NAMING:
+            require_typed_name(name, value, where)
     return row
 
 
@@ -232,7 +252,7 @@ def mpp_of(text: str, where: str) -> float:
     """Return µm per pixel as a table has it; UsageError where that is no plausible number."""
     least, most = MPP_BOUNDS
     try:
-        value = float(text)
+        value = number_of(text)
     except ValueError:
         value = 0.0
     if not least <= value <= most:

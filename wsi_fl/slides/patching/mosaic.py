@@ -102,9 +102,10 @@ def _candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tup
         raise WsiFlError("no patch of the grid touches the tissue")
     order = np.argsort(-tissue, kind="stable")[:few]
     rows = np.sort(order[tissue[order] >= _LEAST_OF_BEST * best])
-    shares = f"{tissue[rows].min():.0%} to {best:.0%}" if len(rows) > 1 else f"{best:.0%}"
+    of_best = f"{100 * best:.4g}%"
+    shares = f"{100 * tissue[rows].min():.4g}% to {of_best}" if len(rows) > 1 else of_best
     stand = f"the best {len(rows)} stand" if len(rows) > 1 else "the best one stands"
-    return rows, f"no patch holds {min_tissue:.0%} tissue; {stand} for the slide ({shares})"
+    return rows, f"no patch holds {100 * min_tissue:.4g}% tissue; {stand} for the slide ({shares})"
 
 
 def _mean_colour(seen: SlideSurvey, xy_l0: NDArray[np.int64]) -> NDArray[np.float64]:

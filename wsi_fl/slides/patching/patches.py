@@ -216,13 +216,15 @@ def _why_none(
     rows = tissue >= params.min_tissue
     if not rows.any():
         return (
-            f"of {len(tissue)} grid positions none holds {params.min_tissue:.0%} tissue (most {tissue.max():.0%}); "
+            f"of {len(tissue)} grid positions none holds {100 * params.min_tissue:.4g}% tissue "
+            f"(most {100 * tissue.max():.4g}%); "
             f"lower tile.min_tissue or tile.size_px"
         )
     touching = rows & (tumor > 0)
     return (
-        f"{rows.sum()} of {len(tissue)} grid positions hold {params.min_tissue:.0%} tissue, of these "
-        f"{touching.sum()} are less than {params.min_tumor:.0%} tumour, {(rows & (unsure > 0)).sum()} touch outlines "
+        f"{rows.sum()} of {len(tissue)} grid positions hold {100 * params.min_tissue:.4g}% tissue, of these "
+        f"{touching.sum()} are less than {100 * params.min_tumor:.4g}% tumour, "
+        f"{(rows & (unsure > 0)).sum()} touch outlines "
         f"without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
         f"{seen.record.supervision}; lower tile.size_px"
     )

@@ -3,13 +3,59 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from math import floor, log10
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+Color = tuple[int, int, int]
+
 INK, PAPER = (30, 30, 30), (255, 255, 255)
+_LUMINANCE = np.array([0.299, 0.587, 0.114])
+_DARKEST, _PALEST = 40, 190
+"""Luminance between which a line shows on paper, and is not taken for ink."""
+
+
+@cache
+def distinct_colors(first: tuple[Color, ...], n: int) -> tuple[Color, ...]:
+    """Return n colours: the first ones, then each as far as can be from all before it.
+
+    Example:
+        >>> distinct_colors(((0, 114, 178),), 3)
+        ((0, 114, 178), (255, 0, 0), (102, 255, 0))
+    """
+    levels = np.array(list(product(range(0, 256, 51), repeat=3)))
+    light = levels @ _LUMINANCE
+    levels = levels[(light >= _DARKEST) & (light <= _PALEST)]
+    chosen = list(first[:n])
+    while len(chosen) < n:
+        apart = ((levels[:, None] - np.array(chosen)) ** 2 @ np.array([2, 4, 3])).min(1)
+        red, green, blue = levels[apart.argmax()].tolist()
+        chosen.append((red, green, blue))
+    return tuple(chosen)
+
+
+def wrap_rows(widths: Sequence[float], room: Sequence[float]) -> list[tuple[int, float]]:
+    """Return (row, place in it) of things side by side, each in the next row where its own has no room left for it.
+
+    Args:
+        room: pixels of each row; of all further rows as many as of the last.
+
+    Example:
+        >>> wrap_rows([40, 40, 90, 10], [100, 50])
+        [(0, 0.0), (0, 40.0), (1, 0.0), (2, 0.0)]
+    """
+    places, row, x = [], 0, 0.0
+    for width in widths:
+        if x > 0 and x + width > room[min(row, len(room) - 1)]:
+            row, x = row + 1, 0.0
+        places.append((row, x))
+        x += width
+    return places
 
 
 @cache

@@ -22,11 +22,19 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from wsi_fl.slides.patching.grid import size_in_l0
-from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, enlarged, fitted, font, png
+from wsi_fl.slides.pictures.drawing import (
+    INK,
+    PAPER,
+    Color,
+    draw_scale_bar,
+    enlarged,
+    fitted,
+    font,
+    png,
+    wrap_rows,
+)
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec
-
-Color = tuple[int, int, int]
 
 TOP_K = 20
 """Patches whose mean is a slide's score: enough that one odd patch does not decide, few enough for a small lesion."""
@@ -155,6 +163,8 @@ _LEAST_WIDTH_PX = 860
 _TITLE_PX, _LEGEND_PX, _MARGIN_PX = 74, 84, 16
 _MUTED = (95, 95, 95)
 _BAR_PX = (300, 18)
+_ROW_PX, _LINE_PX = 24, 36
+"""Of the legend of outlines: how tall a row is, and how wide the line before a name."""
 _TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BENEATH = 222
 """The grey of faded tissue, under the colour bar as under the patches."""
@@ -191,7 +201,10 @@ def draw_heatmap(
     # Grey and light, so that colour means probability and nothing else.
     picture = _tinted(Image.blend(grey, Image.new("L", size, 255), 0.25).convert("RGB"), heat, to_picture)
     _draw_regions(picture, heat, colors, to_picture)
-    page = Image.new("RGB", (max(size[0], _LEAST_WIDTH_PX), size[1] + _TITLE_PX + _LEGEND_PX), PAPER)
+    width = max(size[0], _LEAST_WIDTH_PX)
+    outlines = _outline_places(heat, width)
+    further = _ROW_PX * outlines[-1][0]
+    page = Image.new("RGB", (width, size[1] + _TITLE_PX + _LEGEND_PX + further), PAPER)
     page.paste(picture, ((page.width - size[0]) // 2, _TITLE_PX))
     draw, right = ImageDraw.Draw(page), page.width - _MARGIN_PX
     for y, left_text, right_text, face, ink in (
@@ -201,7 +214,12 @@ def draw_heatmap(
         draw.text((right, y), right_text, ink, face, anchor="rm")
         room = right - draw.textlength(right_text, face) - 2 * _MARGIN_PX
         draw.text((_MARGIN_PX, y), fitted(draw, left_text, room, face), ink, face, anchor="lm")
-    _draw_legend(page, heat, colors, caption.legend, um_per_px=mpp / to_picture)
+    top = page.height - _LEGEND_PX - further
+    _draw_legend(page, top, heat, caption.legend, um_per_px=mpp / to_picture)
+    for kind, (row, x, name) in zip(heat.shown, outlines, strict=True):
+        middle = top + 34 + _BAR_PX[1] // 2 + row * _ROW_PX
+        draw.line((x, middle, x + 28, middle), fill=_line_colour(heat, kind, colors), width=3)
+        draw.text((x + _LINE_PX, middle), name, INK, font(), anchor="lm")
     return png(page)
 
 
@@ -244,25 +262,36 @@ def _line_colour(heat: Heat, kind: int, colors: Sequence[Color]) -> Color:
     return INK if len(heat.classes) == 2 else colors[kind]
 
 
-def _draw_legend(
-    page: Image.Image, heat: Heat, colors: Sequence[Color], said: str, *, um_per_px: float
-) -> None:
-    """Colour bar with numbers, what the outlines are, and a scale bar."""
+def _outline_places(heat: Heat, width: int) -> list[tuple[int, float, str]]:
+    """Where each class that has outlines stands in the legend: (row, left, what is written there).
+
+    The first row ends where the scale bar begins.
+    """
+    draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    left = _MARGIN_PX + 6 + _BAR_PX[0] + 36
+    room = width - left - _MARGIN_PX
+    first = room - width / 6 - 20
+    names = [
+        fitted(draw, f"{heat.classes[kind]}: {heat.threshold:g} or more", first - _LINE_PX, font())
+        for kind in heat.shown
+    ]
+    places = wrap_rows(
+        [_LINE_PX + draw.textlength(name, font()) + 20 for name in names], [first + 20, room + 20]
+    )
+    return [(row, left + x, name) for (row, x), name in zip(places, names, strict=True)]
+
+
+def _draw_legend(page: Image.Image, top: int, heat: Heat, said: str, *, um_per_px: float) -> None:
+    """Colour bar with numbers, and a scale bar."""
     draw = ImageDraw.Draw(page)
-    top = page.height - _LEGEND_PX
     of_two = len(heat.classes) == 2
     what = f"{heat.classes[1]} probability" if of_two else "probability of the likeliest class"
     left, bar_top = _MARGIN_PX + 6, top + 34
-    draw.text((left, top + 16), said or what, INK, font(), anchor="lm")
+    room = page.width - left - _MARGIN_PX
+    draw.text((left, top + 16), fitted(draw, said or what, room, font()), INK, font(), anchor="lm")
     _draw_bar(page, (left, bar_top), heat.threshold)
-    x = float(left + _BAR_PX[0] + 36)
-    middle = bar_top + _BAR_PX[1] // 2
-    for kind in heat.shown:
-        name = f"{heat.classes[kind]}: {heat.threshold:g} or more"
-        draw.line((x, middle, x + 28, middle), fill=_line_colour(heat, kind, colors), width=3)
-        draw.text((x + 36, middle), name, INK, font(), anchor="lm")
-        x += 36 + draw.textlength(name, font()) + 20
-    draw_scale_bar(draw, (page.width - _MARGIN_PX, middle + 7), um_per_px, page.width / 6)
+    scale = (page.width - _MARGIN_PX, bar_top + _BAR_PX[1] // 2 + 7)
+    draw_scale_bar(draw, scale, um_per_px, page.width / 6)
 
 
 def _draw_bar(page: Image.Image, corner: tuple[int, int], threshold: float) -> None:
@@ -301,11 +330,12 @@ def _features(
     heat: Heat, colors: Sequence[Color], identity: str, corner_l0: tuple[int, int] = (0, 0)
 ) -> Iterator[dict[str, Any]]:
     """The regions, largest first, then the patches."""
+    titles = _titles(heat.classes)
     seen: dict[int, int] = {}
     corner = np.array(corner_l0)
     for region in heat.regions:
         number = seen[region.kind] = seen.get(region.kind, 0) + 1
-        title = _title(heat.classes[region.kind])
+        title = titles[region.kind]
         rings = map(shapely.get_coordinates, shapely.get_rings(region.polygon))
         yield {
             "type": "Feature",
@@ -327,7 +357,6 @@ def _features(
             },
         }
     # Of two classes a patch belongs to the second from the threshold on, else to the first.
-    titles = [_title(name) for name in heat.classes]
     of_two = len(titles) == 2
     own_class = heat.above.astype(np.int64) if of_two else heat.kind
     columns = heat.boxes_l0 - np.tile(corner, 2), heat.probabilities, own_class
@@ -344,6 +373,7 @@ def _features(
         }
 
 
-def _title(name: str) -> str:
-    """QuPath spells its own classes with a capital: Tumor."""
-    return name[:1].upper() + name[1:]
+def _titles(classes: Sequence[str]) -> list[str]:
+    """Return what classes are called in QuPath, which spells its own with a capital (Tumor); no two alike."""
+    titles = [name[:1].upper() + name[1:] for name in classes]
+    return titles if len(set(titles)) == len(titles) else list(classes)

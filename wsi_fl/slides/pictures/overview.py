@@ -12,7 +12,18 @@ from PIL import Image, ImageDraw
 from wsi_fl.slides.patching.mosaic import MosaicPlan
 from wsi_fl.slides.patching.patches import SlidePlan
 from wsi_fl.slides.patching.quality import said_of
-from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, draw_title, enlarged, fitted, font, png
+from wsi_fl.slides.pictures.drawing import (
+    INK,
+    PAPER,
+    distinct_colors,
+    draw_scale_bar,
+    draw_title,
+    enlarged,
+    fitted,
+    font,
+    png,
+    wrap_rows,
+)
 from wsi_fl.types import CLASSES, UNLABELLED
 
 _LONG_SIDE_PX, _LEAST_WIDTH_PX = 1024, 680
@@ -27,7 +38,7 @@ _CELL_PX, _LEAST_CELL_PX, _GAP_PX, _FRAME_PX = 112, 56, 6, 4
 _MOST_SHOWN = 96
 _LEGEND_ROW_PX = 26
 _CANDIDATE_ALPHA = 70
-# Okabe and Ito's, then two more; beyond eleven groups they repeat, and their numbers tell them apart.
+# Okabe and Ito's, then more; `distinct_colors` has those of further groups.
 _GROUPS = (
     (0, 114, 178),
     (230, 159, 0),
@@ -175,7 +186,7 @@ def small_copy(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _group_colour(cluster: int) -> tuple[int, int, int]:
-    return _GROUPS[cluster % len(_GROUPS)]
+    return distinct_colors(_GROUPS, max(cluster + 1, len(_GROUPS)))[cluster]
 
 
 def _slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
@@ -231,21 +242,16 @@ def _mosaic_legend(plan: MosaicPlan, width: int) -> Image.Image:
     """Every colour group with how many of its candidates are kept, in as many lines as it takes; then the note."""
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
     n_groups = int(plan.mosaic.cluster.max(initial=-1)) + 1
-    places: list[tuple[float, int, str]] = []
-    x, line = float(_MARGIN_PX), 0
-    for group in range(n_groups):
-        of = int((plan.mosaic.cluster == group).sum())
-        text = f"group {group + 1}: {int((plan.kept_cluster == group).sum())} of {of}"
-        advance = 28 + measure.textlength(text, font()) + 22
-        if x + advance > width and x > _MARGIN_PX:
-            x, line = float(_MARGIN_PX), line + 1
-        places.append((x, line, text))
-        x += advance
-    n_lines = line + 1 + bool(plan.note)
+    texts = [
+        f"group {k + 1}: {int((plan.kept_cluster == k).sum())} of {int((plan.mosaic.cluster == k).sum())}"
+        for k in range(n_groups)
+    ]
+    places = wrap_rows([50 + measure.textlength(text, font()) for text in texts], [width - _MARGIN_PX])
+    n_lines = 1 + max((row for row, _ in places), default=0) + bool(plan.note)
     legend = Image.new("RGB", (width, n_lines * _LEGEND_ROW_PX + _MARGIN_PX), PAPER)
     draw = ImageDraw.Draw(legend)
-    for group, (left, row, text) in enumerate(places):
-        middle = row * _LEGEND_ROW_PX + _LEGEND_ROW_PX // 2
+    for group, ((row, x), text) in enumerate(zip(places, texts, strict=True)):
+        left, middle = _MARGIN_PX + x, row * _LEGEND_ROW_PX + _LEGEND_ROW_PX // 2
         draw.rectangle((left, middle - 9, left + 18, middle + 9), fill=_group_colour(group))
         draw.text((left + 28, middle), text, INK, font(), anchor="lm")
     if plan.note:

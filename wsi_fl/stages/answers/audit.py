@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from wsi_fl.federation.methods import Method
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import losses_of, probabilities
+from wsi_fl.learning.metrics import choose_classes
 from wsi_fl.learning.units import Canaries, Units
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy import audit as attacks
@@ -367,5 +368,5 @@ def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, object]]
 
 def _answers(head: SharedHead, tests: list[Examples]) -> NDArray[np.int64]:
     """Return the class that a head names for every example."""
-    said = [probabilities(head.as_released(), one, device_of_rank()).argmax(1) for one in tests]
+    said = [choose_classes(probabilities(head.as_released(), one, device_of_rank())) for one in tests]
     return np.concatenate(said) if said else np.zeros(0, np.int64)

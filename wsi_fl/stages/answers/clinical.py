@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning import clinical as measures
-from wsi_fl.learning.clinical import LEAST, Names, Patients, Wanted
+from wsi_fl.learning.clinical import LEAST, Names, Patients
 from wsi_fl.learning.predictions import Predictions
+from wsi_fl.learning.sample_size import Wanted, patients_needed
 from wsi_fl.learning.validation import LONE
 from wsi_fl.report.clinical import cells, findings
 from wsi_fl.runs.run import RunFolder
@@ -249,9 +250,7 @@ def plan_size(
             raise UsageError(f"--{name} {value:g}: it must lie between {_LEAST:g} and {1 - _LEAST:g}")
     if not 0.5 + _LEAST <= area <= 1 - _LEAST:
         raise UsageError(f"--auroc {area:g}: it must lie between {0.5 + _LEAST:g} and {1 - _LEAST:g}")
-    needed = measures.patients_needed(
-        prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity
-    )
+    needed = patients_needed(prevalence, area, wanted, sensitivity=sensitivity, specificity=specificity)
     most = max(needed.values())
     return {
         **asked,

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.slides.pictures import heatmap
-from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Color, Heat
+from wsi_fl.slides.pictures.drawing import Color, distinct_colors
+from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, Heat
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen, load_predictor
 from wsi_fl.stages.work.console import Line, Lines, OneOf, Table, Watcher, reason_of
@@ -33,7 +34,7 @@ _MORE_COLORS: tuple[Color, ...] = (
     *((0, 114, 178), (213, 94, 0), (0, 158, 115)),
     *((204, 121, 167), (230, 159, 0), (86, 180, 233)),
 )
-"""Okabe and Ito's, for more than two classes."""
+"""Okabe and Ito's, for more than two classes; `distinct_colors` has those of the seventh and further ones."""
 _HEATMAP, _TABLE, _SCORE, _OUTLINES = "heatmap.png", "patches.csv", "score.json", "tumor.geojson"
 _ALL = "slides.csv"
 _WHOSE = {"mean": "mean of both models", "alone": "lone model", "stack": "mixture"}
@@ -195,12 +196,14 @@ def colors_of(classes: Sequence[str]) -> list[Color]:
     """Return a colour for each class."""
     if len(classes) == 2:
         return list(_COLORS)
-    return [_MORE_COLORS[k % len(_MORE_COLORS)] for k in range(len(classes))]
+    return list(distinct_colors(_MORE_COLORS, len(classes)))
 
 
 def _percent(share: float) -> str:
-    """Whole per cent, but never 0 % of something."""
-    return "under 1 %" if 0 < share < 0.01 else f"{share:.0%}".replace("%", " %")
+    """Whole per cent, but never 0 % of something, or 100 % of less than all."""
+    if 0 < share < 0.01 or 0.99 < share < 1:
+        return "under 1 %" if share < 0.5 else "over 99 %"
+    return f"{share:.0%}".replace("%", " %")
 
 
 def write_patches(

@@ -20,6 +20,7 @@ from wsi_fl.learning.examples import (
     reduced,
     unlabelled_bags,
 )
+from wsi_fl.learning.metrics import choose_classes
 from wsi_fl.learning.survival import risk
 from wsi_fl.learning.tasks import Number, Survival, Task
 from wsi_fl.models.encoder import Encoder, encode
@@ -112,7 +113,7 @@ class SlidePrediction:
     @property
     def _best(self) -> int:
         """The position of the most probable class."""
-        return int(self.whole.argmax())
+        return int(choose_classes(self.whole[None])[0])
 
     @property
     def facts(self) -> dict[str, object]:

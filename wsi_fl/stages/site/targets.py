@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from wsi_fl import types
 from wsi_fl.learning.survival import require_extra
 from wsi_fl.learning.tasks import CLASSES, Number, Survival, Task
 from wsi_fl.slides.layouts.common import TableRow, decimal_point, of_site, rows_of
+from wsi_fl.slides.layouts.spreadsheets import PATIENT_NAMES, column_names, number_of, require_typed_name
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Target
 from wsi_fl.study.site import SiteFile
@@ -25,8 +27,11 @@ Subtypes = Mapping[str, Sequence[str]]
 _SEEN = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased": 1.0}
 _NOT_SEEN = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
 _EVENT = _SEEN | _NOT_SEEN
+_OF_CENSORED = re.compile(r"(?<!un)(?<!not )(?<!not_)censor|cnsr|(?<![a-z])cens(?![a-z])", re.IGNORECASE)
+"""What columns of censored patients are called: `CNSR` of CDISC is 0 where the event was seen."""
+_UNCLEAR = {"0", "0.0", "1", "1.0", "true", "false", "yes", "no"}
+"""Values that mean one thing in a column of events, and the other in one of censored patients."""
 _SLIDE = ("slide", "slide_id")
-_PATIENT = ("patient", "patient_id", "case_id", "case_submitter_id", "cases.submitter_id", "submitter_id")
 
 
 def task_of(target: Target) -> Task:
@@ -192,7 +197,7 @@ def column_by_patient(study: Study, site: SiteFile, column: str) -> dict[str, se
     """Return all that a column of the site's own table says of each patient, without what says nothing."""
     path, found = _table_path(study, site), dict[str, set[str]]()
     rows = rows_of(path, [column])
-    patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
+    patient = _patient_column(rows, site)
     for row in of_site(rows, site.name):
         if patient is None or not row.value(patient):
             raise UsageError(
@@ -229,10 +234,10 @@ def _named_rows(path: Path, site: SiteFile, columns: Sequence[str]) -> Iterator[
     """Yield the site's lines, each with its slide and its patient; "" where it names none."""
     rows = rows_of(path, columns)
     slide = _first(rows, _SLIDE)
-    patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
+    patient = _patient_column(rows, site)
     if rows and slide is None and patient is None:
         raise UsageError(
-            f"{path}: has no column of slides ({', '.join(_SLIDE)}) or patients ({', '.join(_PATIENT)})"
+            f"{path}: has no column of slides ({', '.join(_SLIDE)}) or patients ({', '.join(PATIENT_NAMES)})"
         )
     for row in of_site(rows, site.name):
         yield row, row.value(slide) if slide else "", row.value(patient) if patient else ""
@@ -246,6 +251,11 @@ def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
             return None
         if event not in _EVENT:
             raise UsageError(f"{where}: {target.event} = {event!r} is none of {', '.join(_EVENT)}")
+        if _OF_CENSORED.search(str(target.event)) and event in _UNCLEAR:
+            raise UsageError(
+                f"{where}: {target.event} = {event!r}: some tables mean the event by it, others that it was not seen; "
+                "write dead or censored instead, or give the column a name that says which"
+            )
         return _number(time, f"{where}: {target.time}", 0.0, float("inf")), _EVENT[event]
     text = row[str(target.column)]
     if text in target.ignore:
@@ -265,7 +275,7 @@ def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
 
 def _number(text: str, what: str, low: float, high: float) -> float:
     try:
-        value = float(text)
+        value = number_of(text)
     except ValueError:
         raise UsageError(f"{what} = {text!r} is no number{decimal_point(text)}") from None
     if not low <= value <= high or value == float("inf"):
@@ -276,6 +286,19 @@ def _number(text: str, what: str, low: float, high: float) -> float:
 
 def _stem(slide: str) -> str:
     return Path(file_name_of(slide)).stem
+
+
+def _patient_column(rows: Sequence[TableRow], site: SiteFile) -> str | None:
+    """Return the column of patients: the one that the site file names, or a usual one; None where there is none.
+
+    Raises:
+        UsageError: for a name in it that a spreadsheet has damaged.
+    """
+    named = [site.columns["patient"]] if "patient" in site.columns else []
+    column = _first(rows, (*named, *column_names(named, ()), *PATIENT_NAMES))
+    for row in rows if column else ():
+        require_typed_name(str(column), row[str(column)], row.where)
+    return column
 
 
 def _first(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> str | None:

@@ -1,0 +1,97 @@
+"""How many patients a test set needs, so that what clinics ask of a model is known as closely as they wish."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import asinh, ceil, log, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Floats = NDArray[np.float64]
+
+_Z = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How wide 95 % intervals may be, from end to end; `expected` is of observed over expected cases."""
+
+    auroc: float = 0.1
+    slope: float = 0.4
+    expected: float = 0.4
+    sensitivity: float = 0.1
+    specificity: float = 0.1
+
+
+def patients_needed(
+    prevalence: float,
+    area: float,
+    wanted: Wanted,
+    *,
+    sensitivity: float | None = None,
+    specificity: float | None = None,
+) -> dict[str, int]:
+    """Return how many patients a test set needs for each interval to be as narrow as wanted.
+
+    The model is taken to be calibrated, and its log-odds to be normal among cases and among others, as wide as `area`
+    says.
+
+    Args:
+        prevalence: the share of cases.
+        area: the AUROC that is expected.
+        sensitivity, specificity: that are expected; without them they are not planned for.
+
+    Reference: Riley et al., "Minimum sample size for external validation of a clinical prediction model with a binary
+        outcome", Statistics in Medicine 40, 2021.
+    """
+    found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / _Z)}
+    # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
+    log_error = asinh(wanted.expected / 2) / _Z
+    found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
+    found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / _Z)
+    for name, value, share, width in (
+        ("sensitivity", sensitivity, prevalence, wanted.sensitivity),
+        ("specificity", specificity, 1 - prevalence, wanted.specificity),
+    ):
+        if value is not None:
+            found[name] = ceil(value * (1 - value) / (width / 2 / _Z) ** 2 / share)
+    return found
+
+
+def _for_area(prevalence: float, area: float, error: float) -> int:
+    """Return the least n with Newcombe's standard error of an AUROC; it falls as n rises."""
+
+    def reached(n: int) -> float:
+        half = n / 2 - 1
+        spread = 1 + half * (1 - area) / (2 - area) + half * area / (1 + area)
+        return sqrt(area * (1 - area) * spread / (n**2 * prevalence * (1 - prevalence)))
+
+    return 3 + bisect_left(range(3, 1 << 62), True, key=lambda n: reached(n) <= error)
+
+
+def _log_odds(prevalence: float, area: float) -> tuple[_Floats, _Floats]:
+    """Return log-odds and weights of a calibrated model: normal in both groups, d² apart and d wide."""
+    from scipy.stats import norm
+
+    d = sqrt(2) * float(norm.ppf(area))
+    z = np.linspace(-8, 8, 2001)
+    density = norm.pdf(z) / norm.pdf(z).sum()
+    odds = log(prevalence / (1 - prevalence))
+    lp = np.concatenate([odds + d * d / 2 + d * z, odds - d * d / 2 + d * z])
+    return lp, np.concatenate([prevalence * density, (1 - prevalence) * density])
+
+
+def _for_slope(lp: _Floats, weight: _Floats, error: float) -> int:
+    """Return how many patients give the calibration slope this standard error.
+
+    Args:
+        lp, weight: float64[m], log-odds of the model and how often each occurs, 1 in sum.
+    """
+    from scipy.special import expit
+
+    information = weight * expit(lp) * expit(-lp)
+    a, ab, b = information.sum(), (information * lp).sum(), (information * lp**2).sum()
+    spread = float(a * b - ab**2)
+    return ceil(float(a) / spread / error**2)
