@@ -173,9 +173,9 @@ def _read(file: Path) -> _Files:
 
 
 def _stays_inside(name: PurePosixPath) -> bool:
-    """Return whether a name is that of the ledger, or of a file in a folder of the kit or the study."""
+    """Return whether a name is that of the ledger, of its lots, or of a file in a folder of the kit or the study."""
     plain = not name.is_absolute() and ".." not in name.parts and "\0" not in str(name)
-    return plain and (name == _LEDGER or len(name.parts) > 1)
+    return plain and (name in {_LEDGER, _LOTS} or len(name.parts) > 1)
 
 
 def _holder(file: Path, found: _Files) -> str:
