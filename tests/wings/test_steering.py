@@ -296,7 +296,7 @@ def test_nobody_asks_who_a_line_is_about(tmp_path):
             (study.root / "sites" / "S0.toml").write_text(
                 f'name = "S0"\n{REAL}\nclinical = "table.csv"\n{given}'
             )
-            for name in NAMED[:2]:
-                asked = {"column": column, "classes": [name, "other"], "ignore": []}
+            for name, spelt in zip(NAMED[:2], (column, column.upper()), strict=True):
+                asked = {"column": spelt, "classes": [name, "other"], "ignore": []}
                 with pytest.raises(UsageError, match="says who a line is about"):
                     told(study, study.pipeline("small").changed(target=asked))

@@ -149,10 +149,15 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
     return _TargetLabels(table, bags, tuple(aside), path.name, tuple(strange))
 
 
+def _letters(heading: str) -> str:
+    """Return a heading however it is spelt: its letters and digits alone, in lower case."""
+    return "".join(one for one in heading.casefold() if one.isalnum())
+
+
 def _refuse_names(columns: Sequence[str], site: SiteFile) -> None:
     """Refuse to ask who somebody is: whether anybody answers to a name would tell whether its bearer is there."""
-    names = {*_SLIDE, *_PATIENT, *filter(None, (site.columns.get("patient"),))}
-    if asked := [one for one in columns if one in names]:
+    names = {_letters(one) for one in (*_SLIDE, *_PATIENT, site.columns.get("patient", ""))} - {""}
+    if asked := [one for one in columns if _letters(one) in names]:
         raise UsageError(
             f"[target]: column {asked[0]!r} says who a line is about, which is no question; name another column"
         )
