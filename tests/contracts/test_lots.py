@@ -207,3 +207,22 @@ def test_made_real_a_site_draws_with_a_secret_from_then_on(study):
     before = set(part(study, *given, site="S1").validation.patient)
     make_real(study, "S1")
     assert set(part(study, *given, site="S1").validation.patient) != before
+
+
+@pytest.mark.parametrize(
+    ("ledger", "secret"),
+    [
+        ("books/S0.jsonl", "S0.lots"),
+        ("books/S0", "S0.lots"),
+        ("books/S0.v1", "S0.v1.lots"),
+        ("books/S0.v2", "S0.v2.lots"),
+        ("books/S0.lots", "S0.lots.lots"),
+    ],
+)
+def test_each_ledger_has_a_secret_of_its_own(study, ledger, secret):
+    """Ledgers that differ in what follows a dot are of other patients, and a secret is never where a ledger is."""
+    site_file(study, "S0").write_text(f'name = "S0"\n{REAL}\nledger = "{ledger}"\n')
+    assert lots_of(study, "S0").secret
+    assert sorted(path.name for path in (study.root / "books").glob("[!.]*")) == [secret]
+    part(study, "train.val_fraction=0.3")
+    told(study, "train.val_fraction=0.3")

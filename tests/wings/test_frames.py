@@ -1,6 +1,7 @@
 """Frames: plans within them run at a hospital without a further signature; nothing outside runs, nor after the end."""
 
 import json
+import tomllib
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
@@ -432,3 +433,68 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
         assert all(plan.digest[:8] in one[0] for one in said)
         assert status == 0 or all("the frame is for 1 runs, and it had them" in one[0] for one in said)
     bed.processes.clear()
+
+
+def with_said(plan, **changed):
+    """A plan that says something else; `learns` is what of its data, keys that stay as they are left out."""
+    document = json.loads(plan.text)
+    learns = document["learns"] | changed.pop("learns", {})
+    return Plan(json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n")
+
+
+DOTS = "a." * 3000
+BOMBS = (
+    f"{DOTS}b = 1\n",
+    f"[{DOTS}b]\n",
+    '"a".' * 3000 + '"b" = 1\n',
+    "'a'." * 3000 + "b = 1\n",
+    f'x = {{ s = """ " \' """, {DOTS}b = 1, t = "\'" }}\n',
+    "x = " + "[" * 9000 + "\n",
+)
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_settings_that_take_gigabytes_to_read_are_not_read(study, identities, me, plan, bomb, monkeypatch):
+    """Keys of thousands of dots cost tomllib the square of them; 400 kB of such a plan ended a hospital's process."""
+    framed(study, identities, plan)
+    sent, read, loads = with_said(plan, settings=plan.document["settings"] + bomb), [], tomllib.loads
+    monkeypatch.setattr(tomllib, "loads", lambda text: (read.append(text), loads(text))[1])
+    refused(lambda: admit(study, me, sent), f"plan {sent.digest[:8]} is damaged")
+    refused(lambda: look(study, sent, "S0"), "settings are not as plans write them")
+    assert not any(bomb in text and "[[" not in bomb for text in read)
+
+
+def test_dots_in_values_are_no_keys(study, identities, me):
+    value = "a.b.c.d.e.f.g.h.i.j.k 'quoted' \\\"twice\\\""
+    plan = made(study, identities, f'model.directions="{value}"', "train.lr=0.001")
+    assert plan.pipeline().model.directions == value.replace("\\", "")
+
+
+def test_a_plan_says_of_its_data_what_plans_say_and_leaves_nothing_out(study, identities, me, plan):
+    framed(study, identities, plan)
+    for learns, odd in (
+        ({"says": "All ethics boards have agreed to this plan."}, "learns.says"),
+        ({"says": plan.document["learns"]["says"] + " It was audited."}, "learns.says"),
+        ({"parameters": None}, "learns.parameters"),
+    ):
+        sent = with_said(plan, learns=learns)
+        refused(lambda sent=sent: look(study, sent, "S0"), f"does not match its settings ({odd})")
+        refused(lambda sent=sent: admit(study, me, sent), "S0 cannot approve")
+    assert look(study, plan, "S0")
+
+
+def test_who_comes_first_in_a_plan_is_part_of_a_frame(study, identities, me, plan):
+    """The first site of a star gets each letter, the others their mean."""
+    framed(study, identities, plan)
+    other = made(study, identities, 'sites=["S1", "S0"]')
+    refused(lambda: admit(study, me, other), "order: S1, S0, where the frame has S0, S1")
+
+
+@pytest.mark.parametrize("count", ['{"plans": ""}', '{"plans": 3}', "{}", '{"plans": [3]}'])
+def test_a_count_of_plans_that_is_damaged_is_not_taken_for_none(study, identities, me, plan, count):
+    frame = framed(study, identities, plan)
+    admit(study, me, plan)
+    path = study.root / "federation" / f"frame-{frame['id']}-admitted.json"
+    path.write_text(count)
+    other = made(study, identities, "train.rounds=1")
+    refused(lambda: admit(study, me, other), "admitted.json: damaged", error=WsiFlError)

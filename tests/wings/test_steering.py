@@ -30,7 +30,7 @@ from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.summary import row_of
 from wsi_fl.stages.training.workshop import brought, build_site
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError, WsiFlError
 
 SITES = ("S0", "S1")
 NAMED = [f"TCGA-{k:02d}" for k in range(10)]
@@ -262,3 +262,41 @@ def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_in
     ):
         assert tried(study, me, forged(plan, **sections))[0] == "UsageError"
     assert not asked
+
+
+@pytest.mark.parametrize("answer", ["a", "c", "hiv", "NA"])
+@pytest.mark.parametrize("privacy", [{"unit": "row"}, {"unit": "row", "max_rows": 2}, {"enabled": False}])
+def test_n_counts_slides_that_name_no_patient_whatever_they_answer(tmp_path, answer, privacy):
+    """Of one slide without a patient: where rows count it is one of n, agreed on, ignored, rare or missing alike."""
+    study = hospital(tmp_path / "study", NAMED)
+    rng, slides = np.random.default_rng(0), np.array([f"slide-{k}" for k in range(20)])
+    patients = np.array(["", *(f"P{k}" for k in range(1, 20))])
+    write_features(study, "S0", rng.normal(size=(20, 4)), np.arange(20) % 2, patients, ["train"] * 20, slides)
+    rows = [f"{name},{answer if k == 0 else 'ab'[k % 2]}" for k, name in enumerate(slides)]
+    (study.root / "table.csv").write_text("\n".join(["slide,g", *rows]))
+    (study.root / "sites" / "S0.toml").write_text(
+        f'name = "S0"\n{REAL}\nclinical = "table.csv"\nallow = ["model"]\n'
+    )
+    assert told(study, study.pipeline("small").changed(privacy=privacy))[0]["units"] == 20
+
+
+def test_nobody_asks_who_a_line_is_about(tmp_path):
+    """Whether a name is a class that occurs would say whether its bearer is there, in what a plan's approval says."""
+    worlds, _ = two_worlds(tmp_path, random.Random(0))
+    for study in worlds:
+        text = (study.root / "table.csv").read_text()
+        for column, own in (
+            ("patient", ""),
+            ("case_id", ""),
+            ("slide", ""),
+            ("number", 'patient = "number"'),
+        ):
+            (study.root / "table.csv").write_text(text.replace("patient,g", f"{column},g"))
+            given = f"\n[columns]\n{own}\n" if own else ""
+            (study.root / "sites" / "S0.toml").write_text(
+                f'name = "S0"\n{REAL}\nclinical = "table.csv"\n{given}'
+            )
+            for name, spelt in zip(NAMED[:2], (column, column.upper()), strict=True):
+                asked = {"column": spelt, "classes": [name, "other"], "ignore": []}
+                with pytest.raises(UsageError, match="says who a line is about"):
+                    told(study, study.pipeline("small").changed(target=asked))

@@ -181,7 +181,20 @@ def outside_by_text(frame: Frame, plan: Plan, today: date, n_admitted: int) -> s
     said, site = document_of(plan), frame["site"]
     if site not in plan.sites:
         return f"it is a plan without {site}"
-    return _beyond(frame, said, plan, said["learns"], unknown=True) or _other_setting(frame, plan)
+    beyond = _beyond(frame, said, plan, said["learns"], unknown=True)
+    return beyond or _other_order(frame, plan) or _other_setting(frame, plan)
+
+
+def _other_order(frame: Frame, plan: Plan) -> str:
+    """Return in one line that a plan's sites stand in another order than the frame's, the first sees most; else ""."""
+    agreed = [
+        name for name in (one.split(" ")[0] for one in frame["allows"]["partners"]) if name in plan.sites
+    ]
+    return (
+        ""
+        if plan.sites == agreed
+        else f"order: {', '.join(plan.sites)}, where the frame has {', '.join(agreed)}"
+    )
 
 
 def _other_setting(frame: Frame, plan: Plan) -> str:
@@ -254,8 +267,8 @@ def admit(study: Study, identity: Identity, plan: Plan) -> None:
         say(f"  {text}")
         note(frame_path(study).with_suffix(".log"), text)
 
+    before = len(admitted(study, frame["id"]))
     try:
-        before = len(admitted(study, frame["id"]))
         why = outside_by_text(frame, plan, datetime.now(UTC).date(), before)
     except Exception as error:  # of a text that is none of a plan
         tell(f"{called} was refused: {one_line(error)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.hospitals.plans.contents import Learned, of_store
+from wsi_fl.hospitals.plans.contents import Learned, odd_in, of_store
 from wsi_fl.hospitals.plans.frames import Frame, of_frame
 from wsi_fl.hospitals.plans.making import (
     PlanDocument,
@@ -204,8 +204,10 @@ def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -
     right = described(party, document["pipeline"], document["learns"], plan.keys)
     if document["code"] != right["code"]:  # the site's frame lists both
         right |= {"wsi_fl": document["wsi_fl"], "code": document["code"], "packages": document["packages"]}
-    if plan.text != text_of(right, document["created"]):
+    odd = odd_in(document["learns"], party)
+    if odd or plan.text != text_of(right, document["created"]):
         wrong = [key for key, value in right.items() if plan.document.get(key) != value]
+        wrong += [f"learns.{odd}"] if odd else []
         raise UsageError(
             f"the plan's text does not match its settings ({next(iter(wrong), 'it has more than its keys')}); it was "
             "changed by hand, so ask for a new plan by `wsi-fl federation plan`"

@@ -217,6 +217,30 @@ class Learned(TypedDict):
     says: str
 
 
+_OF_STORE = "As a store has it where this plan was made; the stores of all sites must agree."
+_OF_SETTINGS = "As `wsi-fl tile` makes stores with these settings; the hospitals' stores must agree."
+_OF_NOTHING = (
+    "No store was there when this plan was made. The hospitals' stores must agree on the encoder, its weights, "
+    "the number of features and the classes; the sites compare them before anything is trained."
+)
+
+
+def odd_in(learned: Learned, party: RunContext) -> str:
+    """Return the first key of what a plan says of its data that no plan says so; "" for none.
+
+    Whoever makes a plan may leave to the stores what only they know, and nothing else; and adds no words of his own.
+    """
+    if learned["says"] not in (_OF_STORE, _OF_SETTINGS, _OF_NOTHING):
+        return "says"
+    if party.method.once and learned["directions"] is None:
+        return "directions"
+    if party.method.travels is None or shape_of(learned) is None or not learned["classes"]:
+        return ""
+    if party.pipeline.model.weights and learned["weights"] is None:
+        return "weights"
+    return "parameters" if learned["parameters"] is None else ""
+
+
 def learned_by(party: RunContext) -> Learned:
     """Return what models are trained on, from the first store of a site of the party that is in this study.
 
@@ -228,22 +252,16 @@ def learned_by(party: RunContext) -> Learned:
     pipeline = party.pipeline
     if pipeline.train.data == "patches":
         shape = Images(3, pipeline.train.input_px or pipeline.tile.size_px)
-        says = "As `wsi-fl tile` makes stores with these settings; the hospitals' stores must agree."
-        return _learned(party, list(CLASSES), shape, None, says)
+        return _learned(party, list(CLASSES), shape, None, _OF_SETTINGS)
     diagnoses = sorted({one for names in pipeline.subtypes.values() for one in names})
     asked = list(outputs_of(pipeline.target)) if pipeline.target.asked else diagnoses
-    says = (
-        "No store was there when this plan was made. The hospitals' stores must agree on the encoder, its weights, "
-        "the number of features and the classes; the sites compare them before anything is trained."
-    )
-    return _learned(party, asked or None, None, pipeline.encoding.encoder, says)
+    return _learned(party, asked or None, None, pipeline.encoding.encoder, _OF_NOTHING)
 
 
 def of_store(party: RunContext, site: str) -> Learned:
     """Return what the models of a party see, from the store of one site."""
     data = party.data(site)
-    says = "As a store has it where this plan was made; the stores of all sites must agree."
-    return _learned(party, list(data.classes), data.shape, data.inputs().get("encoder"), says)
+    return _learned(party, list(data.classes), data.shape, data.inputs().get("encoder"), _OF_STORE)
 
 
 def _learned(

@@ -19,7 +19,7 @@ from wsi_fl.privacy.guarantee import applied
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import alone, read_object, write_json
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 FORMAT = "wsi-fl frame 2"
 _PURPOSE = b"wsi-fl frame of plans, version 1\n"
@@ -135,7 +135,12 @@ def _admitted_path(study: Study, number: str) -> Path:
 def admitted(study: Study, number: str) -> list[str]:
     """Return the plans that were approved in the frame with an id, by SHA-256, each as often as it was."""
     path = _admitted_path(study, number)
-    return [str(one) for one in read_object(path, "put its backup back")["plans"]] if path.exists() else []
+    if not path.exists():
+        return []
+    found = read_object(path, "put its backup back").get("plans")
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise WsiFlError(f"{study.relative(path)}: damaged; put its backup back, or sign another frame")
+    return found
 
 
 def note_admitted(study: Study, frame: Frame, plan: str) -> bool:

@@ -36,6 +36,8 @@ _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
 _RESTS_ON = ("torch", "opacus", "numpy", "cryptography")
 """What the guarantee rests on."""
 _PACKAGE = Path(__file__).parents[2]
+_STRING, _MOST_DOTS = re.compile(r'"(?:[^"\\]|\\.)*"'), 8
+"""A string in the settings of a plan, and more dots than a line has outside of strings."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,23 @@ class Plan:
 
     def pipeline(self) -> Pipeline:
         """Return the settings of the plan; UsageError where they are none of this version."""
-        return validated(pipeline_model(), tomllib.loads(str(self.document["settings"])), "plan")
+        return validated(pipeline_model(), _settings_in(str(self.document["settings"])), "plan")
+
+
+def _settings_in(text: str) -> dict[str, Any]:
+    """Return what the settings of a plan say, a TOML text of somebody whom nobody trusts; UsageError for any other.
+
+    A key of thousands of dots takes gigabytes to read, so a line with more dots than settings have is refused first.
+    So are strings that plans never write, in which dots could hide.
+    """
+    try:
+        for line in text.split("\n"):
+            bare = _STRING.sub("\0", line)
+            if bare.count(".") > _MOST_DOTS or any(odd in bare for odd in ("'", '"', "\0\0")):
+                raise ValueError
+        return tomllib.loads(text)
+    except (ValueError, RecursionError):
+        raise UsageError("plan: its settings are not as plans write them; ask for it anew") from None
 
 
 def changes(before: Plan, plan: Plan) -> list[str]:
@@ -126,7 +144,7 @@ def changes(before: Plan, plan: Plan) -> list[str]:
 
 def by_key(settings: str) -> dict[str, object]:
     """Return the settings of a TOML text by "section.key"; the list of sites is none of them."""
-    sections = tomllib.loads(settings).items()
+    sections = _settings_in(settings).items()
     return {
         f"{name}.{key}": one for name, keys in sections if isinstance(keys, dict) for key, one in keys.items()
     }

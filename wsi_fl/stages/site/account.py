@@ -30,6 +30,7 @@ from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
 from wsi_fl.privacy.plan import planned as best_plan
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
+from wsi_fl.stages.site.data import counts_patients
 from wsi_fl.stages.site.party import RunContext, method_for
 from wsi_fl.stages.site.sums import DAMAGED_LETTER, RUN
 from wsi_fl.study.folder import Study, load_pipeline
@@ -221,10 +222,9 @@ def open_account(
 
 def units_of(pipeline: Pipeline, patient: NDArray[np.str_], site: str) -> Units:
     """Return what privacy counts at a site whose rows are of these patients; without privacy batches are of rows."""
-    privacy = pipeline.privacy
-    if not privacy.enabled or privacy.unit == "row":
+    if not counts_patients(pipeline):
         return rows_alone(len(patient))
-    return whole_patients(patient, privacy.max_rows, site)
+    return whole_patients(patient, pipeline.privacy.max_rows, site)
 
 
 def open_ledger(

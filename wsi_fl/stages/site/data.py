@@ -450,14 +450,19 @@ class _Bagged(Data):
         return replace(table, label=np.zeros_like(table.label), split=np.full(len(table), "test"))
 
     def eligible(self) -> Eligible:
-        """As of all data; of a real site with those of whom its table has no answer, so that n tells of no answer."""
+        """As of all data; of a real site with those of whom its table has no answer, so that n tells of no answer.
+
+        Where patients count, a slide without a patient and without an answer is nobody's and left out.
+        """
         if self.answers is None or self.receives or not self.study.site(self.site).real:
             return super().eligible()
         slides, table = self.store.table, self.table
         rows = np.flatnonzero(table.split == "train")
-        known = np.zeros(len(slides), bool)
-        known[np.concatenate(self.answers.bags)] = True
-        may = (known | (slides.patient != "")) & (self.is_fold | (slides.split == "train"))
+        may = self.is_fold | (slides.split == "train")
+        if counts_patients(self.pipeline):
+            known = np.zeros(len(slides), bool)
+            known[np.concatenate(self.answers.bags)] = True
+            may &= known | (slides.patient != "")
         if self.pipeline.target.of == "patient":
             names = np.unique(slides.patient[may])
             return Eligible(names, np.searchsorted(names, table.patient[rows]))
@@ -644,6 +649,11 @@ class ExampleKind:
     def path(self, study: Study, site: str) -> Path:
         """Return where a site's store is, or would be."""
         return {"patches": study.store, "features": study.features, "mosaics": study.mosaic}[self.data](site)
+
+
+def counts_patients(pipeline: Pipeline) -> bool:
+    """Return whether n is a number of patients; else it is one of rows."""
+    return pipeline.privacy.enabled and pipeline.privacy.unit == "patient"
 
 
 def kind_of(pipeline: Pipeline) -> ExampleKind:

@@ -22,7 +22,8 @@ _BYTES = 32
 
 def lots_path(study: Study, site: str) -> Path:
     """Return where a real hospital's secret is, or would be."""
-    return study.ledger(site).with_suffix(".lots")
+    ledger = study.ledger(site)
+    return ledger.with_name(f"{ledger.name.removesuffix('.jsonl')}.lots")
 
 
 def lots_of(study: Study, site: str) -> Lots:

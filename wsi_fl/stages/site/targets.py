@@ -118,6 +118,7 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
     """
     path = Path(f"sites/{site.name}.toml") if site.receives else _table_path(study, site)
     columns = [str(name) for name in ([target.column] if target.column else [target.time, target.event])]
+    _refuse_names(columns, site)
     said, strange = {}, list[str]()
 
     def read(row: Mapping[str, str], where: str) -> Any:
@@ -151,6 +152,20 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> _
     kept = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
     table, bags = (kept, tuple(rows[:, None])) if target.of == "slide" else _by_patient(kept, rows, path)
     return _TargetLabels(table, bags, tuple(aside), path.name, tuple(strange))
+
+
+def _letters(heading: str) -> str:
+    """Return a heading however it is spelt: its letters and digits alone, in lower case."""
+    return "".join(one for one in heading.casefold() if one.isalnum())
+
+
+def _refuse_names(columns: Sequence[str], site: SiteFile) -> None:
+    """Refuse to ask who somebody is: whether anybody answers to a name would tell whether its bearer is there."""
+    names = {_letters(one) for one in (*_SLIDE, *_PATIENT, site.columns.get("patient", ""))} - {""}
+    if asked := [one for one in columns if _letters(one) in names]:
+        raise UsageError(
+            f"[target]: column {asked[0]!r} says who a line is about, which is no question; name another column"
+        )
 
 
 def _by_patient(
