@@ -161,7 +161,7 @@ def _letters(heading: str) -> str:
 
 def _refuse_names(columns: Sequence[str], site: SiteFile) -> None:
     """Refuse to ask who somebody is: whether anybody answers to a name would tell whether its bearer is there."""
-    names = {_letters(one) for one in (*_SLIDE, *_PATIENT, site.columns.get("patient", ""))} - {""}
+    names = {_letters(one) for one in (*_SLIDE, *PATIENT_NAMES, site.columns.get("patient", ""))} - {""}
     if asked := [one for one in columns if _letters(one) in names]:
         raise UsageError(
             f"[target]: column {asked[0]!r} says who a line is about, which is no question; name another column"
