@@ -420,6 +420,92 @@ def outer_zarr(folder, version, images, series=None):
     return path
 
 
+def rewritten(path, change):
+    """The Zarr with its NGFF changed by a function of it."""
+    for file in (path / "zarr.json", path / ".zattrs"):
+        if file.exists():
+            said = json.loads(file.read_text())
+            change(said.get("attributes", said).get("ome", said))
+            file.write_text(json.dumps(said))
+    return path
+
+
+def as_0_6(output, *, sequence):
+    """What makes 0.6 of 0.5: axes lie in systems, and a dataset has one transformation into such a system."""
+
+    def change(said):
+        multiscale = said["multiscales"][0]
+        pixels = [{"name": axis["name"], "type": "array"} for axis in multiscale["axes"]]
+        said["version"], axes = "0.6", multiscale.pop("axes")
+        multiscale["coordinateSystems"] = [
+            {"name": "array", "axes": pixels},
+            {"name": "physical", "axes": axes},
+        ]
+        for dataset in multiscale["datasets"]:
+            transform = dataset["coordinateTransformations"][0]
+            if sequence:
+                shift = {"type": "translation", "translation": [0.0, MPP / 2, MPP / 2]}
+                transform = {"type": "sequence", "transformations": [transform, shift]}
+            ends = {"input": {"path": dataset["path"]}, "output": output}
+            dataset["coordinateTransformations"] = [transform | ends]
+        outward = {"type": "scale", "scale": [1.0, 7.0, 7.0], "input": output, "output": {"name": "stage"}}
+        multiscale["coordinateTransformations"] = [outward]
+
+    return change
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("output", [{"name": "physical"}, "physical"])
+def test_ngff_0_6_is_read_by_the_system_of_its_datasets(picture, tmp_path, output, sequence):
+    path = rewritten(ome_zarr("0.5")(tmp_path, picture), as_0_6(output, sequence=sequence))
+    with Slide(path) as slide:
+        assert slide.mpp == MPP and slide.level_downsamples == pytest.approx((1, 2, 4), rel=0.01)
+        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
+
+
+OLD = {
+    "0.1": lambda said: said["multiscales"][0].update(version="0.1", axes=None),
+    "0.3": lambda said: said["multiscales"][0].update(version="0.3", axes=list("cyx")),
+    "0.3 or older": lambda said: [said["multiscales"][0].pop(key) for key in ("version", "axes")],
+}
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_older_ngff_is_refused_by_its_version(picture, tmp_path, version):
+    path = rewritten(ome_zarr("0.4")(tmp_path, picture), OLD[version])
+    refused(lambda: Slide(path), f"a.zarr: this is OME-Zarr {version};", "0.4 to 0.6 are read")
+
+
+SILENT = {
+    "no colours": {"omero": None},
+    "no channels": {"omero": {"channels": None}},
+    "null colours": {"omero": {"channels": [{"color": None, "label": None}] * 3}},
+}
+
+
+@pytest.mark.parametrize("how", SILENT)
+def test_a_zarr_may_say_nothing_where_it_could_say_something(picture, tmp_path, how):
+    path = ome_zarr("0.5", **SILENT[how])(tmp_path, picture)
+    with Slide(
+        rewritten(path, lambda said: said["multiscales"][0].update(coordinateTransformations=None))
+    ) as slide:
+        assert slide.mpp == MPP
+
+
+@pytest.mark.parametrize("unit", ["\u00b5m", "\u03bcm", "um", "micron", "Microns", "micrometre"])
+def test_a_micrometre_has_many_spellings(picture, tmp_path, unit):
+    said = {"axes": "YXS", **{f"PhysicalSize{axis}": MPP for axis in "XY"}}
+    said |= {f"PhysicalSize{axis}Unit": unit for axis in "XY"}
+    tifffile.imwrite(ome_path(tmp_path), picture[:64, :64], ome=True, metadata=said, photometric="rgb")
+    zarr = ome_zarr("0.4")(tmp_path, picture[:64, :64])
+    for path in (
+        tmp_path / "a.ome.tif",
+        rewritten(zarr, lambda ngff: [axis.update(unit=unit) for axis in ngff["multiscales"][0]["axes"]]),
+    ):
+        with Slide(path) as slide:
+            assert slide.mpp == MPP
+
+
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
 @pytest.mark.parametrize(
     ("names", "series"),
