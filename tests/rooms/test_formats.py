@@ -476,6 +476,13 @@ def test_older_ngff_is_refused_by_its_version(picture, tmp_path, version):
     refused(lambda: Slide(path), f"a.zarr: this is OME-Zarr {version};", "0.4 to 0.6 are read")
 
 
+def test_a_zarr_array_alone_and_levels_that_are_not_there_are_told(picture, tmp_path):
+    path = ome_zarr("0.5")(tmp_path, picture)
+    refused(lambda: Slide(path / "0"), "0: a Zarr array alone; OME-Zarr 0.4 to 0.6 are read")
+    gone = rewritten(path, lambda said: said["multiscales"][0]["datasets"][2].update(path="7"))
+    refused(lambda: Slide(gone), "a.zarr: cannot be opened: it lacks '7'")
+
+
 SILENT = {
     "no colours": {"omero": None},
     "no channels": {"omero": {"channels": None}},

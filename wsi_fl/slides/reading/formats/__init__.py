@@ -134,7 +134,8 @@ def levels_of_openslide(path: Path, source: Source, *, generic: bool) -> list[in
             require_a_slide(path, tif)
         return foreign_levels(tif, sizes_px) if generic else set()
 
-    return own_levels(sizes_px, _asked(path, foreign, set()) | padded_levels(source))
+    none: set[int] = set()
+    return own_levels(sizes_px, _asked(path, foreign, none) | padded_levels(source))
 
 
 def properties_of_ome(path: Path) -> dict[str, str]:

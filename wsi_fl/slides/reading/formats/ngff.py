@@ -46,7 +46,9 @@ class _Image(NamedTuple):
 
 def of_zarr(path: Path) -> Source:
     """Open the largest multiscale image of an OME-Zarr, also where bioformats2raw put several into it."""
-    root = needed("zarr", "formats", path).open_group(str(path), mode="r")
+    root = needed("zarr", "formats", path).open(str(path), mode="r")
+    if not hasattr(root, "group_keys"):
+        raise WsiFlError(f"{path.name}: a Zarr array alone; {_READ}, which are groups with multiscales")
     images = list(_images(path, root)) or [
         image for name in _series(root) for image in _images(path, root[name])
     ]
