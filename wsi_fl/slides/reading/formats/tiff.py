@@ -240,7 +240,8 @@ def pages_of(tif: TiffFile) -> list[TiffPage]:
     """Return the directories of a TIFF; WsiFlError where they form a circle, which would have no end."""
     from tifffile import TiffPage
 
-    pages, offsets = [], set()
+    pages: list[TiffPage] = []
+    offsets: set[int] = set()
     for page in tif.pages:
         if page.offset in offsets:
             raise WsiFlError(
