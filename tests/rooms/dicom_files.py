@@ -34,11 +34,20 @@ def sequence(tag, *items):
     return head + whole + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0)
 
 
-def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=EXPLICIT, **more):
+def encapsulated(frames):
+    """The pixel data of packed frames, without a table of offsets."""
+    even = [b"", *(frame + b"\0" * (len(frame) % 2) for frame in frames)]
+    items = b"".join(struct.pack("<HHI", 0xFFFE, 0xE000, len(frame)) + frame for frame in even)
+    head = struct.pack("<HH2sHI", 0x7FE0, 0x0010, b"OB", 0, 0xFFFFFFFF)
+    return head + items + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0)
+
+
+def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=EXPLICIT, pack=None, **more):
     """Write a picture uint8[h, w, 3] as one file of a slide, in tiles of 64 px.
 
     Args:
         lacking: numbers of tiles, row by row, that are left out: the file is sparse then.
+        pack: what makes the bytes of a frame of a tile, where it is not stored as it is.
         more: values of attributes by their name below.
     """
     height, width = picture.shape[:2]
@@ -89,7 +98,8 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
     elements.append(sequence(0x52009229, measures))
     if lacking:
         elements.append(sequence(0x52009230, *places))
-    elements.append(element(0x7FE00010, "OB", b"".join(tile.tobytes() for _, _, tile in tiles)))
+    pixels = [tile.tobytes() if pack is None else pack(tile) for _, _, tile in tiles]
+    elements.append(element(0x7FE00010, "OB", b"".join(pixels)) if pack is None else encapsulated(pixels))
     data = b"".join(elements)
     if syntax == DEFLATED:
         packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)

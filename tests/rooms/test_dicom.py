@@ -1,9 +1,12 @@
 """DICOM slides: which files are one slide, and what is refused by name."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from building import halves, refused
 from dicom_files import DEFLATED, write_dicom
+from simplejpeg import encode_jpeg
 
 from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
 from wsi_fl.slides.reading.formats.dicom import header_of, is_dicom
@@ -79,6 +82,81 @@ def test_what_openslide_does_not_read_is_refused_by_its_name(tmp_path, what):
     write_dicom(tmp_path / "a.dcm", PICTURE, **REFUSED[what])
     for path in (tmp_path, tmp_path / "a.dcm"):
         refused(lambda path=path: Slide(path, MPP), "a.dcm", what)
+
+
+JPEG, JPEG_2000 = "1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.91"
+
+
+def jpeg(tile):
+    """YCbCr, as the segment of JFIF says."""
+    return encode_jpeg(np.ascontiguousarray(tile), quality=98, colorsubsampling="444")
+
+
+def adobe_rgb(tile):
+    """A stream that says by Adobe's segment that it holds RGB; only its head is right."""
+    return b"\xff\xd8\xff\xee\x00\x0eAdobe\0\x64\0\0\0\0\0" + jpeg(tile)[2:]
+
+
+def rgb_by_name(tile):
+    """A stream without segments that says by its components' names that it holds RGB."""
+    stream = jpeg(tile)
+    stream = b"\xff\xd8" + stream[4 + int.from_bytes(stream[4:6], "big") :]
+    at = stream.index(b"\xff\xc0") + 10
+    return (
+        stream[:at]
+        + b"R"
+        + stream[at + 1 : at + 3]
+        + b"G"
+        + stream[at + 4 : at + 6]
+        + b"B"
+        + stream[at + 7 :]
+    )
+
+
+def jpeg_2000(tile, mct=False):
+    encode = pytest.importorskip("imagecodecs").jpeg2k_encode
+    return bytes(encode(np.ascontiguousarray(tile), level=0, reversible=True, codecformat="j2k", mct=mct))
+
+
+LIES = {
+    "RGB of YCbCr": ("RGB", JPEG, jpeg, "it holds YCbCr"),
+    "YCbCr of RGB": ("YBR_FULL_422", JPEG, adobe_rgb, "it holds RGB"),
+    "YCbCr of RGB by name": ("YBR_FULL_422", JPEG, rgb_by_name, "it holds RGB"),
+    "transformed of not": ("YBR_ICT", JPEG_2000, jpeg_2000, "that it did not transform"),
+    "reversibly of not": ("YBR_RCT", JPEG_2000, jpeg_2000, "that it did not transform"),
+}
+
+
+@pytest.mark.parametrize("how", LIES)
+def test_a_header_that_contradicts_its_frames_about_colours_is_no_slide(tmp_path, how):
+    colours, syntax, pack, what = LIES[how]
+    write_dicom(tmp_path / "a.dcm", PICTURE, colours=colours, syntax=syntax, pack=pack)
+    refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header says {colours}", what)
+
+
+TRUTHS = {
+    "YCbCr": ("YBR_FULL_422", JPEG, jpeg),
+    "RGB": ("RGB", JPEG_2000, jpeg_2000),
+    "transformed": ("YBR_ICT", JPEG_2000, partial(jpeg_2000, mct=True)),
+    "RGB that is transformed": ("RGB", JPEG_2000, partial(jpeg_2000, mct=True)),
+}
+
+
+@pytest.mark.parametrize("how", TRUTHS)
+def test_packed_frames_have_the_colours_of_their_picture(tmp_path, how):
+    colours, syntax, pack = TRUTHS[how]
+    write_dicom(tmp_path / "a.dcm", PICTURE, colours=colours, syntax=syntax, pack=pack)
+    with Slide(tmp_path, MPP) as slide:
+        apart = np.abs(slide.read((0, 0), 192, MPP).astype(int) - PICTURE[:, :192])
+    assert apart.mean() < 4
+
+
+@pytest.mark.parametrize("head", [bytes(8), b"II*\0\x08\0\0\0"])
+def test_a_dicom_file_that_is_no_slide_is_named(tmp_path, head):
+    """Some begin as a TIFF too."""
+    path = write_dicom(tmp_path / "ct.dcm", PICTURE)
+    path.write_bytes(head + path.read_bytes()[8:].replace(b"1.1.77.1.6", b"1.1.77.1.4"))  # a photograph
+    refused(lambda: Slide(path), "ct.dcm: a DICOM file, but no whole-slide image")
 
 
 @pytest.mark.parametrize("n", [132, 200, 400])

@@ -1,6 +1,5 @@
 """Slides that OpenSlide does not read: size, mpp, levels and pixels are their writers'; what is wrong is one line."""
 
-import json
 import struct
 from functools import partial
 from importlib import import_module
@@ -13,6 +12,7 @@ import tifffile
 from building import halves, refused
 from conftest import SHARED
 from PIL import Image
+from zarr_files import ome_zarr
 
 from wsi_fl.demo import phantom
 from wsi_fl.slides.reading.formats import pictures, source
@@ -93,27 +93,6 @@ def ome_planes(**channel):
             tif.write(levels[0], subifds=len(levels) - 1, metadata=said, **how)
             for level in levels[1:]:
                 tif.write(level, subfiletype=1, **how)
-        return path
-
-    return write
-
-
-def ome_zarr(version, axes="cyx", **attributes):
-    def write(folder, picture):
-        zarr = pytest.importorskip("zarr")
-        path, datasets = folder / "a.zarr", []
-        group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
-        for k, level in enumerate(halves(picture)):
-            data = np.moveaxis(level, [0, 1, 2], [axes.index(axis) for axis in "yxc"])
-            chunks = tuple(3 if axis == "c" else 256 for axis in axes)
-            array = group.create_array(str(k), shape=data.shape, chunks=chunks, dtype="uint8")
-            array[...] = data
-            scale = {"type": "scale", "scale": [1.0 if axis == "c" else MPP * 2**k for axis in axes]}
-            datasets.append({"path": str(k), "coordinateTransformations": [scale]})
-        space = {"type": "space", "unit": "micrometer"}
-        units = [{"name": axis} | ({"type": "channel"} if axis == "c" else space) for axis in axes]
-        said = {"multiscales": [{"version": version, "axes": units, "datasets": datasets}], **attributes}
-        group.attrs.update(said if version == "0.4" else {"ome": {"version": version, **said}})
         return path
 
     return write
@@ -387,79 +366,6 @@ def test_the_slide_of_an_ome_tiff_is_its_largest_picture(picture, tmp_path):
         np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
 
 
-def test_a_zarr_by_bioformats2raw_is_read_and_scales_multiply(picture, tmp_path):
-    outer = tmp_path / "outer.zarr"
-    outer.mkdir()
-    (outer / ".zgroup").write_text('{"zarr_format": 2}')
-    (outer / ".zattrs").write_text('{"bioformats2raw.layout": 3}')
-    inner = ome_zarr("0.4")(tmp_path, picture)
-    said = json.loads((inner / ".zattrs").read_text())
-    said["multiscales"][0]["coordinateTransformations"] = [{"type": "scale", "scale": [1.0, 2.0, 2.0]}]
-    (inner / ".zattrs").write_text(json.dumps(said))
-    inner.rename(outer / "0")
-    with Slide(outer) as slide:
-        assert slide.mpp == 2 * MPP
-        np.testing.assert_array_equal(slide.read((500, 300), 400, 2 * MPP), picture[300:700, 500:900])
-
-
-def outer_zarr(folder, version, images, series=None):
-    """A Zarr as bioformats2raw lays it: `images` by their groups, and what its OME group lists."""
-    zarr = pytest.importorskip("zarr")
-    path = folder / "outer.zarr"
-    group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
-
-    def said(**values):
-        return values if version == "0.4" else {"ome": {"version": version, **values}}
-
-    group.attrs.update(said(**{"bioformats2raw.layout": 3}))
-    if series is not None:
-        group.create_group("OME").attrs.update(said(series=series))
-    for name, image in images.items():
-        (folder / name).mkdir()
-        ome_zarr(version)(folder / name, image).rename(path / name)
-    return path
-
-
-@pytest.mark.parametrize("version", ["0.4", "0.5"])
-@pytest.mark.parametrize(
-    ("names", "series"),
-    [
-        (("0", "1"), None),
-        (("0", "1"), ["1", "0"]),
-        (("0", "1"), ["0", "1"]),
-        (("label", "slide"), ["slide", "label"]),
-        (("macro image", "9"), ["macro image", "9", "gone"]),
-        (("2", "10"), None),
-    ],
-)
-def test_the_slide_of_a_zarr_is_the_largest_of_its_pictures_however_they_are_listed(
-    picture, tmp_path, version, names, series
-):
-    images = dict(zip(names, (np.ascontiguousarray(picture[:200, :300]), picture), strict=True))
-    with Slide(outer_zarr(tmp_path, version, images, series)) as slide:
-        assert (slide.size_l0, slide.mpp) == ((1300, 1100), MPP)
-        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
-
-
-def test_labels_levels_in_any_order_and_pictures_that_are_not_listed_do_not_matter(picture, tmp_path):
-    small = np.ascontiguousarray(picture[:200, :300])
-    path = outer_zarr(tmp_path, "0.5", {"0": small, "1": picture}, ["0"])
-    with Slide(path) as slide:  # the OME group says what is a picture
-        assert slide.size_l0 == (300, 200)
-    (tmp_path / "labels").mkdir()
-    labels = ome_zarr("0.5", **{"image-label": {}})(tmp_path / "labels", picture)
-    labels.rename(tmp_path / "outer.zarr" / "5")
-    meta = path / "1" / "zarr.json"
-    said = json.loads(meta.read_text())
-    said["attributes"]["ome"]["multiscales"][0]["datasets"].reverse()
-    meta.write_text(json.dumps(said))
-    (path / "OME" / "zarr.json").unlink()
-    with Slide(path) as slide:
-        assert slide.size_l0 == (1300, 1100) and slide.level_downsamples == pytest.approx((1, 2, 4), rel=0.01)
-        assert slide.mpp == MPP
-        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
-
-
 def test_planes_of_an_ome_tiff_and_of_an_ome_zarr_are_one_slide(picture, tmp_path):
     with Slide(ome_planes()(tmp_path, picture)) as tiff, Slide(ome_zarr("0.4")(tmp_path, picture)) as zarr:
         for mpp in (MPP, 2 * MPP, 0.7):
@@ -494,13 +400,3 @@ def test_openslide_reads_no_czi_of_16_bits_that_uses_fewer():
     assert wastes_bits(said) and wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": ""})
     assert not wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": "16"})
     assert not wastes_bits({**said, "zeiss.Information.Image.PixelType": "Bgr24"}) and not wastes_bits({})
-
-
-@pytest.mark.parametrize("version", ["0.4", "0.5"])
-def test_two_zarrs_that_say_the_same_of_themselves_are_two_slides(picture, tmp_path, version):
-    hashes = []
-    for name, pixels in (("a", picture), ("b", picture), ("c", picture[::-1].copy())):
-        (tmp_path / name).mkdir()
-        with Slide(ome_zarr(version)(tmp_path / name, pixels)) as slide:
-            hashes.append(slide.quickhash)
-    assert hashes[0] == hashes[1] != hashes[2]

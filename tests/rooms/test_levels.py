@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import tifffile
 from building import refused
+from dicom_files import write_dicom
 from PIL import Image
 
 from wsi_fl.slides.reading import painting
-from wsi_fl.slides.reading.formats.levels import own_levels
+from wsi_fl.slides.reading.formats.levels import is_padded, own_levels
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import read_patches
 from wsi_fl.types import GridSpec, SlideRecord
@@ -281,6 +282,77 @@ def test_levels_of_one_slide_have_one_ratio():
     }.items():
         assert own_levels(sizes) == own, sizes
     assert own_levels([(64, 64), (32, 32), (32, 32)], {1}) == [0, 2]
+
+
+def padded(picture, tile=TILE):
+    """The picture with the rest of its last tiles in white."""
+    height, width = (-side % tile for side in picture.shape[:2])
+    return np.pad(picture, [(0, height), (0, width), (0, 0)], constant_values=255)
+
+
+def write_square_zarr(path, levels):
+    zarr = pytest.importorskip("zarr")
+    pytest.importorskip("imagecodecs")
+    group, datasets = zarr.open_group(str(path), mode="w", zarr_format=3), []
+    for k, level in enumerate(levels):
+        array = group.create_array(str(k), shape=level.shape, chunks=(TILE, TILE, 3), dtype="uint8")
+        array[:] = level
+        scale = [levels[0].shape[0] / level.shape[0]] * 2
+        transforms = [{"type": "scale", "scale": [MPP * scale[0], MPP * scale[1], 1]}]
+        datasets.append({"path": str(k), "coordinateTransformations": transforms})
+    axes = [{"name": axis, "type": "space", "unit": "micrometer"} for axis in "yx"] + [{"name": "c"}]
+    group.attrs["ome"] = {"version": "0.5", "multiscales": [{"axes": axes, "datasets": datasets}]}
+    return path
+
+
+def write_dicoms(path, levels):
+    for k, level in enumerate(levels):
+        write_dicom(path / f"{k}.dcm", level, mpp=MPP * 2**k)
+    return path
+
+
+PADDED = {
+    "a tiled TIFF": (write, "a.tif"),
+    "a TIFF of another codec": (partial(write, compression="lzma"), "a.tif"),
+    "an OME-Zarr": (write_square_zarr, "a.zarr"),
+    "a DICOM folder": (write_dicoms, "a"),
+}
+
+
+@pytest.mark.parametrize("size", [(520, 520), (520, 712)])
+@pytest.mark.parametrize("how", PADDED)
+def test_levels_that_are_filled_up_to_whole_tiles_do_not_move_the_tissue(tmp_path, how, size):
+    if "codec" in how:
+        pytest.importorskip("imagecodecs")
+        pytest.importorskip("zarr")
+    picture = np.full((*size, 3), 255, np.uint8)
+    picture[384:448, 384:448] = (150, 60, 120)
+    writer, name = PADDED[how]
+    levels = [padded(np.asarray(Image.fromarray(picture).reduce(2**k))) for k in range(4)]
+    with Slide(writer(tmp_path / name, levels=levels), MPP) as slide:
+        assert all(float(each).is_integer() for each in slide.level_downsamples)
+        small, scale = slide.thumbnail(levels[0].shape[1] // 8)
+        rows, columns = np.nonzero((small < 200).any(-1))
+        seen = slide.read((320, 320), 24, 8 * MPP)
+    assert scale == 8 and (min(rows), max(rows), min(columns), max(columns)) == (48, 55, 48, 55)
+    np.testing.assert_array_equal((seen[..., 1] < 100).nonzero()[0][[0, -1]], (8, 15))
+
+
+def test_a_level_is_filled_up_where_no_picture_but_its_tiles_have_its_size():
+    tile = (256, 256)
+    for whole, level in (
+        ((2304, 2304), (1280, 1280)),
+        ((2100, 2100), (512, 512)),
+        ((2560, 1200), (768, 512)),
+    ):
+        assert is_padded(whole, level, tile), (whole, level)
+    assert is_padded((104_448, 55_296), (13_312, 7168), (1024, 1024))
+    for whole, level in (
+        ((4096, 3072), (2048, 1536)),
+        ((2100, 2100), (1050, 1050)),
+        ((2304, 1536), (768, 512)),
+    ):
+        assert not is_padded(whole, level, tile), (whole, level)
 
 
 def test_what_cannot_be_painted_is_told_and_the_rest_is_not_tried_for_ever():

@@ -274,3 +274,17 @@ def test_a_level_whose_sides_are_reduced_differently_is_none(tmp_path):
             ).mean()
             < 6
         )
+
+
+def test_directories_that_form_a_circle_are_told_and_not_followed_for_ever(tmp_path):
+    path = tmp_path / "a.tif"
+    with tifffile.TiffWriter(path) as tif:
+        for _ in range(2):
+            tif.write(np.zeros((64, 64, 3), np.uint8), photometric="rgb", metadata=None)
+    with tifffile.TiffFile(path) as tif:
+        first, last = tif.pages[0].offset, tif.pages[1]
+        place = last.offset + 2 + 12 * len(last.tags)
+    content = bytearray(path.read_bytes())
+    content[place : place + 4] = first.to_bytes(4, "little")
+    path.write_bytes(content)
+    refused(lambda: Slide(path), "a.tif: its directories lead back to an earlier one")

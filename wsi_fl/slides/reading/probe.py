@@ -186,15 +186,15 @@ def _lie(path: Path, *, natively: bool) -> str:
 
     Where JPEG tiles are read natively, each tile's length is looked at when it is read.
     """
-    from tifffile import TiffFile, TiffPage
+    from tifffile import TiffFile
 
+    from wsi_fl.slides.reading.formats.tiff import pages_of
     from wsi_fl.slides.reading.native import is_readable
 
     n_bytes = path.stat().st_size
     try:
         with TiffFile(path) as tif:
-            pages = [page for page in tif.pages if isinstance(page, TiffPage)]
-            pages = [page for page in pages if not (natively and is_readable(page))]
+            pages = [page for page in pages_of(tif) if not (natively and is_readable(page))]
             most = max((int(max(page.databytecounts, default=0)) for page in pages), default=0)
             tile_px = max((page.tilewidth * page.tilelength for page in pages if page.is_tiled), default=0)
     except MemoryError:

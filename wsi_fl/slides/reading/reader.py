@@ -29,7 +29,7 @@ from wsi_fl.slides.reading.formats import (
     properties_of_ome,
 )
 from wsi_fl.slides.reading.formats.dicom import member_of, require_one_slide
-from wsi_fl.slides.reading.formats.levels import OwnLevels, own_levels
+from wsi_fl.slides.reading.formats.levels import OwnLevels, own_levels, padded_levels
 from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.formats.source import Source, SourceError, rgb
 from wsi_fl.slides.reading.holes import Place, holes_in, is_lost
@@ -444,14 +444,14 @@ def _open(path: Path) -> OwnLevels:
         misread = is_misread_by_openslide(path) if generic else wastes_bits(source.properties)
         if not misread:
             try:
-                return OwnLevels(source, levels_of_openslide(path, source.level_dimensions, generic=generic))
+                return OwnLevels(source, levels_of_openslide(path, source, generic=generic))
             except WsiFlError:
                 source.close()
                 raise
         source.close()
     if (source := open_source(path)) is None:
         raise WsiFlError(f"{path.name}: not a slide format that is known here")
-    return OwnLevels(source, own_levels(source.level_dimensions))
+    return OwnLevels(source, own_levels(source.level_dimensions, padded_levels(source)))
 
 
 def _require_another_reader(path: Path, error: openslide.OpenSlideError) -> None:

@@ -14,8 +14,8 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from wsi_fl.slides.reading.formats.dicom import is_dicom_folder
-from wsi_fl.slides.reading.formats.levels import own_levels
+from wsi_fl.slides.reading.formats.dicom import header_of, is_dicom, is_dicom_folder
+from wsi_fl.slides.reading.formats.levels import own_levels, padded_levels
 from wsi_fl.slides.reading.formats.ngff import of_zarr
 from wsi_fl.slides.reading.formats.ome import is_misread, mpp_of_ome, of_ome_tiff
 from wsi_fl.slides.reading.formats.pictures import of_picture
@@ -53,6 +53,8 @@ def open_source(path: Path) -> Source | None:
         return _guarded(path, of_zarr)
     if not path.is_file():
         return None
+    if is_dicom(path) and header_of(path) is None:  # which may begin as a TIFF too
+        raise WsiFlError(f"{path.name}: a DICOM file, but no whole-slide image, or its header is damaged")
     with ordinary(path).open("rb") as file:
         head = file.read(_HEAD)
     for read in entries("wsi_fl.readers").values():
@@ -113,8 +115,8 @@ def is_misread_by_openslide(path: Path) -> bool:
     return _asked(path, misread, False)
 
 
-def levels_of_openslide(path: Path, sizes_px: tuple[tuple[int, int], ...], *, generic: bool) -> list[int]:
-    """Return the numbers of a slide's own levels among those of these sizes that OpenSlide lists.
+def levels_of_openslide(path: Path, source: Source, *, generic: bool) -> list[int]:
+    """Return the numbers of a slide's own levels among those that OpenSlide, the source, lists.
 
     Args:
         generic: whether the file is a TIFF of no known scanner.
@@ -124,6 +126,8 @@ def levels_of_openslide(path: Path, sizes_px: tuple[tuple[int, int], ...], *, ge
             refuse.
     """
 
+    sizes_px = source.level_dimensions
+
     def foreign(tif: TiffFile) -> set[int]:
         if not generic:
             require_colours(path, tif, sizes_px[0])
@@ -131,7 +135,8 @@ def levels_of_openslide(path: Path, sizes_px: tuple[tuple[int, int], ...], *, ge
             require_a_slide(path, tif)
         return foreign_levels(tif, sizes_px) if generic else set()
 
-    return own_levels(sizes_px, _asked(path, foreign, set()))
+    none: set[int] = set()
+    return own_levels(sizes_px, _asked(path, foreign, none) | padded_levels(source))
 
 
 def properties_of_ome(path: Path) -> dict[str, str]:
@@ -168,4 +173,5 @@ def _guarded(path: Path, opened: Callable[[Path], _Answer]) -> _Answer:
     except (WsiFlError, MemoryError):
         raise
     except Exception as error:
-        raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}") from None
+        lacking = "it lacks " if isinstance(error, KeyError) else ""
+        raise WsiFlError(f"{path.name}: cannot be opened: {lacking}{one_line(error)}") from None

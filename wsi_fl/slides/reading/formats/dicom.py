@@ -10,9 +10,11 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 
-from wsi_fl.slides.reading.formats.levels import own_levels
+from wsi_fl.slides.reading.formats.frames import contradiction
+from wsi_fl.slides.reading.formats.levels import own_levels, padding_ratios
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import WsiFlError
 
@@ -48,6 +50,8 @@ _UNDEFINED = 0xFFFFFFFF
 _ITEM, _END_OF_ITEM, _END_OF_SEQUENCE = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 _AFTER = 0x52000000
 """Where what is said of single frames begins."""
+_SPACING, _SHARED = 0x00280030, 1 << 16
+"""Pixel spacing, and within how many bytes after that it stands among what is said of all frames."""
 _INFLATED = 1 << 22
 _MOST_LOOKED_AT = 256
 """Files of a folder; some hold a hundred thousand pictures."""
@@ -63,6 +67,8 @@ _TEXT = {
 _NUMBERS = {
     "samples": (0x00280002, "<H", 3),
     "planar": (0x00280006, "<H", 0),
+    "tile_height": (0x00280010, "<H", 0),
+    "tile_width": (0x00280011, "<H", 0),
     "bits": (0x00280100, "<H", 8),
     "width": (0x00480006, "<I", 0),
     "height": (0x00480007, "<I", 0),
@@ -82,6 +88,8 @@ class Header:
         concatenation: UID of the whole of which the file is a part, or "".
         colours: the photometric interpretation, of so many `samples` of so many `bits`.
         planar: whether colours are planes of their own.
+        spacing: millimetres between rows; 0 where the file gives none.
+        tile_width, tile_height: of each frame, in pixels.
         width, height: of the whole picture, in pixels.
         paths, planes: how many optical paths and focal planes it has.
     """
@@ -95,6 +103,9 @@ class Header:
     colours: str
     samples: int
     planar: int
+    spacing: float
+    tile_height: int
+    tile_width: int
     bits: int
     width: int
     height: int
@@ -167,10 +178,17 @@ def _strangers(volumes: Sequence[Header]) -> list[Header]:
     levels = own_levels(sizes)
     fitting = {sizes[k] for k in levels}
     for volume, size in zip(volumes, sizes, strict=True):
-        if size not in fitting:
+        if size not in fitting and not _is_padded(volume, volumes[levels[0]]):
             return [volumes[levels[0]], volume]
     pyramids = {volume.pyramid: volume for volume in volumes if volume.pyramid}
     return _of_one_size(volumes) or (list(pyramids.values())[:2] if len(pyramids) > 1 else [])
+
+
+def _is_padded(level: Header, whole: Header) -> bool:
+    """Return whether a picture is a reduced copy of another whose last tiles are filled up, as its spacing says too."""
+    sizes = (whole.width, whole.height), (level.width, level.height)
+    ratios = padding_ratios(*sizes, (level.tile_width, level.tile_height))
+    return whole.spacing > 0 and any(isclose(level.spacing / whole.spacing, n, rel_tol=0.02) for n in ratios)
 
 
 def _of_one_size(volumes: Sequence[Header]) -> list[Header]:
@@ -206,6 +224,11 @@ def _require_read(header: Header) -> None:
             f"{name}: a slide has 8-bit colours; this DICOM is {header.bits}-bit {header.colours}{planes}; save it as "
             "red, green and blue of 8 bits"
         )
+    if header.syntax != _EXPLICIT and (held := contradiction(header.path, header.colours)):
+        raise WsiFlError(
+            f"{name}: its header says {header.colours}, its first frame says that it holds {held}; its colours would "
+            "be wrong, so convert the slide to DICOM anew, by a later version of the converter"
+        )
 
 
 def header_of(path: Path) -> Header | None:
@@ -222,7 +245,8 @@ def header_of(path: Path) -> Header | None:
         return None
     kind = f"{text.pop('kind')}\\\\\\".split("\\")[2]
     numbers = {name: _number(values.get(tag), form, usual) for name, (tag, form, usual) in _NUMBERS.items()}
-    return Header(path, kind=kind, **text, **numbers)  # type: ignore[arg-type]
+    spacing = _spacing(values.get(_SPACING, b""))
+    return Header(path, kind=kind, spacing=spacing, **text, **numbers)  # type: ignore[arg-type]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -238,6 +262,13 @@ def _headers(paths: Iterable[Path]) -> list[Header]:
 
 def _text(value: bytes) -> str:
     return value.decode("latin-1").strip("\0 ")
+
+
+def _spacing(value: bytes) -> float:
+    try:
+        return float(_text(value).split("\\")[0])
+    except ValueError:
+        return 0.0
 
 
 def _number(value: bytes | None, form: str, usual: int) -> int:
@@ -259,9 +290,14 @@ def _values(data: mmap.mmap) -> dict[int, bytes]:
     rest: bytes | mmap.mmap = data
     if syntax == _DEFLATED:
         rest, at = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data[at:], _INFLATED), 0
-    for tag, value, _ in _elements(rest, at, explicit=syntax != _IMPLICIT, until=_AFTER):
+    for tag, value, after in _elements(rest, at, explicit=syntax != _IMPLICIT, until=_AFTER):
+        at = after
         if tag in wanted:
             values[tag] = bytes(value)
+    shared = rest[at : at + _SHARED]
+    if (begin := shared.find(struct.pack("<HH2s", _SPACING >> 16, _SPACING & 0xFFFF, b"DS"))) >= 0:
+        length = int.from_bytes(shared[begin + 6 : begin + 8], "little")
+        values[_SPACING] = bytes(shared[begin + 8 : begin + 8 + length])
     return values
 
 

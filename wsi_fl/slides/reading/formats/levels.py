@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from math import isclose
 
 from PIL import Image
 
@@ -11,6 +12,8 @@ from wsi_fl.slides.reading.formats.source import Source
 
 _ROUNDING_PX, _APART = 1.0, 0.02
 """A level's sides may be rounded by a pixel, and its two ratios differ by 2 %, as where tiles are filled up."""
+_LARGEST_RATIO = 1 << 10
+"""Of a level whose tiles may be filled up; beyond, a level is one tile."""
 _OF_LEVEL = re.compile(r"openslide\.level\[(\d+)\](.*)")
 
 
@@ -47,6 +50,71 @@ def _fits(whole: tuple[int, int], level: tuple[int, int]) -> bool:
         side / max(small - _ROUNDING_PX, _ROUNDING_PX / 2) for side, small in zip(whole, level, strict=True)
     ]
     return max(least) <= min(most)
+
+
+def padded_levels(source: Source) -> set[int]:
+    """Return the numbers of the levels of a source that are filled up to whole tiles.
+
+    The reduction of a level is the ratio of its size to that of the slide. Where tiles beyond the picture count into
+    the size, that ratio is wrong, and tissue found on the level would lie elsewhere. Where one level is filled up,
+    others are too whose size may be that of a picture or of tiles. Levels whose reduction OpenSlide knows otherwise,
+    as with some scanners, are none of these.
+    """
+    sizes, downsamples = source.level_dimensions, source.level_downsamples
+    tiles = getattr(source, "tiles_px", ()) or _tiles_of_openslide(source.properties, len(sizes))
+    (width, height), alike = sizes[0], []
+    if len(tiles) == len(sizes):
+        by_size = [(width / w + height / h) / 2 for w, h in sizes]
+        alike = [k for k in range(len(sizes)) if tiles[k] == tiles[0] and isclose(by_size[k], downsamples[k])]
+    if not any(is_padded(sizes[0], sizes[k], tiles[k]) for k in alike):
+        return set()
+    return {
+        k for k in alike if padding_ratios(sizes[0], sizes[k], tiles[k]) - _picture_ratios(sizes[0], sizes[k])
+    }
+
+
+def is_padded(whole: tuple[int, int], level: tuple[int, int], tile: tuple[int, int]) -> bool:
+    """Return whether the size of a level is that of its tiles, and of no picture, all as (width, height).
+
+    Example:
+        >>> is_padded((2304, 2304), (1280, 1280), (256, 256)), is_padded((2304, 2304), (576, 576), (64, 64))
+        (True, False)
+    """
+    return bool(padding_ratios(whole, level, tile)) and not _picture_ratios(whole, level)
+
+
+def _picture_ratios(whole: tuple[int, int], level: tuple[int, int]) -> set[int]:
+    """The whole numbers by which a level is reduced if its size is that of its picture."""
+    axes = list(zip(whole, level, strict=True))
+    nearest = {max(1, round(side / max(1, small))) for side, small in axes}
+    return {n for n in nearest if all(abs(side / n - small) <= _ROUNDING_PX for side, small in axes)}
+
+
+def padding_ratios(whole: tuple[int, int], level: tuple[int, int], tile: tuple[int, int]) -> set[int]:
+    """Return the whole numbers by which a level is reduced if its size is that of all its tiles.
+
+    Example:
+        >>> padding_ratios((2304, 2304), (1280, 1280), (256, 256)), padding_ratios((900, 900), (850, 850), (256, 256))
+        ({2}, set())
+    """
+    axes = list(zip(whole, level, tile, strict=True))
+    if min(*level, *tile) < 1:
+        return set()
+    most = min(_LARGEST_RATIO, *(-(-side // max(1, small - step)) for side, small, step in axes))
+    return {
+        n
+        for n in range(2, most + 1)
+        if all(step * -(-side // (n * step)) == small for side, small, step in axes)
+    }
+
+
+def _tiles_of_openslide(properties: Mapping[str, str], n: int) -> list[tuple[int, int]]:
+    """(width, height) of the tiles of n levels by OpenSlide's properties; [] where it does not state all."""
+    sides = [
+        [properties.get(f"openslide.level[{k}].tile-{side}") for side in ("width", "height")]
+        for k in range(n)
+    ]
+    return [(int(w), int(h)) for w, h in sides if w and h]
 
 
 class OwnLevels:

@@ -1,4 +1,4 @@
-"""OME-Zarr (NGFF 0.4 and 0.5), read by zarr."""
+"""OME-Zarr (NGFF 0.4 to 0.6), read by zarr."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wsi_fl.slides.reading.formats.ome import UNIT_UM
+from wsi_fl.slides.reading.formats.ome import um_of
 from wsi_fl.slides.reading.formats.source import (
     Mpp,
     Rgb,
@@ -22,6 +22,9 @@ from wsi_fl.types import WsiFlError
 
 _CHUNKS, _HEAD = 16, 1 << 16
 """How many chunks tell two slides apart, and how many bytes of each."""
+
+
+_READ = "OME-Zarr 0.4 to 0.6 are read"
 
 
 class _Image(NamedTuple):
@@ -43,10 +46,14 @@ class _Image(NamedTuple):
 
 def of_zarr(path: Path) -> Source:
     """Open the largest multiscale image of an OME-Zarr, also where bioformats2raw put several into it."""
-    root = needed("zarr", "formats", path).open_group(str(path), mode="r")
-    images = list(_images(root)) or [image for name in _series(root) for image in _images(root[name])]
+    root = needed("zarr", "formats", path).open(str(path), mode="r")
+    if not hasattr(root, "group_keys"):
+        raise WsiFlError(f"{path.name}: a Zarr array alone; {_READ}, which are groups with multiscales")
+    images = list(_images(path, root)) or [
+        image for name in _series(root) for image in _images(path, root[name])
+    ]
     if not images:
-        raise WsiFlError(f"{path.name}: a Zarr without multiscales; OME-Zarr 0.4 and 0.5 are read")
+        raise WsiFlError(f"{path.name}: a Zarr without multiscales; {_READ}")
     image = max(images, key=lambda each: each.area)
     _require_rgb(path, image)
     return levels_of_arrays(
@@ -80,17 +87,37 @@ def _ngff(group: Any) -> Mapping[str, Any]:
     return stated
 
 
-def _images(group: Any) -> Iterator[_Image]:
+def _images(path: Path, group: Any) -> Iterator[_Image]:
     """Yield the multiscale images of a group, but no labels."""
     stated = _ngff(group)
     if "image-label" in stated:
         return
     for multiscale in stated.get("multiscales") or ():
-        axes = "".join(axis["name"] for axis in multiscale["axes"])
+        axes_stated = _axes(path, multiscale, stated)
+        axes = "".join(axis["name"] for axis in axes_stated)
         pairs = [(group[dataset["path"]], dataset) for dataset in multiscale["datasets"]]
         pairs.sort(key=lambda pair: -int(np.prod(pair[0].shape, dtype=np.int64)))
-        ordered = {**multiscale, "datasets": [dataset for _, dataset in pairs]}
+        ordered = {**multiscale, "axes": axes_stated, "datasets": [dataset for _, dataset in pairs]}
         yield _Image([array for array, _ in pairs], axes, ordered, stated)
+
+
+def _axes(path: Path, multiscale: Mapping[str, Any], group: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the axes of a multiscale image; since NGFF 0.6 they are those of the system that its datasets lie in.
+
+    Raises:
+        WsiFlError: for versions that do not name them so.
+    """
+    axes = multiscale.get("axes")
+    if systems := multiscale.get("coordinateSystems"):
+        output = multiscale["datasets"][0]["coordinateTransformations"][0].get("output")
+        name = output.get("name") if isinstance(output, Mapping) else output
+        axes = next((each for each in systems if each["name"] == name), systems[0])["axes"]
+    if not axes or not all(isinstance(axis, Mapping) for axis in axes):
+        version = multiscale.get("version") or group.get("version") or "0.3 or older"
+        raise WsiFlError(
+            f"{path.name}: this is OME-Zarr {version}; {_READ}, so write it anew by a later version"
+        )
+    return list(axes)
 
 
 def _series(root: Any) -> list[str]:
@@ -109,7 +136,7 @@ def _require_rgb(path: Path, image: _Image) -> None:
             f"{path.name}: a slide has three channels of 8-bit colours; this Zarr has axes {axes}, shape {shape} "
             f"and {image.arrays[0].dtype}"
         )
-    channels_stated = image.group.get("omero", {}).get("channels", [])
+    channels_stated = (image.group.get("omero") or {}).get("channels") or []
     colours = [str(each.get("color") or "").lstrip("#").upper() for each in channels_stated]
     names = [str(each.get("label") or "") for each in channels_stated]
     if not are_red_green_blue(names, colours):
@@ -126,13 +153,26 @@ def _fill(array: Any) -> Rgb | None:
 
 def _mpp(image: _Image) -> Mpp:
     """µm per pixel of the largest dataset: its own scale times that of all datasets."""
-    first, of_all = image.multiscale["datasets"][0], image.multiscale.get("coordinateTransformations", [])
-    every = (*first["coordinateTransformations"], *of_all)
-    scales = [each["scale"] for each in every if each["type"] == "scale"]
-    units = {axis["name"]: UNIT_UM.get(axis.get("unit", "")) for axis in image.multiscale["axes"]}
+    first, of_all = image.multiscale["datasets"][0], image.multiscale.get("coordinateTransformations") or ()
+    later = (
+        () if "coordinateSystems" in image.multiscale else of_all
+    )  # they lead into other systems since 0.6
+    scales = list(_scales((*(first.get("coordinateTransformations") or ()), *later)))
+    units = {axis["name"]: um_of(axis.get("unit")) for axis in image.multiscale["axes"]}
 
     def stated(axis: str) -> float | None:
         unit = units[axis]
-        return unit * float(np.prod([scale[image.axes.index(axis)] for scale in scales])) if unit else None
+        if unit is None or not scales:
+            return None
+        return unit * float(np.prod([scale[image.axes.index(axis)] for scale in scales]))
 
     return stated("x"), stated("y")
+
+
+def _scales(transformations: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[float]]:
+    """Yield the scales among transformations and sequences of them."""
+    for each in transformations:
+        if each["type"] == "sequence":
+            yield from _scales(each["transformations"])
+        elif each["type"] == "scale":
+            yield each["scale"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unicodedata import normalize
 from xml.etree import ElementTree
 
 import numpy as np
@@ -23,18 +24,30 @@ from wsi_fl.types import UsageError, WsiFlError
 if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage, TiffPageSeries
 
-UNIT_UM = {
-    **dict.fromkeys(("m", "meter"), 1e6),
-    "cm": 1e4,
-    **dict.fromkeys(("mm", "millimeter"), 1e3),
-    **dict.fromkeys(("µm", "um", "micrometer"), 1.0),
-    **dict.fromkeys(("nm", "nanometer"), 1e-3),
+_UNIT_UM = {
+    **dict.fromkeys(("m", "meter", "metre"), 1e6),
+    **dict.fromkeys(("cm", "centimeter", "centimetre"), 1e4),
+    **dict.fromkeys(("mm", "millimeter", "millimetre"), 1e3),
+    **dict.fromkeys(("\u03bcm", "um", "micrometer", "micrometre", "micron"), 1.0),
+    **dict.fromkeys(("nm", "nanometer", "nanometre"), 1e-3),
 }
+"""By name in Unicode's compatible form, in which the micro sign is the Greek letter."""
 _MOST_CHANNELS = 3
 _GREY = 1
 """Number of the tag PhotometricInterpretation."""
 _UNCOLOURED = "FFFFFF"
 """What OME-XML says of a channel's colour where nobody has said anything."""
+
+
+def um_of(unit: str | None) -> float | None:
+    """Return the µm of a unit of length by its name; None for others.
+
+    Example:
+        >>> um_of("\u00b5m"), um_of("\u03bcm"), um_of("Micrometers"), um_of("pixel")
+        (1.0, 1.0, 1.0, None)
+    """
+    name = normalize("NFKC", unit or "").strip()
+    return _UNIT_UM.get(name) or (_UNIT_UM.get(name.lower().removesuffix("s")) if len(name) > 3 else None)
 
 
 def of_ome_tiff(path: Path) -> Source:
@@ -92,7 +105,8 @@ def mpp_of_ome(tif: TiffFile) -> Mpp:
         if pixels is None:
             return None
         value, unit = pixels.get(f"PhysicalSize{axis}"), pixels.get(f"PhysicalSize{axis}Unit", "µm")
-        return float(value) * UNIT_UM[unit] if value and unit in UNIT_UM else None
+        um = um_of(unit)
+        return float(value) * um if value and um else None
 
     return stated("X"), stated("Y")
 

@@ -56,6 +56,7 @@ class Levels:
         close: lets go of the file.
         fill: the colour that stands where the file holds nothing, if that is no transparent place.
         lacks: tells where the file holds no pixels.
+        tiles_px: (width, height) of the tiles of each level, where it has any.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Levels:
         close: Callable[[], None] = lambda: None,
         fill: Rgb | None = None,
         lacks: _Lacks | None = None,
+        tiles_px: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.level_dimensions = tuple((int(w), int(h)) for w, h in sizes)
         self.dimensions = self.level_dimensions[0]
@@ -77,6 +79,7 @@ class Levels:
         said = {"openslide.vendor": vendor, "openslide.quickhash-1": quickhash}
         self.properties: Mapping[str, str] = said | mpp_properties(mpp)
         self._read, self.close, self.fill, self._lacks = read, close, fill, lacks
+        self.tiles_px = tuple(tiles_px)
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
         """See `Source`.
@@ -120,8 +123,11 @@ def levels_of_arrays(arrays: Sequence[Any], axes: str, **facts: Any) -> Levels:
             return np.repeat(pixels if order == ["y", "x"] else pixels.T, 3).reshape(size[1], size[0], 3)
         return np.moveaxis(pixels, [order.index(axis) for axis in "yxc"], [0, 1, 2])
 
-    sizes = [(array.shape[axes.index("x")], array.shape[axes.index("y")]) for array in arrays]
-    return Levels(sizes, read, **facts)
+    def across(sides: Sequence[int]) -> tuple[int, int]:
+        return int(sides[axes.index("x")]), int(sides[axes.index("y")])
+
+    tiles = [across(getattr(array, "chunks", array.shape)) for array in arrays]
+    return Levels([across(array.shape) for array in arrays], read, tiles_px=tiles, **facts)
 
 
 def are_red_green_blue(names: Sequence[str], colours: Sequence[str]) -> bool:

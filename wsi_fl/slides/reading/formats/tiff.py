@@ -87,7 +87,7 @@ def require_single(path: Path, tif: TiffFile) -> None:
 
 def require_colours(path: Path, tif: TiffFile, size_px: tuple[int, int]) -> None:
     """Refuse a TIFF whose pictures of this size have no colours of 8 bits, as `require_a_slide`."""
-    for page in _pages(tif):
+    for page in pages_of(tif):
         if _size(page) == size_px:
             _require_colours(path, page)
 
@@ -104,7 +104,7 @@ def foreign_levels(tif: TiffFile, sizes_px: tuple[tuple[int, int], ...]) -> set[
 
     It lists tiled directories, the first and those that say that they are reduced, by width.
     """
-    pages = [page for page in _pages(tif) if page.is_tiled and (page.index == 0 or _is_reduced(page))]
+    pages = [page for page in pages_of(tif) if page.is_tiled and (page.index == 0 or _is_reduced(page))]
     pages.sort(key=lambda page: -page.imagewidth)
     if tuple(map(_size, pages)) != sizes_px:
         return set()
@@ -236,15 +236,26 @@ def _mpp(page: TiffPage) -> Mpp:
     return stated("XResolution"), stated("YResolution")
 
 
-def _pages(tif: TiffFile) -> list[TiffPage]:
+def pages_of(tif: TiffFile) -> list[TiffPage]:
+    """Return the directories of a TIFF; WsiFlError where they form a circle, which would have no end."""
     from tifffile import TiffPage
 
-    return [page for page in tif.pages if isinstance(page, TiffPage)]
+    pages: list[TiffPage] = []
+    offsets: set[int] = set()
+    for page in tif.pages:
+        if page.offset in offsets:
+            raise WsiFlError(
+                f"{tif.filename}: its directories lead back to an earlier one; the file is damaged"
+            )
+        offsets.add(page.offset)
+        if isinstance(page, TiffPage):
+            pages.append(page)
+    return pages
 
 
 def _pictures(tif: TiffFile) -> list[TiffPage]:
     """The directories that are no masks."""
-    return [page for page in _pages(tif) if not _is_mask(page)]
+    return [page for page in pages_of(tif) if not _is_mask(page)]
 
 
 def _is_mask(page: TiffPage) -> bool:

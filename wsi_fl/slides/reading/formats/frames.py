@@ -1,0 +1,86 @@
+"""What the packed frames of a DICOM file say of their colours, which its header may contradict.
+
+Decoders go by the header. Where the first frame says otherwise, they show other colours, and nobody notices.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from wsi_fl.system.files import ordinary
+
+_ENCAPSULATED = struct.pack("<HH2sHI", 0x7FE0, 0x0010, b"OB", 0, 0xFFFFFFFF)
+_ITEM_BYTES, _HEAD = 8, 1 << 16
+_APP0, _APP14, _START_OF_FRAME, _START_OF_SCAN = 0xE0, 0xEE, {0xC0, 0xC1, 0xC2}, 0xDA
+_CODESTREAM, _CODING_STYLE, _START_OF_TILE = b"\xff\x4f\xff\x51", 0x52, 0x90
+_RGB, _YBR, _PLAIN = "RGB", "YCbCr", "colours that it did not transform"
+
+
+def contradiction(path: Path, colours: str) -> str:
+    """Return what the first packed frame of a DICOM file holds; "" where that may be what its header says.
+
+    Args:
+        colours: the photometric interpretation.
+    """
+    with ordinary(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        frame = _first_frame(data)
+    try:
+        held = _of_jpeg2000(frame) if frame.startswith(_CODESTREAM) else _of_jpeg(frame)
+    except (struct.error, IndexError):  # a damaged frame is told when it is read
+        return ""
+    fits = {
+        _RGB: colours == "RGB",
+        _YBR: colours.startswith("YBR"),
+        _PLAIN: colours not in {"YBR_ICT", "YBR_RCT"},
+    }
+    return "" if fits.get(held, True) else held
+
+
+def _first_frame(data: mmap.mmap) -> bytes:
+    """Return the head of the first frame, which follows the table of offsets; b"" where there is none."""
+    at = data.find(_ENCAPSULATED)
+    if at < 0:
+        return b""
+    at += len(_ENCAPSULATED)
+    table = data[at + 4 : at + _ITEM_BYTES]
+    if len(table) < 4:
+        return b""
+    at += 2 * _ITEM_BYTES + int.from_bytes(table, "little")
+    return data[at : at + _HEAD]
+
+
+def _of_jpeg2000(frame: bytes) -> str:
+    """What JPEG 2000's coding style says: whether its components were transformed."""
+    for marker, segment in _segments(frame, 2):
+        if marker == _START_OF_TILE:
+            break
+        if marker == _CODING_STYLE:
+            return "" if segment[4] else _PLAIN
+    return ""
+
+
+def _of_jpeg(frame: bytes) -> str:
+    """What the segments of JFIF and Adobe say, else the names of the components."""
+    if not frame.startswith(b"\xff\xd8"):
+        return ""
+    for marker, segment in _segments(frame, 2):
+        if marker == _APP0 and segment.startswith(b"JFIF\0"):
+            return _YBR
+        if marker == _APP14 and segment.startswith(b"Adobe"):
+            return _YBR if segment[11] == 1 else _RGB
+        if marker in _START_OF_FRAME:
+            return _RGB if segment[5] == 3 and segment[6::3][:3] == b"RGB" else ""
+        if marker == _START_OF_SCAN:
+            break
+    return ""
+
+
+def _segments(stream: bytes, at: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (second byte of the marker, content) of the segments of a JPEG or JPEG 2000 head."""
+    while at + 4 <= len(stream) and stream[at] == 0xFF:
+        marker, length = stream[at + 1], struct.unpack_from(">H", stream, at + 2)[0]
+        yield marker, stream[at + 4 : at + 2 + length]
+        at += 2 + length
