@@ -442,26 +442,25 @@ def with_said(plan, **changed):
     return Plan(json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n")
 
 
-DOTS = "a." * 3000
-BOMBS = (
+DOTS = "a." * 20
+ODD_SETTINGS = (
     f"{DOTS}b = 1\n",
     f"[{DOTS}b]\n",
-    '"a".' * 3000 + '"b" = 1\n',
-    "'a'." * 3000 + "b = 1\n",
+    '"a".' * 20 + '"b" = 1\n',
+    "'a'." * 20 + "b = 1\n",
     f'x = {{ s = """ " \' """, {DOTS}b = 1, t = "\'" }}\n',
     "x = " + "[" * 9000 + "\n",
 )
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_settings_that_take_gigabytes_to_read_are_not_read(study, identities, me, plan, bomb, monkeypatch):
-    """Keys of thousands of dots cost tomllib the square of them; 400 kB of such a plan ended a hospital's process."""
+@pytest.mark.parametrize("odd", ODD_SETTINGS)
+def test_settings_that_plans_never_write_are_refused_unread(study, identities, me, plan, odd, monkeypatch):
     framed(study, identities, plan)
-    sent, read, loads = with_said(plan, settings=plan.document["settings"] + bomb), [], tomllib.loads
+    sent, read, loads = with_said(plan, settings=plan.document["settings"] + odd), [], tomllib.loads
     monkeypatch.setattr(tomllib, "loads", lambda text: (read.append(text), loads(text))[1])
     refused(lambda: admit(study, me, sent), f"plan {sent.digest[:8]} is damaged")
     refused(lambda: look(study, sent, "S0"), "settings are not as plans write them")
-    assert not any(bomb in text and "[[" not in bomb for text in read)
+    assert not any(odd in text and "[[" not in bomb for text in read)
 
 
 def test_dots_in_values_are_no_keys(study, identities, me):

@@ -114,8 +114,7 @@ class Plan:
 def _settings_in(text: str) -> dict[str, Any]:
     """Return what the settings of a plan say, a TOML text of somebody whom nobody trusts; UsageError for any other.
 
-    A key of thousands of dots takes gigabytes to read, so a line with more dots than settings have is refused first.
-    So are strings that plans never write, in which dots could hide.
+    Whoever reads a TOML text gives its writer memory and time, so lines that plans never write are refused unread.
     """
     try:
         for line in text.split("\n"):

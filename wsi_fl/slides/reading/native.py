@@ -72,7 +72,9 @@ def tiled_images(path: Path) -> list[TiledImage]:
 
     Labels, macros and thumbnails in strips are left out, and so is whatever cannot be parsed.
     """
-    from tifffile import TiffFile, TiffPage
+    from tifffile import TiffFile
+
+    from wsi_fl.slides.reading.formats.tiff import pages_of
 
     try:
         with TiffFile(path) as tif:
@@ -85,8 +87,8 @@ def tiled_images(path: Path) -> list[TiledImage]:
                     page.jpegtables or b"",
                     page.photometric == _RGB,
                 )
-                for page in tif.pages
-                if isinstance(page, TiffPage) and is_readable(page)
+                for page in pages_of(tif)
+                if is_readable(page)
             ]
     except Exception:  # whatever a parser stumbles over in a damaged or foreign file: OpenSlide judges it
         return []

@@ -212,9 +212,11 @@ def _is_one_row(path: Path) -> bool:
     """Return whether a Ventana slide has an area of one row or column of tiles, as its XML says."""
     from tifffile import TiffFile
 
+    from wsi_fl.slides.reading.formats.tiff import pages_of
+
     try:
         with TiffFile(path) as tif:
-            packets = [page.tags["XMP"].value for page in tif.pages if "XMP" in page.tags]
+            packets = [page.tags["XMP"].value for page in pages_of(tif) if "XMP" in page.tags]
     except Exception:  # no TIFF, or a damaged one
         return False
     areas = [area for xml in packets for area in re.findall(rb"<AoiInfo[^>]*>", bytes(xml))]

@@ -237,16 +237,14 @@ def _mpp(page: TiffPage) -> Mpp:
 
 
 def pages_of(tif: TiffFile) -> list[TiffPage]:
-    """Return the directories of a TIFF; WsiFlError where they form a circle, which would have no end."""
+    """Return the directories of a TIFF; WsiFlError where their list is damaged."""
     from tifffile import TiffPage
 
     pages: list[TiffPage] = []
     offsets: set[int] = set()
     for page in tif.pages:
         if page.offset in offsets:
-            raise WsiFlError(
-                f"{tif.filename}: its directories lead back to an earlier one; the file is damaged"
-            )
+            raise WsiFlError(f"{tif.filename}: its list of directories is damaged")
         offsets.add(page.offset)
         if isinstance(page, TiffPage):
             pages.append(page)
