@@ -460,7 +460,7 @@ def test_settings_that_plans_never_write_are_refused_unread(study, identities, m
     monkeypatch.setattr(tomllib, "loads", lambda text: (read.append(text), loads(text))[1])
     refused(lambda: admit(study, me, sent), f"plan {sent.digest[:8]} is damaged")
     refused(lambda: look(study, sent, "S0"), "settings are not as plans write them")
-    assert not any(odd in text and "[[" not in bomb for text in read)
+    assert not any(odd in text and "[[" not in odd for text in read)
 
 
 def test_dots_in_values_are_no_keys(study, identities, me):
