@@ -8,15 +8,17 @@ global names that it uses. What it calls in turn is looked at likewise where it 
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
-_DEEPEST = 3
+_DEEPEST, _MOST = 6, 256
+"""How far what a loss holds is followed, and how many entries of a table are looked at."""
 
 
 def of_row(
@@ -29,8 +31,10 @@ def of_row(
         b: rows of the batch.
         of_classes: whether a sequence of b numbers with fractions is one for each class.
     """
-    module = getattr(function, "__module__", None)
-    return _Narrowing(row, b, of_classes, module).of(function) if b > 1 else function
+    narrowed: Callable[..., Tensor] = function
+    if b > 1:
+        narrowed = _Narrowing(row, b, of_classes, _module_of(function)).of(function)
+    return narrowed
 
 
 class _Narrowing:
@@ -43,22 +47,24 @@ class _Narrowing:
         if self._has_rows(value):
             rows = slice(self._row, self._row + 1)
             return value.iloc[rows] if hasattr(value, "iloc") else value[rows]
-        narrow: Callable[[Any, int], Any] | None = None
+        narrow: Callable[[Any, int], Any] = self._of_object
         if isinstance(value, partial):
             narrow = self._of_partial
         elif isinstance(value, MethodType):
             narrow = self._of_method
+        elif type(value) is dict and len(value) <= _MOST:
+            narrow = self._of_values
+        elif depth and _module_of(value) != self._module:
+            return value
         elif isinstance(value, FunctionType):
-            narrow = self._of_function if value.__module__ == self._module else None
-        elif depth == 0 or type(value).__module__ == self._module:
-            narrow = self._of_object
-        return value if narrow is None or depth > _DEEPEST else narrow(value, depth)
+            narrow = self._of_function
+        return narrow(value, depth) if depth <= _DEEPEST else value
 
     def _has_rows(self, value: Any) -> bool:
         is_table = hasattr(value, "iloc")
         if (
             not is_table
-            and type(value) not in (list, tuple)
+            and type(value) not in (list, tuple, array)
             and not (isinstance(value, np.ndarray) and value.ndim)
         ):
             return False
@@ -68,11 +74,11 @@ class _Narrowing:
 
     def _of_partial(self, value: partial[Any], depth: int) -> partial[Any]:
         before = (value.func, *value.args)
-        after = [self.of(part, depth + 1) for part in before]
+        after: list[Any] = [self.of(part, depth + 1) for part in before]
         keywords = self._of_values(value.keywords, depth)
         if keywords is value.keywords and _same(after, before):
             return value
-        return partial(*after, **keywords)
+        return partial(after[0], *after[1:], **keywords)
 
     def _of_method(self, value: MethodType, depth: int) -> MethodType:
         holder = self.of(value.__self__, depth + 1)
@@ -111,13 +117,21 @@ class _Narrowing:
         held = getattr(value, "__dict__", None)
         if held is None or isinstance(value, Tensor | type):
             return value
-        attributes = {key: part for key, part in held.items() if not isinstance(part, nn.Module | Tensor)}
-        narrowed = self._of_values(attributes, depth)
-        if narrowed is attributes:
+        narrowed = self._of_values(held, depth)
+        if narrowed is held:
             return value
         other = copy.copy(value)
         vars(other).update(narrowed)
         return other
+
+
+def _module_of(value: Any) -> str:
+    """Return the name of the file that a function or the class of an object is from, whatever it was renamed to."""
+    if isinstance(value, partial):
+        return _module_of(value.func)
+    if isinstance(value, MethodType):
+        return _module_of(value.__func__)
+    return str(value.__globals__["__name__"] if isinstance(value, FunctionType) else type(value).__module__)
 
 
 def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -150,9 +150,10 @@ def _require_all(parameters: list[nn.Parameter], model: nn.Module, optimizer: to
     Raises:
         UsageError: when parameters are missing in it, or are of something else.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return  # somebody's own, which has no table of them
-    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    groups = getattr(optimizer, "param_groups", None)  # somebody's own may have none
+    if groups is None:
+        return
+    moved = {id(p) for group in groups for p in group["params"]}
     strangers = len(moved - {id(p) for p in model.parameters()})
     if strangers:
         raise UsageError(

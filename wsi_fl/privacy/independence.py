@@ -42,7 +42,7 @@ from torch.nn.modules import (
 from torch.nn.modules import module as room
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from wsi_fl.types import UsageError
 
@@ -90,7 +90,7 @@ def standing_of(model: nn.Module) -> Standing:
                 f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has statistics of the batch, "
                 "whether it is trained or not; use GroupNorm"
             )
-        if any(isinstance(value, UninitializedTensorMixin) for value in part.parameters(recurse=False)):
+        if any(map(is_lazy, part.parameters(recurse=False))):
             raise UsageError(
                 f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has no weights yet; call the "
                 "model once on rows of the same shape that are nobody's, such as zeros, before the optimizer is made"
