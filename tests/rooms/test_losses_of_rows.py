@@ -132,6 +132,16 @@ def of_another_name(y):
     return loss
 
 
+def of_page(y):
+    """A function of an example in a page, whose names belong to no file."""
+    names = {"labels": y.float().numpy(), "torch": torch, "functional": functional}
+    exec(
+        "def loss(out): return functional.mse_loss(out[:, 0], torch.tensor(4 * (labels - labels.mean())))",
+        names,
+    )
+    return names["loss"]
+
+
 def penalised(make):
     """A penalty of the model's weights, which is no function of rows."""
     model = make()
@@ -162,6 +172,7 @@ TIED = {
     "an array in a table of tables": of_table,
     "an array of Python": of_numbers,
     "a function by another name": of_another_name,
+    "an array of a page": of_page,
     "a list": of_list,
     "a table": of_ranks,
     "the first label": lambda y: lambda out: functional.cross_entropy(out, y[0].expand(len(out))),

@@ -5,8 +5,9 @@ import errno
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from wsi_fl.hospitals.lines.folder_line import HELLO, lying
+from wsi_fl.hospitals.lines.folder_line import lying
 from wsi_fl.hospitals.lines.share import Share
+from wsi_fl.hospitals.trust.letters import HELLO
 
 TOPIC = "ab" * 32
 

@@ -131,7 +131,9 @@ def _module_of(value: Any) -> str:
         return _module_of(value.func)
     if isinstance(value, MethodType):
         return _module_of(value.__func__)
-    return str(value.__globals__["__name__"] if isinstance(value, FunctionType) else type(value).__module__)
+    if isinstance(value, FunctionType):
+        return str(value.__globals__.get("__name__", ""))
+    return type(value).__module__
 
 
 def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:

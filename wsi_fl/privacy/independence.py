@@ -126,6 +126,8 @@ def _is_by(name: str | None, packages: tuple[str, ...]) -> bool:
 
 def _is_trusted(value: object, depth: int = 0) -> bool:
     """Return whether what a module holds is data, or computes by PyTorch, a library or wsi-fl alone."""
+    if value is None or type(value) in (bool, int, float, str):  # most are
+        return True
     parts: tuple[object, ...] | None = None
     if isinstance(value, partial):
         parts = value.func, value.args, value.keywords
