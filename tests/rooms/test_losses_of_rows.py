@@ -157,6 +157,16 @@ def consistent(make):
     return model, lambda out: functional.cross_entropy(out, y) + (out - model(x + 0.1)).square().mean()
 
 
+def of_places(n, turned):
+    """A loss that takes its rows from all there are, n times the batch, by places in a list or an array."""
+
+    def loss_for(y):
+        everybody, rows = y.float().repeat(n), turned(len(y))
+        return lambda out: functional.mse_loss(out[:, 0], everybody[rows] * 2)
+
+    return loss_for
+
+
 TIED = {
     "softmax over rows, of one logit each": lambda y: (
         lambda out: functional.cross_entropy(out[:, 0], y.float())
@@ -182,6 +192,7 @@ TIED = {
     "the first label as a slice": lambda y: lambda out: weighted(out, y, 1.0 + y[:1]),
     "labels turned round": lambda y: lambda out: functional.cross_entropy(out, y[[*range(len(y))][::-1]]),
     "labels of neighbours": lambda y: lambda out: functional.cross_entropy(out, y[torch.arange(len(y)) - 1]),
+    "places of others in a list": of_places(1, lambda n: [(k + 1) % n for k in range(n)]),
     "mixed labels": lambda y: (
         lambda out: (
             functional.cross_entropy(out, y) + functional.cross_entropy(out, y[torch.randperm(len(y))])
@@ -229,6 +240,10 @@ def as_tensor(labels):
 
 
 ALONE = {
+    "places in a list": of_places(2, lambda n: list(range(n))),
+    "places in an array": of_places(2, np.arange),
+    "all places in a list": of_places(1, lambda n: list(range(n))),
+    "all places in an array": of_places(1, np.arange),
     "labels of an array": held(lambda y: y.numpy()),
     "labels of a list": held(lambda y: y.tolist()),
     "labels of a table": held(lambda y: pd.Series(y.numpy())),

@@ -270,8 +270,8 @@ _SETTINGS: Mapping[str, Any] = {
 """Arguments of `PLAIN` losses, and what they usually are."""
 
 
-def _is_of_batch(args: Sequence[Any], b: int) -> bool:
-    """Return whether rows are chosen from the batch's own, and not the batch's rows from all."""
+def _is_of_batch(args: Sequence[Any], b: int, row: int | None = None) -> bool:
+    """Return whether rows are chosen from the batch's own, and not the batch's rows from all, or a row by its place."""
     if len(args) < 2 or not isinstance(args[0], Tensor) or not args[0].ndim or len(args[0]) != b:
         return False
     rows = args[-1][0] if isinstance(args[-1], tuple) and args[-1] else args[-1]
@@ -279,7 +279,10 @@ def _is_of_batch(args: Sequence[Any], b: int) -> bool:
         return rows.indices(b) != (0, b, 1)
     if isinstance(rows, Tensor):
         return not (rows.shape == (b,) and bool((rows.cpu() == torch.arange(b)).all()))
-    return not (isinstance(rows, list | np.ndarray) and np.array_equal(rows, np.arange(b)))  # all, in order
+    wanted = (np.arange(b), [row])  # all in their order, or the row's own place
+    return not (
+        isinstance(rows, list | np.ndarray) and any(np.array_equal(rows, places) for places in wanted)
+    )
 
 
 def _is_column(func: Any, args: Sequence[Any]) -> bool:
@@ -311,8 +314,11 @@ class _RowAlone(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
         of_all = func in _SELECTIONS and not any(id(value) in self._computed for value in tensors)
-        if not tensors or (of_all and not (func in _CHOICES and _is_of_batch(args, self._b))):
-            return func(*args, **kwargs)
+        if not tensors or (of_all and not (func in _CHOICES and _is_of_batch(args, self._b, self._row))):
+            result = func(*args, **kwargs)
+            if func in _CHOICES and isinstance(args[-1], list | np.ndarray) and len(args[-1]) == 1:
+                self._computed |= {id(value): value for value in _tensors(result)}  # the row's, by its place
+            return result
         args, kwargs = tree_map(self._row_of, (args, kwargs))
         result = func(*args, **kwargs)
         if not of_all:
