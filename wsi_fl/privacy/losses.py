@@ -279,7 +279,10 @@ def _is_of_batch(args: Sequence[Any], b: int, row: int | None = None) -> bool:
         return rows.indices(b) != (0, b, 1)
     if isinstance(rows, Tensor):
         return not (rows.shape == (b,) and bool((rows.cpu() == torch.arange(b)).all()))
-    wanted = (np.arange(b), [row])  # all in their order, or the row's own place
+    wanted = (
+        np.arange(b),
+        np.array([-1 if row is None else row]),
+    )  # all in their order, or the row's own place
     return not (
         isinstance(rows, list | np.ndarray) and any(np.array_equal(rows, places) for places in wanted)
     )
