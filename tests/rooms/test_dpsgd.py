@@ -1,5 +1,7 @@
 """DP-SGD against a slow per-example loop, and the statistics of its noise and batches."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -224,3 +226,45 @@ def test_no_noise_and_no_clipping_is_plain_sgd(engine):
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
     step(private, x, y, sigma=0.0, clip=float("inf"), divisor=6, engine=engine)
     torch.testing.assert_close(vector(private), vector(plain))
+
+
+class Halved(nn.Module):
+    """A linear layer; with `chance` it drops its output at random, whatever mode it is in."""
+
+    def __init__(self, chance):
+        super().__init__()
+        self.linear, self.chance = nn.Linear(4, 3), chance
+
+    def forward(self, x):
+        return (
+            functional.dropout(self.linear(x), self.chance, training=True) if self.chance else self.linear(x)
+        )
+
+
+@pytest.fixture
+def another_thread_draws():
+    """Draws from PyTorch's generator, which all threads of a process share, again and again."""
+    is_over = threading.Event()
+
+    def draw():
+        while not is_over.wait(0.0005):
+            torch.rand(1)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    yield
+    is_over.set()
+    thread.join()
+
+
+def test_what_another_thread_draws_is_not_blamed_on_a_model(another_thread_draws):
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    for _ in range(20):
+        assert np.isfinite(step(Halved(0.0), x, y, sigma=1.0, clip=1.0, divisor=8))
+
+
+def test_random_numbers_of_a_model_are_refused_beside_other_threads_too(another_thread_draws):
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    refused(
+        lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError
+    )

@@ -16,7 +16,7 @@ def started(monkeypatch):
     commands = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(os, "execvpe", lambda *command: commands.append(command))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", ["wsi-fl", "features", "--all", "--gpus", "0,3"])
     return commands
@@ -31,17 +31,46 @@ def test_a_command_begins_again_with_a_rank_on_each_gpu(started):
 
 
 def test_ranks_and_training_and_one_gpu_start_nothing(started, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     take_gpus(None)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
-    take_gpus("1")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
     take_gpus("0,1", ranks=False)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     take_gpus("1,0")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0" and started == []
 
 
-@pytest.mark.parametrize("gpus", ["", "a", "0,", "0,0", "-1", "0;1"])
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("2,3", "3,2"),  # Slurm without control groups says numbers of the machine
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1b2c", "GPU-1b2c"),  # and names since 25.11
+        ("MIG-377e0049-554c-540b-93c6-d0976f8426cb", "MIG-377e0049-554c-540b-93c6-d0976f8426cb"),
+        (
+            "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2",
+            "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2",
+        ),
+        ("", "GPU-8932f937"),
+        ("0, 1", "0"),
+    ],
+)
+def test_gpus_go_by_number_and_by_name_among_those_that_a_job_was_given(started, monkeypatch, given, wanted):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    take_gpus(wanted, ranks=False)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("2,3", "0,1"), ("2,3", "2,1"), ("GPU-1b2c", "0"), ("NoDevFiles", "0")]
+)
+def test_gpus_that_a_job_was_not_given_are_not_taken_from_others(started, monkeypatch, given, wanted):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    refused(lambda: take_gpus(wanted), f"--gpus {wanted}: this process was given the GPUs {given}")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == given and started == []
+
+
+@pytest.mark.parametrize("gpus", ["", "a", "GPU-", "GPU-1;2", "gpu-1", "0,", "0,0", "-1", "0;1"])
 def test_what_is_no_list_of_gpus_is_refused(started, gpus):
     refused(lambda: take_gpus(gpus), f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3")
 

@@ -1,5 +1,6 @@
 """What Linux offers, and what stands in for it on macOS."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from wsi_fl.system import machine
+from wsi_fl.system import cgroups, files, machine
 from wsi_fl.system.bulk import BulkFile, aligned_empty
 from wsi_fl.system.files import alone
 from wsi_fl.types import WsiFlError
@@ -63,3 +64,95 @@ def test_arrays_are_written_where_they_belong(tmp_path, where):
         file.write(first, 4096)
     found = path.read_bytes()
     assert len(found) == 8292 and found[4096:8192] == b"\1" * 4096 and found[8192:] == b"\2" * 100
+
+
+GIB = 1 << 30
+GROUPS = {
+    "a container of version 2": (
+        "0::/\n",
+        {"cpu.max": "250000 100000", "memory.max": f"{8 * GIB}", "memory.current": f"{3 * GIB}"},
+        3,
+        5 * GIB,
+    ),
+    "a job of Slurm, whose step has no limit of its own": (
+        "0::/system.slice/slurmstepd.scope/job_7/step_0/user\n",
+        {
+            "system.slice/slurmstepd.scope/job_7/memory.max": f"{4 * GIB}",
+            "system.slice/slurmstepd.scope/job_7/memory.current": f"{GIB}",
+            "system.slice/slurmstepd.scope/job_7/memory.stat": f"anon 5\ninactive_file {GIB // 2}\n",
+            "system.slice/slurmstepd.scope/job_7/step_0/memory.max": "max",
+            "system.slice/slurmstepd.scope/job_7/step_0/memory.current": f"{GIB}",
+            "system.slice/slurmstepd.scope/job_7/cpu.max": "max 100000",
+            "system.slice/cpu.max": "400000 100000",
+        },
+        4,
+        3 * GIB + GIB // 2,
+    ),
+    "a container of version 1": (
+        "5:cpu,cpuacct:/docker/ab\n4:memory:/docker/ab\n0::/\n",
+        {
+            "cpu,cpuacct/docker/ab/cpu.cfs_quota_us": "50000",
+            "cpu,cpuacct/docker/ab/cpu.cfs_period_us": "100000",
+            "cpu,cpuacct/cpu.cfs_quota_us": "-1",
+            "cpu,cpuacct/cpu.cfs_period_us": "100000",
+            "memory/docker/ab/memory.limit_in_bytes": f"{2 * GIB}",
+            "memory/docker/ab/memory.usage_in_bytes": f"{GIB}",
+            "memory/docker/ab/memory.stat": "total_inactive_file 4096\n",
+            "memory/memory.limit_in_bytes": "9223372036854771712",
+            "memory/memory.usage_in_bytes": f"{9 * GIB}",
+        },
+        1,
+        GIB + 4096,
+    ),
+    "a path that cannot be seen from inside": (
+        "4:memory:/docker/ab\n1:cpu:/docker/ab\n",
+        {
+            "cpu/cpu.cfs_quota_us": "150000",
+            "cpu/cpu.cfs_period_us": "100000",
+            "memory/memory.limit_in_bytes": f"{GIB}",
+            "memory/memory.usage_in_bytes": f"{2 * GIB}",
+        },
+        2,
+        0,
+    ),
+    "no limit": (
+        "0::/user.slice\n",
+        {"user.slice/cpu.max": "max 100000", "user.slice/memory.max": "max"},
+        None,
+        None,
+    ),
+    "no groups": ("", {}, None, None),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_a_container_or_a_job_may_take_counts_and_not_the_machine(tmp_path, monkeypatch, name):
+    membership, limits, cores, room = GROUPS[name]
+    (tmp_path / "membership").write_text(membership)
+    for file, text in limits.items():
+        path = tmp_path / "groups" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(machine, "_free_of_system", lambda: 100 * GIB)
+    monkeypatch.setattr(cgroups, "_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path / "groups")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    assert machine.n_cores() == (64 if cores is None else cores)
+    assert machine.share_of_threads() == max(1, (64 if cores is None else cores) // 2)
+    assert machine.free_bytes() == (100 * GIB if room is None else room)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, 512, 524])
+@pytest.mark.parametrize("busy", [None, "busy"])
+def test_a_disk_without_locks_is_told_in_one_line(tmp_path, monkeypatch, number, busy):
+    def none(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.fcntl, "flock", none)
+    with (
+        pytest.raises(WsiFlError, match=r"locks no files \([^\n]*another disk$"),
+        alone(tmp_path / "x", busy),
+    ):
+        pass

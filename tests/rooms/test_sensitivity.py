@@ -147,9 +147,11 @@ def test_a_model_that_is_changed_after_the_first_step_is_looked_at_again():
     assert trainer.engine == "ghost"
     model[1] = nn.BatchNorm1d(D, affine=False)
     refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "BatchNorm1d (1)")
-    model[1] = Net(lambda net, z: z - z.mean(0))  # is shown one row now
-    found = moves_of(trainer, x, y)
-    assert found <= 1 + 1e-5
+    model[1] = Net(lambda net, z: z - z.mean(0) if len(z) > 8 else z)  # is shown one row now
+    assert moves_of(trainer, x, y) <= 1 + 1e-5
+    for layer in (nn.Softmax(0), Net(lambda net, z: z - z.mean(0))):
+        model[1] = layer
+        refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "ties the rows")
     model[1] = nn.Linear(D, D)
     refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "make a new DPTrainer")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
@@ -110,16 +111,29 @@ def announced(command: _C, name: str = "") -> _C:
     return cast(_C, told)
 
 
+_GPU = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
+"""A number of a GPU, or its name, as `nvidia-smi -L` lists both, and as CUDA and Slurm write them."""
+
+
 def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
     """Take these GPUs, "0,1", and where they are several, begin the command again with a rank on each.
 
+    Where a cluster gave this job some of the machine's GPUs, they are to be among these.
     Without `ranks` they are only taken: `train` starts its own.
     """
     if gpus is None:
         return
     numbers = gpus.split(",")
-    if not all(one.isdecimal() for one in numbers) or len(set(numbers)) < len(numbers):
-        raise UsageError(f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3")
+    if not all(map(_GPU.fullmatch, numbers)) or len(set(numbers)) < len(numbers):
+        raise UsageError(
+            f"--gpus {gpus}: write the numbers of GPUs, such as 0,1,2,3, or their names, such as GPU-8932f937"
+        )
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    if given and not set(numbers) <= set(given.split(",")):
+        raise UsageError(
+            f"--gpus {gpus}: this process was given the GPUs {given} (CUDA_VISIBLE_DEVICES), and others may be "
+            "somebody else's; choose of these, as they are written there"
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     if launched_ranks() is not None:
         return

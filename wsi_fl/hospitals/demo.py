@@ -32,6 +32,7 @@ from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import read_json, read_object, write_json, write_text
+from wsi_fl.system.machine import n_cores
 from wsi_fl.types import UsageError, WsiFlError
 
 _T = TypeVar("_T")
@@ -110,7 +111,7 @@ class Children:
 
     def each(self, work: Callable[[_T], object], things: Sequence[_T]) -> None:
         """Do the work for each, several at the same time; when one fails, all end."""
-        with ThreadPoolExecutor(max(1, min(len(things), os.cpu_count() or 1))) as pool:
+        with ThreadPoolExecutor(max(1, min(len(things), n_cores()))) as pool:
             jobs = [pool.submit(work, thing) for thing in things]
             try:
                 for job in wait(jobs, return_when=FIRST_EXCEPTION).done:

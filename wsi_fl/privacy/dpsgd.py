@@ -144,6 +144,28 @@ def _without_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
+def _require_all(parameters: list[nn.Parameter], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that moves other parameters than the model's.
+
+    Raises:
+        UsageError: when parameters are missing in it, or are of something else.
+    """
+    groups = getattr(optimizer, "param_groups", None)  # somebody's own may have none
+    if groups is None:
+        return
+    moved = {id(p) for group in groups for p in group["params"]}
+    strangers = len(moved - {id(p) for p in model.parameters()})
+    if strangers:
+        raise UsageError(
+            f"the optimizer has {strangers} parameters that are not the model's and get no gradient, such as those of "
+            "a loss or of a copy; give it model.parameters()"
+        )
+    if missing := sum(id(p) not in moved for p in parameters):
+        raise UsageError(
+            f"the optimizer lacks {missing} of the model's trained parameters; freeze them or add them"
+        )
+
+
 class DPTrainer:
     """A model and its optimizer, stepping with differential privacy.
 
@@ -183,8 +205,9 @@ class DPTrainer:
         if len(kinds) > 1 or not kinds <= {torch.float32, torch.float64}:
             names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
             raise UsageError(f"{UNTRAINABLE}: its weights are {names}; make them float32 by model.float()")
+        _require_all(self._parameters, model, optimizer)
         self.engine = SINGLY if custom else engine or engine_of(model)
-        self._measured = False
+        self._measured: tuple[object, ...] = ()  # the layers, and the axes of rows
         self._constants: dict[tuple[str, ...], tuple[float, ...]] = {}  # of losses
 
     @classmethod
@@ -255,17 +278,19 @@ class DPTrainer:
         self._require_same_parameters(x)
         custom, of_rows = standing == "custom", is_mean_of_rows(loss_of)
         memory = None if standing == "built-in" and of_rows else Memory(self._model, attributes=custom)
-        way = self.engine if self._measured else right_way(self._model, x, unit, self.engine)
-        if way is not None and not self._measured:
-            self.engine, self._measured = way, True
-        loss_of = loss_of if of_rows else RowwiseLoss(loss_of, self._constants)
+        layers = (x.dim(), *((id(part), type(part)) for part in self._model.modules()))
+        is_measured = self._measured == layers  # it may have changed since
+        way = self.engine if is_measured else right_way(self._model, x, unit, self.engine)
+        if way is not None and not is_measured:
+            self.engine, self._measured = way, layers
+        loss_of = loss_of if of_rows else RowwiseLoss(loss_of, self._constants, self._parameters)
         if custom or unit is not None or way in (None, SINGLY):
             alone = torch.arange(len(x), device=x.device) if unit is None else unit
             sums, loss = self._by_unit(x, alone, loss_of, weigh, memory if custom else None)
         else:
             sums, loss = self._by_engine(x, loss_of, weigh)
         if memory is not None:
-            memory.require_unchanged()
+            memory.require_unchanged(lambda: self._model(x[:1]))
         return sums, loss
 
     def _by_unit(

@@ -18,19 +18,32 @@ the model, such as global variables, that shows an effect only later.
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from inspect import getattr_static
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import activation, conv, dropout, flatten, padding, pixelshuffle, pooling, upsampling
+from torch.nn.modules import (
+    activation,
+    conv,
+    dropout,
+    flatten,
+    fold,
+    padding,
+    pixelshuffle,
+    pooling,
+    upsampling,
+)
 from torch.nn.modules import module as room
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
 from wsi_fl.types import UsageError
 
@@ -47,7 +60,7 @@ _SEQUENCE_FIRST = ("MultiheadAttention",)
 _LAYERS: frozenset[type[nn.Module]] = frozenset(
     {
         kind
-        for kinds in (activation, conv, dropout, flatten, padding, pixelshuffle, pooling, upsampling)
+        for kinds in (activation, conv, dropout, flatten, fold, padding, pixelshuffle, pooling, upsampling)
         for kind in vars(kinds).values()
         if isinstance(kind, type)
         and issubclass(kind, nn.Module)
@@ -78,6 +91,11 @@ def standing_of(model: nn.Module) -> Standing:
                 f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has statistics of the batch, "
                 "whether it is trained or not; use GroupNorm"
             )
+        if any(map(is_lazy, part.parameters(recurse=False))):
+            raise UsageError(
+                f"{UNTRAINABLE}: {type(part).__name__}{f' ({name})' if name else ''} has no weights yet; call the "
+                "model once on rows of the same shape that are nobody's, such as zeros, before the optimizer is made"
+            )
     hooked = any(
         p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()
     )
@@ -96,17 +114,38 @@ def standing_of(model: nn.Module) -> Standing:
 
 
 def _is_changed(part: nn.Module) -> bool:
-    """Return whether somebody hung a function on a module, or gave it another `forward`."""
-    return "forward" in vars(part) or any(getattr(part, hooks, None) for hooks in _HOOKS)
+    """Return whether somebody hung a function on a module, or gave it or its class another `forward`."""
+    forward = getattr(getattr_static(type(part), "forward"), "__module__", None)
+    changed = _is_by(type(part).__module__, _TRUSTED) and not _is_by(forward, _TRUSTED)
+    return changed or "forward" in vars(part) or any(getattr(part, hooks, None) for hooks in _HOOKS)
 
 
-def _is_trusted(value: object) -> bool:
-    """Return whether what a module holds is no function, or one of PyTorch, of a library or of wsi-fl."""
-    while isinstance(value, partial):
-        value = value.func
-    if isinstance(value, MethodType):
-        value = value.__func__
-    return not isinstance(value, FunctionType) or (value.__module__ or "").startswith(_TRUSTED)
+def _is_by(name: str | None, packages: tuple[str, ...]) -> bool:
+    """Return whether a module of Python lies in one of these packages."""
+    return f"{name}.".startswith(packages)
+
+
+def _is_trusted(value: object, depth: int = 0) -> bool:
+    """Return whether what a module holds is data, or computes by PyTorch, a library or wsi-fl alone."""
+    if value is None or type(value) in (bool, int, float, str):  # most are
+        return True
+    parts: tuple[object, ...] | None = None
+    if isinstance(value, partial):
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, MethodType):
+        parts = value.__func__, value.__self__
+    elif isinstance(value, Mapping):
+        parts = tuple(value.values())
+    elif type(value) in (list, tuple, set, frozenset):
+        parts = tuple(value)  # type: ignore[arg-type]
+    if parts is not None:
+        return depth < _DEEPEST and all(_is_trusted(part, depth + 1) for part in parts)
+    if isinstance(value, nn.Module | BuiltinFunctionType | ModuleType):  # a module is looked at by itself
+        return True
+    if isinstance(value, torch.jit.ScriptFunction):
+        return False
+    origin = value.__module__ if isinstance(value, FunctionType | type) else type(value).__module__
+    return _is_by(origin, (*_TRUSTED, "builtins.", "enum.", "numpy."))
 
 
 def train_without_dropout(model: nn.Module) -> None:
@@ -135,21 +174,38 @@ class Memory:
                 present.clear()
                 present.update(held)
 
-    def require_unchanged(self) -> None:
+    def require_unchanged(self, forward: Callable[[], object]) -> None:
         """Refuse a model in which rows left something, after `forget`.
+
+        Args:
+            forward: computes a forward pass again. Generators are those of the whole process, so where other threads
+                run beside this one it settles who drew from them.
 
         Raises:
             UsageError: naming what changed, or that random numbers were drawn.
         """
-        if _chance() != self._chance:
+        if _chance() != self._chance and self._draws(forward):
             raise UsageError(f"{UNTRAINABLE}: it draws random numbers in training; set its dropout to 0")
         contents = self._contents()
         for name in self._content.keys() | contents.keys():
             if self._content.get(name) != contents.get(name):
                 raise UsageError(
                     f"{UNTRAINABLE}: a forward pass changes its {name}, so rows are learned there without noise; make "
-                    "it a constant"
+                    "it a constant, or if it depends on the rows' shape alone call the model once on zeros before"
                 )
+
+    def _draws(self, forward: Callable[[], object]) -> bool:
+        """Return whether each of some forward passes draws random numbers; True where no other thread can have."""
+        if threading.active_count() == 1:
+            return True
+        for _ in range(_FORWARD_PASSES):
+            state = _chance()
+            with torch.no_grad():
+                forward()
+            self.forget()
+            if _chance() == state:
+                return False
+        return True
 
     def _contents(self) -> dict[str, object]:
         contents: dict[str, object] = {}
@@ -164,6 +220,8 @@ class Memory:
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
+_FORWARD_PASSES = 20
+"""Passes of one row that all see random numbers drawn; another thread seldom draws during one."""
 
 
 def _content(value: object, depth: int = 0) -> object:

@@ -10,8 +10,9 @@ computed of every row alone, of which it sees the output and, of each tensor tha
 row (`_RowAlone`). So a row's gradient is a function of that row, whatever the loss does. Where it differs from what the
 loss says of the batch, the loss ties rows together, and is refused.
 
-What cannot be seen: a number that was computed from the batch before, outside the loss. Its change from one batch to
-the next is noticed and refused; in the first batch it is not.
+What cannot be seen: what was computed from the batch before, outside the loss. The change of a number from one batch to
+the next is noticed and refused; in the first batch it is not, and of a weight for each row it never is: such weights
+look like the rows' own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from wsi_fl.types import UsageError, one_line
+from wsi_fl.privacy.captures import of_row
+from wsi_fl.types import UsageError, WsiFlError, one_line
 
 LossOf = Callable[[Tensor], Tensor]
 """Outputs [b, …] → the mean of per-example losses."""
@@ -49,10 +51,9 @@ PLAIN = (
     functional.binary_cross_entropy_with_logits,
 )
 """Losses whose mean over a batch is a mean over its rows, without weights, labels to ignore and smoothing."""
+_CHOICES = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
 _SELECTIONS = (
-    Tensor.__getitem__,
-    Tensor.index_select,
-    torch.index_select,
+    *_CHOICES,
     *(getattr(Tensor, name) for name in ("to", "long", "int", "float", "double", "bool", "detach", "clone")),
     *(getattr(Tensor, name) for name in ("cpu", "cuda")),
 )
@@ -70,23 +71,31 @@ class RowwiseLoss:
     Args:
         loss_of: what the caller handed over.
         constants: numbers that the loss used before, by the functions that it called; they may not change.
+        weights: the model's trained parameters, on which a loss may depend by the outputs alone.
     """
 
-    def __init__(self, loss_of: LossOf, constants: _Constants) -> None:
-        self._loss_of, self._constants = loss_of, constants
+    def __init__(self, loss_of: LossOf, constants: _Constants, weights: Sequence[Tensor] = ()) -> None:
+        self._loss_of, self._constants, self._weights = loss_of, constants, weights
 
     def __call__(self, outputs: Tensor, rows: Sequence[int] | None = None) -> Tensor:
         """Return the mean loss of outputs [b, …], with gradients of these rows only, or of all.
 
         Raises:
             UsageError: when the loss of a row is another one without the other rows, or with them.
+            WsiFlError: of the loss itself.
+            OutOfMemoryError: of PyTorch.
         """
         calls = _Calls(outputs)
-        with calls:
-            loss = self._loss_of(outputs)
+        try:
+            with calls:
+                loss = self._loss_of(outputs)
+        except (WsiFlError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever somebody's loss raises
+            raise UsageError(f"{_TIES}: it cannot be computed ({one_line(error)[:200]})") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(f"{_TIES}: it must be one number, the mean over the rows; use .mean()")
-        if calls.plain_result is loss:
+        if calls.plain_result is loss and of_row(self._loss_of, 0, len(outputs)) is self._loss_of:
             return loss
         places = list(range(len(outputs)) if rows is None else rows)
         if not places:
@@ -126,9 +135,10 @@ class RowwiseLoss:
         with torch.enable_grad():
             output = outputs[row : row + 1].detach().requires_grad_()
             view = _RowAlone(output, row, len(outputs), of_classes)
+            loss_of = of_row(self._loss_of, row, len(outputs), of_classes=of_classes)
             try:
                 with view:
-                    loss = self._loss_of(output)
+                    loss = loss_of(output)
                 (gradient,) = torch.autograd.grad(loss.sum(), output, materialize_grads=True)
             except Exception as error:  # whatever somebody's loss raises
                 raise UsageError(
@@ -150,7 +160,15 @@ class RowwiseLoss:
         with torch.enable_grad():
             batch = outputs.detach().requires_grad_()
             loss = self._loss_of(batch)
-            (in_batch,) = torch.autograd.grad(loss.sum(), batch, materialize_grads=True)
+            of_batch, *of_weights = torch.autograd.grad(
+                loss.sum(), (batch, *self._weights), allow_unused=True
+            )
+        if any(gradient is not None for gradient in of_weights):
+            raise UsageError(
+                f"{_TIES}: it depends on the model's weights by another way than the outputs (a penalty, or the model "
+                "called again), and that gradient has no bound; use weight_decay of the optimizer, or torch.no_grad()"
+            )
+        in_batch = torch.zeros_like(batch) if of_batch is None else of_batch
         finite = batch.detach()[rows].flatten(1).isfinite().all(1)  # another row has no part in the sum
         in_batch, gradients = in_batch[rows][finite], gradients[finite]
         if _agree(in_batch * len(outputs), gradients):
@@ -192,7 +210,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self, outputs: Tensor) -> None:
         super().__init__()
         self._outputs: dict[int, Tensor] = {id(outputs): outputs}  # and columns of them
-        self._differs = False
+        self._b, self._differs = len(outputs), False
         self._result: Tensor | None = None
 
     @property
@@ -207,7 +225,8 @@ class _Calls(TorchFunctionMode):
         if not tensors or not isinstance(result, Tensor):
             return result
         if not any(id(value) in self._outputs for value in tensors):
-            self._differs |= func not in _SELECTIONS
+            mixes = func in _CHOICES and _is_of_batch(args, self._b)
+            self._differs |= mixes or func not in _SELECTIONS
         elif _is_column(func, args):
             self._outputs[id(result)] = result
         elif self._result is None and func in PLAIN and self._is_mean(func, args, kwargs):
@@ -230,6 +249,10 @@ class _Calls(TorchFunctionMode):
             or not isinstance(target, Tensor)
         ):
             return False
+        if (
+            func is functional.cross_entropy and outputs.dim() < 2
+        ):  # one row of as many classes as there are rows
+            return False
         if target.shape == outputs.shape:
             return True
         classes = func is functional.cross_entropy and target.shape == (len(outputs), *outputs.shape[2:])
@@ -245,6 +268,24 @@ _SETTINGS: Mapping[str, Any] = {
     "pos_weight": None,
 }
 """Arguments of `PLAIN` losses, and what they usually are."""
+
+
+def _is_of_batch(args: Sequence[Any], b: int, row: int | None = None) -> bool:
+    """Return whether rows are chosen from the batch's own, and not the batch's rows from all, or a row by its place."""
+    if len(args) < 2 or not isinstance(args[0], Tensor) or not args[0].ndim or len(args[0]) != b:
+        return False
+    rows = args[-1][0] if isinstance(args[-1], tuple) and args[-1] else args[-1]
+    if isinstance(rows, slice):
+        return rows.indices(b) != (0, b, 1)
+    if isinstance(rows, Tensor):
+        return not (rows.shape == (b,) and bool((rows.cpu() == torch.arange(b)).all()))
+    wanted = (
+        np.arange(b),
+        np.array([-1 if row is None else row]),
+    )  # all in their order, or the row's own place
+    return not (
+        isinstance(rows, list | np.ndarray) and any(np.array_equal(rows, places) for places in wanted)
+    )
 
 
 def _is_column(func: Any, args: Sequence[Any]) -> bool:
@@ -275,11 +316,16 @@ class _RowAlone(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
-        if not tensors or (func in _SELECTIONS and not any(id(value) in self._computed for value in tensors)):
-            return func(*args, **kwargs)
+        of_all = func in _SELECTIONS and not any(id(value) in self._computed for value in tensors)
+        if not tensors or (of_all and not (func in _CHOICES and _is_of_batch(args, self._b, self._row))):
+            result = func(*args, **kwargs)
+            if func in _CHOICES and isinstance(args[-1], list | np.ndarray) and len(args[-1]) == 1:
+                self._computed |= {id(value): value for value in _tensors(result)}  # the row's, by its place
+            return result
         args, kwargs = tree_map(self._row_of, (args, kwargs))
         result = func(*args, **kwargs)
-        self.functions.append(getattr(func, "__name__", str(func)))
+        if not of_all:
+            self.functions.append(getattr(func, "__name__", str(func)))
         self._computed |= {id(value): value for value in _tensors(result)}
         return result
 

@@ -156,7 +156,7 @@ def _right_way(
                 together = together[: len(x)]
             single = torch.cat([_require_tensor(probe(x[units == k])) for k in dict.fromkeys(units.tolist())])
             memory.forget()
-            memory.require_unchanged()
+            memory.require_unchanged(lambda: probe(x[:1]))
         singly = {} if unit is not None else _gradients_singly(probe, x, loss_of)
     except (UsageError, torch.OutOfMemoryError):
         raise

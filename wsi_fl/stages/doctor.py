@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.work.console import Line, Lines
-from wsi_fl.system.machine import launcher_reason
+from wsi_fl.system.machine import launcher_reason, n_cores
 from wsi_fl.types import WsiFlError, one_line
 
 _MIN_FREE = 5 << 30
@@ -98,7 +97,7 @@ def _disk() -> str:
     free = shutil.disk_usage(Path.cwd()).free
     if free < _MIN_FREE:
         raise WsiFlError(f"{free / 1e9:.1f} GB free here; stores of patches need more")
-    return f"{free / 1e9:.0f} GB free here, {os.cpu_count()} cores"
+    return f"{free / 1e9:.0f} GB free here, {n_cores()} cores"
 
 
 def doctor_lines(document: dict[str, Any]) -> Lines:

@@ -326,6 +326,11 @@ def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> It
                 if time.monotonic() > deadline:
                     raise WsiFlError(busy or "") from None
                 time.sleep(_RETRY_S)
+            except OSError as error:
+                raise WsiFlError(
+                    f"{path}: this file system locks no files ({error.strerror}), so two commands could write at "
+                    "once; mount it with flock, or keep the study on another disk"
+                ) from None
         yield
 
 

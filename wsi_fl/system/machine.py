@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from wsi_fl.system.cgroups import bytes_allowed, cores_allowed
+
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """What `posix_fallocate` says of a file system, or C library, without it."""
 _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
@@ -30,10 +32,11 @@ _LONGEST = 200
 
 
 def cores() -> list[int]:
-    """Return the processor cores that this process may use."""
+    """Return the processor cores that this process may use: no more than its container or job may keep busy."""
+    most = cores_allowed()
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+        return sorted(os.sched_getaffinity(0))[:most]
+    return list(range(os.cpu_count() or 1))[:most]
 
 
 def n_cores() -> int:
@@ -42,7 +45,15 @@ def n_cores() -> int:
 
 
 def free_bytes() -> int:
-    """Return how much memory the system has left; all there is where it does not say; 2⁶³ − 1 where it says nothing."""
+    """Return how much memory the system, and the container or job of this process, has left.
+
+    All there is where the system does not say; 2⁶³ − 1 where it says nothing.
+    """
+    allowed = bytes_allowed()
+    return _free_of_system() if allowed is None else min(allowed, _free_of_system())
+
+
+def _free_of_system() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -117,7 +128,8 @@ def threads_wanted() -> int | None:
 
 def share_of_threads() -> int:
     """Return how many threads this rank may take, so that all ranks on this machine take no more than its cores."""
-    return max(1, min(n_cores(), (os.cpu_count() or 1) // (_said(_HERE) or 1)))
+    everybody = min(os.cpu_count() or 1, cores_allowed() or sys.maxsize)
+    return max(1, min(n_cores(), everybody // (_said(_HERE) or 1)))
 
 
 def _said(names: Iterable[str]) -> int | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from wsi_fl.demo.phantom.painting import COARSE_PX, MPP, Anatomy, bank, hospital
 from wsi_fl.demo.phantom.painting import tumour_mask as tumour_mask
 from wsi_fl.demo.phantom.tiff import write_pyramid as write_pyramid
 from wsi_fl.system.files import write_text
+from wsi_fl.system.machine import n_cores
 from wsi_fl.types import UsageError
 
 _PATIENTS_PER_CENTRE = 20
@@ -200,7 +200,7 @@ def paint_archive(
         (out / "training" / f"center_{site}").mkdir(parents=True, exist_ok=True)
     bank()
     # Threads suffice: numpy, scipy and the JPEG library work outside the interpreter lock.
-    with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(_MAX_WORKERS, n_cores())) as pool:
         jobs = pool.map(lambda slide: _write_slide(out, slide), slides)
         for i, (slide, _) in enumerate(zip(slides, jobs, strict=True), 1):
             if progress:

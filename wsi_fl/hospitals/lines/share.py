@@ -112,7 +112,28 @@ class Share:
             with _opened(path) if "file" in _protocols(fs) else fs.open(path, "rb") as file:
                 return bytes(file.read(most_bytes + 1))
 
-        return bytes(self.do(read))
+        return bytes(self._fresh(read))
+
+    def _fresh(self, action: Callable[[Any, str], Any]) -> Any:
+        """Do something with one file, which NFS may still show after its sender took it back ("stale file handle").
+
+        It is asked for once more, since another of its name may have taken its place.
+
+        Raises:
+            FileNotFoundError: when it is gone.
+            OSError: of the share.
+        """
+        try:
+            return self.do(action)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        try:
+            return self.do(action)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            raise FileNotFoundError(str(error)) from error
 
     def write(self, content: bytes, *parts: str) -> None:
         """Write a file, which is there whole or not at all."""
@@ -140,7 +161,7 @@ class Share:
 
     def remove(self, *parts: str) -> None:
         """Delete a file that may be gone already."""
-        self.do(lambda fs, root: fs.rm_file("/".join([root, *parts])))
+        self._fresh(lambda fs, root: fs.rm_file("/".join([root, *parts])))
 
 
 def _is_gone(error: Exception) -> bool:

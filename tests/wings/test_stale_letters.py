@@ -1,0 +1,68 @@
+"""A letter that its sender took back, and that NFS still shows to another hospital: it is gone, and no failure."""
+
+import errno
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from wsi_fl.hospitals.lines.folder_line import lying
+from wsi_fl.hospitals.lines.share import Share
+from wsi_fl.hospitals.trust.letters import HELLO
+
+TOPIC = "ab" * 32
+
+
+@pytest.fixture
+def stale(monkeypatch):
+    """How often a file is a stale handle, by the end of its name; it counts down."""
+    left, whole = {}, {name: getattr(LocalFileSystem, name) for name in ("_open", "rm_file")}
+
+    def of(name):
+        def do(fs, path, *rest, **named):
+            for end, times in left.items():
+                if path.endswith(end) and times:
+                    left[end] -= 1
+                    raise OSError(errno.ESTALE, "Stale file handle", path)
+            return whole[name](fs, path, *rest, **named)
+
+        return do
+
+    for name in whole:
+        monkeypatch.setattr(LocalFileSystem, name, of(name))
+    return left
+
+
+@pytest.fixture
+def share(tmp_path):
+    (tmp_path / "a").write_bytes(b"old")
+    return Share(str(tmp_path))
+
+
+def test_what_took_the_place_of_a_stale_letter_is_read(share, stale):
+    stale["/a"] = 1
+    assert share.read(9, "a") == b"old" and not stale["/a"]
+
+
+@pytest.mark.parametrize("action", [lambda share: share.read(9, "a"), lambda share: share.remove("a")])
+def test_a_letter_that_stays_stale_is_gone(share, stale, action):
+    stale["/a"] = 9
+    with pytest.raises(FileNotFoundError, match="Stale"):
+        action(share)
+
+
+def test_another_failure_of_the_folder_is_told_as_it_is(share, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalFileSystem, "_open", fail)
+    with pytest.raises(OSError, match="Input/output error") as told:
+        share.read(9, "a")
+    assert not isinstance(told.value, FileNotFoundError)
+
+
+def test_a_stale_hello_hides_no_other(tmp_path, stale):
+    share, names = Share(str(tmp_path)), [f"{site}~{HELLO}~{'0' * 32}.letter" for site in ("A", "B")]
+    for name in names:
+        share.write(b"hello", f"wsi-fl-{TOPIC[:16]}", "C", name)
+    stale[f"/{names[0]}"] = 9
+    assert [found.sender for found in lying(str(tmp_path), TOPIC)] == ["B"]

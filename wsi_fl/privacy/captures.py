@@ -1,0 +1,158 @@
+"""What a loss holds besides tensors: labels in arrays of numpy, in tables of pandas, in lists.
+
+What is computed from tensors can be seen (`torch.overrides`), what is computed from these cannot. So a loss that is
+asked about one row is handed that row of each: in its closure, its defaults, its arguments, its attributes and the
+global names that it uses. What it calls in turn is looked at likewise where it comes from the same file.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+_DEEPEST, _MOST = 6, 256
+"""How far what a loss holds is followed, and how many entries of a table are looked at."""
+
+
+def of_row(
+    function: Callable[..., Tensor], row: int, b: int, *, of_classes: bool = False
+) -> Callable[..., Tensor]:
+    """Return a loss that holds this row alone of whatever holds as many rows as the batch; itself where nothing does.
+
+    Args:
+        function: what was handed over as a loss.
+        b: rows of the batch.
+        of_classes: whether a sequence of b numbers with fractions is one for each class.
+    """
+    narrowed: Callable[..., Tensor] = function
+    if b > 1:
+        narrowed = _Narrowing(row, b, of_classes, _module_of(function)).of(function)
+    return narrowed
+
+
+class _Narrowing:
+    """Put one row in the place of b rows. What holds none is returned as it is."""
+
+    def __init__(self, row: int, b: int, of_classes: bool, module: str | None) -> None:
+        self._row, self._b, self._of_classes, self._module = row, b, of_classes, module
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        if self._has_rows(value):
+            rows = slice(self._row, self._row + 1)
+            return value.iloc[rows] if hasattr(value, "iloc") else value[rows]
+        narrow: Callable[[Any, int], Any] = self._of_object
+        if isinstance(value, partial):
+            narrow = self._of_partial
+        elif isinstance(value, MethodType):
+            narrow = self._of_method
+        elif type(value) is dict and len(value) <= _MOST:
+            narrow = self._of_values
+        elif depth and _module_of(value) != self._module:
+            return value
+        elif isinstance(value, FunctionType):
+            narrow = self._of_function
+        return narrow(value, depth) if depth <= _DEEPEST else value
+
+    def _has_rows(self, value: Any) -> bool:
+        is_table = hasattr(value, "iloc")
+        if (
+            not is_table
+            and type(value) not in (list, tuple, array)
+            and not (isinstance(value, np.ndarray) and value.ndim)
+        ):
+            return False
+        if len(value) != self._b:
+            return False
+        return is_table or not (self._of_classes and isinstance(value[0], float))
+
+    def _of_partial(self, value: partial[Any], depth: int) -> partial[Any]:
+        before = (value.func, *value.args)
+        after: list[Any] = [self.of(part, depth + 1) for part in before]
+        keywords = self._of_values(value.keywords, depth)
+        if keywords is value.keywords and _same(after, before):
+            return value
+        return partial(after[0], *after[1:], **keywords)
+
+    def _of_method(self, value: MethodType, depth: int) -> MethodType:
+        holder = self.of(value.__self__, depth + 1)
+        return value if holder is value.__self__ else MethodType(value.__func__, holder)
+
+    def _of_values(self, values: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
+        narrowed = {key: self.of(value, depth + 1) for key, value in values.items()}
+        return values if _same(list(narrowed.values()), list(values.values())) else narrowed
+
+    def _of_function(self, function: FunctionType, depth: int) -> FunctionType:
+        cells = dict(enumerate(function.__closure__ or ()))
+        contents = {str(k): cell.cell_contents for k, cell in cells.items() if _is_filled(cell)}
+        names = {
+            name: function.__globals__[name] for name in _names(function) if name in function.__globals__
+        }
+        defaults = {str(k): value for k, value in enumerate(function.__defaults__ or ())}
+        parts = (contents, names, defaults, function.__kwdefaults__ or {})
+        held = [self._of_values(part, depth) for part in parts]
+        if _same(held, parts):
+            return function
+        contents, names, defaults, keywords = map(dict, held)
+        closure = tuple(
+            CellType(contents[str(k)]) if str(k) in contents else cell for k, cell in cells.items()
+        )
+        narrowed = FunctionType(
+            function.__code__,
+            {**function.__globals__, **names},
+            function.__name__,
+            tuple(defaults.values()) or None,
+            closure or None,
+        )
+        narrowed.__kwdefaults__ = keywords or None
+        return narrowed
+
+    def _of_object(self, value: Any, depth: int) -> Any:
+        held = getattr(value, "__dict__", None)
+        if held is None or isinstance(value, Tensor | type):
+            return value
+        narrowed = self._of_values(held, depth)
+        if narrowed is held:
+            return value
+        other = copy.copy(value)
+        vars(other).update(narrowed)
+        return other
+
+
+def _module_of(value: Any) -> str:
+    """Return the name of the file that a function or the class of an object is from, whatever it was renamed to."""
+    if isinstance(value, partial):
+        return _module_of(value.func)
+    if isinstance(value, MethodType):
+        return _module_of(value.__func__)
+    if isinstance(value, FunctionType):
+        return str(value.__globals__.get("__name__", ""))
+    return type(value).__module__
+
+
+def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(a is b for a, b in zip(values, others, strict=True))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 asked for the error
+    except ValueError:
+        return False
+    return True
+
+
+def _names(function: FunctionType) -> set[str]:
+    """Return the global names that a function uses, and those of functions within it."""
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names |= set(code.co_names)
+        codes += [part for part in code.co_consts if isinstance(part, type(code))]
+    return names

@@ -1,0 +1,90 @@
+"""What a container or a job of a cluster may take of its machine: Linux's control groups, versions 1 and 2.
+
+Processors and memory that the machine has are seen from inside a container too, though its limits forbid them.
+A limit holds for all groups within a group, so the least of those above a process counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+"""Lines `number:controllers:path` of the groups that this process is in; version 2 is number 0 without controllers."""
+
+
+def cores_allowed() -> int | None:
+    """Return how many processor cores' time this process may take, rounded up; None where nothing limits it."""
+    shares = []
+    for group in _groups("cpu"):
+        quota, period = (*_numbers(group / "cpu.max"), None, None)[:2]
+        if quota is None and not (group / "cpu.max").exists():
+            quota = (*_numbers(group / "cpu.cfs_quota_us"), None)[0]
+            period = (*_numbers(group / "cpu.cfs_period_us"), None)[0]
+        if quota is not None and period and quota > 0:
+            shares.append(max(1, ceil(quota / period)))
+    return min(shares, default=None)
+
+
+def bytes_allowed() -> int | None:
+    """Return how much more memory this process may take; None where nothing limits it.
+
+    Files that are only kept in case somebody reads them again are given up first, and count as free.
+    """
+    room = []
+    for group in _groups("memory"):
+        for most, used, kept in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, usage = (*_numbers(group / most), None)[0], (*_numbers(group / used), None)[0]
+            if limit is not None and usage is not None and limit < _UNLIMITED:
+                room.append(max(0, limit - usage + _statistic(group / "memory.stat", kept)))
+    return min(room, default=None)
+
+
+_UNLIMITED = 1 << 60
+"""Bytes: version 1 writes the most that 63 bits hold, in whole pages, where there is no limit."""
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of the group of this process and of those above it.
+
+    A container may see its own group as the root, or be told a path that it cannot see: then the root is its own.
+    """
+    try:
+        lines = _MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if number == "0" and not controllers:
+            root = _ROOT
+        elif controller in controllers.split(","):
+            root = next(
+                (r for r in (_ROOT / controllers, _ROOT / controller) if r.is_dir()), _ROOT / controller
+            )
+        else:
+            continue
+        group = root / path.strip("/")
+        yield group
+        yield from (above for above in group.parents if above == root or root in above.parents)
+
+
+def _numbers(file: Path) -> list[int | None]:
+    """Return the whole numbers in a file; None for a word such as "max"; [] where there is no such file."""
+    try:
+        words = file.read_text().split()
+    except OSError:
+        return []
+    return [int(word) if word.lstrip("-").isdecimal() else None for word in words]
+
+
+def _statistic(file: Path, name: str) -> int:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
