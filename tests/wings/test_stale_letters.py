@@ -5,6 +5,7 @@ import errno
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from wsi_fl.hospitals.lines import share as module
 from wsi_fl.hospitals.lines.folder_line import lying
 from wsi_fl.hospitals.lines.share import Share
 from wsi_fl.hospitals.trust.letters import HELLO
@@ -15,20 +16,18 @@ TOPIC = "ab" * 32
 @pytest.fixture
 def stale(monkeypatch):
     """How often a file is a stale handle, by the end of its name; it counts down."""
-    left, whole = {}, {name: getattr(LocalFileSystem, name) for name in ("_open", "rm_file")}
+    left, opened, remove = {}, module._opened, LocalFileSystem.rm_file
 
-    def of(name):
-        def do(fs, path, *rest, **named):
-            for end, times in left.items():
-                if path.endswith(end) and times:
-                    left[end] -= 1
-                    raise OSError(errno.ESTALE, "Stale file handle", path)
-            return whole[name](fs, path, *rest, **named)
+    def require_fresh(path):
+        for end, times in left.items():
+            if path.endswith(end) and times:
+                left[end] -= 1
+                raise OSError(errno.ESTALE, "Stale file handle", path)
 
-        return do
-
-    for name in whole:
-        monkeypatch.setattr(LocalFileSystem, name, of(name))
+    monkeypatch.setattr(module, "_opened", lambda path: (require_fresh(path), opened(path))[1])
+    monkeypatch.setattr(
+        LocalFileSystem, "rm_file", lambda fs, path: (require_fresh(path), remove(fs, path))[1]
+    )
     return left
 
 
@@ -54,7 +53,7 @@ def test_another_failure_of_the_folder_is_told_as_it_is(share, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(LocalFileSystem, "_open", fail)
+    monkeypatch.setattr(module, "_opened", fail)
     with pytest.raises(OSError, match="Input/output error") as told:
         share.read(9, "a")
     assert not isinstance(told.value, FileNotFoundError)
