@@ -5,7 +5,7 @@
 # Input: two patients whom a model ranks alike. They die on the same day; or one dies after the other left the study.
 #   In neither case does a pair say anything of ranking.
 # Expected from: scikit-survival's exceptions, which have NoComparablePairException for just this.
-# Guess: NoComparablePairException both times.
+# Guess: NoComparablePairException.
 # Seen: the exception in the second case alone. Deaths on one day give (nan, 0, 0, 0, 0), with NumPy's warning of an
 #   invalid division: the pair is counted as comparable when the library looks whether there is one, and as none when it
 #   divides. In a cross-validation of few patients the mean over folds is nan then.
