@@ -20,8 +20,12 @@ def write(path, organization, width, height, tiles, paths=1):
     """Write tiles of 256 x 256 px, each (x, y, optical path from 1 on, grey), as a slide of width x height px."""
     measures = item(PixelSpacing=[MM, MM], SliceThickness=0.001)
     kinds = item(FrameType=KIND)
-    light = dict(CodingSchemeDesignator="DCM", CodeValue="111741", CodeMeaning="Transmission illumination")
-    glass = dict(CodingSchemeDesignator="SCT", CodeValue="433466003", CodeMeaning="Microscope slide")
+    light = {
+        "CodingSchemeDesignator": "DCM",
+        "CodeValue": "111741",
+        "CodeMeaning": "Transmission illumination",
+    }
+    glass = {"CodingSchemeDesignator": "SCT", "CodeValue": "433466003", "CodeMeaning": "Microscope slide"}
     specimen = item(
         SpecimenIdentifier="S", SpecimenUID=generate_uid(), SpecimenPreparationSequence=[],
         IssuerOfTheSpecimenIdentifierSequence=[],
@@ -72,7 +76,8 @@ def places(tiles):
     for x, y, path, _ in tiles:
         position = item(
             ColumnPositionInTotalImagePixelMatrix=x + 1, RowPositionInTotalImagePixelMatrix=y + 1,
-            XOffsetInSlideCoordinateSystem=y * MM, YOffsetInSlideCoordinateSystem=x * MM, ZOffsetInSlideCoordinateSystem=0,
+            XOffsetInSlideCoordinateSystem=y * MM, YOffsetInSlideCoordinateSystem=x * MM,
+            ZOffsetInSlideCoordinateSystem=0,
         )  # fmt: skip
         yield item(
             PlanePositionSlideSequence=[position],
