@@ -16,6 +16,7 @@ from pathlib import Path
 from wsi_fl.slides.reading.formats.frames import contradiction
 from wsi_fl.slides.reading.formats.levels import own_levels, padding_ratios
 from wsi_fl.system.files import ordinary
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import WsiFlError
 
 _PREAMBLE = 128
@@ -251,7 +252,7 @@ def header_of(path: Path) -> Header | None:
 
 def _files(folder: Path) -> list[Path]:
     try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+        return drop_companions(path for path in folder.iterdir() if path.is_file())
     except OSError:
         return []
 
