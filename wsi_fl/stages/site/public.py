@@ -10,7 +10,7 @@ from pathlib import Path
 
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.reading.formats import is_slide_folder
-from wsi_fl.slides.reading.formats.dicom import is_dicom
+from wsi_fl.slides.reading.formats.dicom import place_of
 from wsi_fl.stages.site.data import slides_of
 from wsi_fl.stages.site.party import method_for
 from wsi_fl.stores.bags import BagStore
@@ -114,5 +114,5 @@ def _site_by_slides(study: Study, source: Path) -> str | None:
 
 def _are_one_slide(slide: Path, source: Path) -> bool:
     """Return whether two paths lead to one file, or to a folder and what lies in it; DICOM files stand for theirs."""
-    a, b = (path.parent if is_dicom(path) else path for path in (slide.resolve(), source.resolve()))
+    a, b = place_of(slide), place_of(source)
     return slide.samefile(source) or a.is_relative_to(b) or b.is_relative_to(a)

@@ -130,6 +130,12 @@ def is_dicom_folder(path: Path) -> bool:
     return path.is_dir() and any(map(is_dicom, _files(path)[:_MOST_LOOKED_AT]))
 
 
+def place_of(path: Path) -> Path:
+    """Return where the slide of a file lies, links followed: of a DICOM file its folder."""
+    file = path.resolve()
+    return file.parent if is_dicom(file) else file
+
+
 def member_of(folder: Path) -> Path:
     """Return one file of the only DICOM slide in a folder.
 
