@@ -18,7 +18,6 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "annotations"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
 SQUARE = [(0, 0), (100, 0), (100, 100), (0, 100)]
 INNER = [(20, 20), (60, 20), (60, 60), (20, 60)]
-NOTHING = shapely.Polygon()
 
 
 def asap(path, *outlines):
