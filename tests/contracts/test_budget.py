@@ -486,11 +486,11 @@ def test_affordable_rounds_are_those_that_each_round_by_itself_would_find(given,
 def test_a_million_rounds_are_priced_a_few_times(sigma, epochs, monkeypatch):
     priced = []
 
-    def counted(mechanisms, delta):
+    def count_calls(mechanisms, delta):
         priced.append(len(mechanisms))
         return epsilon(mechanisms, delta)
 
-    monkeypatch.setattr(site_account, "epsilon", counted)
+    monkeypatch.setattr(site_account, "epsilon", count_calls)
     plan = plan_of_round(n=1000, batch_size=10, epochs=epochs, sigma=sigma, clip=1.0, delta=1e-5)
     assert 0 <= affordable_rounds(account_of(plan, 3.0, [ROUND]), 10**6) <= 10**6
     assert len(priced) <= 21 and max(priced) == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import make_study, refused
 from test_import import labels, of_trident
-from test_same_scan import brought, drawn, features_study
+from test_same_scan import bring, draw_features, features_study
 
 from wsi_fl.stages.prepare.check import check
 from wsi_fl.stages.prepare.importing import import_features
@@ -27,7 +27,7 @@ HOLD = "import h5py, sys; f = h5py.File(sys.argv[1], 'a'); print('held', flush=T
 
 
 @contextmanager
-def held(path):
+def hold_open(path):
     """Within it another process has a file open for writing, as a notebook does."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], **pipes) as other:
@@ -39,12 +39,12 @@ def held(path):
 @pytest.fixture
 def imported(tmp_path):
     study = features_study(tmp_path / "study", "A")
-    brought(study, "A", tmp_path / "bags", {f"s{k}": (f"p{k}", drawn(k)) for k in range(4)})
+    bring(study, "A", tmp_path / "bags", {f"s{k}": (f"p{k}", draw_features(k)) for k in range(4)})
     return study
 
 
 def test_an_imported_store_that_a_notebook_holds_is_in_use_and_whole_afterwards(imported, wsi_fl):
-    with held(imported.mosaic("A")):
+    with hold_open(imported.mosaic("A")):
         checked = wsi_fl("check", "--site", "A", cwd=imported.root)
         trained = wsi_fl("train", "--dry-run", "--set", "privacy.enabled=false", cwd=imported.root)
     for ended in (checked, trained):
@@ -60,7 +60,7 @@ def test_an_imported_store_that_a_notebook_holds_is_in_use_and_whole_afterwards(
 def test_a_shard_that_a_notebook_holds_is_in_use(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     shard = next((study.store("S0").parent / "slides").glob("*.h5"))
-    with held(shard):
+    with hold_open(shard):
         row = check(study, site="S0")["sites"][0]
         with open_store(study, "S0") as store:
             refused(lambda: store.read(np.arange(len(store))), str(shard), IN_USE, error=FileUnavailable)
@@ -73,7 +73,7 @@ def test_features_that_a_notebook_holds_are_set_aside_as_in_use(tmp_path):
     folder, _ = of_trident(tmp_path / "job")
     table = labels(tmp_path / "t.csv")
     table.write_text(table.read_text().replace("KIRC", "a").replace("KIRP", "b"))
-    with held(folder / "b.h5"):
+    with hold_open(folder / "b.h5"):
         (row,) = import_features(study, site="S0", form="trident", source=folder, labels=table)["sites"]
     (aside,) = row["failed"]
     assert aside["slide"] == "b" and IN_USE in aside["reason"] and row["bags"] == 3
@@ -82,7 +82,7 @@ def test_features_that_a_notebook_holds_are_set_aside_as_in_use(tmp_path):
 def test_images_that_a_notebook_holds_are_in_use(tmp_path):
     with h5py.File(tmp_path / "images.h5", "w") as file:
         file["x"], file["y"] = np.zeros((4, 8, 8, 3), np.uint8), np.arange(4) % 2
-    with held(tmp_path / "images.h5"):
+    with hold_open(tmp_path / "images.h5"):
         refused(lambda: read_data_set(tmp_path / "images.h5"), IN_USE, error=FileUnavailable)
 
 

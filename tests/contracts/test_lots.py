@@ -57,7 +57,7 @@ def study(tmp_path):
     return study
 
 
-def told(study, *overrides, method="proxyfl", index=0):
+def replies(study, *overrides, method="proxyfl", index=0):
     """What a site brings to the preflight but for the settings, which all know."""
     with RunContext.of(study, study.pipeline("small", overrides), method) as party:
         return {
@@ -74,15 +74,15 @@ def part(study, *overrides, site="S0", method="proxyfl"):
 @pytest.mark.parametrize("unit", ["privacy.unit='row'", PER_PATIENT])
 def test_whoever_is_held_out_n_is_that_of_all_and_so_is_all_that_is_told(study, unit, site):
     index = int(site[1])
-    usual = told(study, unit, index=index)
+    usual = replies(study, unit, index=index)
     assert usual["units"] == (48 if "row" in unit else 24)
     for seed, fraction in ((0, 0.3), (1, 0.3), (2, 0.7)):
         given = (unit, f"train.seed={seed}", f"train.val_fraction={fraction}")
-        assert told(study, *given, index=index) == usual
+        assert replies(study, *given, index=index) == usual
         train_part, validation, units = part(study, *given, site=site)
         assert len(train_part) + len(validation) == 48 and units.n == usual["units"]
         assert 0 < len(np.unique(units.of_row)) < units.n == usual["units"]
-    folds = [told(study, unit, "train.folds=3", f"train.fold={k}", index=index) for k in (1, 2, 3)]
+    folds = [replies(study, unit, "train.folds=3", f"train.fold={k}", index=index) for k in (1, 2, 3)]
     assert folds[0] == folds[1] == folds[2] and folds[0]["units"] == (60 if "row" in unit else 30)
 
 
@@ -117,7 +117,7 @@ def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
     assert [row["n"] for row in made["sites"]] == [n, n]
     assert read_sums(study.release("S0"), "").facts.n == n
     files = (*given, "train.releases=true")
-    brings = told(study, *files, method="oneshot")  # digests are told, and compared, whole
+    brings = replies(study, *files, method="oneshot")  # digests are told, and compared, whole
     assert [len(one) for one in (brings["directions"], *brings["releases"].values())] == [64] * 3
     heads = train(study, method="oneshot", overrides=files, backend="local")
     assert [row["n_units"] for row in heads["sites"]] == [n, n]
@@ -174,9 +174,9 @@ def test_folds_of_a_real_site_are_disjoint_and_repeat(study):
 
 def test_more_folds_than_patients_tell_nobody_how_many_a_real_site_has(study):
     few = ("train.folds=40", "train.fold=40")
-    refused(lambda: told(study, *few), "site S1: 30 patients cannot be divided into 40 folds")
+    refused(lambda: replies(study, *few), "site S1: 30 patients cannot be divided into 40 folds")
     make_real(study, "S1", says=f'{REAL}\nallow = ["patches"]')
-    assert told(study, *few)["units"] == told(study, *few, index=1)["units"] == 60
+    assert replies(study, *few)["units"] == replies(study, *few, index=1)["units"] == 60
 
 
 def test_a_run_is_refused_once_its_secret_is_another(study):
@@ -225,4 +225,4 @@ def test_each_ledger_has_a_secret_of_its_own(study, ledger, secret):
     assert lots_of(study, "S0").secret
     assert sorted(path.name for path in (study.root / "books").glob("[!.]*")) == [secret]
     part(study, "train.val_fraction=0.3")
-    told(study, "train.val_fraction=0.3")
+    replies(study, "train.val_fraction=0.3")

@@ -46,7 +46,7 @@ def study_of(root, write, outlines, label="positive"):
     return Study(root / "study")
 
 
-def tiled(study, *more):
+def tile_study(study, *more):
     (row,) = tile(study, site="A", overrides=[*SETTINGS, *more])["sites"]
     return row
 
@@ -64,7 +64,7 @@ def test_tile_stores_the_tumour_that_was_drawn_in_qupath_and_says_what_it_left_o
     assert row["tumor"] == 2 * 9 and row["failed"] == []
     assert said_of(row) == {"a": "a.geojson: left out as no outlined areas: 3 cells"}
     assert any("3 cells" in line.text for line in tile_lines(document) if isinstance(line, Line))
-    assert said_of(tiled(study)) == said_of(row)  # by the plan that was kept
+    assert said_of(tile_study(study)) == said_of(row)  # by the plan that was kept
     with PatchStore(study.store("A")) as store:
         found = store.table.xy_l0[store.table.label == 1]
     assert found.min(0).tolist() == [128 + CORNER[0], 192 + CORNER[1]]
@@ -73,12 +73,12 @@ def test_tile_stores_the_tumour_that_was_drawn_in_qupath_and_says_what_it_left_o
 def test_a_site_says_from_where_its_outlines_count(tmp_path):
     drawn = box(448, 320, 640, 512)  # from the corner of the scanned area it would lie beside the tissue
     study = study_of(tmp_path, scan_areas.sparse, {"a": [drawn]})
-    assert tiled(study)["tumor"] == 9 and "annotations_origin" in said_of(tiled(study))["a"]
+    assert tile_study(study)["tumor"] == 9 and "annotations_origin" in said_of(tile_study(study))["a"]
     edit(site_file(study, "A"), more='annotations_origin = "slide"\n')
-    row = tiled(study)
+    row = tile_study(study)
     assert row["tumor"] == 9 and row["notes"] == []
     edit(site_file(study, "A"), '"slide"', '"bounds"')
-    row = tiled(study)
+    row = tile_study(study)
     assert row["tumor"] == 0 and "with annotations_origin = " in said_of(row)["a"]
 
 
@@ -91,7 +91,7 @@ def test_a_site_says_from_where_its_outlines_count(tmp_path):
     ],
 )
 def test_nothing_about_outlines_of_a_positive_slide_stays_unsaid(tmp_path, features, words):
-    row = tiled(study_of(tmp_path, scan_areas.full, {"a": [shifted(one) for one in features]}))
+    row = tile_study(study_of(tmp_path, scan_areas.full, {"a": [shifted(one) for one in features]}))
     assert words in said_of(row).get("a", "") and bool(row["notes"]) == bool(words)
 
 
@@ -102,7 +102,7 @@ def shifted(feature):
 
 def test_tumour_patches_that_are_not_drawn_into_the_sample_are_said(tmp_path):
     outlines = {name: [shifted(box(64, 64, 320, 448))] for name in "abc"}
-    row = tiled(study_of(tmp_path, scan_areas.full, outlines), "tile.max_per_slide=1")
+    row = tile_study(study_of(tmp_path, scan_areas.full, outlines), "tile.max_per_slide=1")
     lost = {slide for slide, note in said_of(row).items() if "is in the sample of the store" in note}
     assert len(lost) == row["healthy"] == 3 - row["tumor"] > 0
 
@@ -118,14 +118,14 @@ def test_tumour_patches_that_are_not_drawn_into_the_sample_are_said(tmp_path):
 )
 def test_a_positive_slide_whose_outlines_say_nothing_is_set_aside_with_the_reason(tmp_path, features, reason):
     good = [shifted(box(128, 192, 320, 384))]
-    row = tiled(study_of(tmp_path, scan_areas.full, {"bad": features, "good": good}))
+    row = tile_study(study_of(tmp_path, scan_areas.full, {"bad": features, "good": good}))
     (failed,) = row["failed"]
     assert failed["slide"] == "bad" and reason in failed["reason"] and "\n" not in failed["reason"]
 
 
 def test_a_healthy_slide_with_tumour_outlines_is_set_aside_and_one_with_none_is_said(tmp_path):
     outlines = {"ill": [shifted(box(128, 192, 320, 384))], "points": [box(1, 1, 9, 9, objectType="tile")]}
-    row = tiled(study_of(tmp_path, scan_areas.full, outlines, label="negative"))
+    row = tile_study(study_of(tmp_path, scan_areas.full, outlines, label="negative"))
     assert [one["slide"] for one in row["failed"]] == ["ill"] and "labelled negative" in row["failed"][0][
         "reason"
     ]

@@ -83,6 +83,28 @@ def test_slides_that_a_real_site_names_are_its_own_under_any_name(study, tmp_pat
     require_public(study, slides / "b.tif")
 
 
+def test_a_slide_is_a_real_sites_own_however_its_name_is_composed(study, tmp_path):
+    slide = tmp_path / f"Dru{chr(0x308)}se.tif"
+    slide.write_bytes(b"slide")
+    edit(site_file(study, "S0"), '"none/*.tif"', f'"{tmp_path}/Dr\u00fcse*.tif"')
+    refused(lambda: require_public(study, slide), "is a slide of real site S0")
+
+
+def test_a_folder_that_is_a_slide_and_its_files_are_the_sites_alike(study, tmp_path):
+    file = tmp_path / "archive" / "a" / "1.dcm"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(128) + b"DICM")
+    picture = tmp_path / "archive" / "public" / "b.tif"
+    picture.parent.mkdir()
+    picture.write_bytes(b"slide")
+    edit(site_file(study, "S0"), '"none/*.tif"', f'"{tmp_path}/archive/*"')
+    refused(lambda: require_public(study, file), "is a slide of real site S0")
+    require_public(study, picture)
+    edit(site_file(study, "S0"), "archive/*", "archive/*/*.dcm")
+    refused(lambda: require_public(study, file.parent), "is a slide of real site S0")
+    require_public(study, picture)
+
+
 @pytest.fixture
 def run_of(study):
     """A folder of a run of a method, in which S0 and S1 have models."""

@@ -107,7 +107,7 @@ def features_study(root, *sites):
     return Study(root)
 
 
-def brought(study, site, folder, bags, splits=None):
+def bring(study, site, folder, bags, splits=None):
     """Import the bags, name → (patient, features), as TRIDENT writes them."""
     folder.mkdir()
     lines = [("slide", "patient", "label", "split")]
@@ -129,16 +129,16 @@ def brought(study, site, folder, bags, splits=None):
     return import_features(study, site=site, form="trident", source=folder, labels=table)["sites"][0]
 
 
-def drawn(seed, n=5):
+def draw_features(seed, n=5):
     return np.random.default_rng(seed).normal(size=(n, 6)).astype(np.float32)
 
 
 @pytest.mark.parametrize("n", [1, 5])
 def test_features_of_one_scan_are_told_by_import_check_and_train(tmp_path, n, wsi_fl):
     study = features_study(tmp_path / "study", "A")
-    bags = {f"s{k}": (f"p{k}", drawn(k, n)) for k in range(8)}
-    bags["again"] = ("other", drawn(2, n)[::-1])  # patch for patch, in another order
-    row = brought(study, "A", tmp_path / "bags", bags)
+    bags = {f"s{k}": (f"p{k}", draw_features(k, n)) for k in range(8)}
+    bags["again"] = ("other", draw_features(2, n)[::-1])  # patch for patch, in another order
+    row = bring(study, "A", tmp_path / "bags", bags)
     (line,) = row["copies"]
     assert "again (patient other)" in line and "s2 (patient p2)" in line and "counts 2" in line
     (found,) = check(study, site="A")["sites"][0]["copies"]
@@ -152,8 +152,13 @@ def test_features_of_one_scan_are_told_by_import_check_and_train(tmp_path, n, ws
 
 def test_features_that_a_table_puts_into_two_splits_are_trained_on_alone(tmp_path):
     study = features_study(tmp_path / "study", "A")
-    bags = {"a": ("p", drawn(0)), "b": ("q", drawn(0)), "c": ("r", drawn(1)), "d": ("s", drawn(2))}
-    row = brought(study, "A", tmp_path / "bags", bags, {"a": "train", "b": "test", "c": "train", "d": "test"})
+    bags = {
+        "a": ("p", draw_features(0)),
+        "b": ("q", draw_features(0)),
+        "c": ("r", draw_features(1)),
+        "d": ("s", draw_features(2)),
+    }
+    row = bring(study, "A", tmp_path / "bags", bags, {"a": "train", "b": "test", "c": "train", "d": "test"})
     (aside,) = row["failed"]
     assert aside["slide"] == "b" and "same scan as a of patient p" in aside["reason"] and row["bags"] == 3
 
@@ -192,7 +197,7 @@ def test_a_store_of_an_older_version_whose_test_leaks_is_told(tmp_path):
         np.array(["train", "test", "train"]),
     )
     meta = BagMeta("A", ("a", "b"), "ours", GridSpec(256, 0.5, 256), "import", {"any": ("a", "b")})
-    bags = [Bag(drawn(seed), np.arange(10).reshape(5, 2)) for seed in (0, 0, 1)]
+    bags = [Bag(draw_features(seed), np.arange(10).reshape(5, 2)) for seed in (0, 0, 1)]
     write_bags(study.mosaic("A"), meta, table, bags)
     checked = check(study, site="A")
     (line,) = checked["sites"][0]["copies"]
@@ -204,8 +209,8 @@ def test_a_store_of_an_older_version_whose_test_leaks_is_told(tmp_path):
 
 def test_a_real_hospital_reads_of_its_copies_in_its_own_log_alone(tmp_path):
     study = features_study(tmp_path / "study", "A")
-    bags = {f"s{k}": (f"p{k}", drawn(k)) for k in range(8)} | {"again": ("other", drawn(2))}
-    brought(study, "A", tmp_path / "a", bags)
+    bags = {f"s{k}": (f"p{k}", draw_features(k)) for k in range(8)} | {"again": ("other", draw_features(2))}
+    bring(study, "A", tmp_path / "a", bags)
     (study.root / "sites" / "A.toml").write_text('name = "A"\nreal = true\nmax_epsilon = 9.0\ndelta = 1e-3\n')
     heads = [f"model.{role}=mean_head" for role in ("private", "proxy")]
     made = train(study, method="oneshot", overrides=[*heads, "train.alone=false"], backend="local")

@@ -34,7 +34,7 @@ def sequence(tag, *items):
     return head + whole + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0)
 
 
-def encapsulated(frames):
+def encapsulate(frames):
     """The pixel data of packed frames, without a table of offsets."""
     even = [b"", *(frame + b"\0" * (len(frame) % 2) for frame in frames)]
     items = b"".join(struct.pack("<HHI", 0xFFFE, 0xE000, len(frame)) + frame for frame in even)
@@ -99,7 +99,7 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
     if lacking:
         elements.append(sequence(0x52009230, *places))
     pixels = [tile.tobytes() if pack is None else pack(tile) for _, _, tile in tiles]
-    elements.append(element(0x7FE00010, "OB", b"".join(pixels)) if pack is None else encapsulated(pixels))
+    elements.append(element(0x7FE00010, "OB", b"".join(pixels)) if pack is None else encapsulate(pixels))
     data = b"".join(elements)
     if syntax == DEFLATED:
         packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)

@@ -18,7 +18,6 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "annotations"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
 SQUARE = [(0, 0), (100, 0), (100, 100), (0, 100)]
 INNER = [(20, 20), (60, 20), (60, 60), (20, 60)]
-NOTHING = shapely.Polygon()
 
 
 def asap(path, *outlines):
@@ -34,7 +33,7 @@ def asap(path, *outlines):
     return path
 
 
-def written(path, document):
+def write_json_file(path, document):
     path.write_text(json.dumps(document))
     return path
 
@@ -116,7 +115,7 @@ def test_holes_are_taken_out_and_what_no_person_drew_or_has_no_area_is_left_out(
         {"type": "Feature", "geometry": line, "properties": TUMOR},
         {"type": "Feature", "geometry": None, "properties": None},
     ]
-    assert read_annotations(written(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400
+    assert read_annotations(write_json_file(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400
 
 
 FAR = [(1000, 1000), (5000, 1000), (5000, 5000), (1000, 5000)]
@@ -174,12 +173,12 @@ def test_what_qupath_analysed_is_told_and_what_is_drawn_inside_it_counts(tmp_pat
     between = feature(SQUARE, objectType="annotation", classification="Region*", **{children: [inner]})
     made = feature(FAR, classification={"name": "Tumor"}) | spelled | {"nucleusGeometry": nucleus}
     made["properties"] = TUMOR | spelled.get("properties", {}) | {children: [between]}
-    found = read_annotations(written(tmp_path / "a.geojson", [made]))
+    found = read_annotations(write_json_file(tmp_path / "a.geojson", [made]))
     assert found.tumor.equals(shapely.Polygon(INNER)) and found.groups == {"Tumor": 1, "Region*": 1}
     assert found.omissions == ({kind: 1} if kind else {})
     if kind is None:
         del made["geometry"]
-        assert read_annotations(written(tmp_path / "b.geojson", [made])).tumor.area == 1_600
+        assert read_annotations(write_json_file(tmp_path / "b.geojson", [made])).tumor.area == 1_600
 
 
 @pytest.mark.parametrize("spelled", ["annotation", "PathAnnotationObject", "unknown", "ellipse"])
@@ -187,7 +186,7 @@ def test_whatever_else_qupath_calls_an_object_was_drawn(tmp_path, spelled):
     for properties in ({"objectType": spelled}, {"object_type": spelled}, {"type": spelled, "name": "Tumor"}):
         one = feature(SQUARE, **(properties | {"isLocked": True, "measurements": []}))
         one["geometry"] |= {"isEllipse": True, "plane": {"c": -1, "z": 0, "t": 0}}
-        assert read_annotations(written(tmp_path / "a.geojson", [one])).tumor.area == 10_000
+        assert read_annotations(write_json_file(tmp_path / "a.geojson", [one])).tumor.area == 10_000
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_whatever_else_qupath_calls_an_object_was_drawn(tmp_path, spelled):
 )
 def test_a_derived_class_is_its_base_however_a_version_spells_it(tmp_path, classification):
     document = [feature(SQUARE, classification=classification), feature(INNER, classification="Ignore*")]
-    path = written(tmp_path / "a.geojson", document)
+    path = write_json_file(tmp_path / "a.geojson", document)
     found = read_annotations(path)
     assert found.tumor.area == 10_000 and found.groups == {"Tumor: Positive": 1, "Ignore*": 1}
     assert read_annotations(path, {"tumor: positive": "ignored"}).tumor.area == 0
@@ -221,7 +220,7 @@ def test_points_lines_and_what_has_no_shape_are_counted_by_kind(tmp_path):
     ]
     document = [{"type": "Feature", "geometry": shape, "properties": TUMOR} for shape in shapes]
     document += [feature(FAR, objectType="cell") for _ in range(12)]
-    found = read_annotations(written(tmp_path / "a.geojson", document))
+    found = read_annotations(write_json_file(tmp_path / "a.geojson", document))
     assert found.tumor.area == 10_000
     assert found.notes == (
         "a.geojson: left out as no outlined areas: 12 cells, 2 lines, 1 object without a shape, "
@@ -242,7 +241,7 @@ def test_points_lines_and_what_has_no_shape_are_counted_by_kind(tmp_path):
     ],
 )
 def test_a_file_from_which_nothing_is_taken_says_so(tmp_path, document, said):
-    found = read_annotations(written(tmp_path / "a.json", document))
+    found = read_annotations(write_json_file(tmp_path / "a.json", document))
     assert found.tumor.is_empty and found.notes == (f"a.json: {said}",)
 
 

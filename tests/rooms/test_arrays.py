@@ -27,7 +27,7 @@ def learn(part, method="fedavg", *, sigma=1.0, private=lambda: nn.Linear(D, 2), 
     return federate(sites, method, private=private, rounds=1, sigma=sigma, delta=1e-3, **options)
 
 
-def changed(values, row, value):
+def with_value(values, row, value):
     values = np.array(values)
     values[row] = value
     return values
@@ -37,14 +37,14 @@ def changed(values, row, value):
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        (changed(Y, 5, -1), "row 5 has the label -1, and 1 of 20"),
+        (with_value(Y, 5, -1), "row 5 has the label -1, and 1 of 20"),
         (Y + 1, "row 1 has the label 2, and 10 of 20"),
-        (changed(Y, 7, 10**9), "row 7 has the label 1000000000"),
+        (with_value(Y, 7, 10**9), "row 7 has the label 1000000000"),
         (np.where(Y > 0, "yes", "no"), "row 0 has the label 'no', and 20 of 20"),
-        (changed(Y.astype(float), 3, np.nan), "row 3 has the label nan, and 1 of 20"),
-        (changed(Y.astype(float), 9, 0.5), "row 9 has the label 0.5, and 1 of 20"),
-        (changed(Y.astype(object), 2, None), "row 2 has the label None, and 1 of 20"),
-        (changed(Y.astype(float), 4, np.inf), "row 4 has the label inf"),
+        (with_value(Y.astype(float), 3, np.nan), "row 3 has the label nan, and 1 of 20"),
+        (with_value(Y.astype(float), 9, 0.5), "row 9 has the label 0.5, and 1 of 20"),
+        (with_value(Y.astype(object), 2, None), "row 2 has the label None, and 1 of 20"),
+        (with_value(Y.astype(float), 4, np.inf), "row 4 has the label inf"),
     ],
 )
 def test_labels_that_are_no_positions_are_told_with_their_site_row_and_classes(labels, words, sigma):
@@ -65,7 +65,7 @@ def test_a_loader_takes_no_words_either():
 @pytest.mark.parametrize("method", ["fedavg", "proxyfl", "oneshot"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite_are_told_with_their_number_and_the_first(method, value):
-    x = changed(X, ([3, 11], 2), value)
+    x = with_value(X, ([3, 11], 2), value)
     refused(lambda: learn(Examples.of(x, Y), method), "South: 2 of 20 rows", "not finite, the first in row 3")
 
 
@@ -75,13 +75,15 @@ def test_bags_and_tests_are_looked_at_like_rows():
     head = {"private": lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(2)), "sigma": None}
     sites = {"A": Examples.of(bags, Y), "B": Examples.of(BAGS, Y)}
     refused(lambda: federate(sites, "oneshot", **head), "A: 1 of 20 rows", "row 6")
-    tests = {"South": Examples.of(X, changed(Y, 1, 7))}
+    tests = {"South": Examples.of(X, with_value(Y, 1, 7))}
     refused(lambda: learn(Examples.of(X, Y), tests=tests), "tests of South: row 1 has the label 7")
 
 
 def test_what_overflows_float32_is_not_finite():
     refused(
-        lambda: learn(Examples.of(changed(X.astype(np.float64), (8, 0), 1e300), Y)), "South: 1 of 20", "row 8"
+        lambda: learn(Examples.of(with_value(X.astype(np.float64), (8, 0), 1e300), Y)),
+        "South: 1 of 20",
+        "row 8",
     )
 
 
@@ -110,30 +112,30 @@ NUMBERS, TIMES = RNG.random(N).astype(np.float32), np.stack([RNG.random(N) * 3, 
 ENDS = Survival((1.0, 2.0))
 
 
-def asked(task, truth):
+def ask(task, truth):
     return replace(Examples.of(X), label=truth, task=task)
 
 
 @pytest.mark.parametrize(
     ("task", "truth", "n_outputs", "words"),
     [
-        (Number(0, 1), changed(NUMBERS, 4, np.nan), 1, "A: row 4 has the label nan"),
+        (Number(0, 1), with_value(NUMBERS, 4, np.nan), 1, "A: row 4 has the label nan"),
         (Number(0, 1), Y, 1, "finite numbers float32[n]"),
-        (ENDS, changed(TIMES, (5, 0), -1), 2, "A: row 5 has the label [-1.0, 1.0]"),
-        (ENDS, changed(TIMES, (6, 1), 0.5), 2, "A: row 6"),
+        (ENDS, with_value(TIMES, (5, 0), -1), 2, "A: row 5 has the label [-1.0, 1.0]"),
+        (ENDS, with_value(TIMES, (6, 1), 0.5), 2, "A: row 6"),
         (ENDS, TIMES, 3, "for a model of 2 outputs"),
         (ENDS, NUMBERS, 2, "times from 0 on"),
     ],
 )
 def test_numbers_and_times_that_none_can_learn_are_refused_too(task, truth, n_outputs, words):
-    sites = {"A": asked(task, truth)}
+    sites = {"A": ask(task, truth)}
     refused(lambda: federate(sites, "fedavg", private=lambda: nn.Linear(D, n_outputs), delta=1e-3), words)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "oneshot"])
 @pytest.mark.parametrize(("task", "truth", "k"), [(Number(0, 1), NUMBERS, 1), (ENDS, TIMES, 2)])
 def test_federate_asks_what_the_examples_are_asked(method, task, truth, k):
-    part = asked(task, truth)
+    part = ask(task, truth)
     sites = {"A": part, "B": part}
     learned = federate(sites, method, private=lambda: nn.Linear(D, k), tests=sites, rounds=1, delta=1e-3)
     assert learned["A"].rounds[-1]["own"].keys() >= {task.scores[0]}

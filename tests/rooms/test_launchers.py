@@ -109,9 +109,6 @@ def test_a_job_that_never_began_is_no_job_to_go_on_with(monkeypatch, tmp_path, s
     assert ("again" in str(caught.value)) == ("pid" in script)
 
 
-SINGLE = SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_size=lambda: 1))
-
-
 class _NoLibrary:
     @property
     def MPI(self):

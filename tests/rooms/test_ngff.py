@@ -52,7 +52,7 @@ def outer_zarr(folder, version, images, series=None):
     return path
 
 
-def rewritten(path, change):
+def rewrite(path, change):
     """The Zarr with its NGFF changed by a function of it."""
     for file in (path / "zarr.json", path / ".zattrs"):
         if file.exists():
@@ -89,7 +89,7 @@ def as_0_6(output, *, sequence):
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("output", [{"name": "physical"}, "physical"])
 def test_ngff_0_6_is_read_by_the_system_of_its_datasets(picture, tmp_path, output, sequence):
-    path = rewritten(ome_zarr("0.5")(tmp_path, picture), as_0_6(output, sequence=sequence))
+    path = rewrite(ome_zarr("0.5")(tmp_path, picture), as_0_6(output, sequence=sequence))
     with Slide(path) as slide:
         assert slide.mpp == MPP and slide.level_downsamples == pytest.approx((1, 2, 4), rel=0.01)
         np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
@@ -104,14 +104,14 @@ OLD = {
 
 @pytest.mark.parametrize("version", OLD)
 def test_older_ngff_is_refused_by_its_version(picture, tmp_path, version):
-    path = rewritten(ome_zarr("0.4")(tmp_path, picture), OLD[version])
+    path = rewrite(ome_zarr("0.4")(tmp_path, picture), OLD[version])
     refused(lambda: Slide(path), f"a.zarr: this is OME-Zarr {version};", "0.4 to 0.6 are read")
 
 
 def test_a_zarr_array_alone_and_levels_that_are_not_there_are_told(picture, tmp_path):
     path = ome_zarr("0.5")(tmp_path, picture)
     refused(lambda: Slide(path / "0"), "0: a Zarr array alone; OME-Zarr 0.4 to 0.6 are read")
-    gone = rewritten(path, lambda said: said["multiscales"][0]["datasets"][2].update(path="7"))
+    gone = rewrite(path, lambda said: said["multiscales"][0]["datasets"][2].update(path="7"))
     refused(lambda: Slide(gone), "a.zarr: cannot be opened: it lacks '7'")
 
 
@@ -126,7 +126,7 @@ SILENT = {
 def test_a_zarr_may_say_nothing_where_it_could_say_something(picture, tmp_path, how):
     path = ome_zarr("0.5", **SILENT[how])(tmp_path, picture)
     with Slide(
-        rewritten(path, lambda said: said["multiscales"][0].update(coordinateTransformations=None))
+        rewrite(path, lambda said: said["multiscales"][0].update(coordinateTransformations=None))
     ) as slide:
         assert slide.mpp == MPP
 
@@ -140,7 +140,7 @@ def test_a_micrometre_has_many_spellings(picture, tmp_path, unit):
     zarr = ome_zarr("0.4")(tmp_path, picture[:64, :64])
     for path in (
         tmp_path / "a.ome.tif",
-        rewritten(zarr, lambda ngff: [axis.update(unit=unit) for axis in ngff["multiscales"][0]["axes"]]),
+        rewrite(zarr, lambda ngff: [axis.update(unit=unit) for axis in ngff["multiscales"][0]["axes"]]),
     ):
         with Slide(path) as slide:
             assert slide.mpp == MPP

@@ -32,7 +32,7 @@ def ring(box):
     return [[left, top], [right, top], [right, bottom], [left, bottom], [left, top]]
 
 
-def moved(box, corner=CORNER):
+def shift(box, corner=CORNER):
     return tuple(v + corner[k % 2] for k, v in enumerate(box))
 
 
@@ -104,19 +104,19 @@ def test_a_slide_says_where_it_was_scanned(slide, tmp_path):
     [
         (lambda path, box: geojson(path, box, **QUPATH), "q.geojson", DRAWN, ""),
         (lambda path, box: geojson(path, box, object_type="annotation", name="Tumor"), "q3.json", DRAWN, ""),
-        (asap, "a.xml", moved(DRAWN), ""),
-        (geojson, "plain.geojson", moved(DRAWN), ""),
+        (asap, "a.xml", shift(DRAWN), ""),
+        (geojson, "plain.geojson", shift(DRAWN), ""),
         # QuPath with --no-crop, or by Bio-Formats
-        (lambda path, box: geojson(path, box, **QUPATH), "whole.geojson", moved(DRAWN), "whole slide"),
+        (lambda path, box: geojson(path, box, **QUPATH), "whole.geojson", shift(DRAWN), "whole slide"),
         (asap, "cropped.xml", DRAWN, "scanned area"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_outlines_lie_where_they_were_drawn(slide, tmp_path, write, name, box, said):
     plan = plan_slide(record(slide, write(tmp_path / name, box)), SPEC)
-    assert tumour_patches(plan) == inside(moved(DRAWN)) and len(tumour_patches(plan)) == 9
+    assert tumour_patches(plan) == inside(shift(DRAWN)) and len(tumour_patches(plan)) == 9
     assert len(plan.notes) == bool(said) and all(said in note and name in note for note in plan.notes)
-    assert np.array(plan.outlines_l0).reshape(-1, 2).min(0).tolist() == list(moved(DRAWN)[:2])
+    assert np.array(plan.outlines_l0).reshape(-1, 2).min(0).tolist() == list(shift(DRAWN)[:2])
 
 
 def test_who_says_from_where_outlines_count_is_obeyed_and_told_what_speaks_against_it(slide, tmp_path):
@@ -154,11 +154,11 @@ def on(slide):
 def test_tissue_that_others_outlined_lies_where_they_saw_it(slide, tmp_path, corner):
     drawn = (64, 64, 320, 448)
     path = tmp_path / "x.geojson"
-    geojson(path, moved(drawn, corner), **({"tissue_id": 0} if corner == CORNER else QUPATH))
+    geojson(path, shift(drawn, corner), **({"tissue_id": 0} if corner == CORNER else QUPATH))
     tissue = TissueParams(masks=str(tmp_path))
     seen = survey(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto")
     rows, columns = np.nonzero(seen.found.mask)
-    left, top, right, bottom = moved(drawn)
+    left, top, right, bottom = shift(drawn)
     assert columns.min() * seen.downsample == pytest.approx(left, abs=2)
     assert rows.min() * seen.downsample == pytest.approx(top, abs=2)
     assert (columns.max() + 1) * seen.downsample == pytest.approx(right, abs=3)
@@ -179,12 +179,12 @@ def test_a_painted_mask_covers_the_whole_slide_or_what_was_scanned(slide, tmp_pa
     if cropped:
         png(tmp_path / "x.png", (SIDE, SIDE), drawn)
     else:
-        png(tmp_path / "x.png", SIZE[::-1], moved(drawn))
+        png(tmp_path / "x.png", SIZE[::-1], shift(drawn))
     tissue = TissueParams(masks=str(tmp_path))
     seen = survey(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto")
     rows, columns = np.nonzero(seen.found.mask)
-    assert columns.min() * seen.downsample == pytest.approx(moved(drawn)[0], abs=3)
-    assert rows.min() * seen.downsample == pytest.approx(moved(drawn)[1], abs=3)
+    assert columns.min() * seen.downsample == pytest.approx(shift(drawn)[0], abs=3)
+    assert rows.min() * seen.downsample == pytest.approx(shift(drawn)[1], abs=3)
     png(tmp_path / "x.png", (10, 90), (1, 1, 9, 9))
     words = "not of the slide's shape"
     refused(lambda: survey(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto"), words)
@@ -227,7 +227,7 @@ def whole(tmp_path_factory):
     return scan_areas.full(tmp_path_factory.mktemp("whole") / "x.tif", scan_areas.picture())
 
 
-PLACE = np.array(moved(DRAWN), float)
+PLACE = np.array(shift(DRAWN), float)
 
 
 @pytest.mark.parametrize(

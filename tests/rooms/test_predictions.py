@@ -141,7 +141,7 @@ def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean_and_what_is_rejected
     assert (found["absolute"]["rejected"], found["absolute"]["accuracy"]) == (1, 0.5)
 
 
-def evaluated(root, task, table, *, sealed):
+def evaluate_table(root, task, table, *, sealed):
     """The folder of a site in a run that was evaluated; by a version that kept no seal where it is not sealed."""
     run = RunFolder(root / "runs" / "00001-x")
     folder = run.site("S0")
@@ -188,7 +188,7 @@ def test_a_table_that_is_not_as_it_was_evaluated_is_refused(tmp_path, damage, se
     """With a length and a digest, and of earlier versions, which kept none, by what it holds."""
     table = table_of(CLASSES, np.array([0, 1, 1, 0, 1, 0]), ("healthy", "tumor"), x_l0=np.arange(6))
     table = replace(table, slide=np.array([f"s{k}" for k in range(6)]), patient=np.array([*"abcdef"]))
-    folder = evaluated(tmp_path, CLASSES, table, sealed=sealed)
+    folder = evaluate_table(tmp_path, CLASSES, table, sealed=sealed)
     path = folder.path / "predictions.csv"
     lines = path.read_text().splitlines()
     assert len(read_predictions(folder)) == 6
@@ -206,7 +206,7 @@ def test_a_table_that_is_not_as_it_was_evaluated_is_refused(tmp_path, damage, se
 )
 def test_numbers_and_chances_that_nobody_can_say_are_refused(tmp_path, task, truth, value):
     outputs = ("burden",) if task.kind == "number" else ("6", "12.5")
-    folder = evaluated(tmp_path, task, table_of(task, truth, outputs, x_l0=np.arange(6)), sealed=False)
+    folder = evaluate_table(tmp_path, task, table_of(task, truth, outputs, x_l0=np.arange(6)), sealed=False)
     path = folder.path / "predictions.csv"
     assert len(read_predictions(folder, task)) == 6
     lines = path.read_text().splitlines()

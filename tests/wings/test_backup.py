@@ -132,7 +132,7 @@ def test_what_leads_out_of_its_folder_is_no_backup(bed):
     assert not (root / "new").exists()
 
 
-def rewritten(path, change):
+def rewrite(path, change):
     """Writes a backup anew after a change of its files, name → bytes."""
     with tarfile.open(path) as tar:
         files = {one.name: tar.extractfile(one).read() for one in tar}
@@ -176,7 +176,7 @@ DAMAGES = [
 def test_a_damaged_backup_ends_in_one_line_and_leaves_no_ledger_behind(bed, damage):
     root, study, kit = bed
     backup(kit, study, root / "S0.tar")
-    rewritten(root / "S0.tar", damage)
+    rewrite(root / "S0.tar", damage)
     for folder in (kit.path, study.root, root / "state"):
         shutil.rmtree(folder)
     refused(lambda: restore(root / "S0.tar", kit.path, Study(root / "study")), "", error=WsiFlError)

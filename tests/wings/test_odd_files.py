@@ -87,6 +87,7 @@ def test_what_others_send_is_looked_at_before_it_is_opened(odd, read):
 def test_leftovers_that_are_pipes_are_passed_over(tmp_path):
     os.mkfifo(tmp_path / ".store.1.partial.h5")
     remove_abandoned(tmp_path / "store.h5")
+    assert (tmp_path / ".store.1.partial.h5").is_fifo()
 
 
 def test_a_backup_is_still_read(tmp_path):

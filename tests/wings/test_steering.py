@@ -146,20 +146,20 @@ def attacks(plan, n, rng):
     return [one for one in made if one.text != plan.text][:n]
 
 
-def told(study, pipeline, method="proxyfl"):
+def replies(study, pipeline, method="proxyfl"):
     """All that a hospital tells before ε: what it brings to the preflight, and its row of a summary."""
     with RunContext.of(study, pipeline, method, RunFolder(study.runs / "attacked")) as party:
         site = build_site(party, 0)
         return brought(site, party), row_of(site)
 
 
-def tried(study, me, plan):
+def try_plan(study, me, plan):
     """What others see of a plan that a hospital with a frame is brought: the refusal, or what it tells."""
     try:
         admit(study, me, plan)
     except WsiFlError as error:
         return type(error).__name__, str(error)
-    return "admitted", *told(study, plan.pipeline(), plan.method)
+    return "admitted", *replies(study, plan.pipeline(), plan.method)
 
 
 def two_worlds(folder, rng):
@@ -170,7 +170,7 @@ def two_worlds(folder, rng):
     ], bits
 
 
-def guessed(seen, name):
+def guess_from(seen, name):
     """Some rule by which an attacker guesses from all that was seen whether a patient trains."""
     return sha256(f"{name} {seen}".encode()).digest()[0] < 128
 
@@ -199,20 +199,20 @@ def test_who_writes_plans_in_a_frame_sees_the_same_whoever_of_ten_named_patients
         Data, "__init__", lambda self, *given: (opened.append(given[1]), real(self, *given))[1]
     )
     monkeypatch.setattr(weights, "published_weights", lambda *given, **_: fetched.append(given))
-    refusals = [[tried(study, me, plan) for plan in outside] for study in worlds]
+    refusals = [[try_plan(study, me, plan) for plan in outside] for study in worlds]
     assert all("lies outside the frame of S0" in text or "is damaged" in text for _, text in refusals[0])
     # by the plan's own text alone, before anything is opened: so the time of a refusal cannot depend on the store
     assert not opened and not fetched
-    seen = [[*refusals[k], *(tried(study, me, plan) for plan in inside)] for k, study in enumerate(worlds)]
+    seen = [[*refusals[k], *(try_plan(study, me, plan) for plan in inside)] for k, study in enumerate(worlds)]
     assert {kind for kind, *_ in seen[0][len(outside) :]} == {"admitted"}
     assert {document["units"] for _, document, _ in seen[0][len(outside) :]} == {
         34
     }  # also those without an answer
     for k, study in enumerate(worlds):  # nothing was spent, and the frame has had its runs
-        seen[k].append(tried(study, me, plan))
+        seen[k].append(try_plan(study, me, plan))
         assert not study.ledger("S0").exists() and f"for {n_inside} runs, and it had them" in seen[k][-1][1]
     assert seen[0] == seen[1] and len(seen[0]) == n
-    right = sum(guessed(seen[k], name) == (bits[name] == bool(k)) for k in (0, 1) for name in NAMED)
+    right = sum(guess_from(seen[k], name) == (bits[name] == bool(k)) for k in (0, 1) for name in NAMED)
     assert right == len(NAMED)  # of twice as many guesses
 
 
@@ -236,7 +236,7 @@ def test_plans_that_a_person_signs_tell_no_more(tmp_path):
     usual = [study.pipeline("small") for study in worlds]
     for sections in STEERED:
         first, second = (
-            told(study, one.changed(**sections)) for study, one in zip(worlds, usual, strict=True)
+            replies(study, one.changed(**sections)) for study, one in zip(worlds, usual, strict=True)
         )
         assert first == second, sections
 
@@ -260,7 +260,7 @@ def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_in
         {"features": {"encoder": "hf-hub:me/net"}},
         {"mosaic": {"weights": "/etc/hostname"}},
     ):
-        assert tried(study, me, forged(plan, **sections))[0] == "UsageError"
+        assert try_plan(study, me, forged(plan, **sections))[0] == "UsageError"
     assert not asked
 
 
@@ -277,7 +277,7 @@ def test_n_counts_slides_that_name_no_patient_whatever_they_answer(tmp_path, ans
     (study.root / "sites" / "S0.toml").write_text(
         f'name = "S0"\n{REAL}\nclinical = "table.csv"\nallow = ["model"]\n'
     )
-    assert told(study, study.pipeline("small").changed(privacy=privacy))[0]["units"] == 20
+    assert replies(study, study.pipeline("small").changed(privacy=privacy))[0]["units"] == 20
 
 
 def test_nobody_asks_who_a_line_is_about(tmp_path):
@@ -299,4 +299,4 @@ def test_nobody_asks_who_a_line_is_about(tmp_path):
             for name, spelt in zip(NAMED[:2], (column, column.upper()), strict=True):
                 asked = {"column": spelt, "classes": [name, "other"], "ignore": []}
                 with pytest.raises(UsageError, match="says who a line is about"):
-                    told(study, study.pipeline("small").changed(target=asked))
+                    replies(study, study.pipeline("small").changed(target=asked))

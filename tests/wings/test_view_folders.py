@@ -7,9 +7,10 @@ from building import halves
 from dicom_files import write_dicom
 from PIL import Image
 
+from wsi_fl.slides.reading.formats.dicom import place_of
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.study.folder import Study
-from wsi_fl.viewer.viewing import gallery
+from wsi_fl.viewer.viewing import _owners, gallery
 
 
 def test_the_slides_of_a_site_are_shown_by_the_names_of_their_folders(tmp_path):
@@ -30,3 +31,18 @@ def test_the_slides_of_a_site_are_shown_by_the_names_of_their_folders(tmp_path):
     pixels = np.asarray(Image.open(io.BytesIO(tile))).astype(int)
     assert pixels.shape[:2] == (256, 256) and np.abs(pixels - picture).mean() < 4
     shown.close()
+
+
+def test_a_folder_and_its_files_are_slides_of_the_site_that_names_one_of_them(tmp_path):
+    for name in ("A", f"Dru{chr(0x308)}se"):
+        (tmp_path / name).mkdir()
+        for k in range(2):
+            (tmp_path / name / f"{k}.dcm").write_bytes(bytes(128) + b"DICM")
+    init(tmp_path / "study", names=["A", "B"])
+    for site, slides in (("A", "A"), ("B", f"Dr{chr(0xFC)}se/0.dcm")):
+        file = tmp_path / "study" / "sites" / f"{site}.toml"
+        file.write_text(f'name = "{site}"\nslides = "{tmp_path}/{slides}"\nreal = true\n')
+    owners = _owners(Study(tmp_path / "study"))
+    places = [place_of(tmp_path / name / "1.dcm") for name in ("A", f"Dru{chr(0x308)}se")]
+    assert [owners[place] for place in places] == [{"A"}, {"B"}]
+    assert owners[place_of(tmp_path / "A")] == {"A"} and len(owners) == 2

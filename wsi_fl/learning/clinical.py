@@ -22,7 +22,8 @@ _Flags = NDArray[np.bool_]
 
 LEAST = 10
 """Patients, and cases and others among them, below which nothing is told of a subgroup."""
-_Z = 1.959963984540054
+Z = 1.959963984540054
+"""Standard deviations of a normal distribution within which 95 % of it lie, on either side."""
 _NARROW = 1e-12
 
 
@@ -119,7 +120,7 @@ def _predictive(own: _Interval, other: _Interval, odds: float) -> _Interval | No
         return None
     a, b = ((p.value * p.n + 0.5) / (p.n + 1) if p.value in (0, 1) else p.value for p in (own, other))
     spread = sqrt((1 - a) / (a * own.n) + b / ((1 - b) * other.n))
-    low, high = (1 / (1 + exp(-(log(a / (1 - b) * odds) + sign * _Z * spread))) for sign in (-1, 1))
+    low, high = (1 / (1 + exp(-(log(a / (1 - b) * odds) + sign * Z * spread))) for sign in (-1, 1))
     value = own.value * odds / (own.value * odds + (1 - other.value))
     return _Interval(value, min(low, value), max(high, value), own.n + other.n)
 
@@ -153,18 +154,15 @@ def _auroc(score: _Floats, case: _Flags) -> _Interval | None:
     there are patients of the rarer kind, then give Clopper and Pearson's interval, which is a wide one.
     """
     from scipy.special import expit, logit
-    from scipy.stats import binomtest
 
     if min(case.sum(), (~case).sum()) < 2:
         return None
     areas, covariance = _delong(score[None], case)
     area = float(areas[0])
     if area in (0, 1):
-        pairs = _disjoint_pairs(case)
-        around = binomtest(int(area) * pairs, pairs).proportion_ci(method="exact")
-        return _Interval(area, float(around.low), float(around.high), len(case))
+        return _Interval(area, *share_interval(area, _disjoint_pairs(case)), len(case))
     spread = sqrt(covariance[0, 0]) / (area * (1 - area))
-    low, high = (expit(logit(area) + sign * _Z * spread) for sign in (-1, 1))
+    low, high = (expit(logit(area) + sign * Z * spread) for sign in (-1, 1))
     return _Interval(area, float(low), float(high), len(case))
 
 
@@ -203,7 +201,7 @@ def auroc_difference(ours: _Floats, theirs: _Floats, case: _Flags) -> _AreaDiffe
         return _difference_of_pairs(value, ours, theirs, case)
     sd = sqrt(variance)
     p = max(float(2 * norm.sf(abs(value) / sd)), np.finfo(float).tiny)  # no test ever says 0
-    low, high = max(-1.0, value - _Z * sd), min(1.0, value + _Z * sd)
+    low, high = max(-1.0, value - Z * sd), min(1.0, value + Z * sd)
     return _AreaDifference(value, low, high, p, len(case))
 
 
@@ -257,7 +255,7 @@ def _calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | None:
         "slope": (slope, 1 / sqrt(float(of_slope @ (lp - centre) ** 2))),
         "intercept": (shift, 1 / sqrt(float(of_shift.sum()))),
     }
-    return {name: _Interval(v, v - _Z * se, v + _Z * se, len(case)) for name, (v, se) in found.items()}
+    return {name: _Interval(v, v - Z * se, v + Z * se, len(case)) for name, (v, se) in found.items()}
 
 
 def net_benefit(

@@ -9,9 +9,9 @@ from math import asinh, ceil, log, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-_Floats = NDArray[np.float64]
+from wsi_fl.learning.clinical import Z
 
-_Z = 1.959963984540054
+_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ def patients_needed(
     Reference: Riley et al., "Minimum sample size for external validation of a clinical prediction model with a binary
         outcome", Statistics in Medicine 40, 2021.
     """
-    found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / _Z)}
+    found = {"auroc": _for_area(prevalence, area, wanted.auroc / 2 / Z)}
     # of a ratio around 1: exp(zs) − exp(−zs) is as wide as wanted
-    log_error = asinh(wanted.expected / 2) / _Z
+    log_error = asinh(wanted.expected / 2) / Z
     found["expected"] = ceil((1 - prevalence) / prevalence / log_error**2)
-    found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / _Z)
+    found["slope"] = _for_slope(*_log_odds(prevalence, area), wanted.slope / 2 / Z)
     for name, value, share, width in (
         ("sensitivity", sensitivity, prevalence, wanted.sensitivity),
         ("specificity", specificity, 1 - prevalence, wanted.specificity),
     ):
         if value is not None:
-            found[name] = ceil(value * (1 - value) / (width / 2 / _Z) ** 2 / share)
+            found[name] = ceil(value * (1 - value) / (width / 2 / Z) ** 2 / share)
     return found
 
 

@@ -115,9 +115,8 @@ def folds_of(
             f"{n} rows have no patient, but folds divide patients; name them in the table of slides"
         )
     names, which = np.unique(patient, return_inverse=True)
-    if len(names) < n_folds and (
-        stratified or not lots.secret
-    ):  # a hospital does not tell how many patients it has
+    # a hospital does not tell how many patients it has
+    if len(names) < n_folds and (stratified or not lots.secret):
         fewer = f"set train.folds to {len(names)} or less"
         way_on = fewer if len(names) >= _FEWEST_FOLDS else "leave the site out"
         raise UsageError(f"{len(names)} patients cannot be divided into {n_folds} folds; {way_on}")

@@ -249,9 +249,8 @@ class _Calls(TorchFunctionMode):
             or not isinstance(target, Tensor)
         ):
             return False
-        if (
-            func is functional.cross_entropy and outputs.dim() < 2
-        ):  # one row of as many classes as there are rows
+        # else it is one row of as many classes as there are rows
+        if func is functional.cross_entropy and outputs.dim() < 2:
             return False
         if target.shape == outputs.shape:
             return True
@@ -279,10 +278,8 @@ def _is_of_batch(args: Sequence[Any], b: int, row: int | None = None) -> bool:
         return rows.indices(b) != (0, b, 1)
     if isinstance(rows, Tensor):
         return not (rows.shape == (b,) and bool((rows.cpu() == torch.arange(b)).all()))
-    wanted = (
-        np.arange(b),
-        np.array([-1 if row is None else row]),
-    )  # all in their order, or the row's own place
+    # all in their order, or the row's own place
+    wanted = (np.arange(b), np.array([-1 if row is None else row]))
     return not (
         isinstance(rows, list | np.ndarray) and any(np.array_equal(rows, places) for places in wanted)
     )

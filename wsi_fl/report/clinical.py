@@ -124,9 +124,8 @@ def _curves(document: Json, colors: Mapping[str, str]) -> list[tuple[str, Chart]
     thresholds = document["thresholds"]
     for name in document["sites"][0]["classes"]:
         benefit = {site["site"]: site["classes"][name]["net_benefit"] for site in document["sites"]}
-        everybody = {
-            tuple(one["everybody"]): site for site, one in benefit.items()
-        }  # a site's, as its share of cases
+        # a site's curve, as its share of cases has it
+        everybody = {tuple(one["everybody"]): site for site, one in benefit.items()}
         lines = {site: one["model"] for site, one in benefit.items() if words.known(one["model"][0])}
         most = max([0.02, *map(max, lines.values())])
         with new_figure() as (figure, axes):

@@ -66,8 +66,6 @@ _COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
     *("rounds", "lr", "spent", "guarantee", "seconds"),
 )
-_NUMBERS = ("sites", "score", "own_score", "rounds", "lr")
-"""Columns that are computed with; `own_score` is empty of who stays alone."""
 
 
 class Cell(NamedTuple):

@@ -230,9 +230,8 @@ class BagStore(StoreFile):
 
     def __init__(self, path: Path) -> None:
         self.command = "features" if path.name == "features.h5" else ""
-        if (
-            not self.command and (path.parent / "mosaics").is_dir()
-        ):  # the shards, which no other command makes
+        # its shards, which no other command makes
+        if not self.command and (path.parent / "mosaics").is_dir():
             self.command = "mosaic"
         super().__init__(path)
 

@@ -236,7 +236,7 @@ class Train(Section):
     )
     """Whether folds hold all classes alike, and as many patients. Whose fold a patient is in then depends on who else
     there is, which ε does not cover, so it is refused under differential privacy. By default a patient's fold follows
-    from the name alone."""
+    from the name, and at a real site from a secret of the hospital too."""
     fold: int | None = key(None, ge=1, le=1000, needs={"train.folds": "it says how many folds there are"})
     """Which of `train.folds` is the test part of a run, counted from 1; all other patients are for training."""
     left_out: SiteName | None = None

@@ -120,9 +120,8 @@ def launcher_reason(said: str) -> str:
 
 def threads_wanted() -> int | None:
     """Return how many threads people ask for by a variable such as OMP_NUM_THREADS; None where they ask for none."""
-    asked = (
-        os.environ.get(name, "").partition(",")[0] for name in _THREADS
-    )  # what follows is for nested teams
+    # what follows a comma is for nested teams
+    asked = (os.environ.get(name, "").partition(",")[0] for name in _THREADS)
     return next((int(number) for number in asked if number.isdecimal() and int(number)), None)
 
 

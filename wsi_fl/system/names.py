@@ -15,31 +15,14 @@ from unicodedata import normalize
 MISSING = frozenset(
     {
         *("", "#n/a", "#n/a n/a", "#na", "-nan", "<na>", "n/a", "na", "nan", "nat", "none", "null"),
-        *(
-            "1.#ind",
-            "-1.#ind",
-            "1.#qnan",
-            "-1.#qnan",
-            "-",
-            "--",
-            "'--",
-            "–",
-            "—",
-            "?",
-            "unknown",
-            "[unknown]",
-        ),
-        *("not available", "[not available]", "not reported", "not provided"),
+        *("1.#ind", "-1.#ind", "1.#qnan", "-1.#qnan", "-", "--", "'--", "–", "—", "?"),
+        *("unknown", "[unknown]", "not available", "[not available]", "not reported", "not provided"),
     }
 )
 """What tables write where nothing is known, in lower case: what pandas reads as missing, and the words of archives."""
 _COMPANIONS = {
-    "thumbs.db",
-    "desktop.ini",
-    "ehthumbs.db",
-    "__macosx",
-    "$recycle.bin",
-    "system volume information",
+    *("thumbs.db", "desktop.ini", "ehthumbs.db"),
+    *("__macosx", "$recycle.bin", "system volume information"),
 }
 _UUID = re.compile(r"[._ -]?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _BARCODE = re.compile(r"^(tcga-[^.]+)\..*$", re.IGNORECASE)
@@ -79,6 +62,16 @@ def file_name_of(text: str) -> str:
         ['w.tif', 'u.tif', 'a.svs']
     """
     return PurePosixPath(compose_text(text).replace("\\", "/")).name
+
+
+def stem_of(text: str) -> str:
+    """Return `file_name_of` a path without its suffix.
+
+    Example:
+        >>> stem_of("D:\\\\scans\\\\w.tif")
+        'w'
+    """
+    return Path(file_name_of(text)).stem
 
 
 def slide_of(path: Path) -> str:

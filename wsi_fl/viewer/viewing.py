@@ -8,13 +8,14 @@ hospital, or may.
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.layouts import list_site
+from wsi_fl.slides.reading.formats.dicom import place_of
 from wsi_fl.stages.prepare.sources import sources_of
+from wsi_fl.stages.site.data import slides_of
 from wsi_fl.stages.site.party import as_begun
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study, load_pipeline
@@ -91,7 +92,10 @@ def _gallery_of_predictions(
     names = study.site_names() if site is None else []
     whose = {*rooms, *(name for name in names if study.site(name).allows("patches"))}
     exhibits = [_exhibit(rooms[some[0].site], some, owners, whose) for some in slides.values()]
-    patients = {*rooms, *(name for one in exhibits if one.path for name in owners.get(one.path, ()))}
+    patients = {
+        *rooms,
+        *(name for one in exhibits if one.path for name in owners.get(place_of(one.path), ())),
+    }
     real = _real(study.site(name) for name in sorted(patients, key=natural))
     return Gallery(f"{run.name} · {', '.join(rooms)}", _ordered(exhibits), real)
 
@@ -129,7 +133,7 @@ def _exhibit(
     path = room.file(first)
     if path is None:
         return Exhibit(first.slide, None, "the slide is not here", first.value)
-    theirs = owners.get(path, set())
+    theirs = owners.get(place_of(path), set())
     if room.site.name not in theirs and (hidden := theirs - whose):
         said = f"a slide of {', '.join(sorted(hidden, key=natural))}, which is not shown here"
         return Exhibit(first.slide, None, said, first.value)
@@ -187,12 +191,11 @@ def _stated(study: Study, prediction: Prediction) -> Path | None:
 
 
 def _owners(study: Study) -> dict[Path, set[str]]:
-    """Slide → the sites whose files name it, of all sites of a study."""
+    """Place of a slide → the sites whose files name it, of all sites of a study."""
     owners: dict[Path, set[str]] = {}
     for site in map(study.site, study.site_names()):
-        for pattern in sources_of(study, site).slides if site.slides is not None else ():
-            for found in glob.iglob(pattern, recursive=True):  # noqa: PTH207 absolute patterns
-                owners.setdefault(Path(found).resolve(), set()).add(site.name)
+        for path in slides_of(study, site) if site.slides is not None else ():
+            owners.setdefault(place_of(path), set()).add(site.name)
     return owners
 
 

@@ -171,20 +171,20 @@ def _without_places(file: Path) -> None:
     if not file.is_file():
         return
 
-    def kept(value: Any) -> Any:
+    def strip(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: kept(one) for key, one in value.items()}
+            return {key: strip(part) for key, part in value.items()}
         if isinstance(value, list):
-            return [kept(one) for one in value if not _names_a_place(one)]
+            return [strip(part) for part in value if not _names_a_place(part)]
         return value
 
-    write_json(file, kept(read_object(file, "make it again")))
+    write_json(file, strip(read_object(file, "make it again")))
 
 
-def _names_a_place(one: object) -> bool:
+def _names_a_place(entry: object) -> bool:
     """Return whether an entry of a list, such as a reference or a property, is a path of this machine."""
-    said = [value for value in one.values() if isinstance(value, str)] if isinstance(one, dict) else [one]
-    return any(isinstance(value, str) and value.startswith(("file:", "/")) for value in said)
+    values = entry.values() if isinstance(entry, dict) else [entry]
+    return any(isinstance(value, str) and value.startswith(("file:", "/")) for value in values)
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -19,13 +19,13 @@ from wsi_fl.hospitals.plans.contents import Learned, Leaving, leaving, of_store
 from wsi_fl.hospitals.plans.frames import (
     FORMAT,
     Frame,
-    admitted,
+    admitted_plans,
     frame_path,
     is_over,
     note_admitted,
     open_frame,
 )
-from wsi_fl.hospitals.plans.making import PlanDocument, document_of, sites_of, written
+from wsi_fl.hospitals.plans.making import PlanDocument, document_of, settings_text, sites_of
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan, by_key, code_digest, shown
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.privacy.ledger_file import Guarantee
@@ -105,7 +105,7 @@ def make_frame(
     settings = {
         method: str(plan.document["settings"])
         if method == plan.method
-        else written(settings_for(method, study, plan.pipeline()))
+        else settings_text(settings_for(method, study, plan.pipeline()))
         for method in allows["method"]
     }
     made = {"format": FORMAT, "id": uuid4().hex, "site": site, "allows": allows, "settings": settings}
@@ -267,7 +267,7 @@ def admit(study: Study, identity: Identity, plan: Plan) -> None:
         say(f"  {text}")
         note(frame_path(study).with_suffix(".log"), text)
 
-    before = len(admitted(study, frame["id"]))
+    before = len(admitted_plans(study, frame["id"]))
     try:
         why = outside_by_text(frame, plan, datetime.now(UTC).date(), before)
     except Exception as error:  # of a text that is none of a plan

@@ -132,7 +132,7 @@ def _admitted_path(study: Study, number: str) -> Path:
     return study.root / "federation" / f"frame-{number}-admitted.json"
 
 
-def admitted(study: Study, number: str) -> list[str]:
+def admitted_plans(study: Study, number: str) -> list[str]:
     """Return the plans that were approved in the frame with an id, by SHA-256, each as often as it was."""
     path = _admitted_path(study, number)
     if not path.exists():
@@ -147,7 +147,7 @@ def note_admitted(study: Study, frame: Frame, plan: str) -> bool:
     """Count a plan that is about to be approved in a frame; return False, and count nothing, where it had all."""
     path = _admitted_path(study, frame["id"])
     with alone(path.with_suffix(".lock")):
-        before = admitted(study, frame["id"])
+        before = admitted_plans(study, frame["id"])
         if len(before) >= frame["runs"]:
             return False
         write_json(path, {"plans": [*before, plan]})

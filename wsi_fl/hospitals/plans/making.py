@@ -219,11 +219,11 @@ def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str,
         "leaves": rows,
         "stays": staying(party),
         "most_bytes": 2 * largest + _ROOM,
-        "settings": written(pipeline),
+        "settings": settings_text(pipeline),
     }
 
 
-def written(pipeline: Pipeline) -> str:
+def settings_text(pipeline: Pipeline) -> str:
     """Return settings as TOML that is the same once it was read: numbers by default are as those that were written."""
     return dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
 

@@ -21,7 +21,7 @@ from wsi_fl.slides.layouts.common import (
     slide_files,
     tiffs,
 )
-from wsi_fl.system.names import file_name_of, find_file, slide_of
+from wsi_fl.system.names import find_file, slide_of, stem_of
 from wsi_fl.types import SetAside, SlideRecord, Supervision, UsageError
 
 C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)
@@ -53,10 +53,10 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
         raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
     table = rows_of(sources.labels, ("patient", "stage"))
     # patient_000_node_0.tif,negative; those of patients (patient_000.zip,pN0) are passed over
-    rows = [row for row in table if C17_SLIDE.match(_stem(row["patient"]))]
+    rows = [row for row in table if C17_SLIDE.match(stem_of(row["patient"]))]
     stages: dict[str, str] = {}
     for row in rows:
-        slide, stage = _stem(row["patient"]), row["stage"]
+        slide, stage = stem_of(row["patient"]), row["stage"]
         if stages.setdefault(slide, stage) != stage:
             raise UsageError(f"{row.where}: {slide} is {stage}, and {stages[slide]} in a line above")
     name = sources.labels.name
@@ -71,7 +71,7 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
 
     files = slide_files(sources)
     here = {slide_of(path) for path in files}
-    sources.account(sources.labels, rows, sum(_stem(row["patient"]) in here for row in rows))
+    sources.account(sources.labels, rows, sum(stem_of(row["patient"]) in here for row in rows))
     return divided(map(judged, files), sources)
 
 
@@ -112,10 +112,6 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
         annotation = drawn  # of tumour, it contradicts the label
     mpp, site = sources.mpp_override, sources.site
     return SlideRecord(path, slide_of(path), patient, site, supervision, not negative, annotation, None, mpp)
-
-
-def _stem(named: str) -> str:
-    return Path(file_name_of(named)).stem
 
 
 def _first(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:

@@ -43,7 +43,6 @@ _POSITIVE = {"positive", "tumor", "tumour", "metastasis", "metastases", "macro",
 _PARTIAL = {"itc"}
 _CLASSES = 12
 """Labels of a table that a hint lists."""
-"""Characters without width that spreadsheets and web pages leave at the ends of texts."""
 _COMMA = re.compile(r"[+-]?\d+,\d+")
 
 

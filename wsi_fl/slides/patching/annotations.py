@@ -13,7 +13,7 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.outline_files import outlines_of, polygons_of, shortened
+from wsi_fl.slides.patching.outline_files import outlines_of, polygons_of, shorten
 from wsi_fl.slides.patching.placing import Ground, Origin, place, transform
 from wsi_fl.types import WsiFlError
 
@@ -102,7 +102,7 @@ def _meaning_of(path: Path, groups: Mapping[str, int], named: Mapping[str, Outli
     keys = {group: _key(group) for group in groups}
     keys = {group: key if key in roles else key.partition(":")[0].strip() for group, key in keys.items()}
     if unknown := sorted(group for group, key in keys.items() if key not in roles):
-        names = [shortened(name, _NAME_CHARS) for name in unknown]
+        names = [shorten(name, _NAME_CHARS) for name in unknown]
         more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
         raise WsiFlError(
             f"{path}: unknown annotation groups {', '.join([*names[:_NAMED], *more])}; known are {', '.join(roles)}; "

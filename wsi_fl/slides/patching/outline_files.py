@@ -85,7 +85,7 @@ class Outlines:
         return f"{taken}left out as no outlined areas: {listed}"
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Return a text of a file in one line of at most so many characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
@@ -122,7 +122,7 @@ def outlines_of(path: Path) -> Outlines:
     try:
         return _asap(data, path) if _is_xml(data) else _geojson(data, path)
     except _Wrong as error:
-        reason = shortened(str(error), _REASON_CHARS)
+        reason = shorten(str(error), _REASON_CHARS)
         raise WsiFlError(f"{path}: not ASAP XML or QuPath GeoJSON: {reason}") from None
     except (ElementTree.ParseError, json.JSONDecodeError) as error:
         reason = str(error)
@@ -189,7 +189,7 @@ def _asap(data: bytes, path: Path) -> Outlines:
         elif kind.casefold() == "measurement":
             outlines.omissions["measurement"] += 1
         else:
-            outlines.omissions[f'annotation of type "{shortened(kind, 20)}"'] += 1
+            outlines.omissions[f'annotation of type "{shorten(kind, 20)}"'] += 1
     return outlines
 
 

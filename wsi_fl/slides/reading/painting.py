@@ -66,7 +66,7 @@ def paint(
     return Unpainted(missing, last if missing else None, hopeless=False)
 
 
-def continued(out: NDArray[np.uint8], areas: Sequence[Area]) -> NDArray[np.uint8]:
+def continue_surroundings(out: NDArray[np.uint8], areas: Sequence[Area]) -> NDArray[np.uint8]:
     """Return a picture [rows, columns, 3] whose pixels in some areas are the nearest ones outside them."""
     if not areas:
         return out
@@ -79,7 +79,7 @@ def continued(out: NDArray[np.uint8], areas: Sequence[Area]) -> NDArray[np.uint8
     return np.asarray(out[tuple(nearest)])
 
 
-def resampled(
+def resample(
     region: Image.Image, size: tuple[int, int], reduction: float, box: tuple[float, float, float, float]
 ) -> Image.Image:
     """The box of a region as a picture of that size, averaged by area where it shrinks."""

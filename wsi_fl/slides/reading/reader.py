@@ -34,7 +34,7 @@ from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.formats.source import Source, SourceError, rgb
 from wsi_fl.slides.reading.holes import Place, holes_in, is_lost
 from wsi_fl.slides.reading.native import Box, NativeLevel
-from wsi_fl.slides.reading.painting import Area, continued, paint, resampled
+from wsi_fl.slides.reading.painting import Area, continue_surroundings, paint, resample
 from wsi_fl.slides.reading.trusted import TrustedLevels
 from wsi_fl.types import GridSpec, UsageError, WsiFlError, one_line
 
@@ -184,7 +184,7 @@ class Slide:
                 self._note_damage(level)
             elif unpainted.hopeless and unpainted.error is not None:
                 raise unpainted.error
-        return continued(out, areas), downsample
+        return continue_surroundings(out, areas), downsample
 
     def read(
         self,
@@ -307,7 +307,7 @@ class Slide:
         region = np.empty((ceil(box[3] - 1e-6), ceil(box[2] - 1e-6), 3), np.uint8)
         self._pixels((corner[0], corner[1]), level, region, overlapping=overlapping)
         box = (*box[:2], min(box[2], region.shape[1]), min(box[3], region.shape[0]))
-        out[:] = np.asarray(resampled(Image.fromarray(region), size, reduction, box))
+        out[:] = np.asarray(resample(Image.fromarray(region), size, reduction, box))
 
     @property
     def notes(self) -> tuple[str, ...]:

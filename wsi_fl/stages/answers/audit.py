@@ -38,9 +38,9 @@ from wsi_fl.system.files import write_csv
 from wsi_fl.types import WsiFlError
 
 _CONFIDENCE = 0.95
+"""Of a bound alone, and of all that is called broken in a run together."""
 _PLANTED = 400
 """Canaries that bound ε well from below."""
-"""Of a bound alone, and of all that is called broken in a run together."""
 _RATES = (0.01, 0.001)
 _EXPOSURE = "exposure.csv"
 """Of a site: how far each unit moves its letter. It names patients, and stays at home."""

@@ -385,9 +385,8 @@ def evaluation_lines(document: Evaluation) -> Lines:
     if document["sites"]:
         yield _table(document)
         over = classes_of_parts(document["sites"])
-        if over and (
-            document["merged"] is None or document["shared"]
-        ):  # macro-accuracy of parts stands there
+        # only there stands the macro-accuracy of parts
+        if over and (document["merged"] is None or document["shared"]):
             yield Line(f"  {over}")
     for said in received(document):
         yield Line(f"  {said}")

@@ -218,9 +218,8 @@ def write_patches(
     side = "" if size_l0 is None else f"{size_l0:.3f}".rstrip("0").rstrip(".")
     said = np.stack(list(columns.values()), axis=1).tolist()
     patches = zip(xy_l0.tolist(), said, strict=True)
-    rows = (
-        [x, y, side, *map(repr, values)] for (x, y), values in patches
-    )  # people set thresholds between them
+    # all digits, since people set thresholds between them
+    rows = ([x, y, side, *map(repr, values)] for (x, y), values in patches)
     write_csv(path, chain([["x_l0", "y_l0", "size_l0", *columns]], rows))
 
 

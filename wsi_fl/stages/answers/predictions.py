@@ -96,7 +96,7 @@ def read_predictions(
     """
     if not _path(folder).exists():
         return None
-    row_of_evaluation = _evaluated(folder)
+    row_of_evaluation = _row_of_evaluation(folder)
     if (seal := row_of_evaluation.get("predictions")) and seal != seal_of(folder):
         raise _damaged(folder, "changed since the run was evaluated")
     header, rows = _lines(folder, model)
@@ -184,7 +184,7 @@ def _damaged(folder: SiteFolder, what: str) -> WsiFlError:
     return WsiFlError(f"{_path(folder)}: {what}; run `wsi-fl evaluate {run}` again, which writes it anew")
 
 
-def _evaluated(folder: SiteFolder) -> dict[str, Any]:
+def _row_of_evaluation(folder: SiteFolder) -> dict[str, Any]:
     """Return the row of a site in the run's evaluation; {} where there is none."""
     run = RunFolder(folder.path.parent.parent)
     return _rows_by_site(run.path, _modified(run.path / "evaluation.json")).get(folder.path.name, {})

@@ -161,7 +161,7 @@ def _require_public(study: Study, files: Sequence[Path]) -> None:
             raise
         except (
             WsiFlError
-        ):  # no store that can be read, which is told or left aside as its features are asked for
+        ):  # a store that cannot be read is told, or left aside, when its features are asked for
             continue
 
 

@@ -107,9 +107,8 @@ def import_features(
         why = table_rows.mismatch or sources.first_reason([*unfit, *table_rows.aside])
         raise UsageError(f"{labels}: none of its slides has a label and features in {source}: {why}")
     n_slides, fraction = len(records) + len(failed), pipeline.slides.test_fraction
-    assign_splits(
-        records, test_fraction=fraction
-    )  # a table that contradicts itself is refused before files are read
+    # a table that contradicts itself is refused before files are read
+    assign_splits(records, test_fraction=fraction)
     with locked(study.mosaic(site).parent, site):
         for number, record in enumerate(records):
             one = _look(record, files[record.slide], layout)

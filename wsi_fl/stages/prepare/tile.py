@@ -107,9 +107,8 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) ->
     store = listed.study.store(name)
     records: Sequence[SlideRecord] = listed.records
     fraction = pipeline.slides.test_fraction
-    assign_splits(
-        records, test_fraction=fraction
-    )  # a table that contradicts itself is refused before slides are opened
+    # a table that contradicts itself is refused before slides are opened
+    assign_splits(records, test_fraction=fraction)
     plans = Plans(store.parent / ".plans", records, spec_of(pipeline))
     shards = _Shards(listed, plans, job.threads)
     failed = list(listed.aside)

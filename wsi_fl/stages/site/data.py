@@ -372,9 +372,8 @@ def _hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
     """Return the SHA-256 so far over what is known of the examples, their labels, slides, patients and splits."""
     digest = hashlib.sha256()
     label, beyond = table.label, None
-    if (
-        label.dtype == np.float64
-    ):  # what single precision holds counts as it did when labels were of that kind
+    if label.dtype == np.float64:
+        # what single precision holds counts as it did when labels were of that kind
         label = label.astype(np.float32)
         beyond = table.label - label
     for column in (known, label, table.slide, table.patient, table.split):

@@ -6,11 +6,12 @@ hospital's patients, unless somebody says that it is public.
 
 from __future__ import annotations
 
-import glob
-import os
 from pathlib import Path
 
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.slides.reading.formats import is_slide_folder
+from wsi_fl.slides.reading.formats.dicom import place_of
+from wsi_fl.stages.site.data import slides_of
 from wsi_fl.stages.site.party import method_for
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study, load_pipeline
@@ -98,15 +99,20 @@ def _require_public_store(study: Study, source: Path) -> None:
 
 
 def _site_by_slides(study: Study, source: Path) -> str | None:
-    """Return the real site of the study among whose slides a file is, whatever name or link leads to it."""
+    """Return the real site of the study among whose slides a file or folder is, whatever name or link leads to it."""
     if not source.exists():
         return None
     for name in study.site_names():
         if _is_simulated(study, name):
             continue
-        patterns = study.site(name).slides or []
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            found = glob.iglob(str(study.resolve(pattern)), recursive=True)  # noqa: PTH207 absolute patterns
-            if any(os.path.samefile(one, source) for one in found if os.path.exists(one)):  # noqa: PTH110, PTH121
-                return name
+        paths = slides_of(study, study.site(name))
+        slides = (path for path in paths if path.is_file() or is_slide_folder(path))
+        if any(_are_one_slide(slide, source) for slide in slides):
+            return name
     return None
+
+
+def _are_one_slide(slide: Path, source: Path) -> bool:
+    """Return whether two paths lead to one file, or to a folder and what lies in it; DICOM files stand for theirs."""
+    a, b = place_of(slide), place_of(source)
+    return slide.samefile(source) or a.is_relative_to(b) or b.is_relative_to(a)

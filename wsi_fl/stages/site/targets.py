@@ -20,7 +20,7 @@ from wsi_fl.slides.layouts.spreadsheets import PATIENT_NAMES, column_names, numb
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Target
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.names import compose_text, describe_mismatch, file_name_of, is_missing
+from wsi_fl.system.names import compose_text, describe_mismatch, is_missing, stem_of
 from wsi_fl.types import BagTable, UsageError
 
 Subtypes = Mapping[str, Sequence[str]]
@@ -202,7 +202,7 @@ def column_of(study: Study, site: SiteFile, column: str) -> dict[tuple[str, str]
     for row, slide, patient in _named_rows(_table_path(study, site), site, [column]):
         if row[column] and not slide and not patient:
             raise UsageError(f"{row.where} of site {site.name}: names no slide or patient")
-        for key in (("slide", slide), ("stem", _stem(slide)), ("patient", patient)):  # stores know stems
+        for key in (("slide", slide), ("stem", stem_of(slide)), ("patient", patient)):  # stores know stems
             said.setdefault(key, set()).update({row[column]} - {""})
     agreed = {key: values.pop() for key, values in said.items() if key[1] and len(values) == 1}
     return {("slide", name): value for (kind, name), value in agreed.items() if kind == "stem"} | agreed
@@ -239,7 +239,7 @@ def _by_name(
             raise UsageError(f"{where}: {' '.join(name)} has another answer than in a line above")
     stems: dict[tuple[str, str], Any] = {}  # stores know slides by their files' names without suffix
     for (kind, named), value in found.items():
-        stem = _stem(named)
+        stem = stem_of(named)
         if kind == "slide" and stems.setdefault((kind, stem), value) != value:
             raise UsageError(f"{path}: has different answers for slides that are all called {stem}")
     return stems | found
@@ -297,10 +297,6 @@ def _number(text: str, what: str, low: float, high: float) -> float:
         allowed = "0 or more" if high == float("inf") else f"{low:g} to {high:g} (target.range)"
         raise UsageError(f"{what} = {value:g}; it must be {allowed}")
     return value
-
-
-def _stem(slide: str) -> str:
-    return Path(file_name_of(slide)).stem
 
 
 def _patient_column(rows: Sequence[TableRow], site: SiteFile) -> str | None:

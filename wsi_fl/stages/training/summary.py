@@ -116,7 +116,7 @@ def row_of(site: Site) -> SummaryRow:
         "rounds": len(took_part),
         "attended": _stretches(took_part),
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
-        "n_train": told_rows(site),
+        "n_train": rows_for_others(site),
         "n_units": site.units.n,
         "canaries": site.n_canaries,
         "detection": site.ledger.detection(),
@@ -130,7 +130,7 @@ def row_of(site: Site) -> SummaryRow:
     }
 
 
-def told_rows(site: Site) -> int | None:
+def rows_for_others(site: Site) -> int | None:
     """Return how many training rows a site tells others.
 
     A real one tells n: where patients are protected, how many rows they have is theirs, and how many are left once some

@@ -16,6 +16,7 @@ from pathlib import Path
 from wsi_fl.slides.reading.formats.frames import contradiction
 from wsi_fl.slides.reading.formats.levels import own_levels, padding_ratios
 from wsi_fl.system.files import ordinary
+from wsi_fl.system.names import drop_companions
 from wsi_fl.types import WsiFlError
 
 _PREAMBLE = 128
@@ -127,6 +128,12 @@ def is_dicom(path: Path) -> bool:
 def is_dicom_folder(path: Path) -> bool:
     """Return whether DICOM files lie in a folder, among the first by name."""
     return path.is_dir() and any(map(is_dicom, _files(path)[:_MOST_LOOKED_AT]))
+
+
+def place_of(path: Path) -> Path:
+    """Return where the slide of a file lies, links followed: of a DICOM file its folder."""
+    file = path.resolve()
+    return file.parent if is_dicom(file) else file
 
 
 def member_of(folder: Path) -> Path:
@@ -251,7 +258,7 @@ def header_of(path: Path) -> Header | None:
 
 def _files(folder: Path) -> list[Path]:
     try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+        return drop_companions(path for path in folder.iterdir() if path.is_file())
     except OSError:
         return []
 

@@ -22,8 +22,6 @@ from wsi_fl.types import WsiFlError
 
 _CHUNKS, _HEAD = 16, 1 << 16
 """How many chunks tell two slides apart, and how many bytes of each."""
-
-
 _READ = "OME-Zarr 0.4 to 0.6 are read"
 
 
@@ -154,9 +152,8 @@ def _fill(array: Any) -> Rgb | None:
 def _mpp(image: _Image) -> Mpp:
     """µm per pixel of the largest dataset: its own scale times that of all datasets."""
     first, of_all = image.multiscale["datasets"][0], image.multiscale.get("coordinateTransformations") or ()
-    later = (
-        () if "coordinateSystems" in image.multiscale else of_all
-    )  # they lead into other systems since 0.6
+    # since 0.6 they lead into other systems
+    later = () if "coordinateSystems" in image.multiscale else of_all
     scales = list(_scales((*(first.get("coordinateTransformations") or ()), *later)))
     units = {axis["name"]: um_of(axis.get("unit")) for axis in image.multiscale["axes"]}
 
