@@ -58,6 +58,10 @@ _SELECTIONS = (
     *(getattr(Tensor, name) for name in ("cpu", "cuda")),
 )
 """What chooses rows of a tensor, or changes its type."""
+_PROPERTIES = tuple(
+    getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "ndim")
+) + (Tensor.dim, Tensor.is_floating_point)
+"""What says nothing of rows, nor how many there are."""
 
 
 def is_mean_of_rows(loss_of: LossOf) -> bool:
@@ -205,7 +209,10 @@ def _tensors(of: Any) -> list[Tensor]:
 
 
 class _Calls(TorchFunctionMode):
-    """See which functions a loss calls, and whether it is one call of a `PLAIN` loss on the outputs."""
+    """See which functions a loss calls, and whether it is one call of a `PLAIN` loss on the outputs.
+
+    A loss that looks into a tensor (a list, an array, an order, a length of it), or makes one, may do anything with it.
+    """
 
     def __init__(self, outputs: Tensor) -> None:
         super().__init__()
@@ -222,9 +229,9 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         tensors = _tensors((args, kwargs))
-        if not tensors or not isinstance(result, Tensor):
-            return result
-        if not any(id(value) in self._outputs for value in tensors):
+        if not isinstance(result, Tensor):
+            self._differs |= bool(tensors) and func not in _PROPERTIES
+        elif not any(id(value) in self._outputs for value in tensors):
             mixes = func in _CHOICES and _is_of_batch(args, self._b)
             self._differs |= mixes or func not in _SELECTIONS
         elif _is_column(func, args):
@@ -247,6 +254,7 @@ class _Calls(TorchFunctionMode):
             not isinstance(outputs, Tensor)
             or id(outputs) not in self._outputs
             or not isinstance(target, Tensor)
+            or target.requires_grad  # weights, which have a gradient in every row
         ):
             return False
         if (
@@ -310,6 +318,7 @@ class _RowAlone(TorchFunctionMode):
         super().__init__()
         self._row, self._b, self._of_classes = row, b, of_classes
         self._computed: dict[int, Tensor] = {id(output): output}  # from the row alone
+        self._labels: dict[int, Tensor] = {}  # whole numbers that were made fractions
         self.functions: list[str] = []
         self.numbers: list[float] = []
 
@@ -321,6 +330,8 @@ class _RowAlone(TorchFunctionMode):
             result = func(*args, **kwargs)
             if func in _CHOICES and isinstance(args[-1], list | np.ndarray) and len(args[-1]) == 1:
                 self._computed |= {id(value): value for value in _tensors(result)}  # the row's, by its place
+            if func not in _CHOICES and any(map(self._are_labels, tensors)):
+                self._labels |= {id(value): value for value in _tensors(result)}  # of another type
             return result
         args, kwargs = tree_map(self._row_of, (args, kwargs))
         result = func(*args, **kwargs)
@@ -328,6 +339,9 @@ class _RowAlone(TorchFunctionMode):
             self.functions.append(getattr(func, "__name__", str(func)))
         self._computed |= {id(value): value for value in _tensors(result)}
         return result
+
+    def _are_labels(self, value: Tensor) -> bool:
+        return not value.is_floating_point() or id(value) in self._labels
 
     def _row_of(self, value: Any) -> Any:
         if isinstance(value, float):
@@ -341,6 +355,8 @@ class _RowAlone(TorchFunctionMode):
         of_classes = self._of_classes and isinstance(value, Tensor) and value.is_floating_point()
         if len(value) == self._b and not (of_classes and value.ndim == 1):
             return value[self._row : self._row + 1]
+        if isinstance(value, Tensor) and self._are_labels(value) and self._b in value.shape:
+            return value.narrow(value.shape.index(self._b), self._row, 1)  # labels, one after the other
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel() <= _FEW:
             self.numbers += value.flatten().tolist()
         return value
