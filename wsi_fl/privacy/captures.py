@@ -100,7 +100,7 @@ class _Narrowing:
         narrowed = [self.of(value, depth + 1) for value in values]
         if _same(narrowed, values):
             return values
-        make = getattr(type(values), "_make", type(values))  # of a namedtuple
+        make: Callable[[list[Any]], Any] = getattr(type(values), "_make", type(values))  # of a namedtuple
         sequence: Sequence[Any] = make(narrowed)
         return sequence
 
@@ -113,8 +113,11 @@ class _Narrowing:
         return narrowed
 
     def _of_tensor(self, value: Any) -> Any:
-        is_rows = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.ndim
-        return value[self._row : self._row + 1] if is_rows and len(value) == self._b else value
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            return value
+        with torch._C.DisableTorchFunction():  # or a length were that of one row
+            has_rows = value.ndim and len(value) == self._b
+            return value[self._row : self._row + 1] if has_rows else value
 
     def _of_function(self, function: FunctionType, depth: int) -> FunctionType:
         cells = dict(enumerate(function.__closure__ or ()))
@@ -151,6 +154,31 @@ class _Narrowing:
         other = copy.copy(value)
         vars(other).update(narrowed)
         return other
+
+
+def numbers_of(function: Any, depth: int = 0) -> list[float]:
+    """Return the numbers with fractions that a loss holds, in its closure, defaults, arguments and buffers.
+
+    Numbers by themselves, and tensors of a single one; likewise of the functions that it holds there.
+    """
+    held: list[Any] = []
+    if isinstance(function, partial):
+        held = [function.func, *function.args, *function.keywords.values()]
+    elif isinstance(function, FunctionType):
+        held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    elif isinstance(function, nn.Module) and not any(True for _ in function.parameters()):
+        held = list(function.buffers())
+    numbers: list[float] = []
+    for value in held if depth <= _DEEPEST else ():
+        is_number = isinstance(value, float) or (
+            isinstance(value, Tensor)
+            and value.numel() == 1
+            and not value.requires_grad
+            and value.isreal().all()
+        )
+        numbers += [float(value)] if is_number else numbers_of(value, depth + 1)
+    return numbers
 
 
 def _is_record(value: Any) -> bool:

@@ -130,8 +130,8 @@ def _moves_rows(part: nn.Module) -> bool:
         return part.start_dim == 0
     if isinstance(part, nn.Unflatten):
         return part.dim == 0
-    dims = getattr(part, "dims", None) if type(part).__name__ == "Permute" else None
-    return bool(dims) and dims[0] != 0
+    dims = getattr(part, "dims", (0,)) if type(part).__name__ == "Permute" else (0,)
+    return not dims or dims[0] != 0
 
 
 def _is_by(name: str | None, packages: tuple[str, ...]) -> bool:

@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from wsi_fl.privacy.captures import of_row
+from wsi_fl.privacy.captures import numbers_of, of_row
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 LossOf = Callable[[Tensor], Tensor]
@@ -58,9 +58,10 @@ _SELECTIONS = (
     *(getattr(Tensor, name) for name in ("cpu", "cuda")),
 )
 """What chooses rows of a tensor, or changes its type."""
-_PROPERTIES = tuple(
-    getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "ndim")
-) + (Tensor.dim, Tensor.is_floating_point)
+_PROPERTIES = (
+    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "ndim")),
+    *(Tensor.dim, Tensor.is_floating_point),
+)
 """What says nothing of rows, nor how many there are."""
 
 
@@ -148,9 +149,12 @@ class RowwiseLoss:
                 raise UsageError(
                     f"{_TIES}: it cannot be computed of one row alone ({one_line(error)[:200]})"
                 ) from None
-        numbers = constants.setdefault(tuple(view.functions), tuple(view.numbers))
-        if numbers != tuple(view.numbers):
-            changes = [(a, b) for a, b in zip(numbers, view.numbers, strict=False) if a != b]
+        of_one, present = len(outputs) == 1, tuple(view.numbers)
+        if not of_one:  # nobody knows there what is a row's
+            present += tuple(numbers_of(self._loss_of))
+        numbers = constants.setdefault((*view.functions, str(of_one)), present)
+        if numbers != present:
+            changes = [(a, b) for a, b in zip(numbers, present, strict=False) if a != b]
             what = f"was {changes[0][0]:g} and is {changes[0][1]:g}" if changes else "is not there"
             raise UsageError(f"{_TIES}: a number in it {what} in another batch; make it a constant")
         return gradient
@@ -357,6 +361,8 @@ class _RowAlone(TorchFunctionMode):
             return value[self._row : self._row + 1]
         if isinstance(value, Tensor) and self._are_labels(value) and self._b in value.shape:
             return value.narrow(value.shape.index(self._b), self._row, 1)  # labels, one after the other
+        if self._b > 1 and len(value) == 1:
+            return value  # the row's number, of an array or a list; constants are in `numbers_of`
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel() <= _FEW:
             self.numbers += value.flatten().tolist()
         return value
