@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 _DEEPEST, _MOST = 6, 256
 """How far what a loss holds is followed, and how many entries of a table are looked at."""
@@ -54,7 +56,13 @@ class _Narrowing:
             narrow = self._of_method
         elif type(value) is dict and len(value) <= _MOST:
             narrow = self._of_values
-        elif depth and _module_of(value) != self._module:
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and self._b in value.shape:
+            return value.take([self._row], axis=value.shape.index(self._b))  # labels, one after the other
+        elif isinstance(value, list | tuple) and len(value) <= _MOST:
+            narrow = self._of_sequence
+        elif isinstance(value, torch.jit.ScriptFunction | torch.jit.ScriptModule):
+            narrow = self._of_script
+        elif depth and _module_of(value) != self._module and not _is_record(value):
             return value
         elif isinstance(value, FunctionType):
             narrow = self._of_function
@@ -87,6 +95,29 @@ class _Narrowing:
     def _of_values(self, values: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
         narrowed = {key: self.of(value, depth + 1) for key, value in values.items()}
         return values if _same(list(narrowed.values()), list(values.values())) else narrowed
+
+    def _of_sequence(self, values: Sequence[Any], depth: int) -> Sequence[Any]:
+        narrowed = [self.of(value, depth + 1) for value in values]
+        if _same(narrowed, values):
+            return values
+        make: Callable[[list[Any]], Any] = getattr(type(values), "_make", type(values))  # of a namedtuple
+        sequence: Sequence[Any] = make(narrowed)
+        return sequence
+
+    def _of_script(self, function: Callable[..., Any], depth: int) -> Callable[..., Any]:
+        """Return a compiled function that is handed the row, since nobody sees what it calls."""
+
+        def narrowed(*args: Any, **kwargs: Any) -> Any:
+            return function(*map(self._of_tensor, args), **{k: self._of_tensor(v) for k, v in kwargs.items()})
+
+        return narrowed
+
+    def _of_tensor(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            return value
+        with torch._C.DisableTorchFunction():  # or a length were that of one row
+            has_rows = value.ndim and len(value) == self._b
+            return value[self._row : self._row + 1] if has_rows else value
 
     def _of_function(self, function: FunctionType, depth: int) -> FunctionType:
         cells = dict(enumerate(function.__closure__ or ()))
@@ -123,6 +154,36 @@ class _Narrowing:
         other = copy.copy(value)
         vars(other).update(narrowed)
         return other
+
+
+def numbers_of(function: Any, depth: int = 0) -> list[float]:
+    """Return the numbers with fractions that a loss holds, in its closure, defaults, arguments and buffers.
+
+    Numbers by themselves, and tensors of a single one; likewise of the functions that it holds there.
+    """
+    held: list[Any] = []
+    if isinstance(function, partial):
+        held = [function.func, *function.args, *function.keywords.values()]
+    elif isinstance(function, FunctionType):
+        held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    elif isinstance(function, nn.Module) and not any(True for _ in function.parameters()):
+        held = list(function.buffers())
+    numbers: list[float] = []
+    for value in held if depth <= _DEEPEST else ():
+        is_number = isinstance(value, float) or (
+            isinstance(value, Tensor)
+            and value.numel() == 1
+            and not value.requires_grad
+            and value.isreal().all()
+        )
+        numbers += [float(value)] if is_number else numbers_of(value, depth + 1)
+    return numbers
+
+
+def _is_record(value: Any) -> bool:
+    """Return whether an object is there to hold values, wherever its class is from."""
+    return isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
 
 
 def _module_of(value: Any) -> str:

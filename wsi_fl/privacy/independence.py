@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import random
 import threading
+from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import getattr_static
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -108,7 +109,10 @@ def standing_of(model: nn.Module) -> Standing:
     rest = [part for part in model.modules() if type(part) not in _LAYERS]
     if not all(type(part).__module__.startswith((_OURS, *_LIBRARIES)) for part in rest):
         return "custom"
-    if not all(_is_trusted(value) for part in rest for value in vars(part).values()):
+    if any(map(_moves_rows, model.modules())):
+        return "custom"
+    parts = {id(part) for part in model.modules()}
+    if not all(_is_trusted(value, parts) for part in rest for value in vars(part).values()):
         return "custom"
     return "built-in" if all(type(part).__module__.startswith(_OURS) for part in rest) else "library"
 
@@ -120,13 +124,27 @@ def _is_changed(part: nn.Module) -> bool:
     return changed or "forward" in vars(part) or any(getattr(part, hooks, None) for hooks in _HOOKS)
 
 
+def _moves_rows(part: nn.Module) -> bool:
+    """Return whether a layer takes the axis of rows elsewhere, where others may tie rows that are far apart."""
+    if isinstance(part, nn.Flatten):
+        return part.start_dim == 0
+    if isinstance(part, nn.Unflatten):
+        return part.dim == 0
+    dims = getattr(part, "dims", (0,)) if type(part).__name__ == "Permute" else (0,)
+    return not dims or dims[0] != 0
+
+
 def _is_by(name: str | None, packages: tuple[str, ...]) -> bool:
     """Return whether a module of Python lies in one of these packages."""
     return f"{name}.".startswith(packages)
 
 
-def _is_trusted(value: object, depth: int = 0) -> bool:
-    """Return whether what a module holds is data, or computes by PyTorch, a library or wsi-fl alone."""
+def _is_trusted(value: object, modules: set[int], depth: int = 0) -> bool:
+    """Return whether what a module holds is data, or computes by PyTorch, a library or wsi-fl alone.
+
+    Args:
+        modules: ids of the model's modules, each of which is looked at by itself; others it must not hold.
+    """
     if value is None or type(value) in (bool, int, float, str):  # most are
         return True
     parts: tuple[object, ...] | None = None
@@ -139,8 +157,10 @@ def _is_trusted(value: object, depth: int = 0) -> bool:
     elif type(value) in (list, tuple, set, frozenset):
         parts = tuple(value)  # type: ignore[arg-type]
     if parts is not None:
-        return depth < _DEEPEST and all(_is_trusted(part, depth + 1) for part in parts)
-    if isinstance(value, nn.Module | BuiltinFunctionType | ModuleType):  # a module is looked at by itself
+        return depth < _DEEPEST and all(_is_trusted(part, modules, depth + 1) for part in parts)
+    if isinstance(value, nn.Module):
+        return id(value) in modules
+    if isinstance(value, BuiltinFunctionType | ModuleType):
         return True
     if isinstance(value, torch.jit.ScriptFunction):
         return False
@@ -228,10 +248,10 @@ def _content(value: object, depth: int = 0) -> object:
     """Return what is equal as long as nobody changes a value in place."""
     content: object = id(value)
     if isinstance(value, Tensor):
-        content = id(value), 0 if value.is_inference() else value._version
+        content = id(value), 0 if value.is_inference() else value._version, _checksum(value)
     elif isinstance(value, np.ndarray):
         content = id(value), hash(value.tobytes())
-    elif value is None or isinstance(value, str | bytes | int | float):
+    elif value is None or isinstance(value, str | bytes | bytearray | array | int | float):
         content = repr(value)
     elif depth > _DEEPEST or isinstance(
         value, nn.Module | type | FunctionType | BuiltinFunctionType | MethodType
@@ -242,11 +262,31 @@ def _content(value: object, depth: int = 0) -> object:
     elif isinstance(value, list | tuple | set | frozenset | deque):
         content = [_content(item, depth + 1) for item in value]
     else:
-        content = id(value), _content(getattr(value, "__dict__", None), depth + 1)
+        slots = [name for kind in type(value).__mro__ for name in _strings(vars(kind).get("__slots__", ()))]
+        held = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+        content = id(value), _content(held, depth + 1)
     return content
 
 
 _DEEPEST = 4
+
+
+def _strings(names: str | Iterable[str]) -> Iterable[str]:
+    return (names,) if isinstance(names, str) else names
+
+
+@torch.no_grad()
+def _checksum(tensor: Tensor) -> object:
+    """Return a sum of a tensor's bits: what is written by `.data` leaves its version as it is."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return None
+    numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    kind = _BITS[numbers.element_size()]
+    bits = numbers.detach().contiguous().flatten().view(kind)
+    return int(bits.sum(dtype=torch.int64))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _chance() -> object:

@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from wsi_fl.privacy.captures import of_row
+from wsi_fl.privacy.captures import numbers_of, of_row
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 LossOf = Callable[[Tensor], Tensor]
@@ -58,6 +58,11 @@ _SELECTIONS = (
     *(getattr(Tensor, name) for name in ("cpu", "cuda")),
 )
 """What chooses rows of a tensor, or changes its type."""
+_PROPERTIES = (
+    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda", "ndim")),
+    *(Tensor.dim, Tensor.is_floating_point),
+)
+"""What says nothing of rows, nor how many there are."""
 
 
 def is_mean_of_rows(loss_of: LossOf) -> bool:
@@ -144,9 +149,12 @@ class RowwiseLoss:
                 raise UsageError(
                     f"{_TIES}: it cannot be computed of one row alone ({one_line(error)[:200]})"
                 ) from None
-        numbers = constants.setdefault(tuple(view.functions), tuple(view.numbers))
-        if numbers != tuple(view.numbers):
-            changes = [(a, b) for a, b in zip(numbers, view.numbers, strict=False) if a != b]
+        of_one, present = len(outputs) == 1, tuple(view.numbers)
+        if not of_one:  # nobody knows there what is a row's
+            present += tuple(numbers_of(self._loss_of))
+        numbers = constants.setdefault((*view.functions, str(of_one)), present)
+        if numbers != present:
+            changes = [(a, b) for a, b in zip(numbers, present, strict=False) if a != b]
             what = f"was {changes[0][0]:g} and is {changes[0][1]:g}" if changes else "is not there"
             raise UsageError(f"{_TIES}: a number in it {what} in another batch; make it a constant")
         return gradient
@@ -205,7 +213,10 @@ def _tensors(of: Any) -> list[Tensor]:
 
 
 class _Calls(TorchFunctionMode):
-    """See which functions a loss calls, and whether it is one call of a `PLAIN` loss on the outputs."""
+    """See which functions a loss calls, and whether it is one call of a `PLAIN` loss on the outputs.
+
+    A loss that looks into a tensor (a list, an array, an order, a length of it), or makes one, may do anything with it.
+    """
 
     def __init__(self, outputs: Tensor) -> None:
         super().__init__()
@@ -222,9 +233,9 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         tensors = _tensors((args, kwargs))
-        if not tensors or not isinstance(result, Tensor):
-            return result
-        if not any(id(value) in self._outputs for value in tensors):
+        if not isinstance(result, Tensor):
+            self._differs |= bool(tensors) and func not in _PROPERTIES
+        elif not any(id(value) in self._outputs for value in tensors):
             mixes = func in _CHOICES and _is_of_batch(args, self._b)
             self._differs |= mixes or func not in _SELECTIONS
         elif _is_column(func, args):
@@ -247,6 +258,7 @@ class _Calls(TorchFunctionMode):
             not isinstance(outputs, Tensor)
             or id(outputs) not in self._outputs
             or not isinstance(target, Tensor)
+            or target.requires_grad  # weights, which have a gradient in every row
         ):
             return False
         # else it is one row of as many classes as there are rows
@@ -307,6 +319,7 @@ class _RowAlone(TorchFunctionMode):
         super().__init__()
         self._row, self._b, self._of_classes = row, b, of_classes
         self._computed: dict[int, Tensor] = {id(output): output}  # from the row alone
+        self._labels: dict[int, Tensor] = {}  # whole numbers that were made fractions
         self.functions: list[str] = []
         self.numbers: list[float] = []
 
@@ -318,6 +331,8 @@ class _RowAlone(TorchFunctionMode):
             result = func(*args, **kwargs)
             if func in _CHOICES and isinstance(args[-1], list | np.ndarray) and len(args[-1]) == 1:
                 self._computed |= {id(value): value for value in _tensors(result)}  # the row's, by its place
+            if func not in _CHOICES and any(map(self._are_labels, tensors)):
+                self._labels |= {id(value): value for value in _tensors(result)}  # of another type
             return result
         args, kwargs = tree_map(self._row_of, (args, kwargs))
         result = func(*args, **kwargs)
@@ -325,6 +340,9 @@ class _RowAlone(TorchFunctionMode):
             self.functions.append(getattr(func, "__name__", str(func)))
         self._computed |= {id(value): value for value in _tensors(result)}
         return result
+
+    def _are_labels(self, value: Tensor) -> bool:
+        return not value.is_floating_point() or id(value) in self._labels
 
     def _row_of(self, value: Any) -> Any:
         if isinstance(value, float):
@@ -338,6 +356,10 @@ class _RowAlone(TorchFunctionMode):
         of_classes = self._of_classes and isinstance(value, Tensor) and value.is_floating_point()
         if len(value) == self._b and not (of_classes and value.ndim == 1):
             return value[self._row : self._row + 1]
+        if isinstance(value, Tensor) and self._are_labels(value) and self._b in value.shape:
+            return value.narrow(value.shape.index(self._b), self._row, 1)  # labels, one after the other
+        if self._b > 1 and len(value) == 1:
+            return value  # the row's number, of an array or a list; constants are in `numbers_of`
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel() <= _FEW:
             self.numbers += value.flatten().tolist()
         return value
