@@ -268,3 +268,20 @@ def test_random_numbers_of_a_model_are_refused_beside_other_threads_too(another_
     refused(
         lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError
     )
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn"])
+def test_a_lone_row_is_computed_alike_in_the_first_step_and_later(kind):
+    """A run that goes on may begin with a batch of one row, which the run that was not cut had in its midst."""
+    (x, y), (lone, label) = batch(5), batch(1, seed=9)
+    before = net(kind)
+    after = net(kind)
+    trainers = [
+        DPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), sigma=0.0, clip=0.3, batch_size=4)
+        for model in (before, after)
+    ]
+    trainers[0].step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.fresh())
+    after.load_state_dict(before.state_dict())
+    for trainer in trainers:
+        trainer.step(lone, lambda logits: functional.cross_entropy(logits, label), CipherStream.fresh())
+    assert torch.equal(vector(before), vector(after))

@@ -283,6 +283,9 @@ class DPTrainer:
         way = self.engine if is_measured else right_way(self._model, x, unit, self.engine)
         if way is not None and not is_measured:
             self.engine, self._measured = way, layers
+        elif way is None and unit is None and len(x) == 1:
+            # a row that is alone is tied to none; it goes the way of other steps, whatever step a process begins with
+            way = right_way(self._model, torch.cat([x, x]), None, self.engine)
         loss_of = loss_of if of_rows else RowwiseLoss(loss_of, self._constants, self._parameters)
         if custom or unit is not None or way in (None, SINGLY):
             alone = torch.arange(len(x), device=x.device) if unit is None else unit
