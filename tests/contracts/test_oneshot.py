@@ -437,6 +437,15 @@ def test_an_audit_says_what_each_letter_changes(plain):
     assert document["influence"][0]["moved"] == pytest.approx(moved, rel=1e-3)
 
 
+def test_an_audit_of_letters_whose_noise_leaves_the_head_no_weight_is_written(plain, monkeypatch):
+    study, run, _ = plain
+    head = SharedHead.head
+    monkeypatch.setattr(SharedHead, "head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1]))
+    document = audit(study, run.name)
+    assert [row["moved"] for row in document["influence"]] == [None] * 3
+    assert "What each letter changes" in report(study, run.name).read_text()
+
+
 @pytest.mark.parametrize("forged", [1000, -1])
 def test_a_forged_letter_is_refused_where_it_arrives(study, monkeypatch, forged):
     real = SharedHead.hold

@@ -351,13 +351,15 @@ def _influence_of(party: RunContext, here: list[str]) -> list[dict[str, object]]
     head.forget()
     tests = [one for name in here if len(one := party.data(name).held_out)]
     weights, answers = head.head()[0], _answers(head, tests)
-
+    length = float(weights.norm())
     rows = party.pipeline.privacy.unit == "row" and not party.pipeline.audit.canaries
 
     def row_of(name: str, letter: Tensor) -> dict[str, object]:
         refused = impossible(head, letter, n_units[name], rows=rows)  # as where it arrived
         left = head if refused else without(head, letter)
-        moved = float((left.head()[0] - weights).norm() / weights.norm())
+        moved = (
+            float((left.head()[0] - weights).norm()) / length if length else None
+        )  # noise may leave no weight
         named = len(answers) and head.kind == "classes"
         changed = float((_answers(left, tests) != answers).mean()) if named else None
         told = {"site": name, "n": n_units[name], "length": float(letter[: -head.shape[0]].norm())}
