@@ -241,7 +241,7 @@ def test_the_ledger_itself_lets_no_buffer_pass(tmp_path):
 def test_a_generator_must_be_there_checked_and_of_this_store(study):
     check = study.generator("S1") / "check.json"
     check.unlink()
-    refused(lambda: run(study), "site S1: no buffer leaves it", "was not run", "unchecked", error=WsiFlError)
+    refused(lambda: run(study), "site S1: no buffer is released", "was not run", "unchecked", error=WsiFlError)
     unchecked = run(study, "replay", "replay.unchecked=true", "train.rounds=1")
     assert RunFolder(unchecked).site("S1").buffer()[1]["check"] == "not run"
     assert "`synthesize check` was not run" in (unchecked / "sites" / "S1" / "log.txt").read_text()

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Generators of synthetic patches, what they can share, and whether they copy.",
+    help="Generators of synthetic patches: train, sample, check for copying.",
 )
 
-_SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
+_SiteName = Annotated[str, typer.Option(help="The generator's site.")]
 _Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -28,7 +28,7 @@ _Set = Annotated[
     ),
 ]
 _Generator = Annotated[
-    str | None, typer.Option(help="gan or ddpm. Default: as the pipeline says; of sample: what the site has.")
+    str | None, typer.Option(help="gan or ddpm. Default: the pipeline's; of sample: the site's.")
 ]
 
 
@@ -49,7 +49,7 @@ def _chosen(
 def train(
     site: _SiteName,
     again: Annotated[
-        bool, typer.Option("--again", help="Throw away the site's generator and train anew.")
+        bool, typer.Option("--again", help="Delete the site's generator and train a new one.")
     ] = False,
     generator: _Generator = None,
     pipeline: Pipeline = None,
@@ -73,9 +73,7 @@ def sample(
     generator: _Generator = None,
     as_site: Annotated[
         bool,
-        typer.Option(
-            "--as-site", help="Write a site file too, so that every command takes the store by name."
-        ),
+        typer.Option("--as-site", help="Write a site file too, for the store's name in every command."),
     ] = False,
     despite_failed_check: Annotated[
         bool,

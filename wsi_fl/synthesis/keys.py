@@ -10,11 +10,11 @@ from wsi_fl.study.toml import MOST_SEED, Section
 
 
 class Synthesis(Section):
-    """Which kind of generator `synthesize` works with."""
+    """The kind of generator of `synthesize`."""
 
     without_effect = ("",)
     generator: Literal["gan", "ddpm"] = "gan"
-    """What `synthesize` trains, checks and samples: a StyleGAN2-ADA (`gan`) or a denoising diffusion model (`ddpm`)."""
+    """Kind of generator: a StyleGAN2-ADA (`gan`) or a denoising diffusion model (`ddpm`)."""
 
 
 class Gan(Section):
@@ -35,7 +35,7 @@ class Gan(Section):
     z_dim: int = Field(512, ge=1, le=65_536)
     """Length of the random vector from which an image is drawn."""
     w_dim: int = Field(512, ge=1, le=65_536)
-    """Length of the style vector that the mapping network makes of the random vector."""
+    """Length of the style vector, the output of the mapping network."""
     mapping_layers: int = Field(8, ge=1, le=100)
     """Number of layers of the mapping network."""
     channel_base: int = Field(16384, ge=64, le=1_000_000)
@@ -61,18 +61,18 @@ class Gan(Section):
     """Quantile of the LPIPS distance between different training images that is the margin of the privacy loss; pairs
     further apart than the margin cost nothing."""
     privacy_images: int = Field(0, ge=0, le=10_000_000)
-    """Number of real images from which every synthetic one is kept away; their embeddings are held in memory. With 0
+    """Number of real images in the privacy loss of each synthetic one; their embeddings are held in memory. With 0
     they are those of the batch, as in the paper."""
     truncation: float = Field(1.0, gt=0, le=1)
     """How far styles may lie from their mean in `check` and `sample`; less than 1 gives cleaner, less varied images."""
     checkpoint_every: int = Field(500, ge=1, le=1_000_000_000)
     """Number of training steps between two checkpoints."""
     check_images: int = Field(1000, ge=1, le=10_000_000)
-    """Largest number of training images, and of held-out images, whose nearest synthetic images `check` looks for."""
+    """Largest number of training images, and of held-out images, in `check`'s search for the nearest synthetic images."""
     check_samples: int = Field(2000, ge=2, le=10_000_000)
-    """Number of synthetic images among which `check` looks for the nearest."""
+    """Number of synthetic images in `check`'s search for the nearest ones."""
     projections: int = Field(64, ge=1, le=1_000_000)
-    """Largest number of training images, and of held-out images, that `check` searches for in the latent space."""
+    """Largest number of training images, and of held-out images, in `check`'s search of the latent space."""
     projection_steps: int = Field(200, ge=0, le=1_000_000)
     """Number of steps of each search of the latent space."""
     seed: int = Field(0, ge=0, le=MOST_SEED)
@@ -99,12 +99,11 @@ class Ddpm(Section):
     lr: float = Field(2e-4, gt=0, le=100)
     """Learning rate of the diffusion model."""
     ema: float = Field(0.999, ge=0, lt=1)
-    """Share of itself that the moving average of the weights keeps at each step."""
+    """Decay of the moving average of the weights at each step."""
     class_dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of images that are shown without their class while training. Guidance other than 1 needs some, for example
-    0.1."""
+    """Share of training images without their class. Guidance other than 1 needs some, for example 0.1."""
     guidance: float = Field(1.0, ge=0, le=1000)
-    """Strength of classifier-free guidance: 1 draws from the model as it is, more draws images more typical of their
+    """Strength of classifier-free guidance: 1 draws from the plain model, more draws images more typical of their
     class."""
     sampler: Literal["ddpm", "ddim", "dpm++"] = "ddim"
     """How images are drawn: the full chain (`ddpm`), DDIM or DPM-Solver++."""
@@ -113,7 +112,7 @@ class Ddpm(Section):
     sampling_batch: int = Field(64, ge=1, le=100_000)
     """Number of images that are drawn together."""
     samples_per_class: int = Field(3200, ge=1, le=10_000_000)
-    """Number of images of each class that `check` looks at, and that a site draws from another site's model."""
+    """Number of images of each class in `check`, and in a site's draw from another site's model."""
     checkpoint_every: int = Field(500, ge=1, le=1_000_000_000)
     """Number of training steps between two checkpoints."""
     seed: int = Field(0, ge=0, le=MOST_SEED)
@@ -121,15 +120,14 @@ class Ddpm(Section):
 
 
 class Mpcpa(Section):
-    """The method mpcpa: diffusion models travel once, and predictions are aggregated."""
+    """The method mpcpa: diffusion models are sent once, and predictions are aggregated."""
 
     without_effect = ("aggregate", "unchecked", "curve")
     aggregate: Literal["mean", "weighted_mean", "absolute", "relative", "weighted"] = "mean"
     """How `evaluate` makes one prediction of all sites': the mean of their probabilities, that mean weighted by
     training rows, or an absolute, relative or weighted majority of votes. It holds for every method."""
     per_class: int | None = Field(None, ge=1, le=10_000_000)
-    """Number of generated images of each class, from each model, that classifiers learn from. By default all that were
-    drawn."""
+    """Number of generated training images of each class from each model. By default all drawn ones."""
     unchecked: bool = False
     """Whether a simulated site may release a diffusion model that failed its check, for studies of the check itself. A
     real site never may."""
@@ -146,18 +144,18 @@ class LpipsKeys(Section):
     """Path of a safetensors file of a VGG-16 with torchvision's names, or "random:SEED" for an untrained substitute in
     tests. By default torchvision's weights as timm publishes them."""
     memory_mb: int = Field(512, ge=16, le=10_000_000)
-    """Largest amount of memory, in MiB, for what is held while two sets of images are compared."""
+    """Largest amount of memory, in MiB, for comparing two sets of images."""
 
 
 class Replay(Section):
-    """The method replay: models and buffers of synthetic samples go round, both without differential privacy."""
+    """The method replay: models and buffers of synthetic samples are exchanged, both without differential privacy."""
 
     compared = True
     variant: Literal["replay", "buffer_only", "synthetic_only", "no_buffer", "central"] = "replay"
-    """What travels and what is learned from: models and buffers (`replay`), buffers alone (`buffer_only`), synthetic
+    """Exchanged parts and training data: models and buffers (`replay`), buffers alone (`buffer_only`), synthetic
     samples in place of real patches (`synthetic_only`), models alone (`no_buffer`), or all buffers once
     (`central`)."""
     buffer: int = Field(512, ge=1, le=10_000_000)
-    """Number of samples of its own generator that a site shares, equally many of each class."""
+    """Number of shared samples of a site's generator, equally many of each class."""
     unchecked: bool = False
     """Whether a generator that has not passed its check may be sampled for the buffer."""

@@ -19,7 +19,7 @@ def _replay() -> Method:
     """
     models = Share("model", "random", protected="leave")
     buffers = Share("buffer", "random", protected="leave", made_by="wsi_fl.synthesis.stages.buffers")
-    once, does = replace(buffers, by="complete", times="once"), "models and synthetic patches go round"
+    once, does = replace(buffers, by="complete", times="once"), "models and synthetic patches are exchanged"
     row = Method("Replay", does, COMMON, supervised, (models, buffers), "own+received")
     variants = {
         "no_buffer": replace(row, shares=(models,), learns_from="own"),
@@ -31,11 +31,11 @@ def _replay() -> Method:
 
 
 GENERATED = Method(
-    "Generated", "all sites' generated data alone", PRIVATE, supervised, (_GENERATOR,), "generated"
+    "Generated", "only all sites' generated data", PRIVATE, supervised, (_GENERATOR,), "generated"
 )
 MPCPA = Method(
     "MPCPA",
-    "own and others' generated data",
+    "local and others' generated data",
     PRIVATE,
     supervised,
     (_GENERATOR, _HANDED_OVER),

@@ -1,6 +1,6 @@
 """`train --method mpcpa --baselines`: the paper's tables in one command.
 
-A1…An learn from their own images, B1…Bn from the others' generated ones too; both are aggregated; all original and all
+A1…An train on local images, B1…Bn on the others' generated ones too; both are aggregated; all original and all
 generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) beside the run of mpcpa.
 """
 
@@ -35,10 +35,10 @@ def baselines(
     backend: str = "mpi",
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Trains and evaluates mpcpa and its baselines, where that was not done; writes `mpcpa.json` into the run.
+    """Train and evaluate mpcpa and its baselines unless done; write `mpcpa.json` into the run.
 
     Raises:
-        UsageError: when nobody may read all sites' test patches.
+        UsageError: without permission to read all sites' test patches.
     """
     watcher = watcher or Silent()
     name = study.pipeline_name(pipeline_name)
@@ -58,7 +58,7 @@ def baselines(
     def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, Mapping[str, Any]]:
         with RunContext.of(study, pipeline, method) as one:
             inputs = {name: one.data(name).digest() for name in one.names}
-        if last := finished(study, method, pipeline, inputs):  # the same in all that matters
+        if last := finished(study, method, pipeline, inputs):  # same settings, same data
             run = last.folder
         else:
             watcher.say(f"  training {method}")
@@ -83,7 +83,7 @@ def baselines(
 
 
 def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, object]:
-    """Of the paper's Figure 5: accuracies with so many generated images of each class from each denoiser."""
+    """Return a point of the paper's Figure 5: accuracies with n generated images of each class per denoiser."""
     together = evaluation["aggregated"]["rules"][pipeline.section(Mpcpa).aggregate]
     return {
         "per_class": n,
@@ -120,7 +120,7 @@ def _rows(
         return {name: one[name] for name in SCORES}
 
     def means(method: str) -> dict[str, float | None]:
-        """Over the sites' models: of one kind of training set, each from its own start."""
+        """Return means over the sites' models, trained alike from different initial weights."""
         return {name: evaluations[method]["merged"][name]["mean"] for name in SCORES}
 
     for letter, method in _LETTERS.items():
@@ -136,7 +136,7 @@ def _rows(
 
 
 def _memorization(study: Study, site: str) -> dict[str, object]:
-    """A site's row of Table 4, and what it is worth."""
+    """Return a site's row of Table 4 with the result of its check."""
     check = read_json(study.denoiser(site) / "check.json")
     kept = ("least", "median", "held_out_least", "held_out_median", "n_generated", "below_paper", "copies")
     return {
@@ -148,7 +148,7 @@ def _memorization(study: Study, site: str) -> dict[str, object]:
 
 
 def baselines_lines(document: dict[str, Any]) -> Lines:
-    """Accuracy of every model, transfers, and the nearest training image of every denoiser."""
+    """Yield accuracies of all models, transfers, and distances of all denoisers' images."""
     rows = [[row["row"], *(number(row[name]) for name in SCORES)] for row in document["rows"]]
     title = f"on {document['n_test']} test images of all sites"
     yield Table(title, ("model", "accuracy", "macro-acc.", "AUROC"), rows)

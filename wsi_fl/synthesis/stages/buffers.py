@@ -1,4 +1,4 @@
-"""The buffer of a site for `replay`: synthetic samples of its own generator, drawn once and kept in the run."""
+"""The buffer of a site for `replay`: synthetic samples of its generator, drawn once and stored in the run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from wsi_fl.types import Images, Shape, UsageError, WsiFlError
 
 
 def agreed_buffer(party: RunContext, index: int) -> Buffer | None:
-    """Return the buffer that the run remembers of a site, or one freshly drawn; None where it has no patches.
+    """Return a site's buffer, stored in the run or freshly drawn; None without patches.
 
     Raises:
-        WsiFlError: when the site has no generator, or one whose check was not passed.
+        WsiFlError: for a site without a generator that passed its check.
     """
     data = party.data(party.names[index])
     if not isinstance(data, Patches):
@@ -34,7 +34,7 @@ def agreed_buffer(party: RunContext, index: int) -> Buffer | None:
 
 
 def _check_room(shape: BufferShape) -> None:
-    """Refuse a buffer that memory cannot hold, as images and packed, before any is drawn."""
+    """Refuse a buffer larger than free memory, as images and packed, before drawing."""
     needed, room = 2 * shape.n_bytes, free_bytes()
     if needed > room:
         raise UsageError(
@@ -44,8 +44,8 @@ def _check_room(shape: BufferShape) -> None:
 
 
 def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> Buffer:
-    """So many samples of the site's generator, classes balanced, at the size that models see."""
-    from wsi_fl.synthesis.stages.gan import KIND as GAN  # and with it torchvision and matplotlib
+    """Draw a buffer from the site's generator, classes balanced, at the models' image size."""
+    from wsi_fl.synthesis.stages.gan import KIND as GAN  # imports torchvision, matplotlib
     from wsi_fl.synthesis.stages.kinds import outcome
     from wsi_fl.synthesis.stages.sample import as_pixels
     from wsi_fl.synthesis.state import balanced_labels
@@ -54,13 +54,13 @@ def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> 
     folder, document = GAN.trained(study, site)
     if not learned_from(data.store, document["store"]):
         raise UsageError(
-            f"{study.relative(folder.path)}: was trained on another store of site {site}, which may hold what is for "
-            f"testing now; run `wsi-fl synthesize train --site {site} --again`"
+            f"{study.relative(folder.path)}: was trained on another store of site {site}, which may hold test "
+            f"patches of today; run `wsi-fl synthesize train --site {site} --again`"
         )
     found = GAN.provenance(folder, document)
     if found["check"] != "passed" and not settings.unchecked:
         raise WsiFlError(
-            f"site {site}: no buffer leaves it, the check of its generator was {outcome(found)}. "
+            f"site {site}: no buffer is released, the check of its generator was {outcome(found)}. "
             "replay.unchecked = true shares it all the same"
         )
     seed = int(np.random.SeedSequence((party.pipeline.train.seed, index)).generate_state(1)[0])
@@ -73,7 +73,7 @@ def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> 
 
 
 def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
-    """Return the bytes of a buffer; None where models see no images."""
+    """Return the bytes of a buffer; None for models without images."""
     if not isinstance(shape, Images):
         return None
     return BufferShape(pipeline.section(Replay).buffer, shape.size_px, shape.channels, n_classes).n_bytes

@@ -1,5 +1,5 @@
-"""`synthesize check`: does a site's generator copy its training images? A verdict, histograms of distances (Fig. 3),
-projected images (Fig. 4) and one page."""
+"""`synthesize check`: whether a site's generator copies its training images. A verdict, histograms of distances
+(Fig. 3), projected images (Fig. 4) and one page."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check_generator(
 
 
 def _result(case: Case, evidence: Evidence) -> Document:
-    """The document: what is known of each generator, and the verdict on the one that may be shared."""
+    """Return the document: measurements of each network, and the verdict on the shareable one."""
     phase, compared, lpips = shared_phase(case.document), evidence.comparisons, evidence.lpips
     found = doubts(compared.get(phase, {}), evidence.n_fresh)
     reasons = list(dict.fromkeys([*evidence.reasons, *found]))
@@ -121,10 +121,10 @@ def _result(case: Case, evidence: Evidence) -> Document:
 def quality_of(
     study: Study, pipeline: Pipeline, held_out: Tensor, sets: Mapping[str, Tensor]
 ) -> tuple[dict[str, object], str | None]:
-    """({"encoder", "n", name: {"fid", "kid"}}, None), or ({}, why they could not be computed).
+    """Return ({"encoder", "n", name: {"fid", "kid"}}, None), or ({}, the reason) without FID and KID.
 
     Args:
-        held_out: uint8[n, c, h, h]; of each set, of the same kind, as many are taken at most.
+        held_out: uint8[n, c, h, h]; at most n images of each set are used.
     """
     if len(held_out) < LEAST_HELD_OUT:
         return {}, "FID and KID need held-out images"
@@ -146,7 +146,7 @@ def quality_of(
 
 
 def _write(case: Case, evidence: Evidence, result: Document) -> None:
-    """Pictures first, the verdict last: whoever finds it finds them too."""
+    """Write pictures and page first, the verdict last, so a verdict always has its page."""
     place, (key, picture) = case.folder.path / "check", evidence.picture
     names = {"page": "index.html", "histograms": "histograms.png", key: picture}
     result["files"] = {name: case.study.relative(place / file) for name, file in names.items()}
@@ -166,7 +166,7 @@ def _write(case: Case, evidence: Evidence, result: Document) -> None:
 
 
 def _histogram(evidence: Evidence) -> Chart:
-    """Fig. 3 as SVG in the page's colours."""
+    """Return Fig. 3 as SVG in the page's colours."""
     distances, axis = evidence.distances, evidence.axis
     said = [f"{_NAMES[name]} median {number(float(np.median(d)), 3)}" for name, d in distances.items()]
     with figures.new_figure(width_in=6.4, height_in=2.9) as (figure, axes):
@@ -175,7 +175,7 @@ def _histogram(evidence: Evidence) -> Chart:
 
 
 def _histogram_png(evidence: Evidence) -> bytes:
-    """Fig. 3 for slides and papers."""
+    """Return Fig. 3 as PNG for slides and papers."""
     with mpl.rc_context(png_style()):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
         _draw(figure.add_subplot(), evidence, palette())
@@ -195,13 +195,13 @@ def _draw(axes: Axes, evidence: Evidence, colors: Mapping[str, str]) -> None:
 
 
 def _pixels(images: Tensor) -> NDArray[np.uint8]:
-    """uint8[n, c, h, w] → uint8[n, h, w, 3]."""
+    """Return uint8[n, c, h, w] as uint8[n, h, w, 3]."""
     (pixels,) = as_pixels([images.expand(-1, 3, -1, -1)])
     return pixels
 
 
 def check_lines(document: Document) -> Lines:
-    """Yield the verdict, its reasons, and where the pictures are."""
+    """Yield the verdict, its reasons and the path of the page."""
     passed = document["passed"]
     yield Line(
         f"site {document['site']}: the check is {'passed' if passed else 'NOT passed'}",

@@ -1,9 +1,9 @@
 """The kind "ddpm": a conditional diffusion model.
 
-Its check looks at exactly the images that other sites would draw: `ddpm.samples_per_class` of each class. It asks three
-questions, all calibrated on held-out real images. How near is each generated image to a training image, and does that
-one stand out (`evidence.judged`)? Are training images nearer to the generated ones than held-out images are, for
-how near they are to other real ones (`evidence.told_apart`)? And is that so by LPIPS too, where there are weights?
+Its check uses exactly the images of other sites' draws: `ddpm.samples_per_class` of each class. It has three parts, all
+calibrated on held-out real images: the distance of each generated image to a training image, and whether that image
+stands out (`evidence.judged`); whether training images are nearer to the generated ones than held-out images, relative
+to their distances to other real ones (`evidence.told_apart`); the same by LPIPS, given weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from wsi_fl.types import UsageError
 _SHOWN_STEPS = 25
 _SHOWN = 9
 _DRAWING = 1
-"""Version of how samplers turn a denoiser into images."""
+"""Version of drawing images from a denoiser."""
 
 
 class _DdpmCourse(Course):
@@ -66,7 +66,7 @@ class _DdpmCourse(Course):
 
     def __init__(self, pipeline: Pipeline, store: PatchStore) -> None:
         ddpm = pipeline.section(Ddpm)
-        _sampling_of(ddpm)  # it is refused now, not after hours
+        _sampling_of(ddpm)  # refused before the training
         if ddpm.resolution % 2 ** (len(ddpm.channels) - 1) or any(width % 8 for width in ddpm.channels):
             raise UsageError(
                 f"ddpm.channels = {ddpm.channels}: use multiples of 8, and no more of them than "
@@ -99,10 +99,10 @@ class _DdpmCourse(Course):
 
 
 def _sampling_of(settings: Ddpm) -> Sampling:
-    """Return how the pipeline draws images.
+    """Return the pipeline's parameters of drawing images.
 
     Raises:
-        UsageError: when a training without class dropout is to be guided, or there are more steps than the chain has.
+        UsageError: for guidance without class dropout, or more steps than the chain has.
     """
     if settings.guidance != 1.0 and not settings.class_dropout:
         raise UsageError(
@@ -117,12 +117,12 @@ def _sampling_of(settings: Ddpm) -> Sampling:
 
 
 def load_denoiser(folder: GeneratorFolder) -> UNet:
-    """Return the denoiser that a folder keeps, ready to draw; WsiFlError as `load_generator`."""
+    """Return the denoiser of a folder, ready to draw; WsiFlError as `load_generator`."""
     return folder.load_generator("denoiser", lambda shape: UNet(DdpmShape(**shape)), device_of_rank())
 
 
 def _key_of(denoiser: UNet, *others: Any) -> str:
-    """A digest of all that decides the images that are drawn: the name of their folder."""
+    """Return a digest of everything the drawn images depend on, the name of their folder."""
     digest = hashlib.sha256(json.dumps([_DRAWING, *others], sort_keys=True).encode())
     digest.update(np.ascontiguousarray(vector_of(denoiser), "<f4").tobytes())
     return digest.hexdigest()[:24]
@@ -138,14 +138,13 @@ def images_of(
     watcher: Watcher,
     part: str,
 ) -> tuple[str, Path]:
-    """Return (key, store) of the images that the pipeline draws from a denoiser; draw them where they are not there.
+    """Return (key, store) of the pipeline's images of a denoiser, drawn unless they exist.
 
-    What `check` looks at is what a site draws that receives the denoiser. While another process of this machine draws
-    the same images, this one waits for it.
+    A receiving site draws the same images as `check`. Processes of a machine wait for each other's.
 
     Args:
         store: of real patches of the same kind.
-        site: whose denoiser it is, and `part` whose progress the watcher is told of.
+        site: the denoiser's site; `part`: the name in progress reports.
     """
     ddpm, sampling, shape = pipeline.section(Ddpm), _sampling_of(pipeline.section(Ddpm)), denoiser.shape
     labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
@@ -188,13 +187,13 @@ class _Ddpm(GeneratorType):
     def draw(
         self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]
     ) -> Iterator[Tensor]:
-        """Yield batches of images, without a check by DDIM."""
+        """Yield batches of images; of an unchecked denoiser by DDIM."""
         denoiser = load_denoiser(folder)
         known = provenance["sampling"] or {"steps": min(Sampling().steps, denoiser.shape.chain)}
         return drawn(denoiser, labels, Sampling(**known), seed=provenance["seed"])
 
     def evidence(self, case: Case) -> Evidence:
-        """Return what is known of a site's denoiser by the images that others would draw from it."""
+        """Return the measurements of a site's denoiser on the images of other sites' draws."""
         training, held_out, memory = case.training, case.held_out, case.memory_bytes
         ddpm = case.pipeline.section(Ddpm)
         key, generated = _images(case)
@@ -235,7 +234,7 @@ KIND = _Ddpm()
 
 
 def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
-    """Return whether a check looked at the images that this pipeline would draw."""
+    """Return whether a check used this pipeline's images."""
     return (
         check is not None
         and check["sampling"] == asdict(_sampling_of(pipeline.section(Ddpm)))
@@ -245,7 +244,7 @@ def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
 
 
 def _images(case: Case) -> tuple[str, Tensor]:
-    """(key of the generated store, its images)."""
+    """Return (key of the generated store, its images)."""
     denoiser, site = load_denoiser(case.folder), case.site
     with open_store(case.study, site) as store:
         key, path = images_of(
@@ -258,7 +257,7 @@ def _images(case: Case) -> tuple[str, Tensor]:
 def _compared(
     case: Case, generated: Tensor, held: evidence.Nearest
 ) -> tuple[dict[str, evidence.Comparison], Lpips | None]:
-    """Training against held-out images by their nearest generated one, in L2 and LPIPS; LPIPS."""
+    """Compare training with held-out images by their nearest generated one, in L2 and LPIPS; return LPIPS too."""
     memory = case.memory_bytes
     reached = [
         evidence.nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
@@ -286,8 +285,8 @@ def _cautions(z: evidence.Memorization, held: evidence.Nearest, lpips: Lpips | N
     if z.below_paper and z.held_out_below_paper:
         notes.append(
             f"{z.below_paper} of {z.n_generated} generated images are nearer than the paper's 0.1 to a training image, "
-            f"and so are {z.held_out_below_paper} of {z.n_held_out} real images nobody trained on: the threshold means "
-            "nothing at this resolution."
+            f"and so are {z.held_out_below_paper} of {z.n_held_out} held-out real images: the threshold means nothing "
+            "at this resolution."
         )
     if z.duplicates:
         notes.append(f"{z.duplicates} training images are exact duplicates; those are copied first.")

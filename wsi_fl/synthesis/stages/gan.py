@@ -1,7 +1,7 @@
 """The kind "gan": a conditional StyleGAN2-ADA, trained in two phases, the second with the privacy loss.
 
 Its check measures how far images are from the nearest of many samples, and from their own latent projections. Every
-distance of a *training* image is set beside that of a *held-out* image (split test or val) to the same synthetic set.
+distance of a *training* image is compared with that of a *held-out* image (split test or val) to the same set.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _GanCourse(Course):
         return sampled(self.state.average, labels, seed=0)
 
     def _kept_away(self) -> Keepaway:
-        """The privacy loss: its margin, how far apart the site's own images are, and the images it always looks at."""
+        """Return the privacy loss, with a margin from distances between the site's images and fixed references."""
         gan, state, lpips = self._gan, self.state, self._lpips
         assert lpips is not None
         if state.margin is None:
@@ -103,7 +103,7 @@ def _load_gan(folder: GeneratorFolder, phase: Phase) -> Generator:
 
 @dataclass(frozen=True)
 class _Found:
-    """What was measured of one generator: its samples, projections of training images, and distances to both."""
+    """Measurements of one generator: samples, projections of training images, and distances to both."""
 
     samples: Tensor
     nearest: Pair
@@ -151,7 +151,7 @@ class _Gan(GeneratorType):
         rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
         sought = (training.at(rows[0]), held_out.at(rows[1]))
         phases: list[Phase] = [phase for phase in ("before", "after") if phase in case.document["phases"]]
-        for phase in phases:  # so that progress is of the whole from the beginning
+        for phase in phases:  # progress counts all phases from the start
             case.watcher.update(f"projections {phase}", 0, len(sought[0]) + len(sought[1]))
         found = {phase: _measured(case, lpips, real, sought, phase) for phase in phases}
         usual = case.usual_lpips(lpips, training, held_out, every=training)
@@ -192,7 +192,7 @@ def _lpips_label(document: Document) -> str | None:
 def _measured(
     case: Case, lpips: Lpips, real: tuple[Pictures, Pictures], sought: tuple[Pictures, Pictures], phase: Phase
 ) -> _Found:
-    """Training and held-out images alike, the projections from the same starting points."""
+    """Measure training and held-out images alike, with the same starting points of projections."""
     gan = case.pipeline.section(Gan)
     generator = _load_gan(case.folder, phase)
     n_classes = generator.shape.n_classes
@@ -215,7 +215,7 @@ def _measured(
 
 
 def _comparisons(found: _Found, usual: Pair, usual_of_sought: Pair) -> dict[str, Comparison]:
-    """Empty where copying cannot be told from likeness."""
+    """Return the comparisons, empty where copying cannot be separated from likeness."""
     if not (by_samples := told_apart(found.nearest, usual)):
         return {}
     by_projections = told_apart(found.projected, usual_of_sought, least=1)

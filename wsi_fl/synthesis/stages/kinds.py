@@ -1,4 +1,4 @@
-"""A kind of generator: what training, check and sampling need to know of GANs and diffusion models alike."""
+"""The common interface of GANs and diffusion models for training, check and sampling."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from wsi_fl.synthesis.state import TrainingState
 from wsi_fl.types import UsageError, WsiFlError
 
 HELD_OUT = ("test", "val")
-"""Splits that no generator is trained on."""
+"""Splits outside of every generator's training set."""
 _LEAST_IMAGES = 2
 
 Document = dict[str, Any]
 _Shape = TypeVar("_Shape")
 Pair = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Distances of training images, and of held-out ones."""
+"""Distances of training and of held-out images."""
 Losses = dict[str, float | None]
-"""What one step told; None for what it did not compute."""
+"""Losses of one step; None where not computed."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Pictures:
         return len(self.labels)
 
     def at(self, rows: NDArray[np.intp]) -> Pictures:
-        """Return those of the given rows."""
+        """Return the images of the given rows."""
         return Pictures(self.images[rows], self.labels[rows], self.patient[rows])
 
     def some(self, n: int, seed: int) -> Pictures:
-        """Return at most n of them, drawn at random, in order."""
+        """Return at most n random images, in order."""
         return self.at(picked(len(self), n, seed))
 
 
 def picked(n_all: int, n: int, seed: int) -> NDArray[np.intp]:
-    """Draw at most n of so many rows; return them in order."""
+    """Draw at most n row numbers, in order."""
     return np.sort(np.random.default_rng(seed).permutation(n_all)[:n])
 
 
@@ -68,9 +68,9 @@ class Course(ABC):
     """A training in progress.
 
     Attributes:
-        settings: all that decides the training, as the folder's document keeps it; a resumed one must agree.
-        phases: the last iteration of each network that the training leaves behind, in order.
-        pictures: what is learned from, on the CPU; `images` and `labels` are the same on the `device`.
+        settings: everything the training depends on, as in the folder's document; the same when resumed.
+        phases: the last iteration of each saved network, in order.
+        pictures: the training set, on the CPU; `images` and `labels` are the same on the `device`.
     """
 
     settings: Document
@@ -81,8 +81,8 @@ class Course(ABC):
         """Read the training patches of a store.
 
         Raises:
-            UsageError: when the stored patches are smaller than what is to be generated.
-            WsiFlError: when there are none.
+            UsageError: for stored patches smaller than generated ones.
+            WsiFlError: for a store without training patches.
         """
         site, size_px = store.meta.site, store.meta.spec.size_px
         if size_px < section.resolution:
@@ -93,7 +93,7 @@ class Course(ABC):
             )
         self.pictures = pictures_of(store, section.resolution, "train")
         if len(self.pictures) < _LEAST_IMAGES:
-            raise WsiFlError(f"site {site}: its store has no training patches to learn from")
+            raise WsiFlError(f"site {site}: its store has no training patches")
         self.device, self.checkpoint_every = device_of_rank(), section.checkpoint_every
         self.images = self.pictures.images.to(self.device)
         self.labels = self.pictures.labels.to(self.device)
@@ -104,20 +104,20 @@ class Course(ABC):
 
     @abstractmethod
     def line(self, phase: Phase, told: Sequence[Losses]) -> Document:
-        """Return what is logged of the steps since the last line."""
+        """Return the logged values of the steps since the last line."""
 
     @abstractmethod
     def kept(self, document: Document, phase: Phase, digest: str) -> Document:
-        """Return what changes in the document when a network is kept."""
+        """Return the changes of the document for a saved network."""
 
     @abstractmethod
     def show(self, labels: NDArray[np.int64]) -> Tensor:
-        """Return an image uint8[c, h, h] for each label, by the moving average; the same at every checkpoint."""
+        """Return an image uint8[c, h, h] per label by the moving average, with the same seed at every checkpoint."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of a check: does this generator copy its training images?"""
+    """A generator and real images for the check of copying."""
 
     study: Study
     pipeline: Pipeline
@@ -130,15 +130,15 @@ class Case:
 
     @property
     def memory_bytes(self) -> int:
-        """The most memory for what is held while two sets of images are compared."""
+        """The largest memory for comparing two sets of images."""
         return self.pipeline.section(LpipsKeys).memory_mb << 20
 
     def lpips(self) -> Lpips:
-        """Return LPIPS as the pipeline says."""
+        """Return LPIPS with the pipeline's weights."""
         return lpips_of(self.study, self.pipeline, self.site)
 
     def usual_lpips(self, lpips: Lpips, some: Pictures, held_out: Pictures, every: Pictures) -> Pair:
-        """Return how far training and held-out images are from the nearest training image of another patient."""
+        """Return LPIPS of training and held-out images to the nearest training image of another patient."""
         patients, memory = (some.patient, every.patient), self.memory_bytes
         return (
             nearest_lpips(lpips, some.images, every.images, patients, memory_bytes=memory),
@@ -148,18 +148,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a check found.
+    """The measurements of a check.
 
     Attributes:
-        training, held_out: the real images that were looked at.
+        training, held_out: the compared real images.
         samples: the generated images uint8[n, c, h, h] of each network.
-        comparisons: of training with held-out images, for each network where they can be told apart.
-        n_fresh: held-out images that are in no training set.
-        lpips: None where distances are Euclidean alone.
-        document, notes: what the verdict says of this kind alone, and its cautions.
+        comparisons: of training with held-out images, by network, where copying can be separated from likeness.
+        n_fresh: number of held-out images outside of the training set.
+        lpips: None for Euclidean distances only.
+        document, notes: entries of the verdict for this kind, and cautions.
         distances, axis: for the histogram.
-        rows, picture: images uint8[n, c, h, h] to be seen side by side; key and name of the file of these.
-        reasons: for a failed check, beside those of the comparisons.
+        rows, picture: images uint8[n, c, h, h] for display side by side; key and name of their file.
+        reasons: of a failed check, besides those of the comparisons.
     """
 
     training: Pictures
@@ -178,11 +178,11 @@ class Evidence:
 
 
 class GeneratorType(ABC):
-    """What is particular to a kind of generator.
+    """The particulars of a kind of generator.
 
     Attributes:
-        name: of its settings and of its document, as `synthesis.generator` says it.
-        remedy: for a training that diverges.
+        name: of its settings and document, a value of `synthesis.generator`.
+        remedy: for a diverging training.
     """
 
     name: ClassVar[str]
@@ -190,15 +190,15 @@ class GeneratorType(ABC):
 
     @abstractmethod
     def course(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> Course:
-        """Return a training that has not begun, on the patches of a site's open store."""
+        """Return a new training on the patches of a site's open store."""
 
     @abstractmethod
     def told(self, document: Document) -> Document:
-        """Return what `synthesize train --json` says of this kind alone."""
+        """Return the entries of `synthesize train --json` for this kind."""
 
     @abstractmethod
     def drawn_as(self, document: Document, check: Document | None) -> Document:
-        """Return how samples of a checked generator are drawn, as a store's provenance says it."""
+        """Return the sampling parameters of a generator, for a store's provenance."""
 
     @abstractmethod
     def draw(
@@ -208,17 +208,17 @@ class GeneratorType(ABC):
 
     @abstractmethod
     def evidence(self, case: Case) -> Evidence:
-        """Return what a check finds."""
+        """Return the measurements of a check."""
 
     def folder(self, study: Study, site: str) -> GeneratorFolder:
-        """Return the folder of a site's generator, whether or not there is one."""
+        """Return the folder of a site's generator, existing or not."""
         return GeneratorFolder.of(study, study.site(site).name, self.name)
 
     def trained(self, study: Study, site: str) -> tuple[GeneratorFolder, Document]:
-        """Return the folder of a generator whose training has finished, and its document.
+        """Return folder and document of a generator with a finished training.
 
         Raises:
-            WsiFlError: when there is none, or its training has not finished.
+            WsiFlError: for a missing generator or an unfinished training.
         """
         folder = self.folder(study, site)
         document = folder.document()
@@ -231,7 +231,7 @@ class GeneratorType(ABC):
         return folder, document
 
     def provenance(self, folder: GeneratorFolder, document: Document) -> Document:
-        """Return what samples say of the generator that may be shared; they are drawn as it was checked."""
+        """Return the provenance of samples of the shareable network, drawn as in its check."""
         digest = folder.digest(shared_phase(document))
         state, reasons = check_state(folder, digest)
         return {
@@ -245,10 +245,10 @@ class GeneratorType(ABC):
 
 
 def kind_of(name: str) -> GeneratorType:
-    """Return the kind of that name; its libraries take seconds to import, so only what is asked for is.
+    """Return a kind by name and import only its libraries, a matter of seconds.
 
     Raises:
-        UsageError: when there is no such kind.
+        UsageError: for an unknown kind.
     """
     if name not in KINDS:
         raise UsageError(f"--generator {name!r}: use {' or '.join(KINDS)}")
@@ -257,7 +257,7 @@ def kind_of(name: str) -> GeneratorType:
 
 
 def shared_phase(document: Document) -> Phase:
-    """Return which network is sampled and shared: a GAN's with the privacy loss, where there was a second phase."""
+    """Return the phase of the shareable network: of a GAN the one with the privacy loss, if trained."""
     phases: tuple[Phase, ...] = ("after", "before")
     return next((phase for phase in phases if phase in document["phases"]), "denoiser")
 
@@ -275,13 +275,13 @@ def check_state(folder: GeneratorFolder, digest: str) -> tuple[str, list[str]]:
 
 
 def outcome(provenance: Document) -> str:
-    """Return in words how a check ended that was not passed, with the reasons."""
+    """Return state and reasons of a check without a pass as text."""
     word = "not passed" if provenance["check"] == "failed" else provenance["check"]
     return f"{word}: {'; '.join(provenance['reasons'])}"
 
 
 def shape_of(section: Gan | Ddpm, made: Callable[..., _Shape], store: PatchStore, **others: Any) -> _Shape:
-    """Make the shape of networks for a store, of the settings that it shares with a section, and of others."""
+    """Build the shape of networks from a store, a section's settings of the same names, and others."""
     names = signature(made).parameters.keys() & type(section).model_fields.keys()
     known = {name: getattr(section, name) for name in names}
     return made(**known | {"channels": store.channels, "n_classes": len(store.meta.classes)} | others)
@@ -299,10 +299,10 @@ def pictures_of(store: PatchStore, resolution: int, *splits: str) -> Pictures:
 
 
 def lpips_of(study: Study, pipeline: Pipeline, site: str) -> Lpips:
-    """Return LPIPS as the pipeline says.
+    """Return LPIPS with the pipeline's weights.
 
     Raises:
-        UsageError: when a real site is to be measured by an untrained network.
+        UsageError: for a real site and an untrained network.
     """
     weights = pipeline.section(LpipsKeys).weights
     if weights is not None and weights.startswith(RANDOM) and study.site(site).real:

@@ -1,7 +1,7 @@
-"""Method mpcpa: diffusion models travel once, classifiers learn from own and others' generated images.
+"""Method mpcpa: diffusion models are sent once, classifiers train on local and other sites' generated images.
 
-What comes before the loop (denoiser, check, release, package, images) and after it (the classifiers' way to the
-server); the training of the classifiers is the loop's, like that of any method.
+The steps before the loop (denoiser, check, release, package, images) and after it (classifiers to the server). The
+loop trains the classifiers, as of any method.
 """
 
 from __future__ import annotations
@@ -48,40 +48,40 @@ _SERVER = "server"
 _Vector = NDArray[np.float32]
 _ROUND = 0
 _HOPS = {"denoiser": 0, "package": 1, "model": 2}
-"""Of what travels: denoisers and packages of them before the first round, classifiers after the last."""
+"""Hops of denoisers and their packages before the first round, and of classifiers after the last."""
 
 
 class Size(TypedDict):
-    """The number of values of what a site is about to send to the server, which takes memory for them."""
+    """The number of values of a site's next release to the server, for its memory."""
 
     values: Annotated[int, Field(ge=1, le=1 << 30)]
 
 
 class Ready(TypedDict):
-    """Whether a site has the images that it learns from."""
+    """Whether a site has its generated training images."""
 
     images: bool
 
 
 class Denoiser(TypedDict):
-    """The schema of the denoiser that a site sends."""
+    """The schema of a site's denoiser."""
 
     schema: Digest
 
 
 class Classifier(TypedDict):
-    """The schema of the classifier that a site sends, and the last round of its training."""
+    """The schema of a site's classifier, and the last round of its training."""
 
     schema: Digest
     rounds: Round
 
 
 def bring_generated(party: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
-    """Give the sites the generated images that they learn from; whatever was done before is not done again.
+    """Provide the sites with generated training images; finished steps are not repeated.
 
     Raises:
-        WsiFlError: when a site's denoiser looks as if it copied: it is not released.
-        NoCommonPlan: when the sites' denoisers do not fit together.
+        WsiFlError: for a denoiser without a passed check, which is not released.
+        NoCommonPlan: for denoisers of different shapes.
     """
     checked = {site.name: _ready(party.study, party.pipeline, site.name, watcher) for site in sites}
     mine: list[Ready] = [{"images": _all_there(party.study, site.folder.kept("package"))} for site in sites]
@@ -92,7 +92,7 @@ def bring_generated(party: RunContext, sites: Sequence[Site], comm: Comm, watche
 
 
 def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
-    """Trains and checks a site's denoiser where that was not done; returns the digest of what was checked."""
+    """Train and check a site's denoiser unless done; return the digest of the checked one."""
     train_generator(study, pipeline, DDPM, site, watcher=watcher)
     folder, _ = DDPM.trained(study, site)
     state, reasons = check_state(folder, folder.digest("denoiser"))
@@ -103,7 +103,7 @@ def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str
         why = f"the check was not passed: {'; '.join(reasons)}"
         if not pipeline.section(Mpcpa).unchecked or study.site(site).real:
             raise WsiFlError(f"site {site}: its denoiser is not released, {why}")
-        watcher.say(f"  {site}: its denoiser leaves by mpcpa.unchecked although {why}")
+        watcher.say(f"  {site}: its denoiser is released by mpcpa.unchecked although {why}")
     return folder.digest("denoiser")
 
 
@@ -114,7 +114,7 @@ def _all_there(study: Study, package: Mapping[str, Any] | None) -> bool:
 def _exchange(
     party: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher, *, checked: Mapping[str, str]
 ) -> None:
-    """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
+    """Exchange denoisers by the server, draw their images and record each site's images in the run."""
     study, names = party.study, party.names
     for name, known in checked.items():
         if DDPM.trained(study, name)[0].digest("denoiser") != known:
@@ -157,14 +157,14 @@ def _exchange(
 
 
 def _patches(party: RunContext, site: str) -> Patches:
-    """The patches of a site: the plan refuses other data."""
+    """Return the patches of a site; the plan refuses other data."""
     data = party.data(site)
     assert isinstance(data, Patches)
     return data
 
 
 def _learn_from(party: RunContext, site: Site) -> None:
-    """What the site's classifier sees: its own training rows, unless all is generated, and the images."""
+    """Set a site's training set: its local examples, unless all are generated, and the images."""
     package = site.folder.kept("package")
     assert package is not None
     parts = [] if party.method.learns_from == "generated" else [site.train]
@@ -175,7 +175,7 @@ def _learn_from(party: RunContext, site: Site) -> None:
 
 
 def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> Examples:
-    """The images drawn from one denoiser, or the first of each class: they were drawn in turn."""
+    """Return the images of one denoiser, or the first of each class, as classes alternate."""
     store = PatchStore(study.generated(key))
     every = examples_of(store, "train", size_px)
     n = len(every) if per_class is None else min(len(every), per_class * len(store.meta.classes))
@@ -183,9 +183,9 @@ def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> E
 
 
 def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> None:
-    """Send every classifier to the server, which keeps it in `aggregate/`: with it predictions can be aggregated.
+    """Send every classifier to the server's folder `aggregate/`, for aggregated predictions.
 
-    What sites are called there, is as the study has it: a peer's word becomes no part of a path.
+    Files have the study's site names: text of a peer is never part of a path.
     """
     learners = {site.index: site.learners["private"] for site in sites}
     mine: list[Classifier] = []
@@ -212,7 +212,7 @@ def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> No
 
 
 def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
-    """Return the bytes of a denoiser; None where models see no images."""
+    """Return the bytes of a denoiser; None for models without images."""
     if not isinstance(shape, Images):
         return None
     ddpm = pipeline.section(Ddpm)
@@ -225,15 +225,15 @@ def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Star:
-    """Carries releases between the sites and a server, once: uploads, packages back (MPCPA, section 3.3).
+    """One exchange of releases between the sites and a server: uploads, packages back (MPCPA, section 3.3).
 
-    The server has no process of its own: it lives beside the first running site. What that site hands to the server,
-    and what the server hands to it, is a transfer all the same, as the paper counts them, and so each is written down.
+    The first running site's process hosts the server. Transfers between this site and the server are recorded too, as
+    the paper counts them.
 
     Attributes:
-        sites: those of this process.
+        sites: of this process.
         names: of all sites of the study, by index.
-        round: in which all of it travels.
+        round: of all transfers.
     """
 
     sites: Sequence[Site]
@@ -243,18 +243,18 @@ class _Star:
 
     @property
     def hub(self) -> int:
-        """The site beside which the server lives."""
+        """The index of the server's host site."""
         return self.comm.running[0]
 
     def gather(
         self, what: str, releases: Mapping[int, Release], agreed: Mapping[int, str]
     ) -> dict[int, _Vector]:
-        """Bring every site's release float32[d] to the server; return them there by site, elsewhere nothing.
+        """Send every site's release float32[d] to the server; return them there by site, elsewhere {}.
 
         Args:
-            what: what `transfers.jsonl` calls a release.
+            what: the name of a release in `transfers.jsonl`.
             releases: of the sites of this process.
-            agreed: the schema of each site's release; WsiFlError tells of one that is not what was agreed on.
+            agreed: the schema of each site's release; WsiFlError for another one.
         """
         mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
         sizes = zip(self.comm.running, self.comm.gather(mine, Size), strict=True)
@@ -264,10 +264,10 @@ class _Star:
         return {k: vector for k, vector in found.items() if vector is not None}
 
     def broadcast(self, held: Mapping[int, _Vector], size: int, schema: str) -> dict[int, dict[int, _Vector]]:
-        """Bring each site the others' releases in one package, and return these for the sites of this process.
+        """Send each site the others' releases in one package; return them for the sites of this process.
 
         Args:
-            held: what `gather` found.
+            held: the releases at the server, of `gather`.
             size: number of values of one release, the same for all, as `schema` is.
         """
         found: dict[int, dict[int, _Vector]] = {}
@@ -290,7 +290,7 @@ class _Star:
     def _carry(
         self, what: str, pair: tuple[int, int], load: Release | _Vector | None, size: int, agreed: str
     ) -> _Vector | None:
-        """Carry a load, where it lies here, from one site to another; return it where it arrives, and write it down."""
+        """Send a payload of this process from one site to another and record it; return it at the receiver."""
         began, (sender, receiver) = time.perf_counter(), pair
         values = load.vector if isinstance(load, Release) else load
         vector = None if values is None else np.asarray(values, np.float32)

@@ -1,6 +1,6 @@
-"""Synthetic images as patch stores, whatever generator they are from.
+"""Patch stores of synthetic images, of any generator.
 
-`synthesize sample` writes one, and refuses unless the check of exactly this generator was passed.
+`synthesize sample` writes one if the check of exactly this generator was passed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def sample(
 
     Args:
         name: default `<site>-synthetic`.
-        generator: "gan" or "ddpm"; default: the one that the site has, a GAN where it has both.
-        as_site: also writes a site file, so that every command takes the store by name.
+        generator: "gan" or "ddpm"; default: the site's, a GAN where it has both.
+        as_site: also write a site file, for the store's name in every command.
 
     Raises:
         WsiFlError: when the check of exactly this generator was not passed, unless `despite_failed_check`.
-        UsageError: when the name is taken by anything that is not synthetic.
+        UsageError: for the name of a store or site that is not synthetic.
     """
     began = time.perf_counter()
     name = name or f"{site}-synthetic"
@@ -109,7 +109,7 @@ def _refuse_taken(study: Study, name: str) -> None:
 
 
 def sampled_lines(document: dict[str, Any]) -> Lines:
-    """Say what was written, and what it is worth."""
+    """Yield the written store and the limits of its check."""
     generator = document["generator"]
     yield Line(f"{document['patches']} synthetic patches: {document['store']}")
     if generator["check"] != "passed":
@@ -144,7 +144,7 @@ def as_pixels(batches: Iterable[torch.Tensor]) -> Iterator[NDArray[np.uint8]]:
 def synthetic_meta(
     site: str, classes: Sequence[str], grid: tuple[int, float], resolution: int, provenance: Mapping[str, Any]
 ) -> StoreMeta:
-    """Return what a store of images says that are like a real store's, reduced: as many µm on fewer pixels.
+    """Return the metadata of synthetic images like a real store's, reduced: as many µm on fewer pixels.
 
     Args:
         grid: size in pixels and µm per pixel of the real patches.

@@ -35,13 +35,13 @@ def train_generator(
     again: bool = False,
     watcher: Watcher | None = None,
 ) -> Document:
-    """Train a site's generator of a kind, or go on with it; return the `--json` document.
+    """Train or resume a site's generator of a kind; return the `--json` document.
 
     Args:
-        again: throws away what there is.
+        again: delete an existing generator first.
 
     Raises:
-        UsageError: when a generator of other settings, or of another store, is there already.
+        UsageError: for an existing generator of other settings or of another store.
     """
     began = time.perf_counter()
     folder = kind.folder(study, site)
@@ -84,7 +84,7 @@ def train_generator(
 def _train(
     kind: GeneratorType, course: Course, folder: GeneratorFolder, document: Document, watcher: Watcher
 ) -> Document:
-    """From wherever the state is; each checkpoint is whole, and what follows from it is written again."""
+    """Train from the state's iteration on; each checkpoint is complete, and later files are written again."""
     state, site, ends = course.state, document["site"], course.phases
     last, total = list(ends.items())[-1]
     told: list[Losses] = []
@@ -120,7 +120,7 @@ def _keep(course: Course, folder: GeneratorFolder, document: Document, phase: Ph
 
 
 def _picture(course: Course) -> bytes:
-    """A row per class."""
+    """Return a picture of drawn images, a row per class."""
     shown = min(course.settings["shape"]["n_classes"], _SHOWN_CLASSES)
     labels = balanced_labels(shown, _SHOWN_PER_CLASS)
     (images,) = as_pixels([course.show(labels)])
@@ -128,7 +128,7 @@ def _picture(course: Course) -> bytes:
 
 
 def _forget(folder: Path) -> None:
-    """Remove all that a generator's folder holds, but for its lock."""
+    """Remove everything from a generator's folder except its lock."""
     for path in folder.iterdir():
         if path.is_dir():
             rmtree(path)
@@ -137,9 +137,9 @@ def _forget(folder: Path) -> None:
 
 
 def _begin(study: Study, site: str, folder: GeneratorFolder, settings: Document, store: Document) -> Document:
-    """Begin the document of a generator, or make sure that it is about the same training; return it.
+    """Return the document of a generator, new or checked to be of the same training.
 
-    What the second phase alone depends on may change until that has begun.
+    Settings of the second phase alone may change until it begins.
     """
     document = folder.document()
     if document is None:
@@ -166,13 +166,13 @@ def _begin(study: Study, site: str, folder: GeneratorFolder, settings: Document,
             raise UsageError(
                 f"{where}: a generator with other settings of the privacy loss is there; --again trains anew"
             )
-        document = document | {"settings": settings}  # nothing has depended on them yet
+        document = document | {"settings": settings}  # unused so far
         folder.write_document(document)
     return document
 
 
 def _by_phase(settings: Document) -> tuple[Document, Document]:
-    """What decides the first phase of a training, and what the second alone, where there is one."""
+    """Return the settings of a training's first phase, and those of the second alone."""
     terms, first = dict(settings["terms"]), dict(settings)
     later = {key: first.pop(key, None) for key in ("privacy", "privacy_iterations")}
     later["weight"] = terms.pop("privacy_weight", None)
@@ -180,7 +180,7 @@ def _by_phase(settings: Document) -> tuple[Document, Document]:
 
 
 def trained_lines(document: Document) -> Lines:
-    """Say what there is now, and what to do next."""
+    """Yield the trained generator and the next command."""
     later = document.get("privacy_iterations")
     more = f", then {later} with the privacy loss" if later is not None else ""
     epochs = f" ({document['epochs']:.0f} epochs)" if "epochs" in document else ""
