@@ -68,7 +68,7 @@ class Gan(Section):
     checkpoint_every: int = Field(500, ge=1, le=1_000_000_000)
     """Number of training steps between two checkpoints."""
     check_images: int = Field(1000, ge=1, le=10_000_000)
-    """Largest number of training images, and of held-out images, in `check`'s search for the nearest synthetic images."""
+    """Largest number of training images, and of held-out images, in `check`'s search for near synthetic images."""
     check_samples: int = Field(2000, ge=2, le=10_000_000)
     """Number of synthetic images in `check`'s search for the nearest ones."""
     projections: int = Field(64, ge=1, le=1_000_000)
