@@ -219,8 +219,8 @@ def check_lines(document: Document) -> Lines:
             yield Line(f"  quality {name}: FID {number(one['fid'], 1)}, KID {number(one['kid'], 4)}")
     if z := document.get("memorization"):
         yield Line(
-            f"  nearest training image: least {z['least']:.4f}, median {z['median']:.4f} (held-out images "
-            f"{z['held_out_least']:.4f}, {z['held_out_median']:.4f}); "
+            f"  nearest training image: least {z['least']:.4f}, median {z['median']:.4f} "
+            f"(held-out images {z['held_out_least']:.4f}, {z['held_out_median']:.4f}); "
             f"below 0.1: {z['below_paper']} of {z['n_generated']}"
         )
     for note in document["notes"]:

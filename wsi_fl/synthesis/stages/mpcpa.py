@@ -125,8 +125,8 @@ def _exchange(
     if len(set(agreed)) > 1:
         odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
         raise NoCommonPlan(
-            f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; the sites need "
-            "the same [ddpm], classes and channels"
+            f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; "
+            "the sites need the same [ddpm], classes and channels"
         )
     star = _Star(sites, comm, names, _ROUND)
     releases = {

@@ -64,8 +64,8 @@ def sample(
     made_by = kind.provenance(folder, document) | {"seed": seed}
     if made_by["check"] != "passed" and not despite_failed_check:
         raise WsiFlError(
-            f"site {site}: no shareable set is written, the check of this generator was {outcome(made_by)}. "
-            "--despite-failed-check writes it all the same"
+            f"site {site}: no shareable set is written, the check of this generator was "
+            f"{outcome(made_by)}. --despite-failed-check writes it all the same"
         )
     if as_site and source.real and not source.allows("generator"):
         raise UsageError(
