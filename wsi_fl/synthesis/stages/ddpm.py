@@ -284,9 +284,9 @@ def _cautions(z: evidence.Memorization, held: evidence.Nearest, lpips: Lpips | N
     notes = []
     if z.below_paper and z.held_out_below_paper:
         notes.append(
-            f"{z.below_paper} of {z.n_generated} generated images are nearer than the paper's 0.1 "
-            f"to a training image, and so are {z.held_out_below_paper} of {z.n_held_out} held-out real "
-            "images: the threshold means nothing at this resolution."
+            f"{z.below_paper} of {z.n_generated} generated images are nearer than the paper's "
+            f"0.1 to a training image, and so are {z.held_out_below_paper} of {z.n_held_out} "
+            "held-out real images: the threshold means nothing at this resolution."
         )
     if z.duplicates:
         notes.append(f"{z.duplicates} training images are exact duplicates; those are copied first.")
