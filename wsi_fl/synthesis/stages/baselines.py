@@ -155,8 +155,8 @@ def baselines_lines(document: dict[str, Any]) -> Lines:
     if len(document["curve"]) > 2:
         for point in document["curve"]:
             yield Line(
-                f"  {point['per_class']} generated images of each class: mean {number(point['mean'])}, aggregated "
-                f"{number(point['aggregated'])}"
+                f"  {point['per_class']} generated images of each class: mean {number(point['mean'])}, "
+                f"aggregated {number(point['aggregated'])}"
             )
     yield Line(f"transfers: {document['transfers']['mpcpa']}; FedAvg {document['transfers']['fedavg']}")
     for row in document["memorization"]:
