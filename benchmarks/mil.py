@@ -126,7 +126,7 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
     """(score by each site's model, truth) of all test slides: the probability of tumour and the label, or the risk and
     (time, event).
     """
-    document = evaluate(study, run, overrides=[f"predict.with={answer}"])
+    document = evaluate(study, run, overrides=[f"predict.model={answer}"])
     scores: list[list[float]] = []
     truth: list[Any] = []
     for site in document["sites"]:

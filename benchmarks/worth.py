@@ -121,7 +121,7 @@ def private(name: str, method: str, epsilon: float, *overrides: str, unit: str =
 
 
 ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
-STACKED = ("train.tune=true", "predict.with=stack")
+STACKED = ("train.tune=true", "predict.model=ensemble")
 """What answers contains the head that the site has alone."""
 VARIANTS = (
     Variant("lone", "regular", ALONE),
@@ -240,7 +240,7 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
     began = time.perf_counter()
     overrides = [*variant.overrides, f"train.seed={seed}"]
     if variant.method == "oneshot" and directions:
-        overrides.append(f"model.directions={directions.resolve()}")
+        overrides.append(f"model.projection={directions.resolve()}")
     summary = train(study, method=variant.method, pipeline_name="worth", overrides=overrides, backend="local")
     seconds = time.perf_counter() - began
     document = evaluate(study, summary["run"])
@@ -369,7 +369,7 @@ def tables(rows: Sequence[Row]) -> str:
         "shared head",
         "receiver's AUROC",
         "gain over lone",
-        "headroom",
+        "gap_closed",
     ]
     titles += ["worst site", "best site", "ε", "s", "messages", "kB", "seeds"]
     for setting in settings:

@@ -100,7 +100,7 @@ ROUNDS = ("train.lr=0.03", "train.rounds=60")
 HEADS = (
     Variant("lone head", "regular", ALONE),
     private("one letter", "oneshot", 3),
-    private("ProxyFL, heads", "proxyfl", 3, *ROUNDS, "train.tune=true", "predict.with=stack"),
+    private("ProxyFL, heads", "proxyfl", 3, *ROUNDS, "train.tune=true", "predict.model=ensemble"),
     Variant("pooled head", "joint", ALONE),
 )
 _ANY = {

@@ -387,7 +387,7 @@ def of_all(gain, room):
     told = {
         "gain": known.document(),
         "room": space and space.document(),
-        "headroom": None,
+        "gap_closed": None,
         "measure": "AUROC",
     }
     told |= {
@@ -451,9 +451,9 @@ def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share)
 
     known = {"alone": answers([0.4] * 4), "joined": answers([0.6] * 4)}
     found = _compared(known | ({"pooled": answers(pooled)} if pooled else {}))
-    assert (found["headroom"] is not None) == share and found["verdict"] == "join"
+    assert (found["gap_closed"] is not None) == share and found["verdict"] == "join"
     few = {kind: {0: Said(dict([*runs[0].answers.items()][:4]))} for kind, runs in known.items()}
-    assert _compared(few)["verdict"] == "not shown" and _compared(few)["gain"]["low"] < 0
+    assert _compared(few)["verdict"] == "inconclusive" and _compared(few)["gain"]["low"] < 0
 
 
 def test_cautions_name_what_spoils_a_comparison():
@@ -468,7 +468,7 @@ def test_cautions_name_what_spoils_a_comparison():
 
 def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3)
-    shared = run(study, "fedavg", "privacy.enabled=false", "train.alone=false")
+    shared = run(study, "fedavg", "privacy.enabled=false", "train.local_baseline=false")
     document = evaluate(study, shared)
     assert document["shared"] and document["merged"]["accuracy"]["sd"] == 0
     (table,) = [line for line in evaluation_lines(document) if isinstance(line, Table)]

@@ -41,12 +41,12 @@ def test_config_explains_a_key_a_section_and_all():
     explained = CliRunner().invoke(app, ["config", "privacy.mode"]).stdout
     assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    What the ε is worth.')
     found = {
-        prefix: [row["key"] for row in keys(prefix)] for prefix in ("topology", "site.real", "predict.with")
+        prefix: [row["key"] for row in keys(prefix)] for prefix in ("topology", "site.real", "predict.model")
     }
     assert found == {
         "topology": ["topology.graph", "topology.self_weight"],
         "site.real": ["site.real"],
-        "predict.with": ["predict.with"],
+        "predict.model": ["predict.model"],
     }
     every = json.loads(CliRunner().invoke(app, ["config", "--json"]).stdout)
     assert [row["key"] for row in every["keys"]] == [row["key"] for row in keys()]

@@ -249,7 +249,7 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
         x = rng.normal(size=(60, 12)) + y[:, None]
         patients = [f"p{k}" for k in range(60)]
         write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
-    run = trained(pair, "oneshot", "train.data=features", "model.directions=4")["run"]
+    run = trained(pair, "oneshot", "train.data=features", "model.projection=4")["run"]
     _, text = card_of(pair, export_model(pair, run, called="shared", form="onnx"))
     assert "None leave with this model: the run was not evaluated." in text
     evaluate(pair, run)

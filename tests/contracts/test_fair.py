@@ -274,12 +274,12 @@ def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
 
 
 def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
-    settings = [*HEADS, "train.tune=true", "predict.with=stack", "train.rounds=3", "privacy.target_epsilon=8"]
+    settings = [*HEADS, "train.tune=true", "predict.model=ensemble", "train.rounds=3", "privacy.target_epsilon=8"]
     document = evaluate(skewed, run_of(skewed, *settings, method="proxyfl"))
-    assert {row["with"] for row in document["sites"]} == {"stack"}
+    assert {row["model"] for row in document["sites"]} == {"stack"}
     assert document["models"]["stack"]["merged"]["accuracy"]["mean"] > 0.5
-    untuned = [*settings, "train.tune=false", "train.alone=false"]
-    refused(lambda: run_of(skewed, *untuned, method="proxyfl"), "train.alone=true")
+    untuned = [*settings, "train.tune=false", "train.local_baseline=false"]
+    refused(lambda: run_of(skewed, *untuned, method="proxyfl"), "train.local_baseline=true")
 
 
 def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
@@ -355,7 +355,7 @@ def studies(tmp_path_factory):
 @pytest.mark.parametrize("method", TALKING)
 def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studies, kind, method):
     study, settings = studies[kind], KINDS[kind]
-    with_it, without = (seeded(study, method, *settings, f"train.alone={said}") for said in ("true", "false"))
+    with_it, without = (seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false"))
     for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
         alike(kept(with_it, role), kept(without, role))
     assert len(kept(with_it, "alone")) == 2 and not kept(without, "alone")
@@ -363,8 +363,8 @@ def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studie
     for row in document["sites"]:
         choice = of_site(with_it, row["site"], "choice")
         assert choice["stack"]["own"] == "alone" and choice["stack"]["weight"] <= 2 / 3
-        assert row["with"] == choice["with"] == ("stack" if choice["stack"]["weight"] else "alone")
-        assert row["accuracy"] == row["models"][row["with"]]["accuracy"]
+        assert row["model"] == choice["model"] == ("stack" if choice["stack"]["weight"] else "alone")
+        assert row["accuracy"] == row["models"][row["model"]]["accuracy"]
         assert choice["n"] > 0
 
 
@@ -417,6 +417,6 @@ def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind
 
 
 def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
-    runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.alone={said}") for said in ("true", "false")]
+    runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}") for said in ("true", "false")]
     sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
     assert sent[0] == sent[1]

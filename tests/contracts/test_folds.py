@@ -183,7 +183,7 @@ def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeyp
     refused(asking("train.folds=3"), "train.folds = 3 needs train.fold", "--folds N")
     refused(asking("train.folds=3", "train.fold=4"), "there are train.folds = 3")
     refused(asking("train.fold=1"), "train.fold = 1 needs train.folds")
-    refused(asking(*three, "train.releases=true", method="oneshot"), "train.releases", "own split")
+    refused(asking(*three, "train.from_released=true", method="oneshot"), "train.from_released", "own split")
     refused(asking("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
     monkeypatch.setattr(training, "launched_ranks", lambda: 2)
     refused(lambda: in_series(study, "train.folds=3"), "leave out mpiexec or srun")

@@ -105,7 +105,7 @@ def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, pred
 
 def test_document_names_files_that_agree_with_each_other(trained, predicted):
     study, run, slides = trained
-    assert set(predicted) == {"run", "site", "with", "slides", "failed", "table", "seconds"}
+    assert set(predicted) == {"run", "site", "model", "slides", "failed", "table", "seconds"}
     assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
     assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
     for row in predicted["slides"]:
@@ -284,8 +284,8 @@ def test_a_slide_that_fails_is_named_and_the_others_go_on(trained, blank, tmp_pa
 def test_who_answers_can_be_set_anew_and_nothing_else(trained, tmp_path):
     study, run, slides = trained
     where = {"site": "C1", "slides": slides[:1], "out": tmp_path}
-    (row,) = predict(study, run, **where, overrides=["predict.with=private"])["slides"]
-    assert json.loads((study.root / row["json"]).read_text())["with"] == "private"
+    (row,) = predict(study, run, **where, overrides=["predict.model=private"])["slides"]
+    assert json.loads((study.root / row["json"]).read_text())["model"] == "private"
     refused(lambda: predict(study, run, **where, overrides=["train.lr=1"]), "only predict.*")
     refused(lambda: predict(study, run, **where, overrides=["predict.wit=mean"]), "did you mean 'with'")
 

@@ -352,8 +352,8 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
             choice = json.loads((study.root / run / f"sites/{row['site']}/choice.json").read_text())
             reached = choice.get("r2", {"alone": 0.0})
             assert set(reached) == ({"alone", "private", "proxy", "mean"} if n else {"alone"})
-            assert reached[choice["with"]] == max(reached.values()) and (choice["n"] > 0) == bool(n)
-            assert row["with"] == choice["with"] and "alone" in row["models"] and "stack" not in row["models"]
+            assert reached[choice["model"]] == max(reached.values()) and (choice["n"] > 0) == bool(n)
+            assert row["model"] == choice["model"] and "alone" in row["models"] and "stack" not in row["models"]
 
 
 def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
@@ -475,7 +475,7 @@ def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
         ("train.data=features", "set train.data = 'mosaics'"),
         ("train.balance=true", "excludes train.balance: it works with classes alone"),
         ("audit.canaries=4", "excludes audit.canaries: it works with classes alone"),
-        ("predict.with=stack", "excludes predict.with = stack: it works with classes alone"),
+        ("predict.model=ensemble", "excludes predict.model = ensemble: it works with classes alone"),
     ],
 )
 def test_what_works_with_classes_alone_is_refused_for_other_questions(study, override, said):
@@ -492,7 +492,7 @@ def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(stu
         rows = list(csv.DictReader((study.root / f"{site}.csv").open()))
         graded = [row | {"grade": names[int(float(row["burden"]) * n_classes)]} for row in rows]
         write_table(study.root / f"{site}.csv", graded)
-    target = ('target.column="grade"', f"target.classes={json.dumps(names)}", "train.alone=false")
+    target = ('target.column="grade"', f"target.classes={json.dumps(names)}", "train.local_baseline=false")
     run = trained(study, *target, method="oneshot")
     document, truth = evaluate(study, run), []
     for site in study.site_names():

@@ -37,7 +37,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.types import UNLABELLED, WsiFlError
 
 QUIET = [*HEADS, "privacy.sigma=0.5"]
-FILES = [*NOISE, "train.releases=true"]
+FILES = [*NOISE, "train.from_released=true"]
 LABELLED = ["S0", "S1", "S2"]
 
 
@@ -116,8 +116,8 @@ def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
 def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     study, run, document = evaluated
     told = document["receivers"]
-    assert told["sites"] == [{"site": "S3", "n": 80, "with": "proxy"}]
-    assert sites_of(document) == told["told_by"] == LABELLED
+    assert told["sites"] == [{"site": "S3", "n": 80, "model": "proxy"}]
+    assert sites_of(document) == told["reference_sites"] == LABELLED
     with (study.root / run / "sites/S3/predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 80 and all(row["truth"] == "" and row["model"] == "proxy" for row in rows)
@@ -181,7 +181,7 @@ def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_i
     assert not (study.ledger("S3").exists() or (run / "sites/S3/private.safetensors").exists())
     assert torch.equal(head.sums, head_of(run, "S1").sums)
     told = evaluate(study, summary["run"])["receivers"]
-    assert told["sites"][0]["n"] == 80 and told["told_by"] == LABELLED
+    assert told["sites"][0]["n"] == 80 and told["reference_sites"] == LABELLED
     assert resume(study, summary["run"], backend="local") == summary
     site_file(study, "S3").unlink()
     without = once()[1]
@@ -275,12 +275,12 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
 
     released(study, "S0")
     tomorrow, yesterday = (f"{date.today() + timedelta(days)}" for days in (1, -1))
-    waits(("1 of 3 letters", "missing: S1, S2", "train.at_least = 1"))
-    until, two_at_least = f"train.until={tomorrow}", "train.at_least=2"
+    waits(("1 of 3 letters", "missing: S1, S2", "train.min_sites = 1"))
+    until, two_at_least = f"train.deadline={tomorrow}", "train.min_sites=2"
     waits((f"awaited until {tomorrow}",), until)
     waits(("and 2 are needed",), two_at_least, until)
-    refused(lambda: joined(study, "train.at_least=4"), "only 3 sites write one")
-    assert list(joined(study, f"train.until={yesterday}")["letters"]) == ["S0"]
+    refused(lambda: joined(study, "train.min_sites=4"), "only 3 sites write one")
+    assert list(joined(study, f"train.deadline={yesterday}")["letters"]) == ["S0"]
     released(study, "S1")
     before = {name: study.ledger(name).read_text() for name in ("S0", "S1")}
     two, again = (joined(study, two_at_least, until) for _ in range(2))
@@ -298,12 +298,12 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
 
 def test_a_run_keeps_the_letters_it_began_with(study):
     released(study, "S0")
-    summary = joined(study, "train.at_least=1")
+    summary = joined(study, "train.min_sites=1")
     (study.root / summary["run"] / "summary.json").unlink()
     released(study, "S1")
     refused(lambda: resume(study, summary["run"], backend="local"), "release of S1", "releases/")
 
 
-@pytest.mark.parametrize("wrong", ["train.until=soon", "train.at_least=0"])
+@pytest.mark.parametrize("wrong", ["train.deadline=soon", "train.min_sites=0"])
 def test_wrong_terms_are_refused(study, wrong):
     refused(lambda: joined(study, wrong), wrong.split("=")[0])

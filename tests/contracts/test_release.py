@@ -41,8 +41,8 @@ from wsi_fl.types import UsageError, Vectors, WsiFlError
 SIGMA = 2.0
 ONCE = Mechanism(SIGMA, 1.0, 1.0, 1)
 NOISE = [*HEADS, f"privacy.sigma={SIGMA}"]
-FILES = [*NOISE, "train.releases=true", "train.at_least=1"]
-START = [*HEADS, "train.start=oneshot", "train.rounds=1"]
+FILES = [*NOISE, "train.from_released=true", "train.min_sites=1"]
+START = [*HEADS, "train.init_from=oneshot", "train.rounds=1"]
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
         released(study, "S1")
         assert file.read_bytes() == whole
     assert joined(study)["sites"]
-    released(study, "S1", "model.directions=12", again=True)
+    released(study, "S1", "model.projection=12", again=True)
     not_joined(study, "releases/S1.safetensors", "directions = 12", error=UsageError)
 
 
@@ -362,7 +362,7 @@ def write_public(study, name, seed, encoder="tiny sha256:0"):
     return found
 
 
-ALONG = ["model.directions=d.safetensors"]
+ALONG = ["model.projection=d.safetensors"]
 
 
 def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(study):
@@ -391,7 +391,7 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
 @pytest.mark.parametrize(
     ("key", "agreed", "other", "words"),
     [
-        ("directions", "a", "b", "S2 brings b as the directions of its sums (model.directions)"),
+        ("directions", "a", "b", "S2 brings b as the directions of its sums (model.projection)"),
         ("releases", {"S0": "a"}, {"S0": "b"}, "as the released sums in use"),
         ("buffer", ["replay", 9, 16, 3, 2], ["replay", 8, 16, 3, 2], "as the buffer"),
         ("receivers", ["S3"], [], "S2 brings [] as the list of receivers"),

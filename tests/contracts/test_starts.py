@@ -52,7 +52,7 @@ def study(tmp_path_factory):
 @pytest.fixture(scope="module")
 def done(study):
     """A run of ProxyFL, and the same one interrupted and resumed."""
-    sets = [*settings(), "train.alone=true", "privacy.insecure_seed=1"]
+    sets = [*settings(), "train.local_baseline=true", "privacy.insecure_seed=1"]
     whole = train(study, method="proxyfl", overrides=sets, backend="local")["run"]
     with interrupted_after(3):
         train(study, method="proxyfl", overrides=sets, backend="local")

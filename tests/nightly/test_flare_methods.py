@@ -67,7 +67,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_not
     """A receiver gets them too, and all have the heads that the same files make."""
     bed = Bed(tmp_path, n=4, furnish=heads)
     *members, _ = bed.sites
-    settings = [*HEADS, "privacy.sigma=2.0", "train.releases=true"]
+    settings = [*HEADS, "privacy.sigma=2.0", "train.from_released=true"]
     for site in members:
         release(bed.study(site), site=site, pipeline_name=bed.pipeline, overrides=settings)
     bed.sign("oneshot", *settings)

@@ -287,7 +287,7 @@ def described_at(case, prevalence):
         "over_alone": asdict(more) if more else None,
         "subgroups": None,
     }
-    site = {"site": "C1", "on": "own", "with": "proxy", "unit": "patient", "any_counts": False, "point": 0.5}
+    site = {"site": "C1", "on": "own", "model": "proxy", "unit": "patient", "any_counts": False, "point": 0.5}
     return {
         "prevalence": prevalence,
         "by": None,

@@ -34,7 +34,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
-SENT = [*NOISE, "train.releases=true"]
+SENT = [*NOISE, "train.from_released=true"]
 
 
 class Hospitals:
@@ -249,7 +249,7 @@ def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
 
 def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_the_same_heads(all_released):
     hospitals = all_released
-    plan = hospitals.plan("train.at_least=2")
+    plan = hospitals.plan("train.min_sites=2")
     hospitals.sign(plan)
     theirs = hospitals.study("S2").release("S2")
     shutil.copy(theirs, hospitals.study("S0").release("S2"))
@@ -270,7 +270,7 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
 
 def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals):
     further = "which costs ε again"
-    plan = hospitals.plan("train.releases=false", "privacy.sigma=5.0")
+    plan = hospitals.plan("train.from_released=false", "privacy.sigma=5.0")
     assert further not in said_at(hospitals, "S0", plan)
     hospitals.release("S0")
     assert further in said_at(hospitals, "S0", plan)

@@ -562,7 +562,7 @@ def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_pa
 @pytest.mark.slow
 def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_nothing(tmp_path, federation):
     """One hospital is killed once it has them, and goes on with them."""
-    settings = [*HEADS, "privacy.sigma=2.0", "train.releases=true"]
+    settings = [*HEADS, "privacy.sigma=2.0", "train.from_released=true"]
     group = Group(tmp_path / "letters", "oneshot", settings, federation)
     for site in SITES:
         release(group.study(site), site=site, overrides=settings)

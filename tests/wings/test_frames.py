@@ -465,8 +465,8 @@ def test_settings_that_plans_never_write_are_refused_unread(study, identities, m
 
 def test_dots_in_values_are_no_keys(study, identities, me):
     value = "a.b.c.d.e.f.g.h.i.j.k 'quoted' \\\"twice\\\""
-    plan = made(study, identities, f'model.directions="{value}"', "train.lr=0.001")
-    assert plan.pipeline().model.directions == value.replace("\\", "")
+    plan = made(study, identities, f'model.projection="{value}"', "train.lr=0.001")
+    assert plan.pipeline().model.projection == value.replace("\\", "")
 
 
 def test_a_plan_says_of_its_data_what_plans_say_and_leaves_nothing_out(study, identities, me, plan):

@@ -46,7 +46,7 @@ example = "slide"
 rounds = 4
 batch_size = 6
 lr = 0.01
-alone = false
+local_baseline = false
 [target]
 column = "g"
 classes = ["a", "b"]

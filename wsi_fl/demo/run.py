@@ -59,15 +59,15 @@ def demo(folder: Path) -> dict[str, Any]:
         _find_directions(study)
     runs = {name: _trained(study, step) for name, step in _STEPS.items()}
     say("What joining brings each hospital", style="bold")
-    compare_with = [runs[name]["run"] for name in ("together", "proxyfl", "pooled")]
+    compare_with = [runs[name]["run"] for name in ("federated", "proxyfl", "pooled")]
     with Bars("compare") as bars:
         compared = compare(study, compare_with, watcher=bars)
     render(compare_lines(compared))
-    page = report(study, runs["together"]["run"])
+    page = report(study, runs["federated"]["run"])
     return {
         "study": str(study.root),
         "runs": runs,
-        "worth": compared["worth"],
+        "benefit": compared["benefit"],
         "report": str(study.root / compared["page"]),
         "run_report": str(page),
     }
@@ -83,7 +83,7 @@ class _Step:
 
 _ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
 _STEPS = {
-    "alone": _Step("What each hospital reaches alone, at its best", "regular", "local", _ALONE),
+    "local": _Step("What each hospital reaches alone, at its best", "regular", "local", _ALONE),
     "pooled": _Step("What all data in one place would reach, which nobody may do", "joint", "local", _ALONE),
     "proxyfl": _Step(
         "ProxyFL, the paper's method: four hospitals, one MPI rank each; only noisy proxies travel, in ten rounds",
@@ -91,7 +91,7 @@ _STEPS = {
         "mpi",
         ("train.rounds=10", "train.eval_every=10"),
     ),
-    "together": _Step(
+    "federated": _Step(
         "One letter: each hospital releases noisy sums of its classes, once, instead of proxies in rounds",
         "oneshot",
         "mpi",

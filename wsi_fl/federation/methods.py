@@ -195,11 +195,11 @@ class Method:
             found += ("replay.buffer", "replay.unchecked")
         if self.travels is None:
             found += ("topology.", "train.optimizer_after_exchange")
-        found += _OF_ROUNDS if self.once else ("train.releases",)
+        found += _OF_ROUNDS if self.once else ("train.from_released",)
         if not self.starts:
-            found += ("train.start",)
+            found += ("train.init_from",)
         if not self.keeps_lone:
-            found += ("train.alone",)
+            found += ("train.local_baseline",)
         if not self.talks:
             found += _OF_ANSWERS
         return found if self.taught else found + _OF_PROXIES
@@ -210,7 +210,7 @@ class Method:
 
 
 _OF_PROXIES = ("train.alpha", "train.beta", "model.proxy")
-_OF_ANSWERS = ("train.val_fraction", "predict.with")
+_OF_ANSWERS = ("train.val_fraction", "predict.model")
 _OF_ROUNDS = (
     *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
     *("train.weight_decay", "train.tune", "train.balance", "model.", "privacy.clip", "topology."),
@@ -264,7 +264,7 @@ def _oneshot() -> Method:
     sums = Share("sums", "star", "proxy", times="once")
     row = Method("One-shot", "sums of features, released once", _PAIR, _take_sums, (sums,))
     by_files = replace(row, shares=(replace(sums, by=FILES),), learns_from="nothing")
-    return replace(row, variants={("train.releases", True): by_files})
+    return replace(row, variants={("train.from_released", True): by_files})
 
 
 _OWN = {

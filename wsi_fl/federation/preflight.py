@@ -74,7 +74,7 @@ _MUST_AGREE = {
     "receivers": "the list of receivers (role, in sites/*.toml)",
     "input_px": "the size its models see",
     "graph": "the graph (topology.graph)",
-    "directions": "the directions of its sums (model.directions)",
+    "directions": "the directions of its sums (model.projection)",
     "buffer": "the buffer (replay.variant, and number, size, channels and classes of its samples)",
     "noise": "the noise that all add together (σ; sites that have spent before need more of it)",
     "releases": "the released sums in use (releases/*.safetensors)",

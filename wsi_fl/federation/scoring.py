@@ -22,19 +22,19 @@ from wsi_fl.models.shared_head import SharedHead
 
 
 def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
-    """Return the scores of a site's answer on every test set, by name; where it has several, which of them is "with".
+    """Return the scores of a site's answer on every test set, by name; where it has several, which of them is "model".
 
     Those of a proxy are told too, on the last set. `alive` is called with every batch.
     """
     line: dict[str, Any] = {}
     answer, stack = schedule.answer, None
     if answer in ("auto", STACK):
-        chosen = choose_answer(site, schedule, alive) or {"with": "private"}
-        answer, stack = chosen["with"], Stack.of(chosen["stack"]) if "stack" in chosen else None
+        chosen = choose_answer(site, schedule, alive) or {"model": "private"}
+        answer, stack = chosen["model"], Stack.of(chosen["ensemble"]) if "ensemble" in chosen else None
     if not site.learners.keys() >= set(roles(answer, stack)):
         answer = "private"
     if len(site.learners) > 1:
-        line["with"] = answer
+        line["model"] = answer
     sets = list(site.tests.items())
     for name, examples in sets:
         wanted = dict.fromkeys(roles(answer, stack))
@@ -59,7 +59,7 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
         if site.held_out is None:
             return None
         point = _slide_threshold(site.held_out, site.train)
-        return {"with": "private", "by": "cross-validation", "n": len(site.train), "slide_threshold": point}
+        return {"model": "private", "by": "cross-validation", "n": len(site.train), "slide_threshold": point}
     said = _predictions(site, site.learners, examples, alive) if examples is not None else {}
     found = {}
     if examples is not None:
@@ -68,11 +68,11 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
     shared = "proxy" in site.learners and isinstance(site.learners["proxy"].model, SharedHead)
     if schedule.answer == STACK or shared or (lone and task.kind == "classes"):
         mixture = _mixture(site, said, alive) | found
-        stays = lone and schedule.answer != STACK and not mixture["stack"]["weight"]
-        return mixture | {"with": LONE} if stays else mixture
+        stays = lone and schedule.answer != STACK and not mixture["ensemble"]["weight"]
+        return mixture | {"model": LONE} if stays else mixture
     if examples is None:
-        return {"with": LONE, "by": "validation", "n": 0} if lone else None
-    return {"with": best_answer(said, examples.label, task), "by": "validation", "n": len(examples)} | found
+        return {"model": LONE, "by": "validation", "n": 0} if lone else None
+    return {"model": best_answer(said, examples.label, task), "by": "validation", "n": len(examples)} | found
 
 
 def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
@@ -106,10 +106,10 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
             rows, own, theirs = seen
             stack = gated_stack(own, theirs, rows.label, rows.patient)
     return {
-        "with": STACK,
+        "model": STACK,
         "by": STACK,
         "n": 0 if seen is None else len(seen[0]),
-        "stack": asdict(replace(stack, own=lone, shared=joined, of_logits=task.kind == "classes")),
+        "ensemble": asdict(replace(stack, own=lone, shared=joined, of_logits=task.kind == "classes")),
         "slide_threshold": None if seen is None else _slide_threshold(stack(*seen[1:]), seen[0]),
     }
 

@@ -18,9 +18,9 @@ from wsi_fl.types import UsageError
 
 ANSWERS = ("private", "mean", "proxy")
 """Whose probabilities are a site's answer; of equally good ones the first."""
-LONE = "alone"
+LONE = "local"
 """The role of the model that a site would have alone: it learns from the site's rows beside those of the method."""
-STACK = "stack"
+STACK = "ensemble"
 """The answer that mixes what a site would answer alone with what it has by joining, by a `Stack`."""
 
 

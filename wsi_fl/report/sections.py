@@ -86,7 +86,7 @@ def headline(page: Page, n_sites: int) -> dict[str, object]:
     compared = reached and n_sites > 1 and words.is_federated(page.method)
     alone = {k: v for k, v in references.items() if words.is_alone(v["method"])} if compared else {}
     has_proxy = page.method in METHODS and METHODS[page.method].travels == "proxy"
-    private = has_proxy and all(s.get("with", "private") == "private" for s in evaluated)
+    private = has_proxy and all(s.get("model", "private") == "private" for s in evaluated)
     shared = (page.evaluation or {}).get("shared")
     return {
         "setting": setting(page.method, n_sites),
@@ -155,8 +155,8 @@ def _verdict(merged: Json, run: Json, name: str, score: str) -> Finding:
         side = "above" if more >= 0 else "below"
         text = f"{words.SCORES[score]} is {number(abs(more), 2)} {side} that of {name}"
         return Finding("unclear", f"{text}, whose model carries the noise itself.")
-    gain = run.get("gain") or {"gain": {"mean": more, "low": None, "high": None}, "verdict": "not shown"}
-    reached = number((gain.get("joined") or merged[score])["mean"], 2)
+    gain = run.get("gain") or {"gain": {"mean": more, "low": None, "high": None}, "verdict": "inconclusive"}
+    reached = number((gain.get("federated") or merged[score])["mean"], 2)
     measure = gain.get("measure", words.measured_in(score))
     return worth.finding(gain, f"In this run joining reaches {reached} in {measure}", name)
 

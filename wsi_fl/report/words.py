@@ -228,12 +228,12 @@ def absences(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     Args:
         sites: rows of a run's summary.
 
-    >>> list(absences([{"site": "C1", "attended": [[1, 9]]}, {"site": "C2", "attended": [[1, 2], [6, 9]]}]))
+    >>> list(absences([{"site": "C1", "rounds_completed": [[1, 9]]}, {"site": "C2", "rounds_completed": [[1, 2], [6, 9]]}]))
     ['C2 was away for a while; it took part in rounds 1 to 2 and 6 to 9.']
     """
-    began = min((row["attended"][0][0] for row in sites if row.get("attended")), default=1)
+    began = min((row["rounds_completed"][0][0] for row in sites if row.get("rounds_completed")), default=1)
     for row in sites:
-        held = row.get("attended") or ()
+        held = row.get("rounds_completed") or ()
         if len(held) > 1 or (held and held[0][0] > began):
             parts = " and ".join(f"{first} to {last}" if last > first else f"{first}" for first, last in held)
             yield f"{row['site']} was away for a while; it took part in rounds {parts}."

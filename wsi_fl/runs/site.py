@@ -54,8 +54,8 @@ _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int |
 
 _Kept = Literal["plan", "canaries", "package", "choice", "tuned", "counts", "scores"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds, the canaries
-planted among its rows, the images that it learns from, what answers best: {"with": "private", "proxy", "mean",
-"alone" or "stack", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets
+planted among its rows, the images that it learns from, what answers best: {"model": "private", "proxy",
+"shared", "mean", "local" or "ensemble", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets
 go, and what all hospitals told of theirs."""
 
 
@@ -118,7 +118,7 @@ class SiteFolder:
     def choice(self) -> str | None:
         """Return what answers best at this site, as the run found; None where nothing was to be chosen."""
         noted = self.kept("choice")
-        return str(noted["with"]) if noted else None
+        return str(noted["model"]) if noted else None
 
     def remember_site(self, text: str) -> None:
         """Keep the site file as it is when the run begins; it never changes."""

@@ -88,7 +88,7 @@ def key(
 
     Args:
         needs: condition → why. A condition is a key that is set ("train.folds"), a key with one value
-            ("predict.with = stack"), or what a method is ("a method of sums").
+            ("predict.model = ensemble"), or what a method is ("a method of sums").
         excludes: the same.
         more: what pydantic's `Field` takes.
     """

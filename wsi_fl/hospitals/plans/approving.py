@@ -316,10 +316,10 @@ def _notes(study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, 
             "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
             "with `federation plan --kit FOUNDED`"
         )
-    if plan.method == RUN and not plan.pipeline().train.releases and _wrote_before(study, me):
+    if plan.method == RUN and not plan.pipeline().train.from_released and _wrote_before(study, me):
         found.append(
             f"{me} has released a letter before; this plan makes a further one, which costs ε again. Letters that lie "
-            "there are sent for nothing by a plan of `federation plan --method oneshot --set train.releases=true`"
+            "there are sent for nothing by a plan of `federation plan --method oneshot --set train.from_released=true`"
         )
     for site in sites:
         if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():

@@ -103,7 +103,7 @@ def staying(party: RunContext) -> list[str]:
     """Return what never leaves a hospital under a plan."""
     lets_go = any("private_model" in site.allow for site in party.sites)
     private = party.method.travels != "private" and not lets_go
-    lone = party.method.keeps_lone and party.pipeline.train.alone
+    lone = party.method.keeps_lone and party.pipeline.train.local_baseline
     return filled(WORDS["texts"]["stays"], private=private, lone=lone)
 
 
@@ -306,7 +306,7 @@ def _weights(party: RunContext, shape: Shape | None) -> str | None:
 def _directions(party: RunContext) -> str | None:
     if not party.method.once:
         return None
-    wanted = party.pipeline.model.directions
+    wanted = party.pipeline.model.projection
     return f"{wanted} random ones" if isinstance(wanted, int) else open_directions(party.study, wanted).digest
 
 

@@ -71,7 +71,7 @@ Evaluation = TypedDict(
         "task": str,
         "scores": list[str],
         "examples": str,
-        "with": str,
+        "model": str,
         "shared": bool,
         "merged": _Spreads | None,
         "internal": _Spreads,
@@ -146,8 +146,8 @@ def _document(party: RunContext, watcher: Watcher) -> Evaluation:
         "task": task.kind,
         "scores": list(task.scores),
         "examples": party.examples,
-        "with": pipeline.predict.with_,
-        "shared": several and all(row["with"] == offered(party.method).get("shared") for row in rows),
+        "model": pipeline.predict.model,
+        "shared": several and all(row["model"] == offered(party.method).get("shared") for row in rows),
         "merged": _over_sites(rows, task) if merged else None,
         "internal": _over_sites([row["own"] for row in rows], task),
         "external": _over_sites([row["external"] for row in rows], task) if several else None,
@@ -197,13 +197,13 @@ def _evaluate_site(
     moved = _moved_by_noise(found, seen, table)
     # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
     slides, choice = party.data(site.name).store.meta.spec.mpp > 0, folder.kept("choice") or {}
-    point = choice.get("slide_threshold") if slides and choice.get("with") == table.answer else None
+    point = choice.get("slide_threshold") if slides and choice.get("model") == table.answer else None
     level = partial(measured, repeats=party.pipeline.evaluate.bootstrap, slides=slides, point=point)
     mine, others = table.own, table.others
     own, merged = level(mine) | {"noise": moved and moved[1]}, len(seen) > 1
     row = {
         "site": site.name,
-        "with": table.answer,
+        "model": table.answer,
         "predictions": seal_of(folder),
         **(level(table) | {"noise": moved and moved[0]} if merged else own),
         "own": own,
@@ -235,14 +235,14 @@ def _received(party: RunContext, released: Sequence[Mapping[str, Any]]) -> dict[
     rows = []
     for name in filter(party.has_store, party.receivers):
         _, table = _predicted(party, party.site(name), {name: _test_part(party.data(name))}, known=False)
-        rows.append({"site": name, "n": len(table), "with": table.answer})
+        rows.append({"site": name, "n": len(table), "model": table.answer})
     values = {score: [v for one in released if (v := one[score]) is not None] for score in party.task.scores}
     expected = {
         score: {"mean": float(np.mean(found)), "low": min(found), "high": max(found)}
         for score, found in values.items()
         if found and len(found) == len(released)
     }
-    return {"sites": rows, "told_by": [one["site"] for one in released], "expected": expected}
+    return {"sites": rows, "reference_sites": [one["site"] for one in released], "expected": expected}
 
 
 def _scores(table: Predictions, model: str) -> dict[str, object]:
@@ -402,7 +402,7 @@ def evaluation_lines(document: Evaluation) -> Lines:
             f"{name} {spread(m) if known(m['mean']) else nothing}" for name, m in reached.items()
         )
         yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {said}")
-    if document["sites"] and all(row["with"] == LONE for row in document["sites"]):
+    if document["sites"] and all(row["model"] == LONE for row in document["sites"]):
         yield Line(
             "each site answers as it would alone: no rows show that joining adds to it; "
             "networks need validation rows for that (train.val_fraction)"
@@ -433,13 +433,13 @@ def _table(document: Evaluation) -> Table:
             f"the shared model on each site's part and the merged test set ({examples})", headings, rows
         )
     where = "merged test set" if document["merged"] is not None else "own test set"
-    several = any(row["with"] != "private" for row in sites)
+    several = any(row["model"] != "private" for row in sites)
     rows = [
         [
             *cells(row["site"], row),
             number(row["own"][first]),
             number((row["external"] or {}).get(first)),
-            *[row["with"]] * several,
+            *[row["model"]] * several,
         ]
         for row in sites
     ]
@@ -449,5 +449,5 @@ def _table(document: Evaluation) -> Table:
         spreads += [(one or {}).get(first) or {} for one in both]
         rows += [None, ["mean ± sd", "", *map(spread, spreads)]]
     whose = "models" if several else "private models"
-    headings += ["own part", "others'", *["with"] * several]
+    headings += ["own part", "others'", *["model"] * several]
     return Table(f"{whose} on the {where} ({examples})", headings, rows)

@@ -42,7 +42,7 @@ class TrainedModels:
 
     Attributes:
         models: by role, those that are needed.
-        answer: "alone", "private", "proxy", "mean" of these two, or "stack".
+        answer: "local", "private", "proxy" or "shared", "mean" of these two, or "ensemble".
         stack: what is mixed and how, where the run found that out.
     """
 
@@ -94,17 +94,17 @@ def _roles_of(run: RunFolder, site: str) -> Set[str]:
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
-    """What answers for a site: as `predict.with` says, `auto` being what the run itself found."""
-    wanted, there = pipeline.predict.with_, _roles_of(run, site)
+    """What answers for a site: as `predict.model` says, `auto` being what the run itself found."""
+    wanted, there = pipeline.predict.model, _roles_of(run, site)
     if len(there) == 1:
         return next(iter(there))
     if wanted == "auto":
         return run.site(site).choice() or "private"
     if wanted == LONE not in there and not METHODS[run.manifest["method"]].once:
-        raise UsageError(f"{run.name}: trained with train.alone = false, so it has no model of {site} alone")
+        raise UsageError(f"{run.name}: trained with train.local_baseline = false, so it has no model of {site} alone")
     if wanted == STACK and _stack_of(run, site) is None:
         raise UsageError(
-            f"{run.name}: trained without predict.with = 'stack' and train.alone = true, so it has no weights for "
+            f"{run.name}: trained without predict.model = 'ensemble' and train.local_baseline = true, so it has no weights for "
             "mixing the models; train with one of them, or ask for private, proxy or mean"
         )
     return wanted if wanted == STACK or set(roles(wanted)) <= there else "private"
@@ -113,7 +113,7 @@ def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
 def _stack_of(run: RunFolder, site: str) -> Stack | None:
     """How a site mixes its models; None where its run did not find that out."""
     noted = run.site(site).kept("choice")
-    return Stack.of(noted["stack"]) if noted and "stack" in noted else None
+    return Stack.of(noted["ensemble"]) if noted and "ensemble" in noted else None
 
 
 def answering(

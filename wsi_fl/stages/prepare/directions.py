@@ -212,5 +212,5 @@ def directions_lines(document: dict[str, Any]) -> Lines:
     if aside := document["left_aside"]:
         yield Line(f"  {len(aside)} other files were left aside{_named(aside)}", "yellow")
     yield Line(
-        f"give the file to all sites; next: wsi-fl train --method oneshot --set model.directions={document['file']}"
+        f"give the file to all sites; next: wsi-fl train --method oneshot --set model.projection={document['file']}"
     )

@@ -175,14 +175,14 @@ def directions_of(data: Data) -> Directions:
     from wsi_fl.models.directions import random_directions  # and with it PyTorch
 
     assert isinstance(data.shape, Bags | Vectors)
-    wanted, encoder = data.pipeline.model.directions, data.inputs()["encoder"]
+    wanted, encoder = data.pipeline.model.projection, data.inputs()["encoder"]
     if isinstance(wanted, int):
         return random_directions(data.shape.n_features, wanted)
     directions = open_directions(data.study, wanted)
     assert directions.origin is not None
     if any(encoder_differences([directions.origin.encoder, str(encoder)])):
         raise UsageError(
-            f"model.directions = {wanted!r}: directions of {directions.origin.encoder}, but the features of site "
+            f"model.projection = {wanted!r}: directions of {directions.origin.encoder}, but the features of site "
             f"{data.site} are of {encoder}; make directions with that encoder (wsi-fl directions)"
         )
     return directions
@@ -200,7 +200,7 @@ def open_directions(study: Study, path: str) -> Directions:
     file = study.resolve(path)
     if not file.exists():
         raise WsiFlError(
-            f"model.directions = {path!r}: no such file; make it with `wsi-fl directions`, or copy it here"
+            f"model.projection = {path!r}: no such file; make it with `wsi-fl directions`, or copy it here"
         )
     return read_directions(file, study.relative(file))
 

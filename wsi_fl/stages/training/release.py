@@ -185,5 +185,5 @@ def releases_lines(document: dict[str, Any]) -> Lines:
         yield Line(f"  {row['site']}: sums over {row['n']} {row['unit']}s; {cost}: {worth} ({row['file']})")
     yield Line(
         "releases may be copied to the other sites' releases/; next: "
-        "wsi-fl train --method oneshot --set train.releases=true"
+        "wsi-fl train --method oneshot --set train.from_released=true"
     )

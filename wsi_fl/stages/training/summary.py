@@ -114,7 +114,7 @@ def row_of(site: Site) -> SummaryRow:
         "batch_size": site.plan.batch_size if site.plan else None,
         "sigma": site.plan.sigma if site.plan else None,
         "rounds": len(took_part),
-        "attended": _stretches(took_part),
+        "rounds_completed": _stretches(took_part),
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
         "n_train": rows_for_others(site),
         "n_units": site.units.n,

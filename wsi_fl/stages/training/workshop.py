@@ -32,7 +32,7 @@ from wsi_fl.learning.local import DPSettings, Learner, probabilities, supervised
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
 from wsi_fl.learning.units import Canaries, Units, canaries, tossed
-from wsi_fl.learning.validation import LONE, held_out, require_names
+from wsi_fl.learning.validation import LONE, STACK, held_out, require_names
 from wsi_fl.models import HUB, Start, build, parameters_digest, schema, started_from
 from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
@@ -74,7 +74,7 @@ def schedule_of(party: RunContext) -> Schedule:
         self_weight=pipeline.topology.self_weight,
         make_augment=partial(augmentation, train.augment) if party.kind.of_images else lambda _: None,
         graph=graph_of(party),
-        answer=pipeline.predict.with_,
+        answer=pipeline.predict.model,
         reset_optimizer=train.optimizer_after_exchange == "reset",
         insecure_seed=pipeline.privacy.insecure_seed,
         colluding=pipeline.privacy.colluding if shared else None,
@@ -105,7 +105,7 @@ def build_site(party: RunContext, index: int) -> Site:
     make = _learners_of(party, index, device, account.plan, train)
     roles = {role: one for role, one in party.method.learners.items() if role == "proxy" or not data.receives}
     learners = {role: make(role, dp=one.dp, common=one.common) for role, one in roles.items()}
-    if party.method.keeps_lone and pipeline.train.alone:
+    if party.method.keeps_lone and pipeline.train.local_baseline:
         learners[LONE] = make(LONE, dp=False)
     site = Site(
         index=index,
@@ -311,11 +311,11 @@ def _validated(party: RunContext, data: Data) -> TrainingPart:
             )
         validation = subset(train, np.flatnonzero(held))
         train, units = subset(train, np.flatnonzero(~held)), units.only(np.flatnonzero(~held))
-    known = pipeline.train.alone or (pipeline.train.tune and pipeline.privacy.noisy) or party.method.once
-    if pipeline.predict.with_ == "stack" and not known and not len(validation):
+    known = pipeline.train.local_baseline or (pipeline.train.tune and pipeline.privacy.noisy) or party.method.once
+    if pipeline.predict.model == STACK and not known and not len(validation):
         raise UsageError(
-            "predict.with = 'stack' needs a model that is the site's alone, or rows that no model was trained on; set "
-            "train.alone=true, or train.val_fraction=0.15, or tile with a validation split"
+            "predict.model = 'ensemble' needs a model that is the site's alone, or rows that no model was trained on; set "
+            "train.local_baseline=true, or train.val_fraction=0.15, or tile with a validation split"
         )
     return TrainingPart(train, validation if len(validation) else None, units)
 
