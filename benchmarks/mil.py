@@ -131,7 +131,7 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
     truth: list[Any] = []
     for site in document["sites"]:
         with (study.root / run / "sites" / site["site"] / "predictions.csv").open(encoding="utf-8") as file:
-            lines = [line for line in csv.DictReader(file) if line["answers"] == "True"]
+            lines = [line for line in csv.DictReader(file) if line["selected"] == "True"]
         columns = [name for name in lines[0] if name.startswith(("p_", "without_event_"))]
         if document["task"] == "survival":
             ends = [float(name.rsplit("_", 1)[1]) for name in columns]

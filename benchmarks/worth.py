@@ -3,8 +3,8 @@
     wsi-fl init pool && cd pool
     wsi-fl partition IMAGES.npz --sites 1
     wsi-fl features --all --set features.encoder=tf_efficientnet_lite0 --set features.input_px=128
-    wsi-fl directions --from PUBLIC_SLIDES --out directions.safetensors --set features.encoder=…
-    python ../benchmarks/worth.py . --directions directions.safetensors --seeds 5 --out worth.jsonl
+    wsi-fl projection --from PUBLIC_SLIDES --out projection.safetensors --set features.encoder=…
+    python ../benchmarks/worth.py . --directions projection.safetensors --seeds 5 --out worth.jsonl
     python ../benchmarks/worth.py --show worth.jsonl
 
 Every seed draws other rows, for the hospitals and for a test set that none of them has. All variants of a seed learn
@@ -252,7 +252,7 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
         **{score: merged[score]["mean"] for score in SCORES},
         "sites": [site["accuracy"] for site in document["sites"]],
         "shared": shared["accuracy"]["mean"] if shared else None,
-        "receiver": document["receivers"] and document["receivers"]["expected"]["auroc"]["mean"],
+        "receiver": document["inference_sites"] and document["inference_sites"]["expected"]["auroc"]["mean"],
         "right": [sum(one) for one in zip(*right, strict=True)],
         "epsilon": max((site["epsilon"] for site in summary["sites"] if site["epsilon"]), default=None),
         "seconds": seconds,

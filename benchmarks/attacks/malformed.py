@@ -255,7 +255,7 @@ CASES: dict[str, tuple[Case, int]] = {
     ),
     "released sums": (
         _file(
-            "releases/*.safetensors",
+            "statistics/*.safetensors",
             mutations.blob,
             (*_SUMS, *_TWO),
         ),

@@ -135,11 +135,11 @@ def test_the_card_has_the_verdict_of_comparisons(done, tmp_path):
     copy = type(study)(tmp_path / "study")
     shutil.copytree(study.root, copy.root)
     card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
-    assert card["worth"] is None and "joining" not in text
+    assert card["benefit"] is None and "joining" not in text
     document = compare(copy, [run])
     card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
-    assert card["worth"]["verdict"] == document["worth"]["all"]["verdict"]
-    assert worth.verdict_words(document["worth"]["all"], worth.ALL) in text
+    assert card["benefit"]["verdict"] == document["benefit"]["all"]["verdict"]
+    assert worth.verdict_words(document["benefit"]["all"], worth.ALL) in text
 
 
 def test_the_card_says_what_the_run_found(done):
@@ -158,7 +158,7 @@ def test_the_card_says_what_the_run_found(done):
     assert card["privacy"]["covered"] and card["license"] is None and card["inputs"]["mpp"] == 1.0
     assert "Licence" in text and "differential privacy" in text.splitlines()[2]
     assert "memorised" not in text
-    most = max(site["detection"] for site in card["privacy"]["sites"])
+    most = max(site["max_tpr_at_fpr_1pct"] for site in card["privacy"]["sites"])
     assert 0.01 < most < 1 and f"knows all other data recognises at most {100 * most:.1f}" in text
 
 

@@ -143,7 +143,7 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
     assert (tests["auroc"]["unit"], tests["auroc"]["n"]) == ("fold", 3)
     gain = row["accuracy"]["mean"] - alone["accuracy"]["mean"]
     assert tests["accuracy"]["difference"] == pytest.approx(gain)
-    joined = compared["worth"]["all"]["joined"]
+    joined = compared["benefit"]["all"]["federated"]
     assert joined["mean"] == pytest.approx(row["accuracy"]["mean"]) and joined["low"] is not None
     assert "sites, seeds and folds" in (study.root / compared["page"]).read_text()
 

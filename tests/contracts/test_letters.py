@@ -300,7 +300,7 @@ def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, targe
     document = evaluate(study, together)
     assert document["task"] == ("number" if target == NUMBER else "survival")
     for row in document["sites"]:
-        assert row["model"] == "stack" and {"private", "proxy"} <= set(row["models"])
+        assert row["model"] == "ensemble" and {"private", "proxy"} <= set(row["models"])
     assert report(study, together).exists()
     release(study, site=None, overrides=exact)
     by_files = oneshot(study, *exact, "train.from_released=true")
@@ -314,9 +314,9 @@ def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, targe
             names = [name for name in row if name.startswith(("said_", "without_event_"))]
             said, known = ([float(one[name]) for name in names] for one in (row, theirs))
             assert said == pytest.approx(known, abs=1e-4) and said
-        kept = of_site(study.root / together, site, "choice")["stack"]
+        kept = of_site(study.root / together, site, "prediction_model")["ensemble"]
         assert kept["of_logits"] is False and kept["weight"] < 1
-        assert of_site(study.root / together, site, "tuned")["strength"] > 0
+        assert of_site(study.root / together, site, "tuning")["strength"] > 0
 
 
 @TARGETS
@@ -348,7 +348,7 @@ def test_a_plan_says_how_large_such_a_letter_is(study):
 
 def test_shared_noise_carries_a_number_too_and_its_letter_is_agreed_on(study):
     shared = [*NUMBER, *HOW, "privacy.noise=shared", "privacy.unit=patient"]
-    assert {row["model"] for row in evaluate(study, oneshot(study, *shared))["sites"]} == {"stack"}
+    assert {row["model"] for row in evaluate(study, oneshot(study, *shared))["sites"]} == {"ensemble"}
     wrong = study.release("S0")
     release(study, site="S0", overrides=[*NUMBER, *HOW])
     raw = wrong.read_bytes()
@@ -365,7 +365,7 @@ def test_a_receiver_is_told_numbers_and_times_and_lends_none(study):
         file.write_text('name = "S2"\nreal = false\nrole = "receiver"\n')
         run = oneshot(study, *target, *HOW, "train.from_released=true")
         document = evaluate(study, run)
-        assert document["receivers"]["reference_sites"] == ["S0", "S1"]
+        assert document["inference_sites"]["reference_sites"] == ["S0", "S1"]
         rows = answers(study.root / run, "S2")
         assert rows and all(row[name] == "" for row in rows for name in truth)
         assert report(study, run).exists()

@@ -118,7 +118,7 @@ def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
     assert read_sums(study.release("S0"), "").facts.n == n
     files = (*given, "train.from_released=true")
     brings = replies(study, *files, method="oneshot")  # digests are told, and compared, whole
-    assert [len(one) for one in (brings["directions"], *brings["releases"].values())] == [64] * 3
+    assert [len(one) for one in (brings["projection"], *brings["statistics"].values())] == [64] * 3
     heads = train(study, method="oneshot", overrides=files, backend="local")
     assert [row["n_units"] for row in heads["sites"]] == [n, n]
     assert audit(study, heads["run"])["sites"][0]["tail"]["n"] < n  # of whom the letter holds nothing

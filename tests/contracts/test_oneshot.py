@@ -302,8 +302,8 @@ def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(stu
         assert row["epsilon"] == pytest.approx(8, abs=0.02) and row["epsilon"] <= 8
         assert (row["rounds"], row["guarantee"]) == (1, "guaranteed")
     document = evaluate(study, summary["run"])
-    assert {row["model"] for row in document["sites"]} == {"stack"}
-    private, stack = (document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "stack"))
+    assert {row["model"] for row in document["sites"]} == {"ensemble"}
+    private, stack = (document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "ensemble"))
     assert stack > 0.8 > private
     assert report(study, summary["run"]).exists()
 

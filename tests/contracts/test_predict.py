@@ -96,7 +96,7 @@ def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, pred
         for p in rows_of(study.root / row["csv"])
     }
     told = rows_of(study.root / run / "sites/C1/predictions.csv")
-    theirs = [p for p in told if p["part"] == "C1" and p["answers"] == "True"]
+    theirs = [p for p in told if p["part"] == "C1" and p["selected"] == "True"]
     assert len(theirs) > 15
     for p in theirs:
         assert ours[p["slide"], p["x_l0"], p["y_l0"]] == pytest.approx(float(p["p_tumor"]), abs=1e-5)
@@ -109,7 +109,7 @@ def test_document_names_files_that_agree_with_each_other(trained, predicted):
     assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
     assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
     for row in predicted["slides"]:
-        assert set(row) == {"slide", "patches", "set_aside", "score", "heatmap", "geojson", "csv", "json"}
+        assert set(row) == {"slide", "patches", "excluded", "score", "heatmap", "geojson", "csv", "json"}
         lines = rows_of(study.root / row["csv"])
         p = np.sort([float(line["p_tumor"]) for line in lines])[::-1]
         wanted = {"max": p[0], "top_k_mean": p[:20].mean(), "fraction": (p >= 0.5).mean()}

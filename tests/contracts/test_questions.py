@@ -309,10 +309,10 @@ def test_survival_is_learned_measured_and_drawn(survived):
 def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
     study, run, _ = survived
     document = compare(study, [run, trained(study, *LONG)])
-    worth, rows = document["worth"], {row["label"]: row for row in document["rows"]}
+    worth, rows = document["benefit"], {row["label"]: row for row in document["rows"]}
     assert document["scores"] == ["concordance", "integrated_brier"] and worth["measure"] == "concordance"
-    joined, gain = worth["all"]["joined"], worth["all"]["gain"]
-    assert joined["mean"] == pytest.approx(rows[worth["joined"]]["concordance"]["mean"])
+    joined, gain = worth["all"]["federated"], worth["all"]["gain"]
+    assert joined["mean"] == pytest.approx(rows[worth["federated"]]["concordance"]["mean"])
     assert gain["low"] <= gain["mean"] <= gain["high"]
     assert all(row["concordance"]["mean"] > 0.6 for row in document["rows"])
     assert "own_concordance_mean" in (study.root / document["table"]).read_text().splitlines()[0]
@@ -349,11 +349,11 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
         said = " ".join(capsys.readouterr().err.split())  # before anything is spent
         assert ("answered by the lone model, and ε buys nothing" in said) == (not n)
         for row in evaluate(study, run)["sites"]:
-            choice = json.loads((study.root / run / f"sites/{row['site']}/choice.json").read_text())
-            reached = choice.get("r2", {"alone": 0.0})
-            assert set(reached) == ({"alone", "private", "proxy", "mean"} if n else {"alone"})
+            choice = json.loads((study.root / run / f"sites/{row['site']}/prediction_model.json").read_text())
+            reached = choice.get("r2", {"local": 0.0})
+            assert set(reached) == ({"local", "private", "proxy", "mean"} if n else {"local"})
             assert reached[choice["model"]] == max(reached.values()) and (choice["n"] > 0) == bool(n)
-            assert row["model"] == choice["model"] and "alone" in row["models"] and "stack" not in row["models"]
+            assert row["model"] == choice["model"] and "local" in row["models"] and "ensemble" not in row["models"]
 
 
 def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):

@@ -70,7 +70,7 @@ def test_a_run_that_went_on_ends_alike_and_only_the_trained_part_has_moved(done,
     whole, again = done
     fresh = begun(study)
     moving = {name for name, p in fresh.named_parameters() if p.requires_grad}
-    for role in ("private", "proxy", "alone"):
+    for role in ("private", "proxy", "local"):
         assert same(model(whole, "S0", role), model(again, "S0", role))
         for site in ("S0", "S1"):
             found = model(whole, site, role)

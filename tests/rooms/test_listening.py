@@ -31,7 +31,7 @@ def evaluated(study, path, *overrides):
 
 
 def choice_of(path, site):
-    return json.loads((path / "sites" / site / "choice.json").read_text())
+    return json.loads((path / "sites" / site / "prediction_model.json").read_text())
 
 
 def certain(classes, n_classes=2):
@@ -111,25 +111,25 @@ def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
     pipeline = settings_of(study, RunFolder(path), ())
     for row in document["sites"]:
         choice, models = choice_of(path, row["site"]), row["models"]
-        reached, stack = choice["macro_accuracy"], choice["stack"]
-        assert set(reached) == {"alone", "private", "proxy", "mean"} and choice["n"] == 12
+        reached, stack = choice["macro_accuracy"], choice["ensemble"]
+        assert set(reached) == {"local", "private", "proxy", "mean"} and choice["n"] == 12
         joined = {one: reached[one] for one in ("private", "proxy", "mean")}
-        assert stack["own"] == "alone" and reached[stack["shared"]] == max(joined.values())
-        assert choice["model"] == ("stack" if stack["weight"] else "alone")
+        assert stack["own"] == "local" and reached[stack["shared"]] == max(joined.values())
+        assert choice["model"] == ("ensemble" if stack["weight"] else "local")
         assert row["model"] == choice["model"] == answers_with(RunFolder(path), pipeline, row["site"])
         last = metrics(path, row["site"])[-1]
         assert last["model"] == row["model"]
         assert last["merged"]["accuracy"] == row["accuracy"] == models[row["model"]]["accuracy"]
         assert last["proxy"]["accuracy"] == models["proxy"]["accuracy"]
         assert row["own"]["auroc"] == models[row["model"]]["own"]["auroc"]
-        assert set(models) == {"private", "proxy", "mean", "alone", "stack"}
+        assert set(models) == {"private", "proxy", "mean", "local", "ensemble"}
     spread = document["models"]["mean"]
     assert set(spread) == {"merged", "internal"}
     every = [row["models"]["mean"]["accuracy"] for row in document["sites"]]
     assert spread["merged"]["accuracy"]["mean"] == pytest.approx(np.mean(every))
 
 
-@pytest.mark.parametrize("answer", ["private", "proxy", "mean", "alone", "stack"])
+@pytest.mark.parametrize("answer", ["private", "proxy", "mean", "local", "ensemble"])
 def test_evaluate_answers_as_asked(validated, answer):
     study, path, chosen = validated
     for row, before in zip(evaluated(study, path, f"predict.model={answer}"), chosen["sites"], strict=True):
@@ -149,7 +149,7 @@ def test_every_round_answers_as_the_run_is_told(tmp_path):
     assert row["model"] == "private" and set(row["models"]) == {"private"}
 
 
-@pytest.mark.parametrize(("alone", "answer"), [("true", "alone"), ("false", "private")])
+@pytest.mark.parametrize(("alone", "answer"), [("true", "local"), ("false", "private")])
 def test_without_rows_that_nobody_knows_by_heart_the_site_answers_as_it_would_alone(tmp_path, alone, answer):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "train.rounds=1", f"train.local_baseline={alone}")
@@ -165,8 +165,8 @@ def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(tmp_path):
     for row in evaluated(study, path):
         choice = choice_of(path, row["site"])
         said = {choice["model"], choice["by"], row["model"], metrics(path, row["site"])[-1]["model"]}
-        assert said == {"stack"} and 0 <= choice["stack"]["weight"] <= 1
-        assert row["accuracy"] == row["models"]["stack"]["accuracy"]
+        assert said == {"ensemble"} and 0 <= choice["ensemble"]["weight"] <= 1
+        assert row["accuracy"] == row["models"]["ensemble"]["accuracy"]
 
 
 def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):

@@ -162,7 +162,7 @@ def test_patients_who_all_say_the_same_leave_others_open(n, value):
     assert found.low == pytest.approx(value - others * (value + 1))
     assert found.high == pytest.approx(value + others * (1 - value)) and found.mean == value
     assert verdict(found, None) == (
-        {1.0: "join", -1.0: "stay"}.get(value, "inconclusive") if n > 5 else "inconclusive"
+        {1.0: "join", -1.0: "local"}.get(value, "inconclusive") if n > 5 else "inconclusive"
     )
     share = of(np.ones(n)).between(0.0, 1.0)
     assert (share.low, share.high) == pytest.approx(stats.binomtest(n, n).proportion_ci(method="exact"))

@@ -553,7 +553,7 @@ def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_pa
     start(tmp_path, [group])
     heads = {site: load_file(group.run(site) / "sites" / site / "proxy.safetensors") for site in SITES}
     for site in SITES:
-        assert group.result(site)["receivers"] == [listener]
+        assert group.result(site)["inference_sites"] == [listener]
         assert np.array_equal(heads[site]["sums"], heads[listener]["sums"]) and heads[site]["n_sites"] == 2
     assert not heads[listener]["released"].any() and not group.study(listener).ledger(listener).exists()
     assert all(len(charged(group.study(site), site)) == 1 for site in givers)
@@ -570,7 +570,7 @@ def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_
     start(tmp_path, [group])
     for site in SITES:
         study, run = group.study(site), group.run(site)
-        assert list(group.result(site)["letters"]) == list(SITES)
+        assert list(group.result(site)["statistics"]) == list(SITES)
         for one in SITES:
             assert study.release(one).read_bytes() == group.study(one).release(one).read_bytes()
         by_files = train(study, method="oneshot", overrides=settings, backend="local")

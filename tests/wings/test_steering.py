@@ -256,7 +256,7 @@ def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_in
         {"model": {"proxy": "timm:resnet10t", "weights": "/srv/weights.pth"}},
         {"model": {"proxy": "timm:hf-hub:me/net"}},
         {"model": {"private": "timm:local-dir:/tmp/net"}},
-        {"model": {"directions": "/etc/hostname"}},
+        {"model": {"projection": "/etc/hostname"}},
         {"features": {"encoder": "hf-hub:me/net"}},
         {"mosaic": {"weights": "/etc/hostname"}},
     ):

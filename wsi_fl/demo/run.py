@@ -34,7 +34,7 @@ _PATIENTS_PER_SITE = 20
 _SLIDE_PX = 1536
 _ILL = (1.0, 0.5, 0.15, 0.0)
 """Share of each hospital's patients who have metastases: one hospital sees few, one none."""
-_WEIGHTS, _DIRECTIONS, _PUBLIC = "weights/untrained.safetensors", "weights/directions.safetensors", "public"
+_WEIGHTS, _DIRECTIONS, _PUBLIC = "weights/untrained.safetensors", "weights/projection.safetensors", "public"
 _PUBLIC_SEED, _N_DIRECTIONS, _PUBLIC_MPP = 99, 16, 0.5
 """There are 9 to 15 patients in a hospital, for whom 32 directions are many."""
 
@@ -124,7 +124,7 @@ def _find_directions(study: Study) -> None:
     for slide in plan_slides(_N_SITES, 1, _SLIDE_PX, _PUBLIC_SEED):
         write_pyramid(public / f"{slide.name}.tif", paint_slide(slide), _PUBLIC_MPP)
     out = study.root / _DIRECTIONS
-    with Bars("directions") as bars:
+    with Bars("projection") as bars:
         found = directions(study, [public], out=out, pipeline_name=_PIPELINE, n=_N_DIRECTIONS, watcher=bars)
     render(directions_lines(found))
 

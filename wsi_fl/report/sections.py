@@ -176,7 +176,7 @@ def _events(page: Page) -> Iterable[str]:
     for loss in page.summary.get("losses", ()):
         yield f"{loss['site']} was lost in round {loss['round']}: {loss['reason']}."
     yield from words.absences(page.summary.get("sites", ()))
-    if letters := page.summary.get("letters"):
+    if letters := page.summary.get("statistics"):
         yield f"The head is made of {len(letters)} letters: {words.letters(letters)}."
     yield from words.received(page.evaluation or {})
     for row in page.summary.get("sites", ()):

@@ -247,7 +247,7 @@ class Train(Section):
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
     """What becomes of Adam's moments when the parameters they belong to are exchanged."""
     from_released: bool = False
-    """Whether `oneshot` makes its heads of the sums that lie in `releases/` already, as `wsi-fl release` writes them,
+    """Whether `oneshot` makes its heads of the sums that lie in `statistics/` already, as `wsi-fl statistics` writes them,
     instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone; between
     hospitals each sends its own to those who lack it."""
     min_sites: int | None = key(
@@ -260,14 +260,14 @@ class Train(Section):
     )
     """How many sites must be there. The others go on without one that was silent for `comm.timeout_s`, and it takes
     part again when it comes back; below so many, and over a folder below more than half, all wait. By default all are
-    needed. With `train.from_released`: how many letters must lie in `releases/` before heads are made of those that are
+    needed. With `train.from_released`: how many letters must lie in `statistics/` before heads are made of those that are
     there, by default those of all sites that write one, and any after `train.deadline`. Whenever another has come, `train`
     makes the heads again."""
     deadline: str | None = None
     """Last day on which sites, or letters that are missing, are waited for, as "2027-01-31"."""
     init_from: Literal["fresh", "oneshot"] = "fresh"
     """Where the model that travels starts: at random weights (`fresh`), or with `oneshot` from the head that the sums
-    in `releases/` make, which must be there for every site. It must be a linear head on features."""
+    in `statistics/` make, which must be there for every site. It must be a linear head on features."""
 
     @field_validator("deadline", mode="before")
     @classmethod
@@ -352,7 +352,7 @@ class _Model(Section):
     the classifier, gains and biases of normalisation layers and the classifier (`norm`), or low-rank adapters and the
     classifier (`lora`). Only that part travels, and is given noise."""
     projection: Annotated[int, Field(ge=2, le=65_536)] | str = 128
-    """Directions along which `oneshot` sums features: the file that `wsi-fl directions` made of public tissue, by its
+    """Directions along which `oneshot` sums features: the file that `wsi-fl projection` made of public tissue, by its
     path in the study, or a number of random ones, which lose more. All sites need the same ones."""
 
 

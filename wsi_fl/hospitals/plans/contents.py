@@ -193,19 +193,19 @@ class Learned(TypedDict):
 
     Attributes:
         data, example: `train.data` and what a row is, `train.example`.
-        asks: what models answer, in words.
+        task: what models answer, in words.
         classes: the classes; of numbers and survival what each output is called.
         channels, size_px: of patches as models see them.
         n_features, encoder: of features and mosaics.
         weights: that the model that travels starts from, by the SHA-256 of all its tensors.
         parameters: of the model that travels, by the SHA-256 of all their names and shapes.
-        directions: along which features are summed, by the SHA-256 of their file or by how many random ones there are.
+        projection: along which features are summed, by the SHA-256 of their file or by how many random ones there are.
         says: where this is from, and what it rests on.
     """
 
     data: Literal["patches", "features", "mosaics"]
     example: Literal["patch", "slide", "patient"]
-    asks: str
+    task: str
     classes: list[str] | None
     channels: int | None
     size_px: int | None
@@ -213,7 +213,7 @@ class Learned(TypedDict):
     encoder: str | None
     weights: str | None
     parameters: str | None
-    directions: str | None
+    projection: str | None
     says: str
 
 
@@ -232,8 +232,8 @@ def odd_in(learned: Learned, party: RunContext) -> str:
     """
     if learned["says"] not in (_OF_STORE, _OF_SETTINGS, _OF_NOTHING):
         return "says"
-    if party.method.once and learned["directions"] is None:
-        return "directions"
+    if party.method.once and learned["projection"] is None:
+        return "projection"
     if party.method.travels is None or shape_of(learned) is None or not learned["classes"]:
         return ""
     if party.pipeline.model.weights and learned["weights"] is None:
@@ -271,7 +271,7 @@ def _learned(
     return {
         "data": pipeline.train.data,
         "example": pipeline.example,
-        "asks": question(pipeline.target),
+        "task": question(pipeline.target),
         "classes": classes,
         "channels": shape.channels if isinstance(shape, Images) else None,
         "size_px": shape.size_px if isinstance(shape, Images) else None,
@@ -279,7 +279,7 @@ def _learned(
         "encoder": encoder,
         "weights": _weights(party, shape),
         "parameters": _parameters(party, shape, classes),
-        "directions": _directions(party),
+        "projection": _directions(party),
         "says": says,
     }
 

@@ -147,7 +147,7 @@ def _asked(party: RunContext, site: SiteFile, by: str | None) -> _Asked | None:
     table = read_predictions(folder)
     if table is None or not len(table):
         return None
-    patients, choice = _patients(table), folder.kept("choice") or {}
+    patients, choice = _patients(table), folder.kept("prediction_model") or {}
     point = None  # of more than two classes the most probable one is called
     if len(table.outputs) == 2:
         found = choice.get("slide_threshold") if choice.get("model") == table.answer else None

@@ -81,8 +81,8 @@ Evaluation = TypedDict(
         "external_set": _Outside | None,
         "parts": dict[str, _Spreads] | None,
         "sites": list[dict[str, Any]],
-        "receivers": dict[str, Any] | None,
-        "released": list[dict[str, Any]] | None,
+        "inference_sites": dict[str, Any] | None,
+        "global_head": list[dict[str, Any]] | None,
         "between": Between | None,
         "bootstrap": dict[str, object],
     },
@@ -156,8 +156,8 @@ def _document(party: RunContext, watcher: Watcher) -> Evaluation:
         "external_set": _outside(party, taking_part, weights),
         "parts": over_parts,
         "sites": rows,
-        "receivers": receivers,
-        "released": released,
+        "inference_sites": receivers,
+        "global_head": released,
         "between": between_of(party),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
@@ -196,7 +196,7 @@ def _evaluate_site(
     found, table = _predicted(party, site, seen)
     moved = _moved_by_noise(found, seen, table)
     # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
-    slides, choice = party.data(site.name).store.meta.spec.mpp > 0, folder.kept("choice") or {}
+    slides, choice = party.data(site.name).store.meta.spec.mpp > 0, folder.kept("prediction_model") or {}
     point = choice.get("slide_threshold") if slides and choice.get("model") == table.answer else None
     level = partial(measured, repeats=party.pipeline.evaluate.bootstrap, slides=slides, point=point)
     mine, others = table.own, table.others

@@ -341,7 +341,7 @@ def _told(leaving: Leaving) -> dict[str, object]:
         rows = baselines(party, Run.of(party.run.path))
         told["benefit"] = next((row["gain"] for row in rows if row.get("gain")), None)
     if alone:
-        those = [one for one in evaluation.get("released") or [] if party.site(one["site"]).allows("scores")]
+        those = [one for one in evaluation.get("global_head") or [] if party.site(one["site"]).allows("scores")]
         parts = [{"on": f"the test part of {one['site']}", "intervals": None} | one for one in those]
         told["metrics"] = {"scores": list(evaluation["scores"]), "parts": parts} if parts else None
         return told
@@ -368,7 +368,7 @@ def _privacy(leaving: Leaving) -> list[dict[str, object]]:
         {
             "site": name,
             **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
-            "detection": account.get("detection"),
+            "max_tpr_at_fpr_1pct": account.get("max_tpr_at_fpr_1pct"),
             "epsilon_lower": _audited(leaving, name),
             "ledger": sha256_of(ledgers[name]) if ledgers[name].exists() else None,
         }

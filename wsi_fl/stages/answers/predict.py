@@ -150,7 +150,7 @@ def _of_patches(
     heatmap.write_geojson(folder / _OUTLINES, heat, colors, identity, corner)
     columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
     write_patches(folder / _TABLE, seen.xy_l0, size_in_l0(predictor.meta.spec, base.mpp), columns)
-    row = {"slide": record.slide, "patches": len(seen.xy_l0), "set_aside": seen.n_aside, "score": found}
+    row = {"slide": record.slide, "patches": len(seen.xy_l0), "excluded": seen.n_aside, "score": found}
     return row, {
         "class": heat.classes[kind],
         "classes": {heat.classes[k]: heatmap.score(heat, k) for k in heat.shown},

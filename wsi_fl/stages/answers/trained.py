@@ -112,7 +112,7 @@ def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
 
 def _stack_of(run: RunFolder, site: str) -> Stack | None:
     """How a site mixes its models; None where its run did not find that out."""
-    noted = run.site(site).kept("choice")
+    noted = run.site(site).kept("prediction_model")
     return Stack.of(noted["ensemble"]) if noted and "ensemble" in noted else None
 
 

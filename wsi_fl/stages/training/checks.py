@@ -225,7 +225,7 @@ def tell_doubts(party: RunContext, *, stores: bool = True) -> None:
     if party.method.once and isinstance(party.pipeline.model.projection, int):
         say(
             "  features are summed along random directions, which costs a good part of the gain; "
-            "wsi-fl directions finds better ones in public tissue",
+            "wsi-fl projection finds better ones in public tissue",
             style="yellow",
         )
     keys, asked = party.pipeline.train, party.pipeline.predict.model
@@ -237,7 +237,7 @@ def tell_doubts(party: RunContext, *, stores: bool = True) -> None:
             style="yellow",
         )
     if party.by_files and (left := [one.name for one in party.members if one.name not in party.releases]):
-        say(f"  not in the sum, for there is no file in releases/: {', '.join(left)}", style="yellow")
+        say(f"  not in the sum, for there is no file in statistics/: {', '.join(left)}", style="yellow")
     if party.receivers:
         say(f"  receives the head, releases nothing and pays nothing: {', '.join(party.receivers)}")
 

@@ -43,7 +43,7 @@ class _SiteRow(TypedDict):
     n_train: Count | None
     n_units: Count
     canaries: Count
-    detection: Amount | None
+    max_tpr_at_fpr_1pct: Amount | None
     group: Group | None
 
 
@@ -119,7 +119,7 @@ def row_of(site: Site) -> SummaryRow:
         "n_train": rows_for_others(site),
         "n_units": site.units.n,
         "canaries": site.n_canaries,
-        "detection": site.ledger.detection(),
+        "max_tpr_at_fpr_1pct": site.ledger.detection(),
         "group": None if terms.lifetime else group_of(site),
         "receives": site.receives,
         # time grows with the rows that were drawn, so a real hospital keeps its own
@@ -170,8 +170,8 @@ def summary_of(party: RunContext, rows: Sequence[SummaryRow], seconds: float) ->
         "method": party.name,
         "seconds": max([seconds, *(row["trained_seconds"] or 0.0 for row in rows)]),
         "sites": [_own(row) for row in rows if not row["receives"]],
-        "receivers": [row["site"] for row in rows if row["receives"]],
-        "letters": {name: one.digest[:8] for name, one in party.releases.items()},
+        "inference_sites": [row["site"] for row in rows if row["receives"]],
+        "statistics": {name: one.digest[:8] for name, one in party.releases.items()},
         "lost": [loss["site"] for loss in run.losses()],
         "losses": [cast(_Loss, {key: loss[key] for key in _Loss.__annotations__}) for loss in run.losses()],
         "communication": communication,

@@ -234,9 +234,9 @@ def summary_lines(summary: Summary, again: str = "") -> Lines:
         yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     if found := detected_of(summary["sites"]):
         yield Line(f"  {found}")
-    for name in summary.get("receivers", ()):
+    for name in summary.get("inference_sites", ()):
         yield Line(f"  {name}: receives; it released nothing and paid nothing")
-    if digests := summary.get("letters"):
+    if digests := summary.get("statistics"):
         yield Line(f"  made of {len(digests)} letters: {letters(digests)}")
     c = summary["communication"]
     yield Line(

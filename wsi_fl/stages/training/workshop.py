@@ -152,12 +152,12 @@ def brought(site: Site, party: RunContext) -> Brought:
         "weights": started_from(site.learners[travels].model) if travels else "",
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": party.names,
-        "receivers": party.receivers,
+        "inference_sites": party.receivers,
         "graph": _graph_digest(party),
-        "directions": directions_of(data).digest if party.method.once else None,
+        "projection": directions_of(data).digest if party.method.once else None,
         "buffer": [value_of(pipeline, "replay.variant"), *astuple(buffer.shape)] if buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
-        "releases": {name: released.digest for name, released in party.releases.items()},
+        "statistics": {name: released.digest for name, released in party.releases.items()},
         "versions": versions(),
         "affordable": affordable_rounds(site, pipeline.train.rounds),
         "units": site.units.n,
@@ -257,7 +257,7 @@ def remember(site: Site) -> None:
         coins = "".join("1" if coin else "0" for coin in found.included)
         folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
     if site.tuned is not None:
-        folder.keep("tuned", site.tuned)
+        folder.keep("tuning", site.tuned)
     if site.buffer is not None and folder.buffer() is None:
         folder.remember_buffer(site.buffer.values, site.buffer.provenance)
 
