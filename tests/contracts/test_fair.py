@@ -274,7 +274,13 @@ def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
 
 
 def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
-    settings = [*HEADS, "train.tune=true", "predict.model=ensemble", "train.rounds=3", "privacy.target_epsilon=8"]
+    settings = [
+        *HEADS,
+        "train.tune=true",
+        "predict.model=ensemble",
+        "train.rounds=3",
+        "privacy.target_epsilon=8",
+    ]
     document = evaluate(skewed, run_of(skewed, *settings, method="proxyfl"))
     assert {row["model"] for row in document["sites"]} == {"ensemble"}
     assert document["models"]["ensemble"]["merged"]["accuracy"]["mean"] > 0.5
@@ -355,7 +361,9 @@ def studies(tmp_path_factory):
 @pytest.mark.parametrize("method", TALKING)
 def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studies, kind, method):
     study, settings = studies[kind], KINDS[kind]
-    with_it, without = (seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false"))
+    with_it, without = (
+        seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false")
+    )
     for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
         alike(kept(with_it, role), kept(without, role))
     assert len(kept(with_it, "local")) == 2 and not kept(without, "local")
@@ -417,6 +425,9 @@ def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind
 
 
 def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
-    runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}") for said in ("true", "false")]
+    runs = [
+        seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}")
+        for said in ("true", "false")
+    ]
     sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
     assert sent[0] == sent[1]

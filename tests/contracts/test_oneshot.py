@@ -303,7 +303,9 @@ def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(stu
         assert (row["rounds"], row["guarantee"]) == (1, "guaranteed")
     document = evaluate(study, summary["run"])
     assert {row["model"] for row in document["sites"]} == {"ensemble"}
-    private, stack = (document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "ensemble"))
+    private, stack = (
+        document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "ensemble")
+    )
     assert stack > 0.8 > private
     assert report(study, summary["run"]).exists()
 

@@ -353,7 +353,11 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
             reached = choice.get("r2", {"local": 0.0})
             assert set(reached) == ({"local", "private", "proxy", "mean"} if n else {"local"})
             assert reached[choice["model"]] == max(reached.values()) and (choice["n"] > 0) == bool(n)
-            assert row["model"] == choice["model"] and "local" in row["models"] and "ensemble" not in row["models"]
+            assert (
+                row["model"] == choice["model"]
+                and "local" in row["models"]
+                and "ensemble" not in row["models"]
+            )
 
 
 def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):

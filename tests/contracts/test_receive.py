@@ -158,7 +158,9 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
     summary = joined(study)
     assert summary["sites"] == [] and summary["inference_sites"] == ["S3"]
     document = evaluate(study, summary["run"])
-    assert document["inference_sites"]["sites"][0]["n"] == 80 and document["inference_sites"]["expected"] == {}
+    assert (
+        document["inference_sites"]["sites"][0]["n"] == 80 and document["inference_sites"]["expected"] == {}
+    )
     assert "none is here" in said(evaluation_lines(document))
     refused(lambda: compare(study, ["1"]), "a receiver alone")
     assert "S3 receives" in report(study, summary["run"]).read_text()

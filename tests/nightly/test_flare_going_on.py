@@ -201,7 +201,9 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_its_hospital_alone(tmp_path,
         bed.wait_for(lambda: bed.rounds("S1", "00001-proxyfl-small") >= 3 or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
         if what == "frame":
-            said = bed.command("preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", study.root)
+            said = bed.command(
+                "preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", study.root
+            )
         else:
             said = bed.command("revoke", "S1", "--kit", bed.root / "kits")
         assert said.returncode == 0, said.stderr

@@ -367,7 +367,9 @@ def test_the_commands_sign_show_and_withdraw(study, tmp_path, wsi_fl, federation
     assert json.loads(done.stdout)["epsilon"] == 2 and "ε = 2 in all" in done.stderr
     done = wsi_fl("federation", "preapprove", "--kit", kit, "--add-code", "--yes", "--json", cwd=study.root)
     assert done.returncode == 0 and len(json.loads(done.stdout)["allows"]["code"]) == 1
-    assert wsi_fl("federation", "preapprove", "--revoke", "--kit", kit, "--json", cwd=study.root).returncode == 0
+    assert (
+        wsi_fl("federation", "preapprove", "--revoke", "--kit", kit, "--json", cwd=study.root).returncode == 0
+    )
     assert not frame_path(study).exists()
 
 
@@ -398,7 +400,9 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
         planned("fedavg", 2)
         done = bed.submit("--plan", str(file))
         assert done.returncode != 0 and "lies outside the frame of S" in done.stderr
-        said = bed.command("preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1")
+        said = bed.command(
+            "preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1"
+        )
         assert said.returncode == 0, said.stderr
         planned("proxyfl", 3)
         done = bed.submit("--plan", str(file))

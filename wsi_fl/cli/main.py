@@ -32,7 +32,11 @@ class _Program(TyperGroup):
         known = {name for names in (*GROUPS.values(), *MORE.values()) for name in names}
         others = [name for name in listed if name not in known and not self.get_command(ctx, name).hidden]
         for title, names in {**GROUPS, "Other packages": others}.items():
-            rows = [(name, self.get_command(ctx, name).get_short_help_str(200)) for name in names if name in listed]
+            rows = [
+                (name, self.get_command(ctx, name).get_short_help_str(200))
+                for name in names
+                if name in listed
+            ]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
@@ -133,8 +137,22 @@ _QUICK = (prepare.init, training.plan_size, training.privacy, config)
 """Commands that begin at once; all others read, train or import for longer than a second."""
 
 _COMMANDS: list[Any] = [demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features]
-_COMMANDS += [prepare.import_features, prepare.directions, prepare.check, prepare.encoders, training.export, prepare.pack]
-_COMMANDS += [prepare.partition, training.release, training.train, training.evaluate, training.predict]
+_COMMANDS += [
+    prepare.import_features,
+    prepare.directions,
+    prepare.check,
+    prepare.encoders,
+    training.export,
+    prepare.pack,
+]
+_COMMANDS += [
+    training.export,
+    prepare.partition,
+    training.release,
+    training.train,
+    training.evaluate,
+    training.predict,
+]
 _COMMANDS += [training.compare, training.clinical, training.audit, training.report, training.plan_size]
 _COMMANDS += [training.privacy, training.bench, config]
 

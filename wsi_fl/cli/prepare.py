@@ -220,7 +220,11 @@ def import_features(
     ] = None,
     called: Annotated[
         str | None,
-        Option("--encoder-name", metavar="NAME", help="The encoder's name from now on, whatever the files call it."),
+        Option(
+            "--encoder-name",
+            metavar="NAME",
+            help="The encoder's name from now on, whatever the files call it.",
+        ),
     ] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,

@@ -204,7 +204,9 @@ def bench(
     ] = "4x150",
     skew: Annotated[
         str,
-        Option(help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1."),
+        Option(
+            help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1."
+        ),
     ] = "alike,0.9",
     unit: Annotated[str, Option(help="What ε protects: row or patient.")] = "row",
     seeds: Annotated[int, Option(min=1, max=1000, help="How often hospitals are drawn.")] = 5,

@@ -204,7 +204,15 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
     if not yes and not _says_yes(f"Sign this in the name of {identity.name}?", "--yes"):
         raise WsiFlError(f"{file}: nothing was signed")
     path = sign(study, looked, identity)
-    costs = ("epsilon", "lifetime_epsilon", "max_tpr_at_fpr_1pct", "most_epsilon", "rounds", "group", "lifetime_group")
+    costs = (
+        "epsilon",
+        "lifetime_epsilon",
+        "max_tpr_at_fpr_1pct",
+        "most_epsilon",
+        "rounds",
+        "group",
+        "lifetime_group",
+    )
     document = {
         "site": identity.name,
         "plan": looked.plan.digest,

@@ -85,7 +85,7 @@ def headline(page: Page, n_sites: int) -> dict[str, object]:
     references = _references(page.baselines, score)
     compared = reached and n_sites > 1 and words.is_federated(page.method)
     alone = {k: v for k, v in references.items() if words.is_alone(v["method"])} if compared else {}
-    has_proxy = page.method in METHODS and METHODS[page.method].travels == "proxy"
+    has_proxy = page.method in METHODS and METHODS[page.method].travels in ("proxy", "shared")
     private = has_proxy and all(s.get("model", "private") == "private" for s in evaluated)
     shared = (page.evaluation or {}).get("shared")
     return {
@@ -295,6 +295,7 @@ def _over_rounds(score: str) -> dict[tuple[str, str], tuple[str, str]]:
         ("merged", score): (f"Merged test set, {word}", "Each site's model on the test parts of all sites."),
         ("own", score): (f"Own test part, {word}", "Each site's model on the test part of that site."),
         ("proxy", score): (f"Proxy model, {word}", "The model that leaves the site."),
+        ("shared", score): (f"Shared head, {word}", "The model that all sites make together."),
         ("merged", "auroc"): ("Merged test set, AUROC", "Ranking quality, whatever the threshold."),
     }
 

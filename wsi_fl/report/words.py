@@ -228,7 +228,8 @@ def absences(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     Args:
         sites: rows of a run's summary.
 
-    >>> list(absences([{"site": "C1", "rounds_completed": [[1, 9]]}, {"site": "C2", "rounds_completed": [[1, 2], [6, 9]]}]))
+    >>> rounds = {"C1": [[1, 9]], "C2": [[1, 2], [6, 9]]}
+    >>> list(absences([{"site": name, "rounds_completed": held} for name, held in rounds.items()]))
     ['C2 was away for a while; it took part in rounds 1 to 2 and 6 to 9.']
     """
     began = min((row["rounds_completed"][0][0] for row in sites if row.get("rounds_completed")), default=1)

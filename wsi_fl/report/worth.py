@@ -17,7 +17,11 @@ from wsi_fl.report.words import Finding, Json, known, number, signed
 ALL = "all sites"
 _KINDS = {"local": ("ink", "o", -0.24), "federated": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
 """Colour, marker and place in the row of each model."""
-_SAYS = {"local": "alone, without DP", "federated": "joined", "pooled": "all data pooled, which nobody may do"}
+_SAYS = {
+    "local": "alone, without DP",
+    "federated": "joined",
+    "pooled": "all data pooled, which nobody may do",
+}
 _ROW_IN, _LEFT_IN, _RIGHT_IN, _WIDTH_IN = 0.55, 0.95, 3.0, 8.6
 
 

@@ -54,9 +54,9 @@ _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int |
 
 _Kept = Literal["plan", "canaries", "package", "prediction_model", "tuning", "counts", "scores"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds, the canaries
-planted among its rows, the images that it learns from, what answers best: {"model": "private", "proxy",
-"shared", "mean", "local" or "ensemble", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets
-go, and what all hospitals told of theirs."""
+planted among its rows, the images that it learns from, what answers best: {"model": "private", "proxy", "shared",
+"mean", "local" or "ensemble", "by": …}, the settings that it chose for its own model, the counts of its test part that
+it lets go, and what all hospitals told of theirs."""
 
 
 class SiteFolder:

@@ -94,6 +94,8 @@ def cells_of(hospitals: str, skews: str) -> list[Cell]:
         if not (sites.isdecimal() and n.isdecimal() and int(sites) > 1 and int(n) > 1):
             raise UsageError(f"--hospitals {named!r}: write 4x150 for four hospitals of 150 patients each")
         for skew in (own or skews).split(","):
+            if skew == "lacks":
+                raise UsageError("--skew lacks was renamed: use --skew missing-class")
             if skew not in _NAMED_SKEWS and not 0 < numbers_of(skew, "--skew")[0] <= 1:
                 raise UsageError(f"--skew {skew!r}: known are {', '.join(_NAMED_SKEWS)} and shares up to 1")
             found.append(Cell(int(sites), int(n), skew))
@@ -268,7 +270,7 @@ def _mixed(
     """Return what each hospital answers with: a mixture with the head that it has alone, as a study does."""
     answers = []
     for site, part, lone in zip(learned, parts, _alone(work.cell, work.seed), strict=True):
-        model = site.models.get("proxy") or next(iter(site.models.values()))
+        model = site.models.get("proxy") or site.models.get("shared") or next(iter(site.models.values()))
         worth = model.worth() if isinstance(model, SharedHead) else None
         stack = stacked(lone.held_out, _asked(model, part), part.y, part.patient, worth)
         answers.append(stack(_said(lone, test), _asked(model, test)))

@@ -182,7 +182,8 @@ class Train(Section):
     """Weight decay of Adam."""
     balance: bool = False
     """Whether rows are weighed in training so that all classes count alike. Models under differential privacy are left
-    alone, since weights that follow private counts would void ε; `predict.model = "ensemble"` centres what they answer."""
+    alone, since weights that follow private counts would void ε; `predict.model = "ensemble"` centres what they
+    answer."""
     tune: bool = False
     """Whether models without differential privacy choose their own settings by cross-validation over the site's own
     patients. Linear heads are fitted at once; others choose `balance`, `weight_decay` and `lr`. `compare` always
@@ -247,9 +248,9 @@ class Train(Section):
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
     """What becomes of Adam's moments when the parameters they belong to are exchanged."""
     from_released: bool = False
-    """Whether `oneshot` makes its heads of the sums that lie in `statistics/` already, as `wsi-fl statistics` writes them,
-    instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone; between
-    hospitals each sends its own to those who lack it."""
+    """Whether `oneshot` makes its heads of the sums that lie in `statistics/` already, as `wsi-fl statistics` writes
+    them, instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone;
+    between hospitals each sends its own to those who lack it."""
     min_sites: int | None = key(
         None,
         ge=1,
@@ -260,9 +261,9 @@ class Train(Section):
     )
     """How many sites must be there. The others go on without one that was silent for `comm.timeout_s`, and it takes
     part again when it comes back; below so many, and over a folder below more than half, all wait. By default all are
-    needed. With `train.from_released`: how many letters must lie in `statistics/` before heads are made of those that are
-    there, by default those of all sites that write one, and any after `train.deadline`. Whenever another has come, `train`
-    makes the heads again."""
+    needed. With `train.from_released`: how many letters must lie in `statistics/` before heads are made of those that
+    are there, by default those of all sites that write one, and any after `train.deadline`. Whenever another has come,
+    `train` makes the heads again."""
     deadline: str | None = None
     """Last day on which sites, or letters that are missing, are waited for, as "2027-01-31"."""
     init_from: Literal["fresh", "oneshot"] = "fresh"
@@ -476,10 +477,10 @@ class _Predict(Section):
 
     model: Literal["auto", "private", "proxy", "shared", "mean", "local", "ensemble"] = "auto"
     """Which model answers: the private one, the proxy (of `oneshot` the `shared` head), the mean of both, or the site's
-    own `local` one. `ensemble` mixes that one with what the site has by joining: by so much as rows show that no model knows by heart, and
-    not at all where they do not. `auto` is `ensemble` with `train.local_baseline`; else what does best on the validation split, or
-    the private model without one. Numbers and survival that rounds learned
-    are not mixed: of them `auto` takes the best on validation rows."""
+    own `local` one. `ensemble` mixes that one with what the site has by joining: by so much as rows show that no model
+    knows by heart, and not at all where they do not. `auto` is `ensemble` with `train.local_baseline`; else what does
+    best on the validation split, or the private model without one. Numbers and survival that rounds learned are not
+    mixed: of them `auto` takes the best on validation rows."""
 
 
 class Pipeline(Section):

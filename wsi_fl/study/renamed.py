@@ -11,7 +11,6 @@ RENAMED = {
     "wsi-fl bench --directions": "--projection",
     "wsi-fl clinical --least": "--min-patients",
     "wsi-fl import --as": "--encoder-name",
-    "--skew lacks": "--skew missing-class",
     "model.directions": "model.projection",
     "predict.with": "predict.model",
     "predict.model = 'alone'": "predict.model = 'local'",

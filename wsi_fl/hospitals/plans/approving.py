@@ -86,8 +86,8 @@ class Cost:
     Attributes:
         n_units: how many records are protected, rows or patients.
         epsilon: of all rounds of the plan; None where there is no differential privacy.
-        max_tpr_at_fpr_1pct: what share of those protected the best test finds in all that the account holds then, with 1 false
-            alarm in 100; None where nothing is promised.
+        max_tpr_at_fpr_1pct: what share of those protected the best test finds in all that the account holds then, with
+            1 false alarm in 100; None where nothing is promised.
         lifetime_epsilon: the same on top of everything on the account.
         rounds: how many of the plan's rounds the budget is enough for.
         group, lifetime_group: what both ε are worth to the patient with the most rows; None where ε is per patient
@@ -412,7 +412,11 @@ def cost_words(cost: Cost) -> str:
     )
     if (most := cost.most_epsilon) is not None:
         said += f"; a sum that a site spoils is tried again, {MOST_ATTEMPTS} times in all at ε = {most:.2f}"
-    return said if cost.max_tpr_at_fpr_1pct is None else f"{said}; {detected(cost.max_tpr_at_fpr_1pct, cost.unit)}"
+    return (
+        said
+        if cost.max_tpr_at_fpr_1pct is None
+        else f"{said}; {detected(cost.max_tpr_at_fpr_1pct, cost.unit)}"
+    )
 
 
 def _patient_words(cost: Cost) -> str:

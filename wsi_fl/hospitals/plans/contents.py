@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.methods import FILES, HUB, Share
+from wsi_fl.learning.validation import COMMON
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.report.words import size
 from wsi_fl.stages.site.account import guarantee_of, spends
@@ -146,7 +147,7 @@ def _kind_of(party: RunContext, share: Share) -> str:
 
 def _architecture(party: RunContext, role: str) -> str:
     """The name of the model that all sites have in a role."""
-    return party.pipeline.model.proxy if role == "proxy" else party.pipeline.model.private
+    return party.pipeline.model.proxy if role in COMMON else party.pipeline.model.private
 
 
 def _receivers(party: RunContext, share: Share) -> str:

@@ -1,7 +1,7 @@
 """A frame: what plans a hospital lets run without signing each of them, for how long and up to which ε.
 
-It is `federation/preapproval.json` in the hospital's study, signed with the key of its kit. An approval that was made in its
-name names its id, and is worth nothing once the frame is gone, another one lies there, or its last day is over.
+It is `federation/preapproval.json` in the hospital's study, signed with the key of its kit. An approval that was made
+in its name names its id, and is worth nothing once the frame is gone, another one lies there, or its last day is over.
 """
 
 from __future__ import annotations

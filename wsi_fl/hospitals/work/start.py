@@ -310,7 +310,9 @@ def _until_done(
 
     def notice() -> None:
         if train.deadline and date.today().isoformat() > train.deadline:
-            raise KnownToAll(f"this plan was good until {train.deadline} (train.deadline); nothing more is sent")
+            raise KnownToAll(
+                f"this plan was good until {train.deadline} (train.deadline); nothing more is sent"
+            )
         if (trouble := line.trouble) not in told:
             told.add(trouble)
             say(f"  {trouble}; it is tried again", "yellow")

@@ -323,7 +323,9 @@ def _run(
             f"{', '.join(missing)} not connected; there: `wsi-fl federation start KIT --study DIR` "
             f"(connected: {', '.join(here) or 'nobody'})"
         )
-        raise UsageError(why) if settings.train.min_sites is None else jobs.JobFailed(why, missing, again=True)
+        raise (
+            UsageError(why) if settings.train.min_sites is None else jobs.JobFailed(why, missing, again=True)
+        )
     numbers = []
 
     def told(number: str) -> None:

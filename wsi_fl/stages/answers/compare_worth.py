@@ -134,8 +134,8 @@ def _measure(said: _BySeed) -> str:
 
 
 def _compared(answers: Mapping[str, _BySeed]) -> Gain:
-    """{"local": value, "federated": value, "pooled": value or None, "gain": value, "gap_closed": value or None, "verdict"},
-    each value as `Estimate.document` has it.
+    """{"local": value, "federated": value, "pooled": value or None, "gain": value, "gap_closed": value or None,
+    "verdict"}, each value as `Estimate.document` has it.
     """
     found: dict[str, Estimate | None] = {"pooled": None}
     found |= {kind: _value(runs) for kind, runs in answers.items()}

@@ -63,31 +63,28 @@ class _Outside(TypedDict):
     left_out: dict[str, object] | None
 
 
-Evaluation = TypedDict(
-    "Evaluation",
-    {
-        "run": str,
-        "method": str,
-        "task": str,
-        "scores": list[str],
-        "examples": str,
-        "model": str,
-        "shared": bool,
-        "merged": _Spreads | None,
-        "internal": _Spreads,
-        "external": _Spreads | None,
-        "models": dict[str, dict[str, _Spreads | None]],
-        "aggregated": _Together | None,
-        "external_set": _Outside | None,
-        "parts": dict[str, _Spreads] | None,
-        "sites": list[dict[str, Any]],
-        "inference_sites": dict[str, Any] | None,
-        "global_head": list[dict[str, Any]] | None,
-        "between": Between | None,
-        "bootstrap": dict[str, object],
-    },
-)
-"""The document of `evaluate`; a site has its scores by name, beside what else is known of its model."""
+class Evaluation(TypedDict):
+    """The document of `evaluate`; a site has its scores by name, beside what else is known of its model."""
+
+    run: str
+    method: str
+    task: str
+    scores: list[str]
+    examples: str
+    model: str
+    shared: bool
+    merged: _Spreads | None
+    internal: _Spreads
+    external: _Spreads | None
+    models: dict[str, dict[str, _Spreads | None]]
+    aggregated: _Together | None
+    external_set: _Outside | None
+    parts: dict[str, _Spreads] | None
+    sites: list[dict[str, Any]]
+    inference_sites: dict[str, Any] | None
+    global_head: list[dict[str, Any]] | None
+    between: Between | None
+    bootstrap: dict[str, object]
 
 
 def evaluate(
@@ -220,7 +217,7 @@ def _released(party: RunContext, parts: Mapping[str, _TestPart]) -> list[dict[st
     for name, (part, _) in parts.items():
         if len(part) and name not in party.lost:
             found = _models(party, party.site(name))
-            head = found.models["proxy"]
+            head = found.models["shared"]
             assert isinstance(head, SharedHead)
             said = probabilities(head.as_released(), part, found.device)
             rows.append({"site": name, "n": len(part), **scored(said, part.label, party.task)})
@@ -261,8 +258,8 @@ def _moved_by_noise(
 
     None where the answer does not rest on a head of letters with noise: what was learned in steps can't be drawn anew.
     """
-    head = found.models.get("proxy")
-    if not isinstance(head, SharedHead) or "proxy" not in roles(found.answer, found.stack):
+    head = found.models.get("shared")
+    if not isinstance(head, SharedHead) or "shared" not in roles(found.answer, found.stack, found.models):
         return None
     if not head.is_noisy or not len(table):
         return None
@@ -271,7 +268,7 @@ def _moved_by_noise(
     said = np.concatenate(
         [probabilities_of_each(heads, one, found.device) for one, _ in seen.values() if len(one)], axis=1
     )
-    answers = (answered({**table.said, "proxy": one}, table.answer, found.stack) for one in said)
+    answers = (answered({**table.said, "shared": one}, table.answer, found.stack) for one in said)
     tables = [replace(table, said={table.answer: one}) for one in answers]
     return _spread([one.scores() for one in tables]), _spread([one.own.scores() for one in tables])
 
@@ -311,7 +308,9 @@ def _predicted(
         }
     columns = next(iter(seen.values()))[1]
     answers = (*ANSWERS, LONE, *[STACK] * (found.stack is not None))
-    possible = [answer for answer in answers if found.models.keys() >= set(roles(answer, found.stack))]
+    possible = [
+        answer for answer in answers if found.models.keys() >= set(roles(answer, found.stack, found.models))
+    ]
     table = Predictions.of(
         {name: part for name, (part, _) in seen.items()},
         site=site.name,

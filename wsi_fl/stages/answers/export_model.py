@@ -321,8 +321,8 @@ def _told(leaving: Leaving) -> dict[str, object]:
     """Scores of the model on test patients (`metrics`), and what joining brought over all sites as comparisons say it
     (`benefit`); each None where nobody measured it, or sites keep it to themselves.
 
-    A head that is made of sums answers with the site's own exact part, and leaves without it: `as_released`. Its scores are
-    those of the head that leaves. `missing` says why there are none.
+    A head that is made of sums answers with the site's own exact part, and leaves without it: `as_released`. Its scores
+    are those of the head that leaves. `missing` says why there are none.
     """
     party, evaluation = leaving.party, leaving.party.run.evaluation()
     alone = leaving.called == "shared" and party.method.once
@@ -341,7 +341,9 @@ def _told(leaving: Leaving) -> dict[str, object]:
         rows = baselines(party, Run.of(party.run.path))
         told["benefit"] = next((row["gain"] for row in rows if row.get("gain")), None)
     if alone:
-        those = [one for one in evaluation.get("global_head") or [] if party.site(one["site"]).allows("scores")]
+        those = [
+            one for one in evaluation.get("global_head") or [] if party.site(one["site"]).allows("scores")
+        ]
         parts = [{"on": f"the test part of {one['site']}", "intervals": None} | one for one in those]
         told["metrics"] = {"scores": list(evaluation["scores"]), "parts": parts} if parts else None
         return told
@@ -410,7 +412,9 @@ def _rendered(card: Mapping[str, Any]) -> str:
     joining = None
     if gain:
         who = ", each hospital with its own sums and models mixed in," if card["as_released"] else ""
-        reached = f"In the run joining{who} reached {number(gain['federated']['mean'], 2)} in {gain['measure']}"
+        reached = (
+            f"In the run joining{who} reached {number(gain['federated']['mean'], 2)} in {gain['measure']}"
+        )
         joining = worth.finding(gain, reached, "a hospital alone without differential privacy").text
     context = {
         "card": card,

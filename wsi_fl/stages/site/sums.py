@@ -1,4 +1,4 @@
-"""The letters that sites have released once, `statistics/<site>.safetensors`: sums of features by column, with noise."""
+"""The letters that sites have released once, `statistics/<site>.safetensors`: sums of features by column, and noise."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def refuse_another_site(facts: Facts, site: str, label: str) -> None:
 def missing_release(study: Study, site: str) -> str:
     """Return in words that a site has no file here, and what to do about it."""
     return (
-        f"{study.relative(study.release(site))}: no sums of site {site} yet; run `wsi-fl statistics --site {site}` where "
-        "its store is, and copy the file here"
+        f"{study.relative(study.release(site))}: no sums of site {site} yet; run `wsi-fl statistics --site {site}` "
+        "where its store is, and copy the file here"
     )
 
 

@@ -230,7 +230,7 @@ def tell_doubts(party: RunContext, *, stores: bool = True) -> None:
         )
     keys, asked = party.pipeline.train, party.pipeline.predict.model
     judged = party.task.kind == "classes" or not party.method.keeps_lone or keys.val_fraction
-    if not judged and keys.alone and asked == "auto":
+    if not judged and keys.local_baseline and asked == "auto":
         say(
             "  without validation rows, of train.val_fraction or of the stores, numbers and survival are answered by "
             "the lone model, and ε buys nothing",

@@ -70,7 +70,7 @@ class _Plan(TypedDict):
     pipeline: str
     rounds: int
     examples: str
-    receivers: list[str]
+    inference_sites: list[str]
     seconds: float
     memory_bytes: int
     sites: list[_Cost]

@@ -159,7 +159,7 @@ def _summed(
     party: RunContext, train: Examples, units: Units, plan: PrivacyPlan | None, delta: float
 ) -> SharedHead:
     """Return the head that holds the sums of all units, with the noise of the plan."""
-    keys, device, model = party.pipeline.train, device_of_rank(), build_model(party, 0, "proxy")
+    keys, device, model = party.pipeline.train, device_of_rank(), build_model(party, 0, "shared")
     assert isinstance(model, SharedHead)
     noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
     learner = Learner(

@@ -23,7 +23,7 @@ class _SiteRow(TypedDict):
 
     Attributes:
         rounds: how many it took part in.
-        attended: which: the first and the last round of each stretch.
+        rounds_completed: which: the first and the last round of each stretch.
     """
 
     site: Name
@@ -38,7 +38,7 @@ class _SiteRow(TypedDict):
     batch_size: Count | None
     sigma: Amount | None
     rounds: Round
-    attended: list[Annotated[list[Round], Field(min_length=2, max_length=2)]]
+    rounds_completed: list[Annotated[list[Round], Field(min_length=2, max_length=2)]]
     rejected: Count
     n_train: Count | None
     n_units: Count
@@ -80,15 +80,15 @@ class Summary(TypedDict):
     Attributes:
         run: its folder, relative to the study.
         sites: what each site has spent and done; receivers have spent nothing.
-        letters: site → beginning of the digest of its letter, where heads were made of files.
+        statistics: site → beginning of the digest of its letter, where heads were made of files.
     """
 
     run: Words
     method: Words
     seconds: Amount
     sites: list[_SiteRow]
-    receivers: list[Name]
-    letters: dict[Name, Words]
+    inference_sites: list[Name]
+    statistics: dict[Name, Words]
     lost: list[Name]
     losses: list[_Loss]
     communication: _Communication
