@@ -121,7 +121,10 @@ def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, se
         delta=DELTA,
         seed=seed,
     )
-    return [one.models.get("proxy") or next(iter(one.models.values())) for one in found.values()]
+    return [
+        one.models.get("proxy") or one.models.get("shared") or next(iter(one.models.values()))
+        for one in found.values()
+    ]
 
 
 def stack_of(model: torch.nn.Module, lone: FittedHead, part: Rows, mixed: bool) -> Stack:

@@ -247,7 +247,10 @@ def measured(study: Study, variant: Variant, seed: int, directions: Path | None 
     run = RunFolder(study.run(summary["run"]))
     answers = [read_answers(run.site(site["site"]), "merged") or {} for site in document["sites"]]
     right = [[value for value, _ in one.values()] for one in answers]
-    merged, shared = document["merged"] or {}, document["models"].get("proxy", {}).get("merged")
+    merged, shared = (
+        document["merged"] or {},
+        (document["models"].get("proxy") or document["models"].get("shared", {})).get("merged"),
+    )
     found = {
         **{score: merged[score]["mean"] for score in SCORES},
         "sites": [site["accuracy"] for site in document["sites"]],

@@ -179,7 +179,7 @@ rounds = 2
 batch_size = 18
 lr = 0.005
 augment = "none"
-alone = false
+local_baseline = false
 [privacy]
 [evaluate]
 bootstrap = 50

@@ -39,7 +39,7 @@ MISTAKES = {
         ("[train]\nlr = inf", ("train.lr", "finite")),
         ("[train]\nseed = 2024-01-01", ("train.seed", "integer")),
         ("[privacy]\nmode = 'lax'", ("privacy.mode", '"lax"', "'paper' or 'strict'")),
-        ("[predict]\nwith = 'both'", ("predict.model", "'mean', 'local' or 'ensemble'")),
+        ("[predict]\nmodel = 'both'", ("predict.model", "'mean', 'local' or 'ensemble'")),
         ("train = 5", ("train is a section, [train]", "rounds")),
         ("sites = ['C1', 5]", ("sites.1 = 5", "string")),
         ("sites = []", ("sites", "at least 1")),
@@ -106,7 +106,7 @@ def test_override_wins_over_the_file(study, override, key, value):
         ("train.rounds.x=5", ("rounds is not a section",)),
         ("train.rounds=", ("train.rounds", "integer")),
         ("rounds=5", ("unknown key 'rounds'",)),
-        ("predict.wiht=mean", ("did you mean 'with'?",)),
+        ("predict.modle=mean", ("did you mean 'model'?",)),
     ],
 )
 def test_mistake_in_an_override_is_one_line(study, override, words):

@@ -259,7 +259,7 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
     assert "as the letters make it" in text and "None leave" not in text
     assert "In the run joining, each hospital with its own sums and models mixed in, reached" in text
     head = SharedHead(2, 12, directions=4)
-    head.load_state_dict(RunFolder(pair.root / run).site("S0").load_model("proxy"))
+    head.load_state_dict(RunFolder(pair.root / run).site("S0").load_model("shared"))
     x = torch.randn(20, 12)
     say = onnx_of(pair.root / document["out"])
     public = head.as_released()

@@ -421,7 +421,7 @@ def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind
     for role in ("local", "private", "proxy"):
         alike(kept(whole, role), kept(broken, role))
     for site in ("S0", "S1"):
-        assert of_site(whole, site, "prediction_model") == of_site(broken, site, "choice")
+        assert of_site(whole, site, "prediction_model") == of_site(broken, site, "prediction_model")
 
 
 def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):

@@ -300,7 +300,7 @@ def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, targe
     document = evaluate(study, together)
     assert document["task"] == ("number" if target == NUMBER else "survival")
     for row in document["sites"]:
-        assert row["model"] == "ensemble" and {"private", "proxy"} <= set(row["models"])
+        assert row["model"] == "ensemble" and {"private", "shared"} <= set(row["models"])
     assert report(study, together).exists()
     release(study, site=None, overrides=exact)
     by_files = oneshot(study, *exact, "train.from_released=true")
@@ -311,7 +311,7 @@ def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, targe
     for site in study.site_names():
         mine, files = (answers(study.root / run, site) for run in (together, by_files))
         for row, theirs in zip(mine, files, strict=True):
-            names = [name for name in row if name.startswith(("said_", "without_event_"))]
+            names = [name for name in row if name.startswith(("pred_", "without_event_"))]
             said, known = ([float(one[name]) for name in names] for one in (row, theirs))
             assert said == pytest.approx(known, abs=1e-4) and said
         kept = of_site(study.root / together, site, "prediction_model")["ensemble"]

@@ -116,11 +116,11 @@ def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
 def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     study, run, document = evaluated
     told = document["inference_sites"]
-    assert told["sites"] == [{"site": "S3", "n": 80, "model": "proxy"}]
+    assert told["sites"] == [{"site": "S3", "n": 80, "model": "shared"}]
     assert sites_of(document) == told["reference_sites"] == LABELLED
     with (study.root / run / "sites/S3/predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 80 and all(row["truth"] == "" and row["model"] == "proxy" for row in rows)
+    assert len(rows) == 80 and all(row["truth"] == "" and row["model"] == "shared" for row in rows)
     truth = rows_of(80, 7)[1]  # which the test knows
     right = np.mean([(float(row["p_tumor"]) > 0.5) == label for row, label in zip(rows, truth, strict=True)])
     expected = told["expected"]["accuracy"]
@@ -187,13 +187,13 @@ def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_i
     assert resume(study, summary["run"], backend="local") == summary
     site_file(study, "S3").unlink()
     without = once()[1]
-    heads = [model(one, "S1", "proxy")["sums"] for one in (run, without)]
+    heads = [model(one, "S1", "shared")["sums"] for one in (run, without)]
     torch.testing.assert_close(*heads, rtol=1e-6, atol=1e-6)  # the hub gives away fourths, and thirds
     unlabelled(study, "R3")  # it comes first
     unlabelled(study, "S3")
     first = once()[1]
-    assert same(*(model(first, one, "proxy") for one in ("R3", "S3")))
-    assert torch.equal(*(model(first, one, "proxy")["sums"] for one in ("R3", "S1")))
+    assert same(*(model(first, one, "shared") for one in ("R3", "S3")))
+    assert torch.equal(*(model(first, one, "shared")["sums"] for one in ("R3", "S1")))
 
 
 def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study, tmp_path):
@@ -268,7 +268,7 @@ def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
     assert done.returncode == 0, done.stderr[-2000:]
     by_ranks, by_one = json.loads(done.stdout), joined(study)
     assert by_ranks["inference_sites"] == ["S3"] and by_ranks["statistics"] == by_one["statistics"]
-    assert same(*(model(study.root / run["run"], "S3", "proxy") for run in (by_ranks, by_one)))
+    assert same(*(model(study.root / run["run"], "S3", "shared") for run in (by_ranks, by_one)))
 
 
 def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(study):
@@ -292,7 +292,7 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
     assert three["statistics"] == known and two["statistics"] == {name: known[name] for name in ("S0", "S1")}
     made = f"made of 3 letters: S0 {known['S0']}"
     assert made in said(summary_lines(three)) and made in report(study, three["run"]).read_text()
-    heads = [model(study.root / run["run"], "S3", "proxy") for run in (two, again, three)]
+    heads = [model(study.root / run["run"], "S3", "shared") for run in (two, again, three)]
     assert same(heads[0], heads[1])
     assert not torch.equal(heads[1]["sums"], heads[2]["sums"]) and int(heads[2]["n_sites"]) == 3
     assert {name: study.ledger(name).read_text() for name in before} == before

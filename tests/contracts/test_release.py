@@ -370,7 +370,7 @@ def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(stud
     for row in all_released(study, *NOISE, *ALONG):
         assert (row["dimensions"], row["projection"]) == (8, found.digest)
         assert len(sums_at(study.release(row["site"])).vector) == 2 * 10
-    head = model(study.root / joined(study, *ALONG)["run"], "S0", "proxy")
+    head = model(study.root / joined(study, *ALONG)["run"], "S0", "shared")
     assert np.array_equal(head["components"], found.components) and int(head["n_sites"]) == 3
     write_public(study, "d.safetensors", 1)  # another file under the same name
     words = ("statistics/S0.safetensors", f"projection = {found.digest}"[:40])
@@ -456,7 +456,7 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     (row,) = summary["sites"]
     assert row["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5)) and row["rounds"] == 1
     assert row["site"] == "S0" and row["lifetime_epsilon"] == row["epsilon"]
-    assert int(model(alone.root / summary["run"], "S0", "proxy")["n_sites"]) == 3
+    assert int(model(alone.root / summary["run"], "S0", "shared")["n_sites"]) == 3
     assert [one["site"] for one in evaluate(alone, summary["run"])["sites"]] == ["S0"]
     assert report(alone, summary["run"]).exists()
     assert resume(alone, summary["run"], backend="local") == summary
@@ -551,7 +551,7 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
     summary = joined(study)
     assert "not in the sum, for there is no file in statistics/: S2" in capfd.readouterr().err
     assert [row["site"] for row in summary["sites"]] == ["S0", "S2"]
-    heads = [model(study.root / summary["run"], name, "proxy") for name in ("S0", "S2")]
+    heads = [model(study.root / summary["run"], name, "shared") for name in ("S0", "S2")]
     assert [int(head["n_sites"]) for head in heads] == [2, 2]
     both = [sums_at(study.release(name)).vector.astype(np.float64) for name in ("S0", "S1")]
     np.testing.assert_allclose(heads[1]["sums"], np.mean(both, 0), rtol=1e-6)
@@ -632,7 +632,7 @@ def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
     by_ranks, by_one = json.loads(done.stdout), joined(study)
     assert [row["site"] for row in by_ranks["sites"]] == ["S0", "S2"]
     for name in ("S0", "S2"):
-        assert same(*(model(study.root / run["run"], name, "proxy") for run in (by_ranks, by_one)))
+        assert same(*(model(study.root / run["run"], name, "shared") for run in (by_ranks, by_one)))
 
 
 def test_ranks_share_the_sites_and_the_command_says_what_was_spent(study, wsi_fl, as_ranks):

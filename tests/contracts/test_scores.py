@@ -284,7 +284,7 @@ def test_a_head_made_of_all_sums_is_one_model_without_any_site_s_own_part(tmp_pa
     x, labels = (np.concatenate([rows_of(k)[part][60:] for k in range(3)]) for part in (0, 1))
     for site in SITES:
         head = SharedHead(2, 16)
-        head.load_state_dict(folder.site(site).load_model("proxy"))
+        head.load_state_dict(folder.site(site).load_model("shared"))
         said = head.as_released()(torch.from_numpy(x)).argmax(1).numpy()
         assert whole["accuracy"] == pytest.approx((said == labels).mean())
 

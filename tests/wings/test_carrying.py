@@ -87,7 +87,7 @@ class Hospitals:
         return [line["mechanism"] for line in lines if "mechanism" in line]
 
     def head(self, name, summary):
-        return model(self.study(name).root / summary["run"], name, "proxy")
+        return model(self.study(name).root / summary["run"], name, "shared")
 
     def require_heads_of_files(self, found, letters, at=()):
         """Each hospital's files are those of their sites, and `train` makes the same heads of them, for nothing."""

@@ -551,7 +551,7 @@ def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_pa
         said = np.zeros(40, int), [f"p{k}" for k in range(40)], ["train"] * 40
         write_features(group.study(listener), listener, x, *said)
     start(tmp_path, [group])
-    heads = {site: load_file(group.run(site) / "sites" / site / "proxy.safetensors") for site in SITES}
+    heads = {site: load_file(group.run(site) / "sites" / site / "shared.safetensors") for site in SITES}
     for site in SITES:
         assert group.result(site)["inference_sites"] == [listener]
         assert np.array_equal(heads[site]["sums"], heads[listener]["sums"]) and heads[site]["n_sites"] == 2
