@@ -503,7 +503,7 @@ def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(stu
         rows = answers(study.root / run, site)
         told = [row for row in rows if sum(one["truth"] == row["truth"] for one in rows) >= FEWEST]
         truth += [row["truth"] for row in told]
-    merged = document["between"]["models"]["shared"]["merged"]
+    merged = document["cross_site"]["models"]["shared"]["merged"]
     assert (merged["n"], merged["auroc"], merged["auroc_within"]) == (len(truth), None, None)
     folder = RunFolder(study.root / run)
     kept = folder.site("S0").kept("scores")
@@ -512,7 +512,7 @@ def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(stu
     assert merged["accuracy"] == table.trace() / len(truth)
     assert merged["macro_accuracy"] == pytest.approx(np.mean(recalls))
     assert any("between hospitals" in str(line) for line in evaluation_lines(document))
-    parts = document["between"]["models"]["shared"]["hospitals"]
+    parts = document["cross_site"]["models"]["shared"]["hospitals"]
     assert all(
         0 < part["n_classes"] < n_classes for part in parts.values()
     )  # of few examples nothing is told

@@ -174,7 +174,7 @@ def _site(name: str, told: Sequence[_Asked], prevalence: float | None, least: in
         found[table.outputs[k]] = measures.described(score, positive, case, prevalence) | {
             "net_benefit": measures.net_benefit(score, case, _THRESHOLDS, prevalence),
             "subgroups": whose,
-            "over_alone": asdict(more) if more else None,
+            "over_local": asdict(more) if more else None,
         }
     return {
         "site": name,

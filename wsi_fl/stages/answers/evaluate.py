@@ -83,7 +83,7 @@ class Evaluation(TypedDict):
     sites: list[dict[str, Any]]
     inference_sites: dict[str, Any] | None
     global_head: list[dict[str, Any]] | None
-    between: Between | None
+    cross_site: Between | None
     bootstrap: dict[str, object]
 
 
@@ -93,7 +93,7 @@ def evaluate(
     """Evaluates a run, writes evaluation.json and each site's predictions.csv, returns the document.
 
     Where a site is real and does not let its patches be read by others, each model is evaluated on its own
-    site's part alone and `merged` is null. `between` has what the hospitals told of what travelled, by counts.
+    site's part alone and `merged` is null. `cross_site` has what the hospitals told of what travelled, by counts.
 
     Args:
         overrides: `predict.KEY=VALUE` over the run's configuration.
@@ -155,7 +155,7 @@ def _document(party: RunContext, watcher: Watcher) -> Evaluation:
         "sites": rows,
         "inference_sites": receivers,
         "global_head": released,
-        "between": between_of(party),
+        "cross_site": between_of(party),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
 
@@ -412,8 +412,8 @@ def evaluation_lines(document: Evaluation) -> Lines:
             f"  the noise of the letters moves {measured_in(first)} by ±{max(known_ones):.3f} (standard deviation over "
             f"{_REDRAWS} heads whose noise was drawn anew)"
         )
-    if document["between"]:
-        yield from between_lines(document["between"])
+    if document["cross_site"]:
+        yield from between_lines(document["cross_site"])
     yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
 
 

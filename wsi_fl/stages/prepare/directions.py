@@ -1,4 +1,4 @@
-"""`directions`: along which sites sum their features, from tissue that is nobody's secret; a small file."""
+"""`projection`: along which sites sum their features, from tissue that is nobody's secret; a small file."""
 
 from __future__ import annotations
 

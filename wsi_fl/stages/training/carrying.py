@@ -1,4 +1,4 @@
-"""Letters that lie at their sites, see `release`, carried by the network in the place of people.
+"""Letters that lie at their sites, see `statistics`, carried by the network in the place of people.
 
 Every site tells which letters lie there. Who lacks another's gets it from that site alone, checks it as a file that
 people have carried, and keeps it as such. The run then rests on the files, as in a study where all of them lie.

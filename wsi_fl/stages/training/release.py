@@ -1,4 +1,4 @@
-"""`release`: a site's sums of features, taken, given noise and released once, without any network.
+"""`statistics`: a site's sums of features, taken, given noise and released once, without any network.
 
 `statistics/<site>.safetensors` is what may leave, and people may copy it. The order: ledger line, a copy of what was
 released beside the store, a second line that it may leave, then the file. After a crash before the copy nothing has
