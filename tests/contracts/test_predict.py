@@ -287,7 +287,7 @@ def test_who_answers_can_be_set_anew_and_nothing_else(trained, tmp_path):
     (row,) = predict(study, run, **where, overrides=["predict.model=private"])["slides"]
     assert json.loads((study.root / row["json"]).read_text())["model"] == "private"
     refused(lambda: predict(study, run, **where, overrides=["train.lr=1"]), "only predict.*")
-    refused(lambda: predict(study, run, **where, overrides=["predict.wit=mean"]), "did you mean 'with'")
+    refused(lambda: predict(study, run, **where, overrides=["predict.modle=mean"]), "did you mean 'model'")
 
 
 def test_bad_input_ends_in_one_line(copied, tmp_path):
