@@ -150,7 +150,7 @@ def test_an_encoders_weights_are_compared_whole_and_with_an_earlier_store_by_wha
         encoder=short,
         n_features=4,
         classes=["a", "b"],
-        directions=2,
+        dimensions=2,
         projection="",
         unit="row",
         n=3,
