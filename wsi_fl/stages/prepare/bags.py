@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, Unpack
@@ -198,7 +198,7 @@ class Way(Generic[_Item]):
                 write_bytes(path.with_suffix(".png"), chosen.picture())
             stored.write_bag_shard(path, shard)
             spent = encoded.spent + Spent(write=time.perf_counter() - began)
-            return replace(_done(shard), made=len(encoded.features), spent=asdict(spent))
+            return _done(shard, len(encoded.features), asdict(spent))
 
         return self._apart(chosen.slide, write)
 
@@ -214,9 +214,9 @@ class Way(Generic[_Item]):
             return Done(slide, reason=reason_of(error))
 
 
-def _done(shard: BagShard) -> Done:
+def _done(shard: BagShard, made: int = 0, spent: dict[str, float] | None = None) -> Done:
     n = len(shard.bag.features)
-    return Done(shard.slide, n, partly(shard.unread, n + len(shard.unread)), shard.note)
+    return Done(shard.slide, n, partly(shard.unread, n + len(shard.unread)), shard.note, made, spent or {})
 
 
 class OfSlides(Way[SlideRecord]):
