@@ -1,4 +1,4 @@
-"""The command line: thin, every command one call of a stage. Heavy imports happen inside commands."""
+"""The command line: every command calls one stage. Heavy imports happen inside commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Hospitals learn together from whole-slide images they may not share.",
+    help="Federated learning on whole-slide images that hospitals may not share.",
     epilog="Start with: wsi-fl demo",
 )
 
@@ -75,14 +75,14 @@ def _root(
 def demo(
     out: Annotated[Path, Option(help="Folder for the study.")] = Path("wsi-fl-demo"), as_json: Json = False
 ) -> None:
-    """Paint four hospitals' slides, tile, let them learn alone and together, and say who should join."""
+    """Simulate four hospitals' slides, tile, train local and federated models, and report each hospital's benefit."""
     from wsi_fl.demo.run import demo, demo_lines
 
     show(demo(out), as_json, demo_lines)
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check Python, OpenSlide, MPI, GPUs and disk; say how to fix what is missing."""
+    """Check Python, OpenSlide, MPI, GPUs and disk; show how to fix problems."""
     from wsi_fl.stages.doctor import doctor, doctor_lines
 
     document = doctor()
@@ -97,14 +97,14 @@ def config(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Say what a configuration key means, what it may be and what it is by default."""
+    """Show the meaning, allowed values and default of configuration keys."""
     from wsi_fl.study.reference import keys, keys_lines
 
     show({"keys": keys(key)}, as_json, keys_lines)
 
 
 _QUICK = (prepare.init, training.plan_size, training.privacy, config)
-"""Commands that begin at once; all others read, train or import for longer than a second."""
+"""Commands that start at once; all others take longer than a second to import."""
 
 _COMMANDS: list[Any] = [demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features]
 _COMMANDS += [prepare.directions, prepare.check, prepare.encoders, training.export, prepare.pack]
