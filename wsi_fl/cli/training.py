@@ -325,7 +325,7 @@ def clinical(
     least: Annotated[int, Option(min=1, help="Fewest patients, cases and others of a shown group.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """Report clinical performance of an evaluated run by patient: sensitivity, predictive values, calibration, benefit."""
+    """Report clinical performance of a run by patient: sensitivity, predictive values, calibration, benefit."""
     study = find_study()
     from wsi_fl.stages.answers.clinical import clinical, clinical_lines
 
