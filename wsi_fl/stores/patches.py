@@ -281,7 +281,8 @@ class PatchStore(StoreFile):
                 "`wsi-fl partition` for images"
             )
         if meta.generator is None and meta.spec.mpp:
-            return f"{super().mend}, with the settings of before ({meta.spec.size_px} px at {meta.spec.mpp:g} µm)"
+            settings = f"{meta.spec.size_px} px at {meta.spec.mpp:g} µm"
+            return f"{super().mend}, with the settings of before ({settings})"
         maker = "partition" if meta.generator is None else "synthesize sample"
         return f"put its backup back, or make it anew with `wsi-fl {maker}`"
 

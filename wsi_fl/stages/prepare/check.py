@@ -145,7 +145,8 @@ def _read_slide(store: PatchStore, slide: str) -> None:
     if damaged := store.verify(slide):
         shown = ", ".join(map(str, damaged[:_NAMED])) + (", …" if len(damaged) > _NAMED else "")
         raise WsiFlError(
-            f"{store.path}: {len(damaged)} patches in the shard of slide {slide} are damaged ({shown}); {store.mend}"
+            f"{store.path}: {len(damaged)} patches in the shard of slide {slide} are damaged ({shown}); "
+            f"{store.mend}"
         )
 
 

@@ -194,8 +194,8 @@ def labelled(
         some = sorted({record.diagnosis for record in records if record.tumor_type == one.tumor_type} - {""})
         named = ", ".join(json.dumps(name, ensure_ascii=False) for name in some)
         raise UsageError(
-            f"site {one.site}: its slides have diagnoses ({one.slide}: {one.diagnosis}); say in the pipeline which "
-            f"ones count, for example subtypes = {{ {json.dumps(kind, ensure_ascii=False)} = [{named}] }}"
+            f"site {one.site}: its slides have diagnoses ({one.slide}: {one.diagnosis}); name in the pipeline "
+            f"those that count, for example subtypes = {{ {json.dumps(kind, ensure_ascii=False)} = [{named}] }}"
         )
     reasons = ["" if site.receives or not subtypes else _unfit(record, subtypes) for record in records]
     both = list(zip(records, reasons, strict=True))

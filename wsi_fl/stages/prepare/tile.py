@@ -252,8 +252,8 @@ def tile_lines(document: dict[str, Any]) -> Lines:
         elif untested and row["train"]:
             what = "test patch" if len(untested) == len(CLASSES) else f"{untested[0]} patch for testing"
             yield Line(
-                f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in its "
-                "table, or raise slides.test_fraction",
+                f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in "
+                "its table, or raise slides.test_fraction",
                 "bold yellow",
             )
     if few := [
