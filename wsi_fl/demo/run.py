@@ -1,4 +1,4 @@
-"""`demo`: the whole workflow on simulated slides, in minutes, on any machine."""
+"""`wsi-fl demo`: the whole workflow on simulated slides, in minutes, on any machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`mosaic` and `features`: slides to bags of features, a shard per slide, then one store per site.
+"""`wsi-fl mosaic` and `wsi-fl features`: encode slides to bags, a shard per slide, then one store per site.
 
-A mosaic is a few patches of a slide (Yottixel's), read and encoded; no pixels are stored. `features` are those of every
+A mosaic is a few patches of a slide (Yottixel's), read and encoded; no pixels are stored. Features are those of every
 patch of a patch store. A finished shard with the same fingerprint is reused, so a killed job loses at most the slides
 in hand. While one slide is encoded, the next are planned and read, and the last is written.
 """
@@ -384,7 +384,7 @@ class _OfStore(Way[str]):
         return np.flatnonzero(self.store.table.slide == slide)
 
     def write(self, made: list[Done]) -> BagsRow:
-        """Write `features.h5` from all shards, one slide in memory at a time."""
+        """Write the store from all shards, one slide in memory at a time."""
         store, patches = self.store.meta, self.store.table
         recipe = {} if store.min_tissue is None else {"min_tissue": store.min_tissue}
         meta = BagMeta(

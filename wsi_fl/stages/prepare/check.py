@@ -1,4 +1,4 @@
-"""`check`: read every byte of a site's stores and generators; report damage with the command that repairs it.
+"""`wsi-fl check`: read every byte of a site's stores and generators; report damage with its repair.
 
 One patch or one bag is in memory at a time; nothing is written.
 """

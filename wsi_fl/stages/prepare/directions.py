@@ -1,4 +1,4 @@
-"""`directions`: compute the projection for class statistics from public reference slides, and write it to a file."""
+"""`wsi-fl directions`: write a projection for class statistics, computed from public reference slides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`encoders`: list the published encoders with their properties and local weights."""
+"""`wsi-fl encoders`: list the published encoders with their properties and local weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`import` and `export`: convert features of other tools to a site's store, and a store to their layouts.
+"""`wsi-fl import` and `wsi-fl export`: convert features of other tools to a site's store, and a store to their layouts.
 
 Every file is read twice: once for its metadata, and once to write it. One bag is in memory at a time.
 """

@@ -1,4 +1,4 @@
-"""`init`: create a study folder, empty or from an archive."""
+"""`wsi-fl init`: create a study folder, empty or from an archive."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Found:
 
 
 class _Begun(TypedDict):
-    """The document of `init`; diagnoses by tumour type and notes where an archive gave some."""
+    """The document of `wsi-fl init`; diagnoses by tumour type and notes where an archive gave some."""
 
     study: str
     layout: str | None
@@ -241,7 +241,7 @@ def _plain(patterns: Sequence[str]) -> str | list[str]:
 
 
 def _next(subtypes: Mapping[str, Sequence[str]]) -> str:
-    """Return the command after `init`."""
+    """Return the command after `wsi-fl init`."""
     return "mosaic" if subtypes else "tile"
 
 

@@ -1,4 +1,4 @@
-"""`partition`: divide an image data set among simulated sites, each with a store."""
+"""`wsi-fl partition`: divide an image data set among simulated sites, each with a store."""
 
 from __future__ import annotations
 

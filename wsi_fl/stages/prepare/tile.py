@@ -1,4 +1,4 @@
-"""`tile`: write the patch store of a site; with `--dry-run`, estimate patches, bytes and time.
+"""`wsi-fl tile`: write the patch store of a site; with `--dry-run`, estimate patches, bytes and time.
 
 Slides are planned (tissue, grid, labels) from thumbnails and annotations; patches are selected over the whole site;
 only then are pixels read, slide by slide, into shards. A finished shard with the same fingerprint is reused, so a
