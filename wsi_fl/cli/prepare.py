@@ -1,4 +1,4 @@
-"""Commands that create a study and prepare its data: slides, features, image data sets."""
+"""Commands for a study and its data: slides, features, image data sets."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def check(
     pipeline: Pipeline = None,
     as_json: Json = False,
 ) -> None:
-    """Read every byte of a site's stores; report damage and the command that repairs it."""
+    """Read every byte of a site's stores; report damage and its repair."""
     which = asked("check", site, every, pipeline)
     study = find_study()
     from wsi_fl.stages.prepare.check import check, check_lines

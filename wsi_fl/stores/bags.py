@@ -237,7 +237,7 @@ class BagStore(StoreFile):
 
     @property
     def making(self) -> str:
-        """Return a hint at the command that makes a missing store; existing features are imported."""
+        """Return a hint at the command for a missing store; existing features are imported."""
         return super().making if self.command else f"make it with {_EITHER}"
 
     @property

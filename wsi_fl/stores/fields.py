@@ -168,7 +168,7 @@ def require_sound(
 
 
 def too_large(error: MemoryError) -> str:
-    """Return the message for a file that claims, by damage or not, more than fits into memory."""
+    """Return the message for data larger than the memory, by damage or not."""
     return f"damaged, or it holds more than fits into memory ({first_line(error) or 'out of memory'})"
 
 

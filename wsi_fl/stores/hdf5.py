@@ -123,7 +123,7 @@ class StoreFile:
 
     @property
     def making(self) -> str:
-        """Return a hint at the command that makes a missing store."""
+        """Return a hint at the command for a missing store."""
         return f"make it with `wsi-fl {self.command}`"
 
     @property

@@ -273,7 +273,7 @@ class PatchStore(StoreFile):
 
     @property
     def mend(self) -> str:
-        """Return the remedy for damage: the command that makes the store again."""
+        """Return the remedy for damage: the command to make the store again."""
         meta = getattr(self, "meta", None)
         if meta is None:  # made by an unknown command
             return (

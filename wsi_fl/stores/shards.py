@@ -300,7 +300,7 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
 
 
 def linked(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None:
-    """Return the counts of a `patches.h5` that is intact and links these shards in this order; else None.
+    """Return the counts of an intact `patches.h5` with links to these shards in this order; else None.
 
     A shard counts as linked if it is not newer than the file and its patches have the linked checksums.
     """

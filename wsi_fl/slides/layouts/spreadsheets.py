@@ -76,7 +76,7 @@ def _has_columns(line: str, needed: Collection[str]) -> bool:
 
 
 def text_of(value: str) -> str:
-    """Return a field as typed: stripped, and taken out of a formula that guards leading zeros.
+    """Return a field as typed: stripped, without a formula around leading zeros.
 
     Example:
         >>> text_of(' ="007" '), text_of("=A1")
@@ -121,7 +121,7 @@ def _folded(name: str) -> str:
 
 
 def require_typed_name(column: str, value: str, where: str) -> None:
-    """Refuse a name that a spreadsheet has turned into a rounded number or an error.
+    """Refuse a name turned by a spreadsheet into a rounded number or an error.
 
     Raises:
         UsageError: names the column and the remedy.

@@ -43,7 +43,7 @@ _MOST = 500
 
 @dataclass(frozen=True)
 class Letters:
-    """The class statistics that sites plan to release.
+    """The planned class statistics of all sites.
 
     Attributes:
         rows: approximate number of privacy units (patches, slides or patients) of all sites together.

@@ -209,7 +209,7 @@ def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: I
 
 
 def _require_said(looked: Sequence[_Looked], said: ImportFacts) -> None:
-    """Refuse features that lack required facts; the error names all of them."""
+    """Refuse features without required facts; the error names all of them."""
     known = {name for one in looked for name, value in vars(one.facts).items() if value is not None}
     needed = (
         ("encoder", "--encoder", "encoder", said.encoder or said.called),

@@ -175,7 +175,7 @@ def _without(
 
 
 def _describe_copies(data_set: DataSet) -> list[str]:
-    """Return lines on copies among training images, and on test images that are in training."""
+    """Return lines on copies among training images, and on test images also in training."""
     train = _digests(data_set.train).view("u8")
     test = _digests(data_set.test).view("u8") if data_set.test is not None else train[:0]
     leaks, copies = int(np.isin(test, train).sum()), len(train) - len(np.unique(train))

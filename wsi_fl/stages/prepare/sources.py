@@ -424,7 +424,7 @@ def mosaic_row(
 
 
 def after_mosaics(study: Study, **which: Unpack[Which]) -> list[str]:
-    """Return the command that trains on mosaics; none where no site has labels."""
+    """Return the training command for mosaics; none where no site has labels."""
     pipeline, sites = asked_for(study, **which)
     only_here = any(one.startswith("train.data=") for one in which.get("overrides", ()))
     told = "" if pipeline.train.data == "mosaics" and not only_here else " --set train.data=mosaics"

@@ -595,7 +595,7 @@ def _whole(items: Iterable[_T], aside: dict[int, str]) -> Iterator[_T]:
 
 
 def bytes_of(counts: Mapping[int, int], plans: Plans, spec: GridSpec, content: str) -> int:
-    """Return the most bytes that the selected patches of all slides can take."""
+    """Return an upper bound of the bytes of all selected patches."""
     share, needed = _SHARE_OF_RAW["jpeg" if quality_of(content) else content], 0
     for number, n in counts.items():
         raw = content == "native" and not plans.in_tiles(number)

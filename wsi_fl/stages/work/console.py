@@ -150,7 +150,7 @@ class Bars(Silent):
 
 
 class Events:
-    """Progress as JSON lines on stdout, for the process that started this one and draws the bars: its owner."""
+    """Progress as JSON lines on stdout for the owner, the parent process with the bars."""
 
     def __init__(self, owner: int | None = None) -> None:
         self._said: dict[str, float] = {}
