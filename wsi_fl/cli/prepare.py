@@ -128,14 +128,14 @@ def directions(
             help="A public reference slide, picture or feature store, or a folder of these. Repeatable.",
         ),
     ],
-    out: Annotated[Path, Option(help="The file to write.")] = Path("directions.safetensors"),
+    out: Annotated[Path, Option(help="The file to write.")] = Path("projection.safetensors"),
     n: Annotated[
         int | None,
-        Option("--directions", min=2, max=1024, help="Components. Default: 32, or as suits --rows."),
+        Option("--dimensions", min=2, max=1024, help="How many. Default: 32, or as suits --rows."),
     ] = None,
     rows: Annotated[
         int | None,
-        Option(min=1, help="Approximate number of rows of all hospitals: choose the components for these."),
+        Option(min=1, help="Approximate number of rows of all hospitals: choose the dimensions for these."),
     ] = None,
     hospitals: Annotated[int, Option(min=1, help="With --rows: number of releasing hospitals.")] = 4,
     epsilon: Annotated[float, Option(min=1e-3, max=1e3, help="With --rows: ε of each release.")] = 1.0,
@@ -154,7 +154,7 @@ def directions(
     """Compute the projection of features for `oneshot` from public reference slides."""
     study = find_study()
     if n is not None and rows is not None:
-        raise UsageError("--directions and --rows exclude each other")
+        raise UsageError("--dimensions and --rows exclude each other")
     from wsi_fl.stages.prepare.directions import Letters, directions, directions_lines
 
     work = partial(
@@ -169,7 +169,7 @@ def directions(
         mpp=mpp,
         public=public,
     )
-    show_work("directions", work, as_json, directions_lines)
+    show_work("projection", work, as_json, directions_lines)
 
 
 def check(
@@ -218,7 +218,7 @@ def import_features(
     ] = None,
     called: Annotated[
         str | None,
-        Option("--as", metavar="NAME", help="New name of the encoder, whatever the files call it."),
+        Option("--encoder-name", metavar="NAME", help="New name of the encoder, whatever the files call it."),
     ] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,

@@ -34,9 +34,9 @@ _PATIENTS_PER_SITE = 20
 _SLIDE_PX = 1536
 _ILL = (1.0, 0.5, 0.15, 0.0)
 """Share of patients with metastases by hospital: one hospital has few, one none."""
-_WEIGHTS, _DIRECTIONS, _PUBLIC = "weights/untrained.safetensors", "weights/directions.safetensors", "public"
+_WEIGHTS, _DIRECTIONS, _PUBLIC = "weights/untrained.safetensors", "weights/projection.safetensors", "public"
 _PUBLIC_SEED, _N_DIRECTIONS, _PUBLIC_MPP = 99, 16, 0.5
-"""Hospitals have 9 to 15 patients each: too few for 32 components."""
+"""Hospitals have 9 to 15 patients each: too few for 32 dimensions."""
 
 
 def demo(folder: Path) -> dict[str, Any]:
@@ -59,15 +59,15 @@ def demo(folder: Path) -> dict[str, Any]:
         _find_directions(study)
     runs = {name: _trained(study, step) for name, step in _STEPS.items()}
     say("The benefit of each hospital", style="bold")
-    compare_with = [runs[name]["run"] for name in ("together", "proxyfl", "pooled")]
+    compare_with = [runs[name]["run"] for name in ("federated", "proxyfl", "pooled")]
     with Bars("compare") as bars:
         compared = compare(study, compare_with, watcher=bars)
     render(compare_lines(compared))
-    page = report(study, runs["together"]["run"])
+    page = report(study, runs["federated"]["run"])
     return {
         "study": str(study.root),
         "runs": runs,
-        "worth": compared["worth"],
+        "benefit": compared["benefit"],
         "report": str(study.root / compared["page"]),
         "run_report": str(page),
     }
@@ -83,7 +83,7 @@ class _Step:
 
 _ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
 _STEPS = {
-    "alone": _Step("Local models: each hospital with its own data, tuned", "regular", "local", _ALONE),
+    "local": _Step("Local models: each hospital with its own data, tuned", "regular", "local", _ALONE),
     "pooled": _Step("Pooled data: all data in one place, as a reference only", "joint", "local", _ALONE),
     "proxyfl": _Step(
         "ProxyFL, the paper's method: four hospitals, one MPI rank each, exchange only noisy proxies, in ten rounds",
@@ -91,7 +91,7 @@ _STEPS = {
         "mpi",
         ("train.rounds=10", "train.eval_every=10"),
     ),
-    "together": _Step(
+    "federated": _Step(
         "One-shot: each hospital releases noisy class statistics once, instead of proxies in rounds",
         "oneshot",
         "mpi",
@@ -124,7 +124,7 @@ def _find_directions(study: Study) -> None:
     for slide in plan_slides(_N_SITES, 1, _SLIDE_PX, _PUBLIC_SEED):
         write_pyramid(public / f"{slide.name}.tif", paint_slide(slide), _PUBLIC_MPP)
     out = study.root / _DIRECTIONS
-    with Bars("directions") as bars:
+    with Bars("projection") as bars:
         found = directions(study, [public], out=out, pipeline_name=_PIPELINE, n=_N_DIRECTIONS, watcher=bars)
     render(directions_lines(found))
 

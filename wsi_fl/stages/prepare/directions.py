@@ -1,4 +1,4 @@
-"""`wsi-fl directions`: write a projection for class statistics, computed from public reference slides."""
+"""`wsi-fl projection`: write a projection for class statistics, computed from public reference slides."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def directions(
         sources: slides or pictures, cut by the settings of `[tile]`, or feature stores, or folders of these; other
             files in folders are skipped.
         out: the file to write.
-        n: number of components; None for 32, or the number that suits the planned statistics.
+        n: number of dimensions; None for 32, or the number that suits the planned statistics.
         letters: the planned statistics, if known.
         mpp: µm per pixel of sources without a resolution.
         public: whether the user declares all sources public; see `require_public`.
@@ -123,10 +123,10 @@ def directions(
     return {
         "file": study.relative(out.resolve()),
         "digest": made.digest,
-        "directions": made.n,
+        "dimensions": made.n,
         "encoder": encoder.label,
         "sources": [one.model_dump() for one in known],
-        "left_aside": aside,
+        "excluded": aside,
     }
 
 
@@ -204,11 +204,11 @@ def directions_lines(document: dict[str, Any]) -> Lines:
     """Yield the sources of the file, and the next command."""
     rows = sum(source["rows"] for source in document["sources"])
     yield Line(
-        f"  {document['file']}: a projection onto {document['directions']} components of {document['encoder']}, from "
+        f"  {document['file']}: a projection onto {document['dimensions']} dimensions of {document['encoder']}, from "
         f"{rows} patches of {len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
     )
-    if aside := document["left_aside"]:
+    if aside := document["excluded"]:
         yield Line(f"  {len(aside)} other files were skipped{_named(aside)}", "yellow")
     yield Line(
-        f"give the file to all sites; next: wsi-fl train --method oneshot --set model.directions={document['file']}"
+        f"give the file to all sites; next: wsi-fl train --method oneshot --set model.projection={document['file']}"
     )
