@@ -233,7 +233,7 @@ def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:
         if name in PRESETS and PRESETS[name].n_features != width:
             gives = PRESETS[name].n_features
             raise UsageError(
-                f"--encoder-name {said.called}: it gives {gives} numbers for a patch, {looked[0].path.name} has {width}"
+                f"--encoder-name {said.called}: it has {gives} features, {looked[0].path.name} has {width}"
             )
     theirs = next((one.facts.encoder for one in looked if one.facts.encoder), name)
     word = ["so called on import"] if said.called else []
