@@ -256,7 +256,7 @@ def predictions_lines(document: dict[str, Any]) -> Lines:
     if document["slides"]:
         of_bags = "score" not in document["slides"][0]
         headings = ("answer", "value") if of_bags else ("max", "top k", "over threshold")
-        whose = _WHOSE.get(document["model"], f"{document['with']} model")
+        whose = _WHOSE.get(document["model"], f"{document['model']} model")
         rows = [[row["slide"], row["patches"], *_cells(row)] for row in document["slides"]]
         yield Table(f"{whose} of {document['site']}", ["slide", "patches", *headings], rows)
         yield Line(f"all slides, a row each: {document['table']}")
