@@ -99,8 +99,8 @@ def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(s
     assert again["digest"] == made["digest"]
     assert of(*both, name="f.safetensors", n=None, letters=Letters(10**6, 4, 1.0))["dimensions"] > 32
     assert again["excluded"] == ["README.md", "labels.csv", "thumbnail.png"]
-    (said,) = (line.text for line in directions_lines(again) if "left aside" in line.text)
-    assert "3 other files were left aside: README.md, labels.csv, thumbnail.png" in said
+    (said,) = (line.text for line in directions_lines(again) if "were skipped" in line.text)
+    assert "3 other files were skipped: README.md, labels.csv, thumbnail.png" in said
     read = read_directions(tmp_path / "d.safetensors", "d")
     assert read.digest == made["digest"] and read.components.shape == (256, 8)
     for slide in public.glob("*.tif"):

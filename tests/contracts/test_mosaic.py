@@ -212,7 +212,7 @@ def test_a_damaged_patch_is_left_out_and_named(study, settings, monkeypatch):
     (row,) = mosaic(study, site="C1", overrides=[*settings, "slides.reader=openslide"])["sites"]
     ((name, xy),) = bad
     assert [one["slide"] for one in row["failed"]] == [name] and row["bags"] == 4
-    assert "patches set aside, at level-0 pixel" in row["failed"][0]["reason"]
+    assert "patches excluded, at level-0 pixel" in row["failed"][0]["reason"]
     shard = read_bag_shard(study.root / f"stores/C1/mosaics/{name}.h5")
     assert [place[:2] for place in shard.unread] == [xy] and list(xy) not in shard.bag.xy_l0.tolist()
 

@@ -107,7 +107,7 @@ def test_slides_set_aside_are_named_and_the_rest_counted(capsys):
     render(tile_lines(tile_document(1, n_failed=100_000)))
     said = capsys.readouterr().err
     assert "few patients are for the test (S1 1); `wsi-fl train --folds 5` tests each once" in said
-    assert said.count("no such slide file") == 20 and "and 99980 more set aside" in said
+    assert said.count("no such slide file") == 20 and "and 99980 more excluded" in said
 
 
 def test_a_site_that_will_not_be_tested_is_named(capsys, monkeypatch):

@@ -473,7 +473,7 @@ def test_a_damaged_level_is_said_and_costs_no_patch_and_lacking_tiles_are_counte
         if mpp == 0.5:
             (failed,) = row["failed"]
             assert n["lacking"] == n["whole"] - 2 and failed["reason"].startswith(
-                "2 of 16 patches set aside, at"
+                "2 of 16 patches excluded, at"
             )
             assert "lacks pixels" in failed["reason"]
             places = table.xy_l0[table.slide == "lacking"].tolist()

@@ -1,4 +1,4 @@
-"""The command line: thin, every command one call of a stage. Heavy imports happen inside commands."""
+"""The command line: every command calls one stage. Heavy imports happen inside commands."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Hospitals learn together from whole-slide images they may not share.",
+    help="Federated learning on whole-slide images that hospitals may not share.",
     epilog="Start with: wsi-fl demo. All commands: docs/commands.md",
 )
 
@@ -105,14 +105,14 @@ def _root(
 def demo(
     out: Annotated[Path, Option(help="Folder for the study.")] = Path("wsi-fl-demo"), as_json: Json = False
 ) -> None:
-    """Paint four hospitals' slides, tile, let them learn alone and together, and say who should join."""
+    """Simulate four hospitals' slides, tile, train local and federated models, and report each hospital's benefit."""
     from wsi_fl.demo.run import demo, demo_lines
 
     show(demo(out), as_json, demo_lines)
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check Python, OpenSlide, MPI, GPUs and disk; say how to fix what is missing."""
+    """Check Python, OpenSlide, MPI, GPUs and disk; show how to fix problems."""
     from wsi_fl.stages.doctor import doctor, doctor_lines
 
     document = doctor()
@@ -127,42 +127,46 @@ def config(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Say what a configuration key means, what it may be and what it is by default."""
+    """Show the meaning, allowed values and default of configuration keys."""
     from wsi_fl.study.reference import keys, keys_lines
 
     show({"keys": keys(key)}, as_json, keys_lines)
 
 
 _QUICK = (prepare.init, training.plan_size, training.privacy, config)
-"""Commands that begin at once; all others read, train or import for longer than a second."""
+"""Commands that start at once; all others take longer than a second to import."""
 
-_COMMANDS: list[Any] = [demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features]
-_COMMANDS += [
-    prepare.import_features,
-    prepare.directions,
-    prepare.check,
-    prepare.encoders,
-    training.export,
-    prepare.pack,
-]
-_COMMANDS += [
-    training.export,
-    prepare.partition,
-    training.release,
-    training.train,
-    training.evaluate,
-    training.predict,
-]
-_COMMANDS += [training.compare, training.clinical, training.audit, training.report, training.plan_size]
-_COMMANDS += [training.privacy, training.bench, config]
-
-_NAMES = {prepare.directions: "projection", training.release: "statistics", prepare.import_features: "import"}
-"""Of commands that are not called as their functions."""
+_COMMANDS: dict[str, Any] = {
+    "demo": demo,
+    "doctor": doctor,
+    "init": prepare.init,
+    "config": config,
+    "bench": training.bench,
+    "tile": prepare.tile,
+    "features": prepare.features,
+    "import": prepare.import_features,
+    "mosaic": prepare.mosaic,
+    "projection": prepare.directions,
+    "check": prepare.check,
+    "encoders": prepare.encoders,
+    "partition": prepare.partition,
+    "pack": prepare.pack,
+    "export": training.export,
+    "train": training.train,
+    "privacy": training.privacy,
+    "statistics": training.release,
+    "evaluate": training.evaluate,
+    "predict": training.predict,
+    "compare": training.compare,
+    "report": training.report,
+    "clinical": training.clinical,
+    "plan-size": training.plan_size,
+    "audit": training.audit,
+}
 _SHOWN = {name for names in GROUPS.values() for name in names}
 
-for command in _COMMANDS:
-    described, name = training.Described if command is training.train else None, _NAMES.get(command)
-    called = name or command.__name__.replace("_", "-")
-    starts = command if command in _QUICK else announced(command, called)
-    app.command(called, cls=described, hidden=called not in _SHOWN)(starts)
-app.command(hidden=True)(training.rank)
+for name, command in _COMMANDS.items():
+    described = training.Described if name == "train" else None
+    starts = command if command in _QUICK else announced(command, name)
+    app.command(name, cls=described, hidden=name not in _SHOWN)(starts)
+app.command("rank", hidden=True)(training.rank)

@@ -1,4 +1,4 @@
-"""What the commands share: options, how a study is found, how an answer is shown."""
+"""Shared parts of commands: options, finding a study, printing documents."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _D = TypeVar("_D", bound=Mapping[str, object])
 
 
 def show(document: _D, as_json: bool, lines: Callable[[_D], Lines]) -> None:
-    """Print a command's answer once, whatever ranks there are, as one JSON document or as lines."""
+    """Print a command's document on the first rank only, as JSON or as lines."""
     if not document or not is_first():
         return
     if as_json:
@@ -72,7 +72,7 @@ def show(document: _D, as_json: bool, lines: Callable[[_D], Lines]) -> None:
 
 
 def show_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines]) -> _D:
-    """Do the work of a command, which is given bars as its `watcher`, print its answer, and return that."""
+    """Run a command's work with progress bars as its `watcher`; print and return its document."""
     from wsi_fl.stages.work.console import Bars
 
     with Bars(title) as bars:
@@ -82,7 +82,7 @@ def show_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callabl
 
 
 def _spelled(line: str) -> str:
-    """A line of JSON that means the same, and in which what a terminal would not show as it is stands as an escape."""
+    """Return an equivalent line of JSON with unprintable characters escaped."""
     if line.isprintable():
         return line
     return "".join(one if printable(one) == one else json.dumps(one)[1:-1] for one in line)
@@ -92,9 +92,9 @@ _C = TypeVar("_C", bound=Callable[..., None])
 
 
 def announced(command: _C, name: str = "") -> _C:
-    """Return the command, which first says on stderr that it starts, since what it imports takes seconds.
+    """Return the command with a start message on stderr, since its imports take seconds.
 
-    Ctrl-C that knows how the work goes on is told in its own words.
+    A KeyboardInterrupt with a message (how to resume) is reported with that message.
     """
 
     @functools.wraps(command)
@@ -103,7 +103,7 @@ def announced(command: _C, name: str = "") -> _C:
             print(f"wsi-fl {name or command.__name__}: starting …", file=sys.stderr, flush=True)
         try:
             command(*args, **kwargs)
-        except KeyboardInterrupt as stopped:  # typer would forget its words
+        except KeyboardInterrupt as stopped:  # typer would drop the message
             if not str(stopped):
                 raise
             raise WsiFlError(str(stopped)) from None
@@ -112,14 +112,14 @@ def announced(command: _C, name: str = "") -> _C:
 
 
 _GPU = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
-"""A number of a GPU, or its name, as `nvidia-smi -L` lists both, and as CUDA and Slurm write them."""
+"""A GPU's number or name as in `nvidia-smi -L`, CUDA and Slurm."""
 
 
 def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
-    """Take these GPUs, "0,1", and where they are several, begin the command again with a rank on each.
+    """Restrict the process to these GPUs, "0,1"; for several, restart the command with a rank on each.
 
-    Where a cluster gave this job some of the machine's GPUs, they are to be among these.
-    Without `ranks` they are only taken: `train` starts its own.
+    They must be among the GPUs that a cluster assigned to this job. Without `ranks` nothing is restarted: `train`
+    starts its own ranks.
     """
     if gpus is None:
         return
@@ -154,7 +154,7 @@ def take_gpus(gpus: str | None, *, ranks: bool = True) -> None:
 def asked(
     command: str, site: str | None, every: bool, pipeline: str | None, overrides: list[str] | None = None
 ) -> Which:
-    """Return which sites a command works on; UsageError unless exactly one of --site and --all was given."""
+    """Return the site selection of a command; UsageError unless exactly one of --site and --all was given."""
     if site is None and not every:
         raise UsageError(f"{command} needs one of --site NAME and --all")
     if site is not None and every:

@@ -1,4 +1,4 @@
-"""The commands that make a study and prepare what it learns from: slides, data sets."""
+"""Commands for a study and its data: slides, features, image data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wsi_fl.types import UsageError
 
 
 def init(
-    folder: Annotated[Path, Argument(metavar="DIR", help="The study to make.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="Folder of the new study.")],
     archive: Annotated[
         Path | None, Option("--from", help="Archive of slides to write site files for.")
     ] = None,
@@ -26,7 +26,7 @@ def init(
         str | None, Option(help="camelyon17, camelyon16, tcga or generic. Default: recognised.")
     ] = None,
     real: Annotated[
-        bool, Option("--real", help="The sites are real hospitals: nobody reads their patches.")
+        bool, Option("--real", help="The sites are real hospitals: no other site reads their patches.")
     ] = False,
     pipeline: Annotated[
         str | None,
@@ -47,12 +47,12 @@ def init(
         Option(
             "--column",
             metavar="KEY=NAME",
-            help="TCGA: what patient, diagnosis, tumor_type or project is called in --clinical. Repeatable.",
+            help="TCGA: column of patient, diagnosis, tumor_type or project in --clinical. Repeatable.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a study: pipelines/ and sites/ to edit."""
+    """Create a study: pipelines/ and sites/ to edit."""
     from wsi_fl.stages.prepare.init import Tables, init, init_lines
 
     tables = Tables(group_by, clinical, codes, tuple(columns or ()))
@@ -66,7 +66,7 @@ def tile(
     site: Annotated[str | None, Option(help="The site to tile.")] = None,
     every: Annotated[bool, Option("--all", help="Tile every site of the pipeline.")] = False,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Say what it would take, from a few slides of each site.")
+        bool, Option("--dry-run", help="Estimate patches, bytes and time from a few slides of each site.")
     ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
@@ -85,14 +85,14 @@ def tile(
 
 
 def mosaic(
-    site: Annotated[str | None, Option(help="The site whose slides to take.")] = None,
+    site: Annotated[str | None, Option(help="The site of the slides.")] = None,
     every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
-    """Turn a site's slides into mosaics of a few patches each, stored as deep features."""
+    """Compute mosaics of a site's slides: deep features of a few patches each."""
     which = asked("mosaic", site, every, pipeline, overrides)
     study = find_study()
     take_gpus(gpus)
@@ -103,7 +103,7 @@ def mosaic(
 
 
 def features(
-    site: Annotated[str | None, Option(help="The site whose patches to take.")] = None,
+    site: Annotated[str | None, Option(help="The site of the patches.")] = None,
     every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
@@ -125,35 +125,33 @@ def directions(
         Option(
             "--from",
             metavar="PATH",
-            help="A slide, a picture or a feature store of public tissue, or a folder of such. Repeatable.",
+            help="A public reference slide, picture or feature store, or a folder of these. Repeatable.",
         ),
     ],
     out: Annotated[Path, Option(help="The file to write.")] = Path("projection.safetensors"),
     n: Annotated[
         int | None,
-        Option("--dimensions", min=2, max=1024, help="How many. Default: 32, or what --rows asks for."),
+        Option("--dimensions", min=2, max=1024, help="How many. Default: 32, or as suits --rows."),
     ] = None,
     rows: Annotated[
         int | None,
-        Option(min=1, help="Rows of all hospitals together, about: as many directions as suit these."),
+        Option(min=1, help="Approximate number of rows of all hospitals: choose the dimensions for these."),
     ] = None,
-    hospitals: Annotated[int, Option(min=1, help="With --rows: how many hospitals write.")] = 4,
-    epsilon: Annotated[float, Option(min=1e-3, max=1e3, help="With --rows: ε of a letter.")] = 1.0,
+    hospitals: Annotated[int, Option(min=1, help="With --rows: number of releasing hospitals.")] = 4,
+    epsilon: Annotated[float, Option(min=1e-3, max=1e3, help="With --rows: ε of each release.")] = 1.0,
     shared: Annotated[
-        bool, Option("--shared", help="With --rows: hospitals share the noise (privacy.noise).")
+        bool, Option("--shared", help="With --rows: distributed noise (privacy.noise).")
     ] = False,
-    mpp: Annotated[float | None, Option(help="µm per pixel of pictures that do not say.")] = None,
+    mpp: Annotated[float | None, Option(help="µm per pixel of pictures without a resolution.")] = None,
     public: Annotated[
         bool,
-        Option(
-            "--public", help="These sources are nobody's secret, though a site or patients are named in them."
-        ),
+        Option("--public", help="These sources are public, though they name a site or patients."),
     ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Make the directions along which `oneshot` sums features, from tissue that is nobody's secret."""
+    """Compute the projection of features for `oneshot` from public reference slides."""
     study = find_study()
     if n is not None and rows is not None:
         raise UsageError("--dimensions and --rows exclude each other")
@@ -175,12 +173,12 @@ def directions(
 
 
 def check(
-    site: Annotated[str | None, Option(help="The site whose stores to read.")] = None,
+    site: Annotated[str | None, Option(help="The site of the stores.")] = None,
     every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     pipeline: Pipeline = None,
     as_json: Json = False,
 ) -> None:
-    """Read every byte that a site has stored; say what is damaged and which command mends it."""
+    """Read every byte of a site's stores; report damage and its repair."""
     which = asked("check", site, every, pipeline)
     study = find_study()
     from wsi_fl.stages.prepare.check import check, check_lines
@@ -191,7 +189,7 @@ def check(
 
 
 def encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
-    """List the published encoders that can be used by name, and which weights are here."""
+    """List the published encoders with their properties and local weights."""
     try:
         study = find_study()
     except UsageError:
@@ -204,33 +202,29 @@ def encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
 
 
 def import_features(
-    site: Annotated[str, Option(help="The site whose feature store is written.")],
+    site: Annotated[str, Option(help="The site of the feature store.")],
     source: Annotated[Path, Option("--from", metavar="DIR", help="Where the features are.")],
     labels: Annotated[
         Path,
         Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split."),
     ],
     form: Annotated[str, Option("--format", help="trident, clam, stamp or anndata.")],
-    encoder: Annotated[str | None, Option(help="What made the features, where the files do not say.")] = None,
+    encoder: Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")] = None,
     patch_px: Annotated[
-        int | None, Option(min=1, help="Side of a patch in pixels, where the files do not say.")
+        int | None, Option(min=1, help="Side of a patch in pixels, where the files lack it.")
     ] = None,
     mpp: Annotated[
-        float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files do not say.")
+        float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files lack it.")
     ] = None,
     called: Annotated[
         str | None,
-        Option(
-            "--encoder-name",
-            metavar="NAME",
-            help="The encoder's name from now on, whatever the files call it.",
-        ),
+        Option("--encoder-name", metavar="NAME", help="New name of the encoder, whatever the files call it."),
     ] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Take features that TRIDENT, CLAM, STAMP or LazySlide computed as a site's feature store."""
+    """Import features of TRIDENT, CLAM, STAMP or LazySlide as a site's feature store."""
     study = find_study()
     from wsi_fl.stages.prepare.importing import ImportFacts, import_features
     from wsi_fl.stages.prepare.sources import mosaic_lines
@@ -267,10 +261,10 @@ def pack(
 def partition(
     data: Annotated[Path, Argument(metavar="DATA", help="npz, HDF5 or a folder of classes.")],
     sites: Annotated[int, Option(help="Number of sites.")],
-    per_site: Annotated[int | None, Option(help="Training images per site. Default: all there are.")] = None,
+    per_site: Annotated[int | None, Option(help="Training images per site. Default: all, divided.")] = None,
     skew: Annotated[str, Option(help="iid, major:0.8 or dirichlet:0.5.")] = "iid",
-    seed: Annotated[int, Option(help="Of the division.")] = 0,
-    test_fraction: Annotated[float, Option(help="Held out where the data bring no test set.")] = 0.2,
+    seed: Annotated[int, Option(help="Seed of the division.")] = 0,
+    test_fraction: Annotated[float, Option(help="Share held out where the data have no test set.")] = 0.2,
     size_px: Annotated[int | None, Option(help="Scale images to squares of this size.")] = None,
     prefix: Annotated[str, Option(help="Sites are called PREFIX1, PREFIX2, …")] = "S",
     as_json: Json = False,

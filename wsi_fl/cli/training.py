@@ -1,4 +1,4 @@
-"""The commands that train and plan what training costs in ε, and those that ask a trained run."""
+"""Commands for training, privacy planning, and work on trained runs."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 def release(
-    site: Annotated[str | None, Option(help="The site whose sums to release.")] = None,
+    site: Annotated[str | None, Option(help="The site whose class statistics to release.")] = None,
     every: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
     again: Annotated[
-        bool, Option("--again", help="Take and release them once more, at the same cost again.")
+        bool, Option("--again", help="Compute and release them once more, at the same cost in ε.")
     ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Release the sums of a site's features, for heads that sites make together, once."""
+    """Release noisy class statistics of a site's features for one-shot global heads."""
     which = asked("statistics", site, every, pipeline, overrides)
     study = find_study()
     from wsi_fl.stages.training.release import release, releases_lines
@@ -52,7 +52,7 @@ def release(
 
 
 class Described(TyperCommand):
-    """A command whose help says what every method does, also those of other packages, which it imports."""
+    """A command with a line on every method in its help, also on those of extensions."""
 
     def get_help(self, ctx: Any) -> str:
         method: Any = next(one for one in self.params if one.name == "method")
@@ -61,7 +61,7 @@ class Described(TyperCommand):
 
 
 def train(
-    method: Annotated[str, Option(help="What is done; --help says it of each.")] = DEFAULT,
+    method: Annotated[str, Option(help="Training method; --help describes each.")] = DEFAULT,
     pipeline: Pipeline = None,
     overrides: Set = None,
     backend: Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")] = "mpi",
@@ -82,7 +82,7 @@ def train(
     baselines: Annotated[
         bool,
         Option(
-            "--baselines", help="Beside mpcpa also own, all original, all generated and FedAvg, in a table."
+            "--baselines", help="Beside mpcpa also local, all original, all generated and FedAvg, in a table."
         ),
     ] = False,
     dry_run: Annotated[
@@ -165,11 +165,11 @@ def privacy(
     ] = None,
     delta: Annotated[float, Option(help="δ, above 0 and below 1.")] = 1e-5,
     group: Annotated[
-        int | None, Option(min=1, help="Rows of one patient: what ε per row is worth to that patient.")
+        int | None, Option(min=1, help="Rows of one patient: also show the ε of that patient.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute the ε of a plan, or the σ that a target ε asks for."""
+    """Compute the ε of a plan, or the noise multiplier σ for a target ε."""
     from wsi_fl.stages.training.privacy import privacy, privacy_lines
 
     document = privacy(
@@ -209,10 +209,10 @@ def bench(
         ),
     ] = "alike,0.9",
     unit: Annotated[str, Option(help="What ε protects: row or patient.")] = "row",
-    seeds: Annotated[int, Option(min=1, max=1000, help="How often hospitals are drawn.")] = 5,
+    seeds: Annotated[int, Option(min=1, max=1000, help="Number of random samples of hospitals.")] = 5,
     along: Annotated[
         Path | None,
-        Option("--projection", metavar="FILE", help="Of public tissue, or a table of its features."),
+        Option("--projection", metavar="FILE", help="Projection, or features of public slides."),
     ] = None,
     labels: Annotated[
         Path | None, Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
@@ -220,7 +220,7 @@ def bench(
     jobs: Annotated[int, Option(min=1, max=256, help="Processes.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Measure methods on hospitals drawn from one table of features, beside each alone and all data pooled."""
+    """Compare methods on hospitals sampled from one feature table, with local and pooled baselines."""
     from wsi_fl.stages.bench import bench, bench_lines, cells_of, numbers_of
 
     work = partial(
@@ -240,7 +240,7 @@ def bench(
 
 
 def evaluate(run: Run, overrides: PredictionOverrides = None, as_json: Json = False) -> None:
-    """Measure what answers for every site, on the merged multi-centric test set and on each site's part."""
+    """Evaluate every site's prediction model on the merged multi-centric test set and on each site's part."""
     study = find_study()
     from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 
@@ -257,10 +257,11 @@ def predict(
     ] = None,
     tumor_type: Annotated[
         str | None,
-        Option(help="What is known of the slides, for runs on mosaics. Default: what the store says."),
+        Option(help="Tumour type of the slides, for runs on mosaics. Default: from the store."),
     ] = None,
     mpp: Annotated[
-        float | None, Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: what they say.")
+        float | None,
+        Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: as in the files."),
     ] = None,
     overrides: PredictionOverrides = None,
     gpus: Gpus = None,
@@ -296,11 +297,11 @@ def compare(
         ),
     ],
     baseline: Annotated[
-        bool, Option(help="Train the runs that are missing of every hospital alone without DP.")
+        bool, Option(help="Train missing local baselines of every hospital, without DP.")
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Set methods side by side: mean ± sd over sites and seeds, significance, communication."""
+    """Compare methods: mean ± sd over sites and seeds, significance, communication."""
     study = find_study()
     from wsi_fl.stages.answers.compare import compare, compare_lines
 
@@ -315,7 +316,7 @@ def clinical(
     ],
     prevalence: Annotated[
         float | None,
-        Option(help="Share of cases at which predictive values are told too, as in your clinic: 0.05."),
+        Option(help="Share of cases in your clinic for predictive values: 0.05."),
     ] = None,
     by: Annotated[
         str | None,
@@ -324,11 +325,11 @@ def clinical(
         ),
     ] = None,
     least: Annotated[
-        int, Option("--min-patients", min=1, help="Groups of fewer patients, cases or others are not told.")
+        int, Option("--min-patients", min=1, help="Fewest patients, cases and others of a shown group.")
     ] = 10,
     as_json: Json = False,
 ) -> None:
-    """Say what a clinic asks of an evaluated run, by patient: sensitivity, predictive values, calibration, benefit."""
+    """Report clinical performance of a run by patient: sensitivity, predictive values, calibration, benefit."""
     study = find_study()
     from wsi_fl.stages.answers.clinical import clinical, clinical_lines
 
@@ -340,13 +341,13 @@ def plan_size(
     auroc: Annotated[float, Option(help="The AUROC that you expect.")] = 0.8,
     width: Annotated[
         float | None,
-        Option(help="Of the intervals of AUROC, sensitivity and specificity, end to end. Default: 0.1."),
+        Option(help="Width of the intervals of AUROC, sensitivity and specificity. Default: 0.1."),
     ] = None,
     sensitivity: Annotated[float | None, Option(help="That you expect.")] = None,
     specificity: Annotated[float | None, Option(help="That you expect.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say how many test patients a hospital needs for intervals of a given width (Riley et al., 2021)."""
+    """Compute the number of test patients for intervals of a given width (Riley et al., 2021)."""
     from wsi_fl.stages.answers.clinical import plan_size, size_lines
 
     document = plan_size(prevalence, auroc, width=width, sensitivity=sensitivity, specificity=specificity)
@@ -354,7 +355,7 @@ def plan_size(
 
 
 def audit(run: Run, as_json: Json = False) -> None:
-    """Attack what a run trained: membership inference, and with canaries a lower bound on ε."""
+    """Attack the models of a run: membership inference, and with canaries a lower bound on ε."""
     study = find_study()
     from wsi_fl.stages.answers.audit import audit, audit_lines
 
@@ -373,7 +374,7 @@ def report(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write one self-contained HTML page with figures; of real sites' patients it shows pictures only when asked to."""
+    """Write one self-contained HTML page with figures, without pictures of real sites' patients by default."""
     study = find_study()
     from wsi_fl.stages.answers.report import report
 
@@ -383,7 +384,7 @@ def report(
 
 def export(
     site: Annotated[
-        str | None, Option(help="The site whose mosaics, or whose model. Of shared models any.")
+        str | None, Option(help="The site of the mosaics or the model. Of shared models any.")
     ] = None,
     form: Annotated[
         str, Option("--format", help="Of mosaics clam, trident or stamp; of a model wsinfer or onnx.")
@@ -393,11 +394,9 @@ def export(
         str | None, Option(help="proxy, shared or private, as the run's method has them.")
     ] = None,
     private: Annotated[
-        bool, Option("--private", help="A private model may leave, which may have memorised patients.")
+        bool, Option("--private", help="Allow export of a private model, which may have memorised patients.")
     ] = False,
-    tensors: Annotated[
-        bool, Option("--pt", help="clam: write the .pt files too that its training reads.")
-    ] = False,
+    tensors: Annotated[bool, Option("--pt", help="clam: also write the .pt files for its training.")] = False,
     out: Annotated[
         Path | None, Option(metavar="DIR", help="Where to write. Default: in the study, or the run.")
     ] = None,

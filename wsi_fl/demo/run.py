@@ -1,4 +1,4 @@
-"""`demo`: the whole job on painted slides, in minutes, on any machine."""
+"""`wsi-fl demo`: the whole workflow on simulated slides, in minutes, on any machine."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _N_SITES = 4
 _PATIENTS_PER_SITE = 20
 _SLIDE_PX = 1536
 _ILL = (1.0, 0.5, 0.15, 0.0)
-"""Share of each hospital's patients who have metastases: one hospital sees few, one none."""
+"""Share of patients with metastases by hospital: one hospital has few, one none."""
 _WEIGHTS, _DIRECTIONS, _PUBLIC = "weights/untrained.safetensors", "weights/projection.safetensors", "public"
 _PUBLIC_SEED, _N_DIRECTIONS, _PUBLIC_MPP = 99, 16, 0.5
-"""There are 9 to 15 patients in a hospital, for whom 32 directions are many."""
+"""Hospitals have 9 to 15 patients each: too few for 32 dimensions."""
 
 
 def demo(folder: Path) -> dict[str, Any]:
-    """Paint, tile, encode, train each hospital alone and all together, compare and report, into `folder`.
+    """Simulate slides, tile, encode, train local and federated models, compare and report, into `folder`.
 
-    A demo that was interrupted goes on where it can: painted slides and finished shards are kept.
+    An interrupted demo is resumed: simulated slides and finished shards are kept.
 
     Returns:
-        The `--json` document, of which `report` is the page that says what joining brings each hospital.
+        The `--json` document; its `report` is the page on each hospital's benefit.
     """
     study = _study(folder)
     with Bars("tile") as bars:
@@ -58,7 +58,7 @@ def demo(folder: Path) -> dict[str, Any]:
     if not (study.root / _DIRECTIONS).exists():
         _find_directions(study)
     runs = {name: _trained(study, step) for name, step in _STEPS.items()}
-    say("What joining brings each hospital", style="bold")
+    say("The benefit of each hospital", style="bold")
     compare_with = [runs[name]["run"] for name in ("federated", "proxyfl", "pooled")]
     with Bars("compare") as bars:
         compared = compare(study, compare_with, watcher=bars)
@@ -83,16 +83,16 @@ class _Step:
 
 _ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
 _STEPS = {
-    "local": _Step("What each hospital reaches alone, at its best", "regular", "local", _ALONE),
-    "pooled": _Step("What all data in one place would reach, which nobody may do", "joint", "local", _ALONE),
+    "local": _Step("Local models: each hospital with its own data, tuned", "regular", "local", _ALONE),
+    "pooled": _Step("Pooled data: all data in one place, as a reference only", "joint", "local", _ALONE),
     "proxyfl": _Step(
-        "ProxyFL, the paper's method: four hospitals, one MPI rank each; only noisy proxies travel, in ten rounds",
+        "ProxyFL, the paper's method: four hospitals, one MPI rank each, exchange only noisy proxies, in ten rounds",
         "proxyfl",
         "mpi",
         ("train.rounds=10", "train.eval_every=10"),
     ),
     "federated": _Step(
-        "One letter: each hospital releases noisy sums of its classes, once, instead of proxies in rounds",
+        "One-shot: each hospital releases noisy class statistics once, instead of proxies in rounds",
         "oneshot",
         "mpi",
     ),
@@ -118,7 +118,7 @@ def _trained(study: Study, step: _Step) -> dict[str, Any]:
 
 
 def _find_directions(study: Study) -> None:
-    """Paint slides of no hospital, and find in them along which directions features are summed."""
+    """Simulate public reference slides, and compute the projection from them."""
     public = study.root / _PUBLIC
     public.mkdir(exist_ok=True)
     for slide in plan_slides(_N_SITES, 1, _SLIDE_PX, _PUBLIC_SEED):
@@ -130,16 +130,16 @@ def _find_directions(study: Study) -> None:
 
 
 def write_untrained(path: Path) -> None:
-    """Write the weights of the demo's encoder, always the same, with timm's names.
+    """Write the untrained weights of the demo's encoder, always the same, with timm's names.
 
-    It was never trained, since the demo may download nothing; studies take a pretrained one.
+    The demo downloads nothing; studies take a pretrained encoder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(path, untrained_weights(_ENCODER, public_patches()), {})
 
 
 def public_patches() -> NDArray[np.uint8]:
-    """Return patches uint8[n, INPUT_PX, INPUT_PX, 3] of tissue, painted of slides that belong to no hospital."""
+    """Return tissue patches uint8[n, INPUT_PX, INPUT_PX, 3] of simulated public slides."""
     step, found = _PATCH_PX // INPUT_PX, []
     for slide in plan_slides(4, 1, _PUBLIC_PX, _PUBLIC_SEED):
         picture = paint_slide(slide)[::step, ::step]
@@ -151,7 +151,7 @@ def public_patches() -> NDArray[np.uint8]:
 
 
 _UNFINISHED = {"archive", "archive.unfinished", "pipelines", "sites.unfinished"}
-"""What a demo that was killed before its study was whole may have left."""
+"""Possible leftovers of a killed demo."""
 
 
 def _study(folder: Path) -> Study:
@@ -164,10 +164,10 @@ def _study(folder: Path) -> Study:
         shutil.rmtree(root / name, ignore_errors=True)
     archive, unfinished = root / "archive", root / "archive.unfinished"
     if not archive.is_dir():
-        say("Painting the slides of four hospitals", style="bold")
+        say("Simulating the slides of four hospitals", style="bold")
         shutil.rmtree(unfinished, ignore_errors=True)
         size = {"n_sites": _N_SITES, "patients_per_site": _PATIENTS_PER_SITE, "size_px": _SLIDE_PX}
-        with Bars("paint") as bars:
+        with Bars("simulate") as bars:
             paint_archive(unfinished, **size, ill=_ILL, progress=partial(bars.update, "slides"))
         unfinished.rename(archive)
     init(root, archive=archive, pipeline=_PIPELINE)

@@ -1,6 +1,6 @@
 """Bag stores: the features of some or all patches of every slide of a site. See FORMAT.md.
 
-A shard is the bag of one slide, by itself: what a killed job need not make again.
+A shard is the bag of one slide in a file, reused after a killed job.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
 _FORMAT, _SHARD_FORMAT = "wsi-fl bag store", "wsi-fl bag"
 UNPLACED = -1
-"""Both coordinates of a patch whose place on the slide is unknown."""
+"""Both coordinates of a patch at an unknown place."""
 _ROW_SUMMED = ("features",)
-"""The dataset whose rows have checksums."""
+"""The dataset with row checksums."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
 _EITHER = "`wsi-fl import` where its features were imported, else `wsi-fl mosaic`"
 _FEW = 4
-"""Rows of a bag below which their checksums alone are no digest of it."""
+"""Fewest rows of a bag whose checksums are a sufficient digest."""
 _OWN = {
     "label": "patch_label",
     "patient": "patch_patient",
     "split": "patch_split",
     "tumor_fraction": "tumor_fraction",
 }
-"""Column of a table of patches → its dataset, where patches do not take their slide's."""
+"""Column of a table of patches → its dataset, where values differ from their slide's."""
 
 Features = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class BagMeta:
-    """What holds for a whole bag store.
+    """The metadata of a bag store.
 
     Attributes:
-        classes: what labels hold positions in.
-        encoder: name and digest of the weights of what made the features.
-        spec: of the patches under the features.
-        made_by: the command that made it, "mosaic", "features" or "import".
-        tumor_types: tumour type → the classes it may have; empty where nothing is known beforehand.
-        recipe: the settings by which patches were chosen, by name; empty where the store does not say.
+        classes: names of the label values.
+        encoder: name of the encoder and digest of its weights.
+        spec: of the encoded patches.
+        made_by: the command, "mosaic", "features" or "import".
+        tumor_types: tumour type → its possible classes; empty if unknown.
+        recipe: settings of the selection of patches, by name; empty if unknown.
         generator: of synthetic patches, see `StoreMeta`; None for patches of slides and images.
     """
 
@@ -90,9 +90,9 @@ class Bag:
 
     Attributes:
         features: float32[m, d].
-        xy_l0: int64[m, 2] top-left corners in level-0 pixels; all −1 where nobody knows them.
-        cluster: int64[m] colour group of each patch in a mosaic; None where there are no groups.
-        weight: float32[m] share of the slide's tissue that each patch stands for; None where each stands for itself.
+        xy_l0: int64[m, 2] top-left corners in level-0 pixels; all −1 if unknown.
+        cluster: int64[m] colour group of each patch in a mosaic; None without groups.
+        weight: float32[m] share of the slide's tissue represented by each patch; None for single patches.
     """
 
     features: Features
@@ -107,7 +107,7 @@ class Bag:
 
 
 def mark_of(features: Features) -> str:
-    """Return a digest of the features [m, d] of a slide, in whatever order they are, and of whatever precision."""
+    """Return a digest of the features [m, d] of a slide, independent of their order and precision."""
     with np.errstate(over="ignore"):
         rows = np.ascontiguousarray(features, np.float16)
     each = sorted(hashlib.blake2b(row, digest_size=8).digest() for row in rows)
@@ -115,16 +115,16 @@ def mark_of(features: Features) -> str:
 
 
 def bags_of(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
-    """Return (the slides of a table of patches as bags, how many patches each has).
+    """Return (the slides of a table of patches as bags, number of patches of each).
 
-    A slide has the highest class of its patches, so that one with any tumour is a tumour. Where its patches are of
-    several patients, its patient is "".
+    A slide has the highest class of its patches, so that any tumour counts. Its patient is "" where its patches have
+    several.
 
     Args:
         patches: one or more.
 
     Raises:
-        ValueError: when the patches of a slide do not lie together.
+        ValueError: when the patches of a slide are not consecutive.
     """
     first = np.flatnonzero(np.r_[True, patches.slide[1:] != patches.slide[:-1]])
     slides, sizes = patches.slide[first], np.diff([*first, len(patches)])
@@ -149,13 +149,13 @@ def write_bags(
     """Write a bag store atomically, holding one bag at a time.
 
     Args:
-        bags: in the table's order; groups and weights are written where all bags have them.
-        mpp_l0: [s] µm per level-0 pixel of each slide, where it is known.
-        sizes: [s] patches of each bag; needed where `bags` is no sequence.
-        patches: the labels, patients and splits of all patches, where they do not take their slide's.
+        bags: in the table's order; groups and weights are written if all bags have them.
+        mpp_l0: [s] µm per level-0 pixel of each slide, if known.
+        sizes: [s] patches of each bag; required if `bags` is no sequence.
+        patches: labels, patients and splits of all patches, if they differ from their slide's.
 
     Raises:
-        WsiFlError: when the bags are not as many, as long or as wide as they should be.
+        WsiFlError: when the number, length or width of bags is wrong.
     """
     if sizes is None:
         bags = list(bags)
@@ -190,7 +190,7 @@ def write_bags(
 
 
 def _write_patches(file: h5py.File, bags: Iterable[Bag], start: NDArray[np.int64], d: int) -> None:
-    # one bag after another; a column that some bag lacks is left out
+    # bag by bag; a column missing in some bag is dropped
     n = int(start[-1])
     sums = file.create_dataset(ROWS, (n,), np.uint32)
     written = {
@@ -222,7 +222,7 @@ class BagStore(StoreFile):
         meta: of its bags.
         table: the columns of its s bags.
         n_features: d.
-        mpp_l0: float64[s] µm per level-0 pixel of each slide; None where the store does not say.
+        mpp_l0: float64[s] µm per level-0 pixel of each slide; None if unknown.
     """
 
     format = _FORMAT
@@ -230,20 +230,20 @@ class BagStore(StoreFile):
 
     def __init__(self, path: Path) -> None:
         self.command = "features" if path.name == "features.h5" else ""
-        # its shards, which no other command makes
+        # shards of mosaics, made by no other command
         if not self.command and (path.parent / "mosaics").is_dir():
             self.command = "mosaic"
         super().__init__(path)
 
     @property
     def making(self) -> str:
-        """Return which command makes a store that is not there: features that exist are imported."""
+        """Return a hint at the command for a missing store; existing features are imported."""
         return super().making if self.command else f"make it with {_EITHER}"
 
     @property
     def mend(self) -> str:
-        """Return what to do about damage; a store that was imported needs the same options again."""
-        if not self.command:  # nothing says what made it
+        """Return the remedy for damage; an import needs the same options again."""
+        if not self.command:  # made by an unknown command
             return f"put its backup back, or make it anew with {_EITHER}"
         return f"{super().mend}, as before" if self.command == "import" else super().mend
 
@@ -284,17 +284,17 @@ class BagStore(StoreFile):
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Return int64[s], the number of patches of each slide."""
+        """Return the number of patches of each slide, int64[s]."""
         return np.diff(self._start)
 
     @property
     def bag_of_patch(self) -> NDArray[np.int64]:
-        """Return int64[n], the bag of each patch."""
+        """Return the bag of each patch, int64[n]."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     @cached_property
     def patches(self) -> PatchTable:
-        """Return the columns of all n patches; where patches have no own label, patient or split, their slide's."""
+        """Return the columns of all n patches, with labels, patients and splits of slides where patches have none."""
         file, bag = self._file, self.bag_of_patch
         own = (
             {"label": file["patch_label"][:], "tumor_fraction": file["tumor_fraction"][:]}
@@ -306,9 +306,9 @@ class BagStore(StoreFile):
         return PatchTable(file["xy_l0"][:], slide=self.table.slide[bag], **own)
 
     def marks(self) -> dict[str, frozenset[str]]:
-        """Return slide → a digest of its features, in whatever order they are: equal bags are equal in it.
+        """Return slide → digest of its features, independent of their order.
 
-        It is made of the rows' checksums; only bags of very few rows are read.
+        It is computed from row checksums; only bags of very few rows are read.
         """
         found: dict[str, frozenset[str]] = {}
         for k, slide in enumerate(self.table.slide.tolist()):
@@ -319,7 +319,7 @@ class BagStore(StoreFile):
         return found
 
     def rows_of(self, k: int) -> slice:
-        """Return which patches the k-th bag holds."""
+        """Return the rows of the k-th bag."""
         return slice(int(self._start[k]), int(self._start[k + 1]))
 
     def bag(self, k: int) -> Bag:
@@ -333,15 +333,15 @@ class BagStore(StoreFile):
         return Bag(self.read(np.arange(rows.start, rows.stop)), self._file["xy_l0"][rows], *columns)
 
     def read(self, rows: NDArray[np.int64]) -> Features:
-        """Return float32[b, d] of these patches, in the order asked for.
+        """Return the features float32[b, d] of these patches, in their order.
 
         Raises:
-            WsiFlError: naming the first patch that is damaged.
+            WsiFlError: with the first damaged patch.
         """
         if not len(rows):
             return np.empty((0, self.n_features), np.float32)
         wanted, place = np.unique(rows, return_inverse=True)
-        scattered = wanted[-1] - wanted[0] + 1 > len(wanted)  # HDF5 takes its time over such rows
+        scattered = wanted[-1] - wanted[0] + 1 > len(wanted)  # slow in HDF5
         try:
             found: Features = self._file["features"][
                 wanted if scattered else slice(int(wanted[0]), int(wanted[-1]) + 1)
@@ -359,17 +359,17 @@ class BagStore(StoreFile):
 
 @dataclass(frozen=True)
 class BagShard:
-    """The bag of one slide, by itself.
+    """The bag of one slide in a file.
 
     Attributes:
         slide: its name.
-        fingerprint: SHA-256 over all that decides the content.
+        fingerprint: SHA-256 over all inputs.
         encoder: name and digest of the weights.
         spec: of the patches.
         bag: features and places of the m patches.
-        mpp_l0: µm per level-0 pixel of the slide; NaN where nobody said.
-        note: what people should know of it, or "".
-        unread: (x, y, reason) of chosen patches that could not be read, level-0 pixels.
+        mpp_l0: µm per level-0 pixel of the slide; NaN if unknown.
+        note: a remark, or "".
+        unread: (x, y, reason) of unreadable selected patches, level-0 pixels.
     """
 
     slide: str
@@ -383,7 +383,7 @@ class BagShard:
 
 
 def bag_fingerprint(*said: Any) -> str:
-    """SHA-256 over plain values (JSON) that decide a shard's content."""
+    """Return the SHA-256 over a shard's inputs, plain values (JSON)."""
     return hashlib.sha256(json.dumps([1, *said]).encode()).hexdigest()
 
 
@@ -431,19 +431,19 @@ class _Shard(StoreFile):
 
 
 def read_bag_shard(path: Path) -> BagShard:
-    """Return a shard as it was written; `StoreFile` says what it raises."""
+    """Return the content of a shard; raises as `StoreFile`."""
     with _Shard(path) as shard:
         return shard.content
 
 
 def current_shard(path: Path, wanted: str) -> BagShard | str:
-    """Return the shard of a slide where it is whole and has this fingerprint, else why it must be made.
+    """Return the shard of a slide if it is intact and has this fingerprint, else why it must be written.
 
     Returns:
-        "" where there is no shard.
+        "" without a shard.
 
     Raises:
-        FileUnavailable: when it is there and cannot be read now.
+        FileUnavailable: when it exists and cannot be read now.
     """
     if not path.exists():
         return ""

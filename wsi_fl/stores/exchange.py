@@ -1,4 +1,4 @@
-"""Features of slides in other tools' layouts: a file is read whole, or refused in one line.
+"""Features of slides in other tools' layouts; an invalid file is refused in one line.
 
 TRIDENT (mahmoodlab/TRIDENT, `WSI.extract_patch_features`): `features_<encoder>/<slide>.h5`. `features` float[m, d] has
 the attribute `encoder`; `coords` int64[m, 2] in level-0 pixels has those of the patching: `patch_size` at the target
@@ -47,15 +47,15 @@ _MAGNIFIED = 10.0
 """µm per pixel times magnification: 40× is 0.25 µm, as TRIDENT, CLAM and most scanners round it."""
 _PREFIX = "features_"
 _BESIDES = ("cluster", "weight")
-"""Columns of our own exports, which other tools pass over."""
+"""Columns of our own exports, ignored by other tools."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a file says of its patches; None where it says nothing.
+    """The facts in a file on its patches; None if missing.
 
     Attributes:
-        encoder: name of what made the features.
+        encoder: name of the encoder.
         size_px, overlap_px: of a patch as the encoder's input was cut, at `mpp`.
         mpp: µm per pixel of the patches.
         nominal: whether `mpp` only follows from a magnification.
@@ -77,7 +77,7 @@ class _Foreign:
     Attributes:
         features: float32[m, d].
         xy: top-left corners [m, 2], in level-0 pixels or in µm; None where the file has none.
-        cluster, weight: as in `Bag`, which only our own exports have.
+        cluster, weight: as in `Bag`, in our own exports only.
     """
 
     features: NDArray[np.float32]
@@ -88,10 +88,10 @@ class _Foreign:
     weight: NDArray[np.float32] | None = None
 
     def bag(self, mpp_l0: float | None) -> Bag:
-        """Return the bag with its places in level-0 pixels, or unplaced where they cannot be known.
+        """Return the bag with places in level-0 pixels, or unknown places.
 
         Args:
-            mpp_l0: µm per level-0 pixel of the slide, which places in µm need.
+            mpp_l0: µm per level-0 pixel of the slide, needed for places in µm.
         """
         unit = mpp_l0 if self.in_um else 1.0
         if self.xy is None or unit is None:
@@ -103,12 +103,12 @@ class _Foreign:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tool lays out features.
+    """The functions for one tool's layout of features.
 
     Attributes:
-        find: folder → the file of every slide by name; UsageError where there is none.
-        read: a file → the features in it, or a WsiFlError of one line.
-        write: a store and a folder → the files of its slides; None where nobody needs that.
+        find: folder → the file of every slide by name; UsageError without any.
+        read: file → its features; WsiFlError of one line for an invalid file.
+        write: store, folder → the files of its slides; None if not supported.
     """
 
     find: Callable[[Path], dict[str, Path]]
@@ -169,7 +169,7 @@ def _besides(file: h5py.File, n: int) -> dict[str, Any]:
 
 
 def _number(attrs: Mapping[str, Any], name: str) -> float | None:
-    """Return a positive number among attributes; None where there is none."""
+    """Return a positive number among attributes, or None."""
     try:
         value = float(attrs[name])
     except (KeyError, TypeError, ValueError):
@@ -178,7 +178,7 @@ def _number(attrs: Mapping[str, Any], name: str) -> float | None:
 
 
 def _text(attrs: Mapping[str, Any], name: str) -> str | None:
-    """Return a text among attributes; None where there is none, or where a tool wrote "None"."""
+    """Return a text among attributes; None if missing, empty or "None"."""
     value = attrs.get(name)
     if isinstance(value, h5py.Empty):
         return None
@@ -187,7 +187,7 @@ def _text(attrs: Mapping[str, Any], name: str) -> str | None:
 
 
 def _files(folder: Path, suffix: str, *, deep: bool = False) -> list[Path]:
-    """Return the files of a folder, or below it, with a suffix in whatever case; companions are passed over."""
+    """Return the files of a folder, or below it, with a suffix in any case, without companions."""
     paths = folder.rglob("*") if deep else folder.glob("*")
     named = (path for path in paths if path.suffix.lower() == suffix and not path.is_dir())
     return sorted(path for path in named if not any(map(is_companion, _below(path, folder))))
@@ -264,7 +264,7 @@ def _read_trident(path: Path) -> _Foreign:
 
 
 def _facts_of(attrs: Mapping[str, Any], encoder: str | None) -> Facts:
-    """Return what attributes of `coords` say; `mpp` and `mpp_level0` are our own, and exact."""
+    """Return the facts in attributes of `coords`; `mpp` and `mpp_level0` are our own, and exact."""
     size, size_l0 = _number(attrs, "patch_size"), _number(attrs, "patch_size_level0")
     magnification, exact = _number(attrs, "target_magnification"), _number(attrs, "mpp")
     mpp = exact or (_MAGNIFIED / magnification if magnification else None)
@@ -282,8 +282,8 @@ def _facts_of(attrs: Mapping[str, Any], encoder: str | None) -> Facts:
 
 
 def _read_clam(path: Path) -> _Foreign:
-    # Of a `.pt`, a pickle, `weights_only` loads tensors alone and runs no code. A zip whose entries are compressed is
-    # refused: PyTorch writes none, but would unpack one of any size.
+    # Of a `.pt`, a pickle, `weights_only` loads only tensors and runs no code. A zip with compressed entries is
+    # refused: PyTorch writes none, but unpacks one of any size.
     if path.suffix.lower() == ".h5":
         return _read_trident(path)
     import torch
@@ -293,20 +293,20 @@ def _read_clam(path: Path) -> _Foreign:
             with ZipFile(path) as archive:
                 packed = any(one.compress_type != ZIP_STORED for one in archive.infolist())
         except BadZipFile:
-            packed = False  # for PyTorch to say
+            packed = False  # reported by PyTorch below
         if packed:
             raise WsiFlError(
                 f"{path.name}: its tensor is compressed, which PyTorch never does; save it anew by torch.save"
             )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickles that are refused anyway
+            warnings.simplefilter("ignore")  # on refused pickles
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise WsiFlError(
             f"{path.name}: damaged, or it holds more than a tensor; it could run code, so it is not opened"
         ) from None
-    except Exception as error:  # torch wraps what it finds in whatever comes first
+    except Exception as error:  # torch raises errors of many types
         raise WsiFlError(f"{path.name}: damaged ({one_line(error)[:120]})") from None
     if not isinstance(found, torch.Tensor) or found.layout != torch.strided or not found.is_floating_point():
         raise WsiFlError(f"{path.name}: holds a {type(found).__name__}, not one tensor of features")
@@ -339,8 +339,7 @@ def _read_stamp(path: Path) -> _Foreign:
 
 
 def _says(group: h5py.Group, name: str) -> bool:
-    """Return whether a group has something of a name that is not empty: AnnData writes None as a null, and groups of
-    nothing."""
+    """Return whether a group has a non-empty entry: AnnData writes None as a null, and empty groups."""
     if not is_own(group, name):
         return False
     found = entry_of(group, name)
@@ -348,10 +347,10 @@ def _says(group: h5py.Group, name: str) -> bool:
 
 
 def _matrix(file: h5py.File, name: str) -> NDArray[Any]:
-    """Return a matrix of AnnData, dense or of sparse rows or columns, as a dense array.
+    """Return a dense or sparse (CSR, CSC) matrix of AnnData as a dense array.
 
     Raises:
-        WsiFlError: when it is neither, damaged, or more than fits into memory.
+        WsiFlError: when it is neither, damaged, or does not fit into memory.
     """
     if not isinstance(group := entry_of(file, name), h5py.Group):
         return np.asarray(own_dataset(file, name)[:])
@@ -387,7 +386,7 @@ def _read_anndata(path: Path) -> _Foreign:
 
 
 def _stated(file: h5py.File, name: str, wanted: Sequence[str]) -> dict[str, float]:
-    """Return the numbers that a group of `uns` has of those wanted."""
+    """Return the existing numbers of these keys in a group of `uns`."""
     if not _says(file, "uns") or not _says(uns := own_group(file, "uns"), name):
         return {}
     group = own_group(uns, name)
@@ -424,9 +423,9 @@ def _encoder_folder(store: BagStore) -> str:
 
 
 def _fill_trident(store: BagStore, file: h5py.File, slide: str, bag: Bag, mpp_l0: float) -> None:
-    """Fill a file as TRIDENT's and CLAM's readers want it.
+    """Write a bag into a file in the layout of TRIDENT and CLAM.
 
-    TRIDENT's magnifications are rounded; `mpp` and `mpp_level0` beside them are exact.
+    TRIDENT's magnifications are rounded; the added `mpp` and `mpp_level0` are exact.
     """
     spec = store.meta.spec
     file["features"] = bag.features
@@ -453,10 +452,10 @@ def _write_trident(store: BagStore, folder: Path) -> list[Path]:
 
 
 def write_clam(store: BagStore, folder: Path, *, tensors: bool = False) -> list[Path]:
-    """Write `h5_files/<slide>.h5` for every bag, with the attributes that TRIDENT's readers want; return their paths.
+    """Write `h5_files/<slide>.h5` for every bag, with TRIDENT's attributes; return their paths.
 
     Args:
-        tensors: whether `pt_files/<slide>.pt` is written too, one float32[m, d] each, which CLAM's training reads.
+        tensors: whether to write `pt_files/<slide>.pt` too, float32[m, d], for CLAM's training.
     """
 
     def fill(file: h5py.File, slide: str, bag: Bag, mpp_l0: float) -> None:
@@ -471,8 +470,9 @@ def write_clam(store: BagStore, folder: Path, *, tensors: bool = False) -> list[
 
 
 def _write_stamp(store: BagStore, folder: Path) -> list[Path]:
-    """STAMP's own features are float16; these keep float32. Attributes of our own say the slide's resolution and
-    overlap.
+    """Write `<slide>.h5` for every bag in STAMP's layout; return their paths.
+
+    Features stay float32 (STAMP: float16); added attributes hold the slide's resolution and overlap.
     """
     spec, encoder = store.meta.spec, store.meta.encoder
 
@@ -509,7 +509,7 @@ LAYOUTS = {
 
 
 def write_labels(store: BagStore, path: Path) -> None:
-    """Write the table of a store's slides: case_id, slide_id and label as CLAM reads them, and what else is known."""
+    """Write the table of a store's slides: case_id, slide_id and label as in CLAM, and other columns."""
     lines, columns = io.StringIO(newline=""), store.table
     table = csv.writer(lines, lineterminator="\n")
     table.writerow(("case_id", "slide_id", "label", "tumor_type", "split", "mpp"))

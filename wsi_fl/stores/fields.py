@@ -1,4 +1,4 @@
-"""What the files of a store hold, and the checksums by which damage is found; FORMAT.md in code.
+"""Attributes, columns and checksums of store files, as in FORMAT.md.
 
 CRC-32 detects damage, but no forgery.
 """
@@ -27,36 +27,35 @@ STORE_FORMAT, SHARD_FORMAT = "wsi-fl patch store", "wsi-fl patch shard"
 _VERSION = 1
 """The version of all formats here; a file of another version is refused."""
 ROWS, HEAD, SHARDS = "crc32", "head_crc32", "shard_crc32"
-"""The dataset of the rows' checksums, the attribute of the checksum of everything else, and the dataset that knows the
-shards."""
+"""The dataset of row checksums, the attribute with the checksum of everything else, the dataset of shard checksums."""
 _CHANGED = "not the bytes that were written"
 DAMAGE = (ArithmeticError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
-"""What reading a damaged HDF5 file raises."""
+"""Errors from reading a damaged HDF5 file."""
 _AT_ONCE = 1 << 16
 Marked = tuple[tuple[int, int, str], ...]
-"""(x, y) of patches in level-0 pixels, and the reason why they are no rows."""
+"""(x, y, reason) of patches that are no rows, in level-0 pixels."""
 
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """What holds for a whole store."""
+    """The metadata of a store."""
 
     site: str
     classes: tuple[str, ...]
     spec: GridSpec
     generator: str | None = None
-    """Of synthetic patches: where they come from, a JSON object; None for patches of slides and images."""
+    """Of synthetic patches: their origin, a JSON object; None for patches of slides and images."""
     min_tissue: float | None = None
-    """Of slides: the least share of tissue in a patch; None where the store does not say."""
+    """Of slides: the least share of tissue in a patch; None if unknown."""
 
 
 def root_attrs(file_format: str, spec: GridSpec) -> dict[str, Any]:
-    """Return the root attributes that files of all formats have."""
+    """Return the root attributes common to all formats."""
     return asdict(spec) | {"format": file_format, "version": _VERSION, "tool_version": __version__}
 
 
 def read_spec(attrs: Any) -> GridSpec:
-    """Return the grid among root attributes."""
+    """Return the grid from root attributes."""
     return GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
 
 
@@ -69,7 +68,7 @@ def write_root(file: h5py.File, meta: StoreMeta) -> None:
 
 
 def read_meta(file: h5py.File) -> StoreMeta:
-    """Return what the root attributes say of a whole store."""
+    """Return the metadata of a store from its root attributes."""
     attrs = file.attrs
     return StoreMeta(
         str(attrs["site"]),
@@ -93,7 +92,7 @@ def text_of(node: Any, name: str) -> NDArray[np.str_]:
 
 
 def read_marked(node: Any, what: Literal["unread", "aside"]) -> Marked:
-    """Return the patches of a shard that could not be read, or that were set aside for their quality."""
+    """Return the unreadable patches of a shard, or those excluded for artifacts."""
     if f"{what}_xy_l0" not in node:
         return ()
     corners, reasons = node[f"{what}_xy_l0"][:].tolist(), text_of(node, f"{what}_reason").tolist()
@@ -101,7 +100,7 @@ def read_marked(node: Any, what: Literal["unread", "aside"]) -> Marked:
 
 
 def marked_columns(what: Literal["unread", "aside"], marked: Marked) -> dict[str, NDArray[Any]]:
-    """Return the datasets that `read_marked` reads; none where nothing is marked."""
+    """Return the datasets of unreadable or excluded patches; none without such patches."""
     if not marked:
         return {}
     corners = np.array([(x, y) for x, y, _ in marked], np.int64)
@@ -109,10 +108,10 @@ def marked_columns(what: Literal["unread", "aside"], marked: Marked) -> dict[str
 
 
 def check_format(node: Any, expected: str, path: Path) -> None:
-    """Refuse a file of another format or version.
+    """Check the format of a file.
 
     Raises:
-        WsiFlError: when it is one.
+        WsiFlError: for another format or version.
     """
     found, version = node.attrs.get("format"), node.attrs.get("version")
     if found != expected:
@@ -143,7 +142,7 @@ def json_attribute(attrs: Any, name: str, kind: type[_T]) -> _T:
 def require_sound(
     label: NDArray[Any], patient: NDArray[np.str_], split: NDArray[np.str_], n_classes: int
 ) -> None:
-    """Refuse columns, each [n], that no model may be trained on.
+    """Check columns [n] of a store.
 
     Raises:
         ValueError: when labels are not one column or lie beyond the classes, a split is unknown, or a patient is in two
@@ -169,15 +168,15 @@ def require_sound(
 
 
 def too_large(error: MemoryError) -> str:
-    """Return the message for a file that claims more than fits into memory, which damage may do too."""
+    """Return the message for data larger than the memory, by damage or not."""
     return f"damaged, or it holds more than fits into memory ({first_line(error) or 'out of memory'})"
 
 
 def refuse_too_large(where: object, n_bytes: int) -> None:
-    """Refuse what does not fit into memory before any is taken.
+    """Check the free memory before an allocation.
 
     Raises:
-        UsageError: when more bytes are wanted than are free.
+        UsageError: when more bytes are needed than are free.
     """
     if n_bytes > (room := free_bytes()):
         needed = f"{n_bytes / 1e9:.3g} GB; {room / 1e9:.3g} GB are free"
@@ -185,7 +184,7 @@ def refuse_too_large(where: object, n_bytes: int) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's message in one line; that of a system call without errno and path."""
+    """Return an error's message in one line, without errno and path."""
     if isinstance(error, ArithmeticError | AttributeError | TypeError):
         return "a group, dataset or attribute is not what it should be"
     if isinstance(error, OSError) and error.strerror:
@@ -197,22 +196,22 @@ def first_line(error: BaseException) -> str:
 class RowChecksums:
     """The checksums of a file's n rows.
 
-    A row is compared the first time it is read, and then believed until the store is opened anew: later epochs cost
-    nothing. What changes on the disk meanwhile is noticed by the next command.
+    A row is checked at its first read, until the store is opened again: later epochs cost nothing, and later changes
+    on the disk are found by the next command.
 
     Attributes:
         values: uint32[n].
-        seen: bool[n], whether a row was compared.
+        seen: bool[n], whether a row was checked.
     """
 
     values: NDArray[np.uint32]
     seen: NDArray[np.bool_]
 
     def check(self, row: int, data: Buffer) -> None:
-        """Compare one row.
+        """Check one row.
 
         Raises:
-            ValueError: when it differs.
+            ValueError: when its bytes differ from the checksum.
         """
         if not self.seen[row]:
             if crc32(data) != self.values[row]:
@@ -220,10 +219,10 @@ class RowChecksums:
             self.seen[row] = True
 
     def check_rows(self, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]) -> None:
-        """Compare the values [b, ...] of some rows; `name` says what a row is called.
+        """Check the values [b, ...] of some rows.
 
         Raises:
-            ValueError: naming the first row that differs.
+            ValueError: with the name of the first row that differs.
         """
         for k in np.flatnonzero(~self.seen[rows]):
             try:
@@ -233,7 +232,7 @@ class RowChecksums:
 
 
 def crc_of_rows(rows: Iterable[Any]) -> NDArray[np.uint32]:
-    """Return uint32[n], the CRC-32 of each row: of bytes, or of a contiguous array."""
+    """Return the CRC-32 of each row (bytes or contiguous array), uint32[n]."""
     return np.fromiter((crc32(row) for row in rows), np.uint32)
 
 
@@ -241,8 +240,8 @@ def sums_of(node: Any, n: int) -> RowChecksums:
     """Return the checksums of a file's n rows.
 
     Raises:
-        KeyError: when they were lost.
-        ValueError: when they were cut.
+        KeyError: when they are missing.
+        ValueError: when their number differs.
     """
     values = node[ROWS][:]
     if values.shape != (n,):
@@ -251,20 +250,20 @@ def sums_of(node: Any, n: int) -> RowChecksums:
 
 
 def shard_sum(shard: Any) -> int:
-    """Return the checksum of the checksums of a shard's patches, which identifies its pixels; 0 where it holds none."""
+    """Return the checksum of a shard's row checksums, an identifier of its pixels; 0 without pixels."""
     return crc32(shard[ROWS][:].tobytes()) if ROWS in shard else 0
 
 
 def seal(node: Any, rows: Collection[str] = ()) -> None:
-    """Remember all attributes and datasets of a file as they are now, but for the datasets `rows`."""
+    """Store the checksum of all attributes and datasets of a file except the datasets `rows`."""
     node.attrs[HEAD] = np.uint32(_head(node, rows))
 
 
 def check_seal(node: Any, rows: Collection[str] = ()) -> None:
-    """Compare a file with what `seal` remembered.
+    """Compare a file with its stored checksum.
 
     Raises:
-        KeyError: when that was lost.
+        KeyError: when the checksum is missing.
         ValueError: when it differs.
     """
     if int(node.attrs[HEAD]) != _head(node, rows):

@@ -1,7 +1,7 @@
-"""The one door to HDF5: files are created, and checked for format, version and checksums before they are opened.
+"""Create HDF5 files; open them after checks of format, version and checksums.
 
-Files of others are read safely: links, virtual datasets and external storage can name any other file of the machine,
-and gzip makes 8 GB of 8 MB.
+Foreign files are read safely: links, virtual datasets and external storage can name any other file of the machine, and
+gzip makes 8 GB of 8 MB.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from wsi_fl.types import WsiFlError
 SLIDE_BYTES = 1 << 14
 """Room for a slide's attributes, link and group."""
 _ALIGNED_BYTES = 1 << 14
-"""Datasets of this size or more are aligned, so that they can be written directly."""
+"""Least size of aligned datasets, for direct writes."""
 _LAYOUT = ("v110", "v110")
-"""The first version of HDF5 that keeps a checksum of every header."""
+"""The first version of HDF5 with checksums of all headers."""
 _HEAP, _HEAP_HEAD, _OBJECT_HEAD = b"GCOL\x01\0\0\0", 16, 16
 _LOOKED_AT = 1 << 16
-"""Bytes at the beginning of a file, where our own files have their heap."""
+"""Bytes at the start of a file, with the heap of our own files."""
 _HARMLESS_BYTES = 1 << 28
-"""What may be taken whatever a file holds."""
+"""Bytes that any file may unpack to."""
 _MOST_PACKED = 100
-"""Numbers of slides never take less than a hundredth of their bytes."""
+"""Largest ratio of unpacked to stored bytes; data of slides stay far below."""
 _GZIP, _SHUFFLE, _FLETCHER, _LZF = h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, 3, h5py.h5z.FILTER_LZF
 _GROWTH = {_GZIP: 1032, _LZF: 88}
-"""Bytes that a byte can become (zlib's technical details; three bytes of LZF stand for 264)."""
+"""Largest growth of a byte by filter (zlib's technical details; three bytes of LZF stand for 264)."""
 _PIECE_BYTES = 1 << 20
 
 
 def created(path: Path, n_bytes: int) -> h5py.File:
-    """Return a new HDF5 file on a disk that can hold it."""
+    """Create an HDF5 file after reserving its disk space."""
     reserve(path, n_bytes + SLIDE_BYTES)
     return h5py.File(
         path, "w", libver=_LAYOUT, alignment_threshold=_ALIGNED_BYTES, alignment_interval=ALIGNMENT
@@ -49,11 +49,11 @@ def created(path: Path, n_bytes: int) -> h5py.File:
 
 
 def opened(path: Path) -> h5py.File:
-    """Return an HDF5 file to read.
+    """Open an HDF5 file to read.
 
     Raises:
-        WsiFlError: when it is no file but a pipe, a socket or a device.
-        OSError: when it is no HDF5 file, or the heap that holds the text of its attributes is damaged.
+        WsiFlError: when it is a pipe, a socket or a device.
+        OSError: when it is no HDF5 file, or the heap of its attributes' texts is damaged.
     """
     with ordinary(path).open("rb") as handle:
         _check_heaps(handle.read(_LOOKED_AT))
@@ -61,8 +61,8 @@ def opened(path: Path) -> h5py.File:
 
 
 def _check_heaps(data: bytes) -> None:
-    # HDF5 would read a global heap for ever whose objects do not follow one another, and keeps no checksum of it
-    # (HDF5 File Format Specification 3.0, section III.E).
+    # HDF5 reads a global heap with inconsistent sizes for ever, and has no checksum of it (HDF5 File Format
+    # Specification 3.0, section III.E).
     start = data.find(_HEAP)
     while start >= 0:
         end = start + struct.unpack_from("<Q", data.ljust(start + _HEAP_HEAD, b"\0"), start + 8)[0]
@@ -77,17 +77,17 @@ def _check_heaps(data: bytes) -> None:
 
 
 class StoreFile:
-    """What readers of all stores have in common; a context manager.
+    """Base class of readers of stores; a context manager.
 
     Attributes:
         path: of the file.
-        format: that it must say.
-        command: which makes such files.
-        rows: the datasets whose rows have checksums of their own.
+        format: its required format.
+        command: the command that makes such files.
+        rows: the datasets with row checksums.
 
     Raises:
-        WsiFlError: when the file is missing, damaged, of another format or version, or says that it holds
-            more than fits into memory.
+        WsiFlError: when the file is missing, damaged, of another format or version, or claims more than fits into
+            memory.
     """
 
     format: ClassVar[str]
@@ -118,21 +118,21 @@ class StoreFile:
 
     @property
     def site(self) -> str:
-        """Return the name of the store's folder, which is that of its site."""
+        """Return the name of the site, that of the store's folder."""
         return self.path.absolute().parent.name
 
     @property
     def making(self) -> str:
-        """Return which command makes a store that is not there."""
+        """Return a hint at the command for a missing store."""
         return f"make it with `wsi-fl {self.command}`"
 
     @property
     def mend(self) -> str:
-        """Return what to do about damage."""
+        """Return the remedy for damage."""
         return f"run `wsi-fl {self.command} --site {self.site}` again"
 
     def _load(self, file: h5py.File) -> None:
-        """Read what is held in memory; an error of `DAMAGE` means that the file is damaged."""
+        """Read the columns into memory; an error of `DAMAGE` means a damaged file."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -142,7 +142,7 @@ class StoreFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; nothing can be read afterwards."""
+        """Close the file."""
         self._file.close()
 
 
@@ -150,7 +150,7 @@ def own_group(file: h5py.Group, name: str) -> h5py.Group:
     """Return a group of a file or group, without following links.
 
     Raises:
-        WsiFlError: when there is none, or it lies behind a link.
+        WsiFlError: when there is none, or it is behind a link.
     """
     found = entry_of(file, name)
     if not isinstance(found, h5py.Group):
@@ -159,12 +159,12 @@ def own_group(file: h5py.Group, name: str) -> h5py.Group:
 
 
 def own_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
-    """Return a dataset of numbers that may be read whole; nothing but the file itself is opened on the way.
+    """Return a dataset of numbers, safe to read in full; no other file is opened.
 
     Raises:
-        WsiFlError: when there is none, naming what there is; when it lies in another file or behind a link; when it
-            states more than the file can hold.
-        UsageError: when it is more than fits into memory.
+        WsiFlError: when there is none (lists existing names), it is in another file or behind a link, or it claims more
+            than the file can hold.
+        UsageError: when it does not fit into memory.
     """
     where, found = Path(file.file.filename).name, entry_of(file, name)
     if not isinstance(found, h5py.Dataset):
@@ -180,7 +180,7 @@ def own_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
 
 
 def entry_of(file: h5py.Group, name: str) -> Any:
-    """Return what a file or group has of a name, without following links.
+    """Return the entry of a file or group by name, without following links.
 
     Raises:
         WsiFlError: when there is none, or it is a link.
@@ -194,17 +194,17 @@ def entry_of(file: h5py.Group, name: str) -> Any:
 
 
 def is_own(file: h5py.Group, name: str) -> bool:
-    """Tell whether a file has anything of a name, without following links."""
+    """Return whether a file has an entry of a name, without following links."""
     return bool(file.id.links.exists(name.encode()))
 
 
 def packs_too_much(n_bytes: int, held: int) -> bool:
-    """Return whether so many bytes in so few on disk are a decompression bomb."""
+    """Return whether unpacked and stored bytes indicate a decompression bomb."""
     return n_bytes > max(_HARMLESS_BYTES, _MOST_PACKED * held)
 
 
 def _bomb(found: h5py.Dataset, file_bytes: int) -> str:
-    """Say why a dataset may not be read; "" where it may."""
+    """Return why a dataset is unsafe to read; "" when it is safe."""
     stated, held = int(found.size) * found.dtype.itemsize, min(found.id.get_storage_size(), file_bytes)
     layout = found.id.get_create_plist()
     filters = [layout.get_filter(k)[0] for k in range(layout.get_nfilters())]
@@ -223,7 +223,7 @@ def _bomb(found: h5py.Dataset, file_bytes: int) -> str:
 
 
 def _chunk_bomb(found: h5py.Dataset, packers: list[int], chunk_bytes: int, file_bytes: int) -> str:
-    """Say which chunk unpacks to more than the chunks' shape allows, since HDF5 unpacks all of it without a check."""
+    """Return a line on a chunk larger than its shape when unpacked, since HDF5 unpacks without a check; "" for none."""
     chunks: list[tuple[tuple[int, ...], int]] = []
     found.id.chunk_iter(lambda one: chunks.append((one.chunk_offset, one.size)))
     growth = max((_GROWTH[one] for one in packers), default=1)
@@ -238,7 +238,7 @@ def _chunk_bomb(found: h5py.Dataset, packers: list[int], chunk_bytes: int, file_
 
 
 def _unpacks_to_more(packed: bytes, most: int) -> bool:
-    """Return whether gzip data unpack to more bytes, piece by piece; False for what is no gzip, which HDF5 refuses."""
+    """Return whether gzip data unpack to more bytes, piece by piece; False for other data, refused by HDF5."""
     packer, total, rest = decompressobj(), 0, packed
     try:
         while rest and not packer.eof and total <= most:

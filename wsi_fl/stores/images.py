@@ -28,7 +28,7 @@ _MOST_PX = 4096
 _NAMES = {"x", "y", "x_train", "y_train", "x_test", "y_test"}
 _UNREADABLE = (*DAMAGE, EOFError, BadZipFile, ZlibError)
 _MOST_CLASSES = 10_000
-"""Labels beyond are numbers of another kind."""
+"""Larger labels are no classes."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Images:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Training images, the test images the data set brings (or None), and the class names."""
+    """Training images, test images of the data set (or None), and class names."""
 
     train: Images
     test: Images | None
@@ -54,8 +54,8 @@ class DataSet:
 def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
     """Read an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder of classes.
 
-    A folder holds one subfolder per class, or `train/` and `test/` with one each; if no picture in it has any colour,
-    as radiographs saved as RGB, images are grey. Pixels are uint8, or floats in [0, 1]. With `size_px` images are
+    A folder has one subfolder per class, or `train/` and `test/` with these; if no picture has any colour (radiographs
+    saved as RGB), images are grey. Pixels are uint8, or floats in [0, 1]. With `size_px` images are
     scaled to squares of that size; without it they must be squares.
 
     Raises:
@@ -97,7 +97,7 @@ def _from_npz(path: Path) -> dict[str, Any]:
 
 
 def _n_bytes(archive: Any, name: str) -> int:
-    """Return the bytes that an array of a zip file claims to need; 0 for an entry that numpy will refuse."""
+    """Return the claimed bytes of an array in a zip file; 0 for an entry refused by numpy."""
     with archive.open(name if name in archive.namelist() else f"{name}.npy") as member:
         versions = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         read = versions.get(np.lib.format.read_magic(member))
@@ -210,7 +210,7 @@ def _classes(root: Path) -> tuple[str, ...]:
 
 
 def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> Images:
-    """Return all images of a folder, read one by one: at their own size all may not fit into memory."""
+    """Return all images of a folder, resized one by one: at full size they may not fit into memory."""
     files = [(path, k) for k, name in enumerate(classes) for path in _files(root / name)]
     channels = len(mode)
     refuse_too_large(root, len(files) * side**2 * channels)

@@ -1,6 +1,6 @@
-"""Reading patch stores: the columns of every patch of a site, and the pixels from the shard of its slide.
+"""Readers of patch stores: the columns of every patch of a site, and pixels from the shard of its slide.
 
-A shard holds pixels, JPEG streams, or only a reference to the slide. See FORMAT.md. A missing shard raises instead of
+A shard holds pixels, JPEG streams, or only a reference to the slide, see FORMAT.md. A missing shard raises instead of
 reading as black.
 """
 
@@ -48,18 +48,18 @@ from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
 _QUALITIES = range(1, 101)
 PIXELS = ("pixels", "bytes")
-"""The datasets of a shard that hold pixels."""
+"""The datasets of a shard with pixels."""
 _OPEN_SHARDS = 128
-"""Shards one reader keeps open, fewer where the system allows few files: joint training reads many stores."""
+"""Most open shards of a reader, fewer where the system limits files: joint training reads many stores."""
 _MOST_THREADS = 8
 _MEMORY = BufferPool(most=2)
-"""Of batches that are gone."""
+"""Memory of released batches."""
 _ROWS_PER_TASK = 4
 
 
 @dataclass(frozen=True)
 class SlideSource:
-    """Where the pixels of a shard without pixels are."""
+    """The slide of a shard without pixels."""
 
     slide: str
     path: str
@@ -71,7 +71,7 @@ class SlideSource:
 
 
 class SlideUnreadable(WsiFlError):
-    """The slide that a shard without pixels refers to is missing, another one, or damaged."""
+    """The slide of a shard without pixels is missing, another one, or damaged."""
 
 
 _ReadSlide = Callable[[SlideSource, NDArray[np.int64], GridSpec], NDArray[np.uint8]]
@@ -82,7 +82,7 @@ def quality_of(content: str) -> int | None:
     """Return the quality of `jpeg:Q`, or None for `raw`, `native` and `none`.
 
     Raises:
-        UsageError: when it is none of these.
+        UsageError: for other values.
     """
     if content in {"raw", "native", "none"}:
         return None
@@ -95,13 +95,13 @@ def quality_of(content: str) -> int | None:
 
 
 class _Rows:
-    """The patches of one shard: reading one raises an error of `DAMAGE` or a WsiFlError where it is damaged.
+    """The patches of one shard; a damaged one raises an error of `DAMAGE` or a WsiFlError.
 
     Attributes:
-        n: how many there are.
+        n: their number.
         shape: (height, width, channels) of each.
-        sums: their checksums; None where the shard holds no pixels.
-        threaded: whether several threads gain anything: HDF5 lets in one at a time.
+        sums: their checksums; None without pixels.
+        threaded: whether threads gain speed: HDF5 admits one at a time.
     """
 
     threaded = False
@@ -110,15 +110,15 @@ class _Rows:
         self.n, self.shape, self.sums = n, shape, sums
 
     def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
-        """Put the patches `rows` of the shard at the positions `at` of `out`; any thread may call it."""
+        """Read patches of the shard into `out` at the given positions; any thread may call it."""
         for row, position in zip(rows, at, strict=True):
             self._decode(self._checked(int(row)), out[position])
 
     def damaged(self) -> Iterator[int]:
-        """Yield which patches are damaged, after reading each, without decoding it.
+        """Yield the rows of damaged patches, read without decoding.
 
         Raises:
-            WsiFlError: when one cannot be read now, for a reason that is not the file's; or OSError.
+            WsiFlError: or OSError, when a patch is unreadable for reasons outside the file.
         """
         for row in range(self.n) if self.sums is not None else ():
             try:
@@ -170,7 +170,7 @@ class _StreamRows(_Rows):
         self._descriptor = int(data.file.id.get_vfd_handle()) if self._offset is not None else -1
 
     def _stored(self, row: int) -> bytes:
-        """Return one JPEG stream; where the bytes are contiguous, without HDF5, so that threads read in parallel."""
+        """Return one JPEG stream; contiguous bytes are read without HDF5, by threads in parallel."""
         first, last = int(self._start[row]), int(self._start[row + 1])
         if self._offset is None:
             return bytes(self._data[first:last])
@@ -181,7 +181,7 @@ class _StreamRows(_Rows):
 
 
 class _SlideRows(_Rows):
-    """Without pixels; whoever reads slides has threads of his own."""
+    """Patches read from the slide, by a reader with its own threads."""
 
     def __init__(
         self, source: SlideSource, spec: GridSpec, xy_l0: NDArray[np.int64], read_slide: _ReadSlide | None
@@ -201,10 +201,10 @@ class _SlideRows(_Rows):
 def rows_of(
     shard: h5py.Group, spec: GridSpec, read_slide: _ReadSlide | None, sums: RowChecksums | None = None
 ) -> _Rows:
-    """Return the reader of a shard's patches.
+    """Return the patches of a shard.
 
     Args:
-        sums: its checksums, where it was open before.
+        sums: its checksums, if read before.
     """
     attrs, content = shard.attrs, str(shard.attrs["content"])
     if content == "raw":
@@ -230,7 +230,7 @@ class PatchStore(StoreFile):
         meta: site, classes and grid.
         table: the columns of all n patches.
         slides: slide names in row order.
-        shard_sums: slide → the checksum that identifies its shard's pixels; 0 where that holds none.
+        shard_sums: slide → checksum of its shard's pixels; 0 without pixels.
     """
 
     format = STORE_FORMAT
@@ -265,7 +265,7 @@ class PatchStore(StoreFile):
         super().close()
 
     def rest(self) -> None:
-        """Close the shards, and end the threads, until patches are read again."""
+        """Close the shards and end the threads until the next read."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -273,20 +273,21 @@ class PatchStore(StoreFile):
 
     @property
     def mend(self) -> str:
-        """Return what to do about damage: which command makes the store anew."""
+        """Return the remedy for damage: the command to make the store again."""
         meta = getattr(self, "meta", None)
-        if meta is None:  # nothing says what made it
+        if meta is None:  # made by an unknown command
             return (
                 f"put its backup back, or make it anew: `wsi-fl tile --site {self.site}` for slides, "
                 "`wsi-fl partition` for images"
             )
         if meta.generator is None and meta.spec.mpp:
-            return f"{super().mend}, with the settings of before ({meta.spec.size_px} px at {meta.spec.mpp:g} µm)"
+            settings = f"{meta.spec.size_px} px at {meta.spec.mpp:g} µm"
+            return f"{super().mend}, with the settings of before ({settings})"
         maker = "partition" if meta.generator is None else "synthesize sample"
         return f"put its backup back, or make it anew with `wsi-fl {maker}`"
 
     def verify(self, slide: str) -> list[int]:
-        """Read all that the store holds of a slide; return the damaged rows.
+        """Read all patches of a slide; return the damaged rows.
 
         Raises:
             WsiFlError: when the shard is missing, damaged outside its patches, or of other patches.
@@ -302,9 +303,9 @@ class PatchStore(StoreFile):
             return [self._rows[slide].start + row for row in damaged]
 
     def marks(self) -> dict[str, frozenset[str]]:
-        """Return slide → digests of its content: of the whole slide, where its shard knows one, and of its patches.
+        """Return slide → digests of its content: the quickhash of the slide if stored, and a digest of its patches.
 
-        Shards that cannot be read have the digest of their patches alone.
+        Unreadable shards have only the digest of their patches.
         """
         found = {}
         for slide in self.slides:
@@ -318,7 +319,7 @@ class PatchStore(StoreFile):
 
     @cached_property
     def channels(self) -> int:
-        """Return 3 for RGB, 1 for grey; every shard of a store has as many as the first."""
+        """Return 3 for RGB, 1 for grey; equal in all shards of a store."""
         return self._shard(self.slides[0])[1].shape[-1] if self.slides else 3
 
     def shard(self, slide: str) -> Any:
@@ -357,7 +358,7 @@ class PatchStore(StoreFile):
         return self._shards[slide]
 
     def _open_shard(self, slide: str) -> h5py.Group:
-        """Open a shard by the link's own path: HDF5 would also look in the current folder, maybe another site's."""
+        """Open a shard by the link's own path: HDF5 also searches the current folder, maybe another site's."""
         link = self._file["slides"].get(slide, getlink=True)
         if isinstance(link, h5py.ExternalLink):
             return opened(self.path.parent / link.filename)["/"]
@@ -387,7 +388,7 @@ class PatchStore(StoreFile):
             raise self._wrong(slide, "holds other patches, or is damaged")
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for.
+        """Return pixels uint8[b, size_px, size_px, channels] of the rows, in their order.
 
         JPEG streams are decoded in threads, strictly: damage raises WsiFlError.
         """

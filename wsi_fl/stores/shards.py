@@ -1,4 +1,4 @@
-"""Writing patch stores: a shard per slide, then `patches.h5` with the columns of all shards and a link to each.
+"""Writers of patch stores: a shard per slide, then `patches.h5` with the columns of all shards and a link to each.
 
 Files are written to a temporary name and renamed, so a crash loses at most the slide in hand.
 """
@@ -48,7 +48,7 @@ from wsi_fl.system.files import atomic, refuse_unavailable, remove_abandoned
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
 
 _ROW_BYTES = 256
-"""Room for a patch's columns and its place in the index of chunks."""
+"""Bytes of a patch's columns and its place in the index of chunks."""
 _NUMBERS, _TEXTS = ("xy_l0", "label", "tumor_fraction"), ("slide", "patient", "split")
 
 Counts = dict[str, NDArray[np.int64]]
@@ -57,29 +57,29 @@ Counts = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class ShardMeta:
-    """What holds for one slide of a store."""
+    """The metadata of a shard, and inputs of its fingerprint."""
 
     slide: str
     patient: str
     split: str
     spec: GridSpec
     quickhash: str
-    """OpenSlide's quickhash of the slide, or "" where the format has none."""
+    """OpenSlide's quickhash of the slide, or "" for formats without."""
     source: str = ""
-    """What else decides the pixels; only its digest is stored."""
+    """Other inputs of the pixels; only their digest is stored."""
     wanted: str = "raw"
-    """What was asked to be stored for the pixels: raw, native, jpeg:Q or none."""
+    """The requested storage of pixels: raw, native, jpeg:Q or none."""
     aside: Marked = ()
-    """Patches that were set aside for their quality, and are no rows."""
+    """Patches excluded for artifacts, which are no rows."""
 
 
 _Unread = Mapping[int, str]
-"""Rows of a planned table that cannot be read, and why."""
+"""Unreadable row of a planned table → reason."""
 _ALL_READ: _Unread = MappingProxyType({})
 
 
 def _fingerprint(meta: ShardMeta, table: PatchTable) -> str:
-    """Return SHA-256 over what decides a shard's content: slide, grid, split, planned positions, labels, storage."""
+    """Return the SHA-256 over a shard's inputs: slide, grid, split, planned positions, labels, storage."""
     said = [1, meta.slide, meta.patient, meta.split, meta.quickhash, meta.source]
     said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px, meta.wanted, meta.aside]
     digest = hashlib.sha256(json.dumps(said).encode())
@@ -89,12 +89,12 @@ def _fingerprint(meta: ShardMeta, table: PatchTable) -> str:
 
 
 def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
-    """Return why the shard of a slide must be written; None where it is whole and as planned.
+    """Return why the shard of a slide must be written; None if it is intact and as planned.
 
-    All of it is read, since only that detects damage, and tiling again must repair the damage.
+    All of it is read to detect damage, since tiling again must repair it.
 
     Returns:
-        "" where there is no shard.
+        "" without a shard.
     """
     if not path.exists():
         return ""
@@ -115,7 +115,7 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
 
 
 def content_of(path: Path) -> tuple[str, Marked]:
-    """Return how a shard stores pixels, and (x, y, reason) of the patches that could not be read, in level-0 pixels."""
+    """Return a shard's storage of pixels, and (x, y, reason) of unreadable patches in level-0 pixels."""
     with opened(path) as file:
         return str(file.attrs["content"]), read_marked(file, "unread")
 
@@ -129,13 +129,13 @@ def write_shard(
     channels: int = 3,
     unread: _Unread = _ALL_READ,
 ) -> None:
-    """Write one slide's patches atomically, as they are.
+    """Write one slide's patches atomically as raw pixels.
 
     Args:
-        table: as planned; it decides the fingerprint.
+        table: as planned, for the fingerprint.
         pixels: batches uint8[b, size_px, size_px, channels] in the table's order, n rows in all, without `unread`.
         channels: 3 for RGB, 1 for grey images.
-        unread: rows of the table that are left out.
+        unread: skipped rows of the table.
 
     Raises:
         WsiFlError: when the pixels are not n ≥ 1 patches of the right shape, or the disk is full.
@@ -168,8 +168,8 @@ def write_shard(
 def _allocated(
     file: h5py.File, name: str, shape: tuple[int, ...], kind: h5py.h5t.TypeID = h5py.h5t.STD_U8LE
 ) -> int:
-    # Returns the offset of a new dataset, which has one chunk per patch, one after another. What is written there
-    # bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
+    # Returns the offset of a new dataset with one chunk per patch, in order. Writes there bypass HDF5, which admits one
+    # thread at a time and fails badly on a full disk.
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -195,9 +195,9 @@ def write_streams(
     *,
     unread: _Unread = _ALL_READ,
 ) -> None:
-    """Write one slide's patches atomically as JPEG streams in the table's order: `meta.wanted` says whose.
+    """Write one slide's patches atomically as native or new JPEG streams in the table's order.
 
-    How many bytes there are is known only at the end, so all of them wait.
+    Streams are collected first, since their size is known only at the end.
     """
     quality = quality_of(meta.wanted)
     with atomic(path) as final, pile_in(path.parent) as pile:
@@ -242,7 +242,7 @@ def write_positions(
 def _filled(
     path: Path, meta: ShardMeta, planned: PatchTable, unread: _Unread, n_bytes: int
 ) -> Iterator[h5py.File]:
-    # a new shard with everything but its pixels
+    # a new shard without pixels
     left_out = sorted(unread)
     table = planned.take(~np.isin(np.arange(len(planned)), left_out)) if left_out else planned
     if not len(table):
@@ -268,9 +268,9 @@ def _check_count(path: Path, found: int, expected: int) -> None:
 
 
 def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
-    """Write `patches.h5`, the rows of all shards in the order given; hold those of one shard at a time.
+    """Write `patches.h5`, the rows of all shards in this order, one shard in memory at a time.
 
-    Shards lie below the folder of `path`.
+    Shards are below the folder of `path`.
 
     Raises:
         WsiFlError: when a shard is damaged or of another grid or format, or the disk is full.
@@ -300,10 +300,9 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
 
 
 def linked(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None:
-    """Return how many patches a `patches.h5` has, where it is whole and links these shards in this order; else None.
+    """Return the counts of an intact `patches.h5` with links to these shards in this order; else None.
 
-    A shard counts as the one that was linked where it is not newer than the file and its patches have the checksums
-    that were linked.
+    A shard counts as linked if it is not newer than the file and its patches have the linked checksums.
     """
     try:
         with opened(path) as file:
@@ -324,7 +323,7 @@ def linked(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None
 
 
 def _head(path: Path, spec: GridSpec) -> tuple[int, list[int]]:
-    # how many rows a shard has, and the bytes of its longest slide, patient and split
+    # the number of a shard's rows, and the bytes of its longest slide, patient and split
     with _opened(path) as file:
         check_format(file, SHARD_FORMAT, path)
         if spec != read_spec(file.attrs):
@@ -336,7 +335,7 @@ def _head(path: Path, spec: GridSpec) -> tuple[int, list[int]]:
 
 
 def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> tuple[str, int]:
-    """Copy one shard's rows; return its slide, and the checksum that identifies its pixels."""
+    """Copy one shard's rows; return its slide, and the checksum of its pixels."""
     with _opened(shard) as source:
         check_seal(source, PIXELS)
         columns = {name: source[name][:] for name in _NUMBERS}
@@ -360,14 +359,14 @@ def _opened(shard: Path) -> Iterator[h5py.File]:
 
 
 def write_columns(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> PatchTable:
-    """Write `patches.h5` as `link_shards` does, and return all its columns."""
+    """Write `patches.h5` like `link_shards`; return all its columns."""
     link_shards(path, meta, shards)
     with PatchStore(path) as store:
         return store.table
 
 
 def pack(source: Path, target: Path) -> None:
-    """Copy a linked store into one self-contained file that reads the same."""
+    """Copy a linked store into one self-contained file."""
     remove_abandoned(target)
     with PatchStore(source) as store, atomic(target) as temporary:
         table = store.table

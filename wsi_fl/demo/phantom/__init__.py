@@ -1,7 +1,7 @@
-"""An archive of imaginary hospitals: H&E slides of lymph nodes, outlines of their metastases, labels.
+"""A simulated archive: H&E slides of lymph nodes, outlines of their metastases, labels.
 
-It is laid out like Camelyon17 and needs no download, so that everything else can run on a fresh machine. The slides
-are drawings: good for trying the software, never for claims about medicine.
+Its layout is that of Camelyon17, and it needs no download. The slides are drawings: good for trying the software,
+never for claims about medicine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Outline = tuple[str, NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class PhantomSlide:
-    """One slide of the archive before it is painted."""
+    """The parameters of one simulated slide."""
 
     site: int
     patient: int
@@ -55,25 +55,25 @@ class PhantomSlide:
 
     @property
     def positive(self) -> bool:
-        """Whether it holds tumour."""
+        """Whether the slide holds tumour."""
         return self.node == 1 and self.ill
 
     def rng(self, purpose: int) -> Generator:
-        """Random numbers of this slide alone: 0 for its anatomy, 1 for its paint."""
+        """Return the generator of this slide for a purpose: 0 anatomy, 1 pixels."""
         return np.random.default_rng([self.seed, self.patient, self.node, purpose])
 
     def anatomy(self) -> Anatomy:
-        """Where its tissues lie."""
+        """Return the places of its tissues."""
         return lay_out(self.rng(0), self.size_px, self.positive)
 
 
 def plan_slides(
     n_sites: int, patients_per_site: int, size_px: int, seed: int, ill: Sequence[float] = ()
 ) -> list[PhantomSlide]:
-    """Every slide of an archive, two per patient.
+    """Return every slide of an archive, two per patient.
 
     Args:
-        ill: share of each site's patients that have metastases, the first ones; all where it is left out.
+        ill: share of each site's patients with metastases, the first ones; all by default.
 
     Raises:
         UsageError: a number out of range.
@@ -104,12 +104,12 @@ def plan_slides(
 
 
 def paint_slide(slide: PhantomSlide) -> NDArray[np.uint8]:
-    """[size_px, size_px, 3] the level-0 pixels of a slide, before JPEG."""
+    """Return the level-0 pixels [size_px, size_px, 3] of a slide, before JPEG."""
     return paint(slide.rng(1), slide.anatomy(), hospital(slide.site))
 
 
 def outlines(anatomy: Anatomy) -> list[_Outline]:
-    """The tumour's edge as (group, [n, 2] level-0 (x, y)): islands in `metastases`, holes (last) in `normal`."""
+    """Return the tumour's edge as (group, [n, 2] level-0 (x, y)): islands in `metastases`, holes (last) in `normal`."""
     if anatomy.tumour is None:
         return []
     found = []
@@ -124,7 +124,7 @@ def outlines(anatomy: Anatomy) -> list[_Outline]:
 
 
 def _asap_xml(rings: list[_Outline]) -> str:
-    """Outlines in the XML of ASAP, the annotation tool of the Camelyon challenges."""
+    """Return outlines in the XML of ASAP, the annotation tool of the Camelyon challenges."""
     root = ET.Element("ASAP_Annotations")
     annotations, groups = (ET.SubElement(root, name) for name in ("Annotations", "AnnotationGroups"))
     for i, (group, xy) in enumerate(rings):
@@ -140,7 +140,7 @@ def _asap_xml(rings: list[_Outline]) -> str:
 
 
 def _write_slide(out: Path, slide: PhantomSlide) -> None:
-    """One slide and, where it holds tumour, its outlines, which come first: no positive slide is ever without."""
+    """Write one slide; the outlines of a tumour first, so that no positive slide lacks them."""
     anatomy = slide.anatomy()
     outline_path = out / "annotations" / f"{slide.name}.xml"
     if slide.positive:
@@ -152,7 +152,7 @@ def _write_slide(out: Path, slide: PhantomSlide) -> None:
 
 
 def _stages_csv(slides: list[PhantomSlide]) -> str:
-    """Camelyon17's table: a row per patient, then one per slide."""
+    """Return Camelyon17's table: a row per patient, then one per slide."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("patient", "stage"))
@@ -174,17 +174,17 @@ def paint_archive(
     only: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Path:
-    """Paint a Camelyon17-like archive of imaginary hospitals into `out`, which is returned.
+    """Write a simulated archive in the layout of Camelyon17 into `out`; return `out`.
 
     Writes `training/center_K/patient_PPP_node_N.tif`, `annotations/patient_PPP_node_N.xml` (positive slides) and, last,
     `stages.csv`. The same arguments give the same bytes.
 
     Args:
         size_px: side of a slide in level-0 pixels of 0.5 µm.
-        ill: share of each site's patients that have metastases; all where it is left out.
-        only: paint the slides of this site alone, the very ones that it has among `n_sites`.
-        progress: called with the numbers of finished and of all slides, and a line of text, after each slide, always
-            from the calling thread.
+        ill: share of each site's patients with metastases; all by default.
+        only: write only the slides of this site, the same as among `n_sites`.
+        progress: called after each slide, from the calling thread, with the numbers of finished and of all slides and
+            a line of text.
 
     Raises:
         UsageError: a number out of range.

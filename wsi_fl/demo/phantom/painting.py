@@ -1,4 +1,4 @@
-"""Drawing one slide of an imaginary lymph node: its tissues, where they and its metastases lie, stain and scanner.
+"""Simulation of one lymph node slide: tissues, their places, metastases, stain and scanner.
 
 The textures of tissues, tileable concentrations of haematoxylin and eosin, are computed once per process and depend on
 no seed: slides differ by where they cut from this bank, sites by how they stain and scan it.
@@ -25,7 +25,7 @@ _Field = NDArray[np.float32]
 
 
 class Tissue(IntEnum):
-    """The kinds of tissue, in the order of the bank."""
+    """The kinds of tissue, in the order of the texture bank."""
 
     GLASS = 0
     FAT = 1
@@ -95,14 +95,14 @@ _RECIPES = {
 
 
 def _noise(rng: Generator, sigma: float | tuple[float, float]) -> _Field:
-    """[_BANK_PX, _BANK_PX] smooth tileable noise of variance 1, correlation length `sigma` pixels (y, x)."""
+    """Return smooth tileable noise [_BANK_PX, _BANK_PX] of variance 1, correlation length `sigma` pixels (y, x)."""
     white = rng.standard_normal((_BANK_PX, _BANK_PX), dtype=np.float32)
     field = gaussian_filter(white, sigma, mode="wrap", truncate=3.0)
     return np.asarray(field / field.std(), np.float32)
 
 
 def _distance(rng: Generator, cells: _Cells) -> _Field:
-    """[_BANK_PX, _BANK_PX] how far the nearest nucleus is, in its own radii: 0 in the middle, 1 on the outline."""
+    """Return the distance [_BANK_PX, _BANK_PX] to the nearest nucleus in its radii: 0 inside, 1 at the outline."""
     n = 2 * round(_BANK_PX / cells.pitch / 2)
     row, column = np.mgrid[:n, :n].reshape(2, -1)
     places = np.stack([row, column + 0.5 * (row % 2)]) + rng.normal(0.5, 0.15, (2, n * n))
@@ -121,7 +121,7 @@ def _distance(rng: Generator, cells: _Cells) -> _Field:
 
 
 def _stamp(rng: Generator, h: _Field, e: _Field, cells: _Cells) -> None:
-    """Paint one population of cells over the concentrations of haematoxylin `h` and eosin `e`, in place."""
+    """Draw one population of cells over the concentrations of haematoxylin `h` and eosin `e`, in place."""
     far = _distance(rng, cells) * (1 + 0.07 * _noise(rng, cells.radius * 0.45))
     inside = np.clip((1 - far) * cells.radius * 0.8 + 0.5, 0, 1)
     rim = np.exp(-(((far - 0.9) / 0.16) ** 2))
@@ -133,7 +133,7 @@ def _stamp(rng: Generator, h: _Field, e: _Field, cells: _Cells) -> None:
 
 
 def _texture(kind: Tissue) -> tuple[_Field, _Field]:
-    """Concentrations of (haematoxylin, eosin) in one tissue."""
+    """Return the concentrations of (haematoxylin, eosin) in one tissue."""
     rng, made_of = np.random.default_rng([_SEED, int(kind)]), _RECIPES[kind]
     space = np.clip((made_of.gap_above - _noise(rng, made_of.gap_px)) * 5, 0, 1)
     fibre = _noise(rng, (1.2, 14)) + 0.8 * _noise(rng, (4.5, 34))
@@ -146,22 +146,22 @@ def _texture(kind: Tissue) -> tuple[_Field, _Field]:
 
 @cache
 def bank() -> tuple[_Field, _Field]:
-    """[len(Tissue), _BANK_PX, _BANK_PX] haematoxylin and eosin of all tissues, the same in every process."""
+    """Return haematoxylin and eosin of all tissues, each [kinds, _BANK_PX, _BANK_PX], the same in every process."""
     h, e = zip(*map(_texture, Tissue), strict=True)
     return np.stack(h), np.stack(e)
 
 
 MPP = 0.5
-"""Micrometres per level-0 pixel of every imaginary slide."""
+"""Micrometres per level-0 pixel of every simulated slide."""
 COARSE_PX = 16
-"""Level-0 pixels between the nodes of the fields that shape a slide."""
+"""Level-0 pixels between the nodes of the fields of a slide."""
 LABEL_PX = 4
 """Side of the squares of a label map, in level-0 pixels."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Where everything lies on one slide; fields have a node every COARSE_PX, at the middle of its square."""
+    """The places of tissues on one slide; fields have a node every COARSE_PX, at the middle of its square."""
 
     label: NDArray[np.uint8]
     """[n, n] the Tissue of every LABEL_PX square."""
@@ -170,20 +170,20 @@ class Anatomy:
 
 
 def _slow(rng: Generator, n: int, sigma: float) -> _Field:
-    """[n, n] smooth noise of variance 1, correlation length `sigma` nodes."""
+    """Return smooth noise [n, n] of variance 1, correlation length `sigma` nodes."""
     pad = int(4 * sigma)
     field = gaussian_filter(rng.standard_normal((n + 2 * pad, n + 2 * pad)), sigma)
     return np.asarray(field[pad : pad + n, pad : pad + n] / field.std(), np.float32)
 
 
 def _upsample(field: _Field, size_px: int) -> _Field:
-    """[size_px, size_px] a square field, linear between its nodes."""
+    """Return a square field at [size_px, size_px], linear between its nodes."""
     image = Image.fromarray(np.asarray(field, np.float32))
     return np.asarray(image.resize((size_px, size_px), Image.Resampling.BILINEAR))
 
 
 def _blob(rng: Generator, n: int, centre: tuple[float, float], axes: tuple[float, float]) -> _Field:
-    """[n, n] distance in nodes (roughly) inside an ellipse, turned by chance; all lengths as shares of the side."""
+    """Return the distance [n, n] in nodes inside a randomly turned ellipse; lengths as shares of the side."""
     y, x = (np.mgrid[:n, :n] + 0.5) / n
     dy, dx, angle = y - centre[0], x - centre[1], rng.uniform(0, np.pi)
     u, v = dx * np.cos(angle) + dy * np.sin(angle), dy * np.cos(angle) - dx * np.sin(angle)
@@ -191,7 +191,7 @@ def _blob(rng: Generator, n: int, centre: tuple[float, float], axes: tuple[float
 
 
 def _node(rng: Generator, n: int) -> _Field:
-    """An irregular bean of tissue, in nodes inside (+) or outside (-)."""
+    """Return an irregular bean of tissue, in nodes inside (+) or outside (-)."""
     centre = (rng.uniform(0.48, 0.52), rng.uniform(0.48, 0.52))
     bean = _blob(rng, n, centre, (rng.uniform(0.4, 0.43), rng.uniform(0.335, 0.38)))
     bean += n * (0.018 * _slow(rng, n, n / 14) + 0.004 * _slow(rng, n, n / 50))
@@ -201,7 +201,7 @@ def _node(rng: Generator, n: int) -> _Field:
 
 
 def _tumour(rng: Generator, node: _Field) -> _Field:
-    """One large island with a hole, a few small ones; nowhere outside the node. Unit: level-0 pixels."""
+    """Return one large tumour island with a hole and a few small ones inside the node, in level-0 pixels."""
     n = len(node)
 
     def island(where: NDArray[np.bool_], size: float) -> _Field:
@@ -219,7 +219,7 @@ def _tumour(rng: Generator, node: _Field) -> _Field:
 
 
 def _healthy_label(rng: Generator, node: _Field) -> NDArray[np.uint8]:
-    """Capsule, lymphoid tissue with germinal centres, sinuses, strands, and fat around, per LABEL_PX square."""
+    """Return capsule, lymphoid tissue, germinal centres, sinuses, strands, and fat around, per LABEL_PX square."""
     n = len(node)
     fine, width_um = n * COARSE_PX // LABEL_PX, n * COARSE_PX * MPP
     depth_um = _upsample(node, fine) * (COARSE_PX * MPP)
@@ -236,7 +236,7 @@ def _healthy_label(rng: Generator, node: _Field) -> NDArray[np.uint8]:
 
 
 def lay_out(rng: Generator, size_px: int, positive: bool) -> Anatomy:
-    """Invent one section of a lymph node, with tumour or without.
+    """Simulate one section of a lymph node, with tumour or without.
 
     `size_px` is a multiple of COARSE_PX.
     """
@@ -249,7 +249,7 @@ def lay_out(rng: Generator, size_px: int, positive: bool) -> Anatomy:
 
 
 def tumour_mask(anatomy: Anatomy) -> NDArray[np.bool_]:
-    """[size_px, size_px] which level-0 pixels are tumour; what is painted follows it in squares of LABEL_PX."""
+    """Return the tumour mask [size_px, size_px] in level-0 pixels; drawn tissue follows it in squares of LABEL_PX."""
     size_px = len(anatomy.label) * LABEL_PX
     if anatomy.tumour is None:
         return np.zeros((size_px, size_px), np.bool_)
@@ -265,7 +265,7 @@ _Colour = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class _Hospital:
-    """How one imaginary hospital stains and scans."""
+    """The stain and scanner of one simulated hospital."""
 
     haematoxylin: _Colour
     """Optical density of unit concentration; likewise eosin."""
@@ -303,7 +303,7 @@ _HOSPITALS = (
 
 
 def hospital(site: int) -> _Hospital:
-    """The stain and scanner of a site; beyond the fifth, the five again with other strengths and colours."""
+    """Return the stain and scanner of a site; beyond the fifth, the five again with other strengths and colours."""
     base = _HOSPITALS[site % len(_HOSPITALS)]
     if site < len(_HOSPITALS):
         return base
@@ -315,14 +315,14 @@ def hospital(site: int) -> _Hospital:
 
 @lru_cache(maxsize=8)
 def _as_scanned(blur_px: float) -> NDArray[np.uint16]:
-    """[len(Tissue) · BANK_PX²] the bank as one scanner resolves it, (haematoxylin << 8 | eosin) in codes."""
+    """Return the bank [kinds · BANK_PX²] at one scanner's resolution, in codes (haematoxylin << 8 | eosin)."""
     soft = (gaussian_filter(field, (0, blur_px, blur_px), mode="wrap", truncate=3.0) for field in bank())
     h, e = (np.clip(field * _CODE, 0, 255).round().astype(np.uint16) for field in soft)
     return np.asarray((h << 8 | e).ravel())
 
 
 def _beer_lambert(at: _Hospital, batch: NDArray[np.float64]) -> NDArray[np.float32]:
-    """[65536, 3] the colour of every (haematoxylin << 8 | eosin) code: white · exp(-concentration · density).
+    """Return the colour [65536, 3] of every (haematoxylin << 8 | eosin) code: white · exp(-concentration · density).
 
     `batch` [2] multiplies the hospital's usual strength of (haematoxylin, eosin).
     """
@@ -333,13 +333,13 @@ def _beer_lambert(at: _Hospital, batch: NDArray[np.float64]) -> NDArray[np.float
 
 
 def _enlarge(squares: NDArray[np.int32], rows: slice) -> NDArray[np.int32]:
-    """The level-0 pixels in `rows` of an array with one value per LABEL_PX square."""
+    """Return the level-0 pixels in `rows` of an array with one value per LABEL_PX square."""
     part = squares[rows.start // LABEL_PX : rows.stop // LABEL_PX]
     return np.repeat(np.repeat(part, LABEL_PX, 0), LABEL_PX, 1)
 
 
 def paint(rng: Generator, anatomy: Anatomy, at: _Hospital) -> NDArray[np.uint8]:
-    """[size_px, size_px, 3] the slide as this hospital's scanner sees it."""
+    """Return the pixels [size_px, size_px, 3] of a slide with a hospital's stain and scanner."""
     n = len(anatomy.label)
     size_px = n * LABEL_PX
     table = _beer_lambert(at, np.exp(rng.normal(0, 0.08, 2)))
@@ -374,7 +374,7 @@ def paint(rng: Generator, anatomy: Anatomy, at: _Hospital) -> NDArray[np.uint8]:
 
 
 def _mark(rng: Generator, picture: NDArray[np.uint8], ink: _Colour) -> None:
-    """A stroke of a felt pen across one corner of the glass, in place."""
+    """Draw a stroke of a felt pen across one corner of the glass, in place."""
     n = len(picture) // 8
     along = np.linspace(0, 1, 24)
     bow = 0.012 * np.sin(along * rng.uniform(4, 9) + rng.uniform(0, 6))

@@ -27,9 +27,9 @@ Level = tuple[int, int, Iterable[bytes]]
 
 
 def jpeg_tiles(level: NDArray[np.uint8], quality: int, tile_px: int = TILE_PX) -> Iterator[bytes]:
-    """The tiles of a level [h, w, 3] row by row, each a complete YCbCr JPEG with colour subsampled 2×2.
+    """Yield the tiles of a level [h, w, 3] row by row, each a complete YCbCr JPEG with colour subsampled 2×2.
 
-    A tile that hangs over the edge is filled up with the edge's own pixels, which rings less than a fixed colour.
+    A tile over the edge is padded with the edge's pixels, with less ringing than a fixed colour.
     """
     for y in range(0, level.shape[0], tile_px):
         for x in range(0, level.shape[1], tile_px):
@@ -83,7 +83,7 @@ def write_levels(path: Path, levels: Iterable[Level], mpp: float, tile_px: int, 
 
 
 def _tags(height: int, width: int, mpp: float, tile_px: int, *, reduced: bool) -> list[_Tag]:
-    """What a reader has to know of a level, besides where its tiles are."""
+    """Return the tags of a level, without those of its tiles."""
     per_cm = [round(1e7 / mpp), 1000]
     return [
         (254, _LONG, [int(reduced)]),
@@ -105,7 +105,7 @@ def _tags(height: int, width: int, mpp: float, tile_px: int, *, reduced: bool) -
 
 
 def _write_directory(file: BinaryIO, link: int, tags: list[_Tag]) -> int:
-    """Append a directory of tags, point `link` at it, and return where its own link to the next one stands."""
+    """Append a directory of tags, point `link` at it, and return the place of its link to the next one."""
     entries = []
     for number, (kind, code), values in sorted(tags):
         data = struct.pack(f"<{len(values)}{code}", *values)

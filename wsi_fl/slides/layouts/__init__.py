@@ -1,7 +1,6 @@
-"""How archives name their slides, patients, labels and annotations: Camelyon17, Camelyon16, TCGA, generic.
+"""Layouts of archives, with names of slides, patients, labels and annotations: Camelyon17, Camelyon16, TCGA, generic.
 
-`describe` looks at a whole archive and says which sites it holds; `read_site` lists the slides of one site as
-SlideRecords.
+One function lists the sites of an archive, another the slides of a site as SlideRecords.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ __all__ = ["LAYOUTS", "ArchiveSite", "Sources", "describe", "detect", "list_site
 
 
 def detect(archive: Path) -> str:
-    """The layout of an archive: "camelyon17", "camelyon16", "tcga" or "generic".
+    """Return the layout of an archive: "camelyon17", "camelyon16", "tcga" or "generic".
 
     Raises:
-        UsageError: when it is none of them, saying what was looked for.
+        UsageError: when it is none of them; lists the expected files.
     """
     if not archive.is_dir():
         raise UsageError(f"{archive}: no such folder")
@@ -56,10 +55,10 @@ def describe(
     clinical: Path | None = None,
     codes: Path | None = None,
 ) -> list[ArchiveSite]:
-    """The sites of an archive, in order.
+    """Return the sites of an archive, in order.
 
-    Of TCGA, a site is an "institution" (default) or a source site, "tss"; tables of diagnoses and of all source sites
-    are named where the archive does not hold them.
+    In TCGA a site is an "institution" (default) or a source site, "tss"; tables of diagnoses and of source sites are
+    given where the archive lacks them.
     """
     for option, path in (("--clinical", clinical), ("--codes", codes)):
         if path is not None and not path.is_file():
@@ -78,10 +77,10 @@ def describe(
 
 
 def read_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
-    """The slides of one site in name order, and those set aside with the reason.
+    """Return the slides of one site in name order, and the excluded ones with reasons.
 
     Raises:
-        UsageError: when a file or folder the site file names is missing, or the site has no slide at all.
+        UsageError: when a file or folder of the site file is missing, or no slide is usable.
     """
     records, aside = list_site(layout, sources)
     if not records:
@@ -91,7 +90,7 @@ def read_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[Se
 
 
 def list_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
-    """As `read_site`, but a site of which no slide can be used is no failure."""
+    """Return the same as `read_site`, also for a site without usable slides."""
     if layout != "tcga" and (sources.manifests or sources.columns):
         key = "manifest" if sources.manifests else "columns"
         raise UsageError(f"{sources.label}: {key} is for layout tcga; this site's is {layout}")

@@ -52,7 +52,7 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
     table = rows_of(sources.labels, ("patient", "stage"))
-    # patient_000_node_0.tif,negative; those of patients (patient_000.zip,pN0) are passed over
+    # patient_000_node_0.tif,negative; rows of patients (patient_000.zip,pN0) are skipped
     rows = [row for row in table if C17_SLIDE.match(stem_of(row["patient"]))]
     stages: dict[str, str] = {}
     for row in rows:
@@ -97,7 +97,7 @@ def read_camelyon16(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
 
 
 def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRecord | SetAside:
-    """A slide of an archive whose tumour is outlined: a positive one without its outline cannot be used."""
+    """Return the record of a slide of an outlined archive; a positive slide without outline is excluded."""
     table = sources.labels.name if sources.labels else path.name
     negative, partial = label_of(label, f"{table}: {path.name}")
     supervision: Supervision = "negative" if negative else "weak"

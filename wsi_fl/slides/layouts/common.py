@@ -1,4 +1,4 @@
-"""What all layouts share: tables, read strictly; where things lie; labels and splits."""
+"""Shared parts of all layouts: strict reading of tables, sources of a site, labels and splits."""
 
 from __future__ import annotations
 
@@ -37,38 +37,36 @@ _T = TypeVar("_T")
 _DELIMITERS = (",", ";", "\t")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _NAMED = 5
-"""Other sites that a line names; it counts the rest."""
+"""Other sites named in a line; the rest is counted."""
 _NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
 _POSITIVE = {"positive", "tumor", "tumour", "metastasis", "metastases", "macro", "micro", "1"}
 _PARTIAL = {"itc"}
 _CLASSES = 12
-"""Labels of a table that a hint lists."""
+"""Labels of a table listed in a hint."""
 _COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 class TableRow(dict[str, str]):
-    """A row by the names of its columns, without spaces around; `where` is the table's name and the line."""
+    """A row by column, values stripped; `where` is the table's name and the line."""
 
     def __init__(self, where: str, **values: str) -> None:
         super().__init__(values)
         self.where = where
 
     def value(self, column: str) -> str:
-        """Return what a column says; "" where there is no such column, or it says `NA`, `nan`, `null` or the like."""
+        """Return the value of a column; "" without such a column, and for `NA`, `nan`, `null` or the like."""
         text = self.get(column, "")
         return "" if is_missing(text) else text
 
 
 def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
-    """Read a table whose columns are separated by commas, semicolons or tabs, or as its first line says (`sep=`).
+    """Read a table with columns separated by commas, semicolons or tabs, or as in its first line (`sep=`).
 
-    Empty lines, and remarks before the header, are passed over. Known columns have their names however they are spelt
-    (`column_names`).
-
-    Texts are in Unicode's composed form, in which names that look alike are equal.
+    Empty lines, and remarks before the header, are skipped. Names of known columns are normalised. Texts are in
+    Unicode's composed form, so that equal-looking names are equal.
 
     Args:
-        needed: the columns that must be there.
+        needed: required columns.
 
     Raises:
         UsageError: when a column is missing, or a row has too few or too many fields, an open quote, a field over
@@ -102,19 +100,19 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
 
 
 def require_names(row: TableRow, *columns: str) -> None:
-    """Refuse a row that does not say whose it is.
+    """Refuse a row without the names in these columns.
 
     Raises:
-        UsageError: when one of the columns is empty, or says `NA`, `nan` or the like.
+        UsageError: when one of the columns is empty, `NA`, `nan` or the like.
     """
     for column in columns:
         if not row.value(column):
-            means = f" ({row[column]!r} means that nobody knows)" if row[column] else ""
+            means = f" ({row[column]!r} means unknown)" if row[column] else ""
             raise UsageError(f"{row.where}: {column} is empty{means}; name it, or delete the row")
 
 
 def group_pairs(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
-    """Return key → all values of the pairs that have it, in order."""
+    """Return key → its values in order."""
     groups: dict[_K, list[_T]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -122,19 +120,19 @@ def group_pairs(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
 
 
 def of_site(rows: Sequence[TableRow], site: str) -> list[TableRow]:
-    """Return the rows of a site; all of them where the table has no column `site`."""
+    """Return the rows of a site; all rows where the table has no column `site`."""
     return [row for row in rows if site_named(row, site) == site]
 
 
 def site_named(row: TableRow, default: str = "") -> str:
-    """Return the site of a row, or the default where the table has no such column."""
+    """Return the site of a row; the default where the table has no column `site`."""
     if not row.get("site", "a site"):
         raise UsageError(f"{row.where}: site is empty")
     return row.get("site", default)
 
 
 def accounted(name: str, rows: Sequence[TableRow], own: int, site: str) -> str:
-    """Say what became of every row of the table with a name, of which so many are the site's own."""
+    """Return a line on the numbers of a table's rows of this site and of others."""
     if own == len(rows):
         return f"{name}: {own} rows, all of this site"
     sites = sorted({row["site"] for row in rows if row.get("site", site) != site}, key=natural)
@@ -144,7 +142,7 @@ def accounted(name: str, rows: Sequence[TableRow], own: int, site: str) -> str:
 
 
 def _records(path: Path, text: str, delimiter: str, before: int) -> Iterator[tuple[int, list[str]]]:
-    """(line, fields) of every record, the header first, which so many lines stand before."""
+    """Yield (line, fields) of every record, the header first, after skipping the lines before it."""
     lines = islice(io.StringIO(text, newline=""), before, None)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
@@ -167,7 +165,7 @@ def _records(path: Path, text: str, delimiter: str, before: int) -> Iterator[tup
 
 
 def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
-    """The fields by column; spreadsheets add empty ones at the end, or columns without a name."""
+    """Return the fields by column; empty fields at the end, and columns without a name, are from spreadsheets."""
     given = [text_of(field) for field in fields]
     if len(given) < len(names) or any(given[len(names) :]):
         raise UsageError(f"{where}: has {len(given)} fields, but the header has {len(names)}")
@@ -182,7 +180,7 @@ def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
 
 @dataclass(frozen=True)
 class ArchiveSite:
-    """One site found in an archive: what its site file will say."""
+    """One site of an archive: the values of its site file."""
 
     name: str
     slides: tuple[str, ...]
@@ -190,18 +188,18 @@ class ArchiveSite:
     labels: str | None
     n_slides: int
     manifests: tuple[str, ...] = ()
-    """Glob patterns of lists of what the archive should hold."""
+    """Glob patterns of lists of the archive's files."""
     unknown_codes: tuple[str, ...] = ()
-    """Tissue source site codes in slide names that no table maps to an institution."""
+    """Tissue source site codes without an institution in any table."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the slides of one site and what is known about them lie."""
+    """The paths of one site's slides, annotations and tables."""
 
     site: str
     label: str
-    """How to name the site file in messages."""
+    """Name of the site file in messages."""
     slides: tuple[str, ...]
     """Glob patterns."""
     annotations: Path | None = None
@@ -209,26 +207,26 @@ class Sources:
     split: Path | None = None
     mpp_override: float | None = None
     manifests: tuple[str, ...] = ()
-    """Glob patterns of lists of what there should be."""
+    """Glob patterns of lists of expected files."""
     slide_types: tuple[str, ...] = ("DX",)
     columns: Mapping[str, str] = field(default_factory=dict)
-    """How columns of `labels` are called where not as usual."""
+    """Column → its unusual name in the table of labels."""
     tell: Callable[[str], None] | None = None
-    """Told what became of the rows of each table."""
+    """Receives a line on the rows of each table."""
     labelled: bool = True
     """Whether labels and annotations are read; else every slide is unlabelled."""
 
     def account(self, table: Path, rows: Sequence[TableRow], own: int) -> None:
-        """Tell how many rows of a table are of this site, and how many of others."""
+        """Report how many rows of a table are of this site, and how many of others."""
         if self.tell is not None:
             self.tell(accounted(table.name, rows, own, self.site))
 
 
 def label_of(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool, bool]:
-    """(negative, partially outlined) of a slide label.
+    """Return (negative, partially outlined) of a slide label.
 
     Args:
-        others: all labels of the table, which an error proposes as classes, as they are written.
+        others: all labels of the table, proposed as classes by an error.
     """
     label, known = text.strip().lower(), _NEGATIVE | _POSITIVE | _PARTIAL
     label = {"0.0": "0", "1.0": "1"}.get(label, label)  # as tables with gaps write whole numbers
@@ -242,13 +240,13 @@ def label_of(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool, b
 
 
 def slide_named(text: str, known: Collection[str]) -> str:
-    """Return the slide that a table means by its file's name, with or without a folder, of any system, and suffix."""
+    """Return the slide of a file name in a table, with or without folder (of any system) and suffix."""
     name = text if text in known else file_name_of(text)
     return Path(name).stem if name not in known and Path(name).stem in known else name
 
 
 def mpp_of(text: str, where: str) -> float:
-    """Return µm per pixel as a table has it; UsageError where that is no plausible number."""
+    """Return µm per pixel from a table; UsageError for an implausible number."""
     least, most = MPP_BOUNDS
     try:
         value = number_of(text)
@@ -287,7 +285,7 @@ def slide_files(sources: Sources) -> list[Path]:
 def divided(
     found: Iterable[SlideRecord | SetAside], sources: Sources
 ) -> tuple[list[SlideRecord], list[SetAside]]:
-    """The slides that can be used, with the splits of the site's split table, and those that cannot."""
+    """Return the usable slides, with the splits of the site's split table, and the excluded ones."""
     every = list(found)
     records = [one for one in every if isinstance(one, SlideRecord)]
     aside = [one for one in every if isinstance(one, SetAside)]
@@ -319,7 +317,7 @@ def divided(
 def sites_of(
     found: Iterable[tuple[str, str]], annotations: str | None, labels: str | None
 ) -> list[ArchiveSite]:
-    """The sites of an archive in order, of the (site, glob pattern) of each of its slides."""
+    """Return the sites of an archive in order, from (site, glob pattern) of each slide."""
     patterns: dict[str, list[str]] = {}
     for site, pattern in found:
         patterns.setdefault(site, []).append(pattern)

@@ -49,7 +49,7 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
             return SetAside(row["slide"], f"has no label ({row.where})")
         name = file_name_of(row["slide"])
         named = by_name.get(row["slide"]) or by_name.get(name) or by_stem.get(name)
-        if named is None:  # a suffix in other letters, ".SVS"
+        if named is None:  # a suffix in another case, ".SVS"
             named = [path for path in by_stem.get(Path(name).stem, ()) if _same_suffix(path, name)]
         if len(named) == 1:
             return _generic_record(sources, row, named[0], labels)
@@ -67,7 +67,7 @@ def _same_suffix(path: Path, name: str) -> bool:
 
 
 def _missing(name: str, files: Sequence[Path]) -> str:
-    """Say that a row's file is not there, and which file it may mean."""
+    """Return a line on a row's missing file, with the most similar name."""
     _, differ, why = describe_mismatch([name], [compose_text(path.name) for path in files]).rpartition("; ")
     return f"no such slide file; {why}" if differ else "no such slide file"
 

@@ -1,4 +1,4 @@
-"""What spreadsheets write into tables beside what was typed: separators, formulas, errors, numbers cut short."""
+"""Traces of spreadsheets in tables: separators, formulas, errors, shortened numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from wsi_fl.types import UsageError
 
 _WIDTHLESS = "\ufeff\u200b\u2060"
-"""Characters without width that spreadsheets and web pages leave at the ends of texts."""
+"""Characters without width at the ends of texts from spreadsheets and web pages."""
 _SEPARATOR = re.compile(r'"?sep=(.)"?[\s,;"]*', re.IGNORECASE)
 _FORMULA = re.compile(r'=\s*"([^"]*)"')
 _SHORTENED = re.compile(r"\d([.,]\d+)?E\+\d{2,3}", re.IGNORECASE)
@@ -18,15 +18,15 @@ PATIENT_NAMES = (
     *("patient", "patient_id", "case_id"),
     *("case_submitter_id", "cases.submitter_id", "submitter_id"),
 )
-"""What a column of patients may be called; the first that is there counts."""
+"""Possible names of the column of patients; the first present counts."""
 NAMING = frozenset({"slide", "slide_id", "site", *PATIENT_NAMES})
-"""Columns that say whose a row is."""
+"""Columns with the slide, patient or site of a row."""
 _OPTIONAL = frozenset({"label", "split", "mpp", "annotation", "diagnosis", "tumor_type"})
 _PLURAL = {"annotations": "annotation"}
 
 
 def separator_of(text: str) -> str:
-    """Return the separator that the first line of a table declares for Excel; "" where none does.
+    """Return the separator declared for Excel in the first line of a table; "" for none.
 
     Example:
         >>> separator_of("sep=;"), separator_of("slide,patient")
@@ -37,14 +37,14 @@ def separator_of(text: str) -> str:
 
 
 def header_of(text: str, needed: Collection[str]) -> tuple[int, str, str]:
-    """Return (how many lines stand before the header, the header, its separator where the first line declares one).
+    """Return (number of lines before the header, the header, its separator if the first line declares one).
 
-    Before it may stand empty lines and remarks, which begin with `#`, as in the tables of cBioPortal. A line that
-    begins so is the header where it has the columns that are looked for, and the line below all remarks has not.
+    Empty lines and remarks (`#`, as in tables of cBioPortal) may precede the header. A line with `#` is the header
+    where it has the needed columns, and the line below all remarks has not.
 
     Args:
         text: the table.
-        needed: the columns that must be there.
+        needed: required columns.
 
     Example:
         >>> header_of("#Patient Identifier,Sex" + chr(10) + "PATIENT_ID,SEX", ["SEX"])
@@ -69,14 +69,14 @@ def header_of(text: str, needed: Collection[str]) -> tuple[int, str, str]:
 
 
 def _has_columns(line: str, needed: Collection[str]) -> bool:
-    """Return whether a line names the columns that are needed, or else two of those that are known."""
+    """Return whether a line has the needed columns, or, if none are needed, two known ones."""
     names = {_folded(text_of(name.strip('#"'))) for name in re.split(r"[,;\t]", line.strip())}
     wanted = {_folded(name) for name in needed}
     return wanted <= names if wanted else len(names & (NAMING | _OPTIONAL)) > 1
 
 
 def text_of(value: str) -> str:
-    """Return a field as somebody typed it: without spaces around, and out of a formula that guards its zeros.
+    """Return a field as typed: stripped, without a formula around leading zeros.
 
     Example:
         >>> text_of(' ="007" '), text_of("=A1")
@@ -88,20 +88,20 @@ def text_of(value: str) -> str:
 
 
 def number_of(text: str) -> float:
-    """Return a number as people write it; ValueError for others, and for Python's 1_000, which is a name."""
+    """Return the number of a text; ValueError for other texts, and for Python's 1_000, a name."""
     if "_" in text:
         raise ValueError(f"{text!r} is no number")
     return float(text)
 
 
 def column_names(header: Sequence[str], needed: Collection[str]) -> list[str]:
-    """Return the header's names, those of known columns in the one way that they are looked for.
+    """Return the header's names, those of known columns normalised.
 
-    Case, spaces and hyphens make no other column: a `Split` that nobody reads would be lost in silence. A column that
-    is asked for as it is written stays as it is, and so does one beside a column of the right name.
+    Case, spaces and hyphens are ignored, so that a `Split` is not lost in silence. A needed column keeps its spelling,
+    and so does one beside a column of the normalised name.
 
     Args:
-        needed: the columns that are asked for.
+        needed: required columns.
 
     Example:
         >>> column_names(["Slide", "Patient ID", "Age"], ()), column_names(["Split", "split"], ())
@@ -121,7 +121,7 @@ def _folded(name: str) -> str:
 
 
 def require_typed_name(column: str, value: str, where: str) -> None:
-    """Refuse a name that a spreadsheet has made a rounded number or an error, under which many would be one.
+    """Refuse a name turned by a spreadsheet into a rounded number or an error.
 
     Raises:
         UsageError: names the column and the remedy.

@@ -1,9 +1,9 @@
-"""TCGA as the GDC's client leaves it: `<id>/<barcode>.<UUID>.svs`, a manifest, a clinical table of each patient's
-diagnosis and type of tumour.
+"""TCGA as downloaded by the GDC's client: `<id>/<barcode>.<UUID>.svs`, a manifest, a clinical table with diagnosis and
+tumour type of each patient.
 
-The second field of a barcode is a tissue source site: an institution *and* a study, so an institution has many. Here
-are those of the four institutions that ProxyFL's study of TCGA has for sites; the table of all, tissueSourceSite.tsv
-of the GDC's code tables, is read where there is one.
+The second field of a barcode is a tissue source site: an institution *and* a study, so an institution has many. Built
+in are the codes of the four institutions in ProxyFL's study of TCGA; the table of all, tissueSourceSite.tsv of the
+GDC's code tables, is read where there is one.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _SPELLINGS = (
     (r"st\.? joseph'?s hospital[ (]+(az|arizona)\)?", "st-josephs-arizona"),
     (r"st\.? joseph'?s medical center[ (-]+md\)?", "st-josephs-maryland"),
 )
-"""How one institution is written in several ways: the whole name in lower case, and what its site is called."""
+"""(pattern of an institution's lower-case names, name of its site)."""
 
 
 def site_of(institution: str) -> str:
-    """The site that stands for an institution, however it is spelt.
+    """Return the site of an institution, whatever its spelling.
 
     Example:
         >>> site_of("MSKCC"), site_of("Memorial Sloan Kettering"), site_of("University of São Paulo")
@@ -74,9 +74,9 @@ def site_of(institution: str) -> str:
 
 
 def _manifest_of(sources: Sources) -> dict[str, str]:
-    """The size that the site's manifests give each of its slides, by file name; other sites' files are left out.
+    """Return file name → size in the manifests, for the slides of the site.
 
-    `gdc-client` compares MD5 digests itself; a size tells what was cut on a later way.
+    `gdc-client` compares MD5 digests itself; sizes detect files cut later.
     """
     names = [Path(pattern).name for pattern in sources.slides]
     expected: dict[str, str] = {}
@@ -96,13 +96,13 @@ def _manifest_of(sources: Sources) -> dict[str, str]:
 _SUFFIXES = (".svs", ".tif", ".tiff")
 GROUPINGS = ("institution", "tss")
 _DIAGNOSTIC = ("DX",)
-"""Slides of embedded tissue, from which diagnoses are made; TS and BS are frozen sections beside the samples."""
+"""Diagnostic slides of embedded tissue; TS and BS are frozen sections beside the samples."""
 _BARCODE = re.compile(
     r"TCGA-(?P<tss>[A-Z0-9]{2})-(?P<participant>[A-Z0-9]{4})-(?P<sample>\d{2})[A-Z]"
     r"-\d{2}-(?P<kind>DX|TS|BS|MS)(?P<number>[A-Z0-9]+)(?:\.(?P<uuid>[^.]+))?"
 )
 _NORMAL = range(10, 20)
-"""Sample types that are healthy tissue or blood."""
+"""Sample types of healthy tissue or blood."""
 
 
 class _Barcode(NamedTuple):
@@ -121,7 +121,7 @@ class _Barcode(NamedTuple):
 
 
 def parse_barcode(name: str) -> _Barcode | None:
-    """The barcode that a slide's file is named by, or None.
+    """Return the barcode in a slide's file name, or None.
 
     Example:
         >>> parse_barcode("TCGA-05-4244-01Z-00-DX1.d4ff32cd-38cf-40ea-8213-45c2b100ac01.svs")[:5]
@@ -133,7 +133,7 @@ def parse_barcode(name: str) -> _Barcode | None:
 
 
 def slides_of(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
-    """The slides below a folder that are named by barcodes, in order."""
+    """Yield the slides named by barcodes below a folder, in order."""
     pattern = f"{glob.escape(str(archive))}/**/TCGA-*"
     for name in sorted(glob.glob(pattern, recursive=True)):  # noqa: PTH207 as the site's own pattern will
         path = Path(name)
@@ -145,9 +145,9 @@ def slides_of(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
 def describe_tcga(
     archive: Path, group_by: str = "institution", codes: Path | None = None, clinical: Path | None = None
 ) -> list[ArchiveSite]:
-    """The institutions of an archive, or with "tss" its source sites; a site's slides are those of its codes.
+    """Return the institutions of an archive, or with "tss" its source sites; codes assign slides to sites.
 
-    The tables of all source sites and of diagnoses are by default the archive's own.
+    The tables of source sites and diagnoses are by default the archive's own.
     """
     known = {code: name for name, some in _BUILT_IN.items() for code in some.split()}
     if table := codes or _one_of(archive, "tissueSourceSite*.[tc]sv", "--codes"):
@@ -181,7 +181,7 @@ def describe_tcga(
 
 
 def _one_of(archive: Path, pattern: str, option: str) -> Path | None:
-    """The archive's only file of this name, at its top or else one folder further down."""
+    """Return the archive's only file of this pattern, at its top or else one folder below."""
     for depth in ("", "*/"):
         found = drop_companions(path for path in archive.glob(depth + pattern) if path.is_file())
         if len(found) > 1:
@@ -221,7 +221,7 @@ def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
 def _judged(
     path: Path, barcode: _Barcode, clinical: _Clinical, sources: Sources, expected: str | None
 ) -> SlideRecord | SetAside:
-    """A slide of which the manifest says a size, where there is one."""
+    """Return the record of a slide, or the slide as excluded; its size must be that of the manifest."""
     if int(barcode.sample) in _NORMAL:
         return SetAside(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
     labels = clinical.labels(barcode.patient)
@@ -249,16 +249,16 @@ _NAMES = {
     "tumor_type": ("tumor_type",),
     "project": ("project", "project_id", "project.project_id"),
 }
-"""What columns are called where the site file does not say."""
+"""Names of columns by default."""
 _NEEDED = ("patient", "diagnosis")
 _PATIENT_CHARS = len("TCGA-BH-A0B3")
 
 
 class _Clinical:
-    """The patients of a clinical table, as `rows_of` reads it; several rows of a patient must agree.
+    """The patients of a clinical table; several rows of a patient must agree.
 
-    `columns` says how columns are called (patient, diagnosis, tumor_type, project) where not as usual. `patients` holds
-    the patient of each of the `rows`.
+    `columns` gives unusual names of columns (patient, diagnosis, tumor_type, project). `patients` holds the patient of
+    each of the `rows`.
     """
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
@@ -278,7 +278,7 @@ class _Clinical:
                     known.append(one)
 
     def labels(self, patient: str) -> tuple[str, str] | str:
-        """Diagnosis and tumour type of a patient, the latter may be empty; or why no slide of theirs has a label."""
+        """Return (diagnosis, tumour type or "") of a patient; or why the patient's slides have no label."""
         if patient not in self._cases:
             return f"patient {patient} is not in {self.path.name}"
         diagnoses, tumor_types = self._cases[patient]
@@ -294,7 +294,7 @@ class _Clinical:
 
 
 def _named(path: Path, key: str, there: Collection[str], columns: Mapping[str, str]) -> str:
-    """The column of this key; "" where there is none and none is needed."""
+    """Return the column of a key; "" where an optional one is missing."""
     names = (columns[key],) if key in columns else _NAMES[key]
     found = next((name for name in names if name in there), "")
     if not found and key in _NEEDED:

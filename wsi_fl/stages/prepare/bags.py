@@ -1,8 +1,8 @@
-"""`mosaic` and `features`: slides to bags of features, a shard per slide, then one store per site.
+"""`wsi-fl mosaic` and `wsi-fl features`: encode slides to bags, a shard per slide, then one store per site.
 
-A mosaic is a few patches of a slide (Yottixel's), read and encoded; no pixels are stored. `features` are those of every
-patch of a patch store. A finished shard whose fingerprint still fits is not made again, so a killed job loses at most
-the slides in hand; while one is encoded the next are looked at and read, and the last one is written.
+A mosaic is a few patches of a slide (Yottixel's), read and encoded; no pixels are stored. Features are those of every
+patch of a patch store. A finished shard with the same fingerprint is reused, so a killed job loses at most the slides
+in hand. While one slide is encoded, the next are planned and read, and the last is written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, Unpack
@@ -45,7 +45,7 @@ from wsi_fl.system.ordered import in_order
 from wsi_fl.types import DiskFull, GridSpec, SetAside, SlideRecord, WsiFlError, short_label
 
 _LOOKERS = 4
-"""Slides looked at while another is encoded: each needs some hundred megabytes for its tissue mask."""
+"""Slides planned while another is encoded; each needs some hundred megabytes for its tissue mask."""
 _READ = 32
 """Patches of a store read at a time."""
 
@@ -55,14 +55,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The n patches of a slide that are to be encoded; their pixels are read once.
+    """The n patches of a slide to be encoded; their pixels are read once.
 
     Attributes:
         xy_l0: int64[n, 2].
-        pixels: yields them, uint8[b, h, w, 3], and notes in `unread` why rows are missing.
-        picture: what was chosen, to look at, once the pixels were read; None for none.
+        pixels: yields uint8[b, h, w, 3]; the reasons of missing rows go into the next field.
+        picture: draws the selected patches, once their pixels were read; None for none.
         cluster, weight, mpp_l0, note: as in `Bag` and `BagShard`.
-        damage: gets, while pixels are read, what of the slide is damaged though the rest makes up for it.
+        damage: filled while pixels are read: damage of the slide that other data of the slide make up for.
     """
 
     slide: str
@@ -77,7 +77,7 @@ class _Chosen:
     damage: set[str] = field(default_factory=set)
 
     def bag(self, features: NDArray[np.float32]) -> Bag:
-        """Return the features, float32[m, d], of the m patches that could be read, with their places and groups."""
+        """Return the bag of the m readable patches: features float32[m, d], places and groups."""
         if not len(features):
             raise WsiFlError(self.unread[min(self.unread)])
         kept = np.setdiff1d(np.arange(len(self.xy_l0)), list(self.unread))
@@ -86,14 +86,14 @@ class _Chosen:
 
 
 class Way(Generic[_Item]):
-    """Which patches of a site's slides are encoded, and how they are read.
+    """Builds the bag store of a site: selects, reads and encodes patches of its slides.
 
     Attributes:
-        data: the name of the folder of its shards, as `train.data` says it.
-        sets_aside: whether slides that cannot be read are left out; else they end the work.
+        data: the folder of its shards, a value of `train.data`.
+        sets_aside: whether unreadable slides are excluded; else they end the work.
         items: the site's slides.
         site, path, spec: of the store, and of the patches in it.
-        ahead: slides looked at while another is encoded; 0 where each is looked at when its turn comes.
+        ahead: slides planned while another is encoded; 0 for none.
     """
 
     data: ClassVar[str]
@@ -108,7 +108,7 @@ class Way(Generic[_Item]):
         raise NotImplementedError
 
     def wanted(self, item: _Item) -> str:
-        """Return the fingerprint of what decides the bag of a slide."""
+        """Return the fingerprint of all inputs of a slide's bag."""
         raise NotImplementedError
 
     def choose(self, item: _Item) -> _Chosen:
@@ -116,22 +116,22 @@ class Way(Generic[_Item]):
         raise NotImplementedError
 
     def write(self, made: list[Done]) -> BagsRow:
-        """Write the store of all shards; return the site's part of the `--json` document."""
+        """Write the store of all shards; return the site's row of the `--json` document."""
         raise NotImplementedError
 
     def shard(self, slide: str) -> Path:
-        """Return where the shard of a slide is, or would be."""
+        """Return the path of a slide's shard."""
         return self.path.parent / self.data / f"{slide}.h5"
 
     def has_picture(self, slide: str) -> bool:
-        """Return whether nothing is missing beside the shard of a slide."""
+        """Return whether the picture of a slide exists, where slides have one."""
         return True
 
     def make(self, job: Job, watcher: Watcher) -> tuple[BagsRow, dict[str, object]] | None:
         """Make the shards of all slides, each rank its share; the first one holds the lock and writes the store.
 
         Returns:
-            What the site has, and how fast it was made; None on all ranks but the first.
+            The row of the site, and its speed; None on all ranks but the first.
         """
         began, folder, n = time.perf_counter(), self.path.parent, len(self.items)
         with job.first_holds(locked(folder, self.site)):
@@ -163,7 +163,7 @@ class Way(Generic[_Item]):
             yield from stack.enter_context(closing(in_order(self._write, encoded, threads=1, ahead=1)))
 
     def _look(self, item: _Item) -> tuple[str, _Chosen] | Done:
-        """Choose the patches of a slide, unless its shard is there and current."""
+        """Select the patches of a slide, unless its shard is current."""
         slide = self.name(item)
 
         def look() -> tuple[str, _Chosen] | Done:
@@ -178,7 +178,7 @@ class Way(Generic[_Item]):
         return self._apart(slide, look)
 
     def _write(self, encoded: Encoded[tuple[str, _Chosen] | Done]) -> Done:
-        """Write the picture first: a shard that is there says that all of its slide is done."""
+        """Write picture, then shard: an existing shard means a finished slide."""
         if isinstance(encoded.item, Done):
             return encoded.item
         began = time.perf_counter()
@@ -198,12 +198,12 @@ class Way(Generic[_Item]):
                 write_bytes(path.with_suffix(".png"), chosen.picture())
             stored.write_bag_shard(path, shard)
             spent = encoded.spent + Spent(write=time.perf_counter() - began)
-            return replace(_done(shard), made=len(encoded.features), spent=asdict(spent))
+            return _done(shard, len(encoded.features), asdict(spent))
 
         return self._apart(chosen.slide, write)
 
     def _apart(self, slide: str, step: Callable[[], _T]) -> _T | Done:
-        """Take a slide a step further: one that a library chokes on must not end the others."""
+        """Run a step of one slide; its failure must not end the others."""
         try:
             return step()
         except (DiskFull, EncoderError):
@@ -214,16 +214,16 @@ class Way(Generic[_Item]):
             return Done(slide, reason=reason_of(error))
 
 
-def _done(shard: BagShard) -> Done:
+def _done(shard: BagShard, made: int = 0, spent: dict[str, float] | None = None) -> Done:
     n = len(shard.bag.features)
-    return Done(shard.slide, n, partly(shard.unread, n + len(shard.unread)), shard.note)
+    return Done(shard.slide, n, partly(shard.unread, n + len(shard.unread)), shard.note, made, spent or {})
 
 
 class OfSlides(Way[SlideRecord]):
-    """A few patches of every slide, read from it.
+    """Builds mosaics: a few patches of every slide.
 
     Attributes:
-        params: how they are chosen, as the pipeline says.
+        params: the selection by the pipeline's settings.
     """
 
     data, sets_aside = "mosaics", True
@@ -244,7 +244,7 @@ class OfSlides(Way[SlideRecord]):
         return self.shard(slide).with_suffix(".png").exists()
 
     def wanted(self, item: SlideRecord) -> str:
-        """Over the slide (its size on disk too, for formats without quickhash), the parameters and the encoder."""
+        """Hash the slide (and its size on disk, for formats without quickhash), the parameters and the encoder."""
         check_opens_safely(item.path, item.mpp_override, self.reader)
         with Slide(item.path, item.mpp_override, "openslide") as slide:
             quickhash, mpp = slide.quickhash, slide.mpp
@@ -288,7 +288,7 @@ class OfSlides(Way[SlideRecord]):
         )
 
     def bag(self, record: SlideRecord) -> Bag:
-        """Return the mosaic of one slide, which is kept nowhere.
+        """Return the mosaic of one slide without storing it.
 
         Raises:
             WsiFlError: when the slide gives none.
@@ -298,7 +298,7 @@ class OfSlides(Way[SlideRecord]):
 
 
 class _OfSite(OfSlides):
-    """The mosaics of all slides of a site that have a class; `files` holds digests of those that may be copies."""
+    """Builds the mosaics of a site's labelled slides; `files` holds digests of possible copies."""
 
     def __init__(
         self,
@@ -345,13 +345,13 @@ class _OfSite(OfSlides):
 
 
 def _recipe(pipeline: Pipeline) -> dict[str, Any]:
-    """The settings by which patches are chosen, named as in `MosaicParams`."""
+    """Return the settings of the selection, named as in `MosaicParams`."""
     settings = pipeline.mosaic
     return {name: getattr(settings, name) for name in ("min_tissue", "clusters", "fraction")} | {"seed": SEED}
 
 
 class _OfStore(Way[str]):
-    """All patches of a patch store."""
+    """Builds the features of all patches of a patch store."""
 
     data, sets_aside = "features", False
 
@@ -384,7 +384,7 @@ class _OfStore(Way[str]):
         return np.flatnonzero(self.store.table.slide == slide)
 
     def write(self, made: list[Done]) -> BagsRow:
-        """Write `features.h5` from all shards; holds one slide's at a time."""
+        """Write the store from all shards, one slide in memory at a time."""
         store, patches = self.store.meta, self.store.table
         recipe = {} if store.min_tissue is None else {"min_tissue": store.min_tissue}
         meta = BagMeta(
@@ -409,7 +409,7 @@ class _OfStore(Way[str]):
 def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> Bags:
     """Make the mosaics of one site, or of every site of the pipeline; return the `--json` document.
 
-    Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
+    Under mpiexec or srun the ranks share the slides of each site; all but the first return {}.
     """
 
     def prepare(job: Job) -> Iterator[Way[SlideRecord]]:
@@ -435,7 +435,7 @@ def mosaic(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Whic
 def features(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> Bags:
     """Make the features of one site, or of every site of the pipeline; return the `--json` document.
 
-    Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
+    Under mpiexec or srun the ranks share the slides of each site; all but the first return {}.
     """
 
     def prepare(job: Job) -> Iterator[Way[str]]:
@@ -449,7 +449,7 @@ def features(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Wh
 
 
 def _make(prepare: Callable[[Job], Iterable[Way[Any]]], watcher: Watcher | None) -> Bags:
-    """Make the bags of each site; return the `--json` document."""
+    """Build the bags of each site; return the `--json` document."""
     job = Job()
     told = job.watched(watcher)
     ways = job.each(lambda: list(prepare(job)))
@@ -460,7 +460,7 @@ def _make(prepare: Callable[[Job], Iterable[Way[Any]]], watcher: Watcher | None)
 
 
 def features_lines(document: Bags) -> Lines:
-    """Yield a row per site."""
+    """Yield a table with a row per site, speeds, and the next command."""
     headings = ("slides", "patches", "train", "test")
     sites: Sequence[Mapping[str, Any]] = document["sites"]
     rows = [[row[key] for key in ("site", *headings)] for row in sites]

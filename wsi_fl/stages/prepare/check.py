@@ -1,6 +1,6 @@
-"""`check`: every byte of a site's stores and generators read, and damage told with the command that mends it.
+"""`wsi-fl check`: read every byte of a site's stores and generators; report damage with its repair.
 
-One patch or one bag is in memory at a time, and nothing is written.
+One patch or one bag is in memory at a time; nothing is written.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from wsi_fl.system.names import drop_companions
 from wsi_fl.types import WsiFlError
 
 _NAMED = 5
-"""Damaged patches of a slide that are named."""
+"""Damaged patches listed per slide."""
 _FOUND = (WsiFlError, *DAMAGE, MemoryError)
 
 _Step = tuple[str, Callable[[], object]]
-"""What is read, and reading it, which raises WsiFlError for damage."""
+"""(name of a part, function that reads it and raises WsiFlError for damage)."""
 
 
 class _SiteRow(TypedDict):
-    """How many shards, bags and other files were read, a line for each damage (where, what, its mending), for each
-    store that could not be read now, and for each scan that is there several times."""
+    """A site: how many shards, bags and other files were read; a line for each damage (where, what, remedy), each store
+    unreadable at the moment, and each scan stored several times."""
 
     site: str
     read: int
@@ -44,7 +44,7 @@ class _SiteRow(TypedDict):
 
 
 class _Checked(TypedDict):
-    """All sites, scans that several of them have, and whether all could be read and nothing is damaged."""
+    """All sites, scans shared between sites, and whether all was read without damage."""
 
     sites: list[_SiteRow]
     copies: list[str]
@@ -52,7 +52,7 @@ class _Checked(TypedDict):
 
 
 def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> _Checked:
-    """Read all that one site has stored, or every site of the pipeline; return the `--json` document.
+    """Read all stores of one site, or of every site of the pipeline; return the `--json` document.
 
     Raises:
         WsiFlError: when there is nothing to check.
@@ -78,13 +78,13 @@ def check(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which
 
 
 def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list[Scan]]) -> _SiteRow:
-    """Read all of a site; the scans in its stores are added to those of each kind of store."""
+    """Read all stores of a site; append its scans to `scans`, by kind of store."""
     began, n_read = time.perf_counter(), 0
     damaged: list[str] = []
     unavailable: list[str] = []
 
     def note(error: BaseException) -> None:
-        """Say what is damaged, also where no reader foresaw that: the other stores and sites are read all the same."""
+        """Record damage, foreseen by a reader or not; the other stores and sites are read all the same."""
         if (reason := why_unavailable(error)) or isinstance(error, FileUnavailable):
             unavailable.append(f"{site}: {reason}" if reason else str(error))
         else:
@@ -106,10 +106,10 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
             damaged.append(
                 f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again"
             )
-    opened += [of_plugin(study, site) for of_plugin in entries("wsi_fl.checks").values()]  # what others store
+    opened += [of_plugin(study, site) for of_plugin in entries("wsi_fl.checks").values()]  # of extensions
     for steps in opened:
         try:
-            for known in steps:  # once it is open
+            for known in steps:  # yielded once the store is open
                 for done, (name, read) in enumerate(known):
                     watcher.update(site, done, len(known), name)
                     n_read += 1
@@ -118,7 +118,7 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
                     except _FOUND as error:
                         note(error)
                 watcher.update(site, len(known), len(known))
-        except _FOUND as error:  # it does not even open
+        except _FOUND as error:  # the store does not open
             n_read += 1
             note(error)
     for kind, some in by_store.items():
@@ -145,7 +145,8 @@ def _read_slide(store: PatchStore, slide: str) -> None:
     if damaged := store.verify(slide):
         shown = ", ".join(map(str, damaged[:_NAMED])) + (", …" if len(damaged) > _NAMED else "")
         raise WsiFlError(
-            f"{store.path}: {len(damaged)} patches in the shard of slide {slide} are damaged ({shown}); {store.mend}"
+            f"{store.path}: {len(damaged)} patches in the shard of slide {slide} are damaged ({shown}); "
+            f"{store.mend}"
         )
 
 
@@ -160,7 +161,7 @@ def _bags(data: str, study: Study, site: str, scans: dict[str, list[Scan]]) -> I
 
 
 def check_lines(document: _Checked) -> Lines:
-    """Yield a row per site, and a line for each damage."""
+    """Yield a table with a row per site, and a line for each damage."""
     sites = document["sites"]
     rows = [[row["site"], row["read"], len(row["damaged"]), f"{row['seconds']:.1f}"] for row in sites]
     yield Table("check", ["site", "read", "damaged", "s"], rows)
@@ -169,4 +170,4 @@ def check_lines(document: _Checked) -> Lines:
     yield from copies_lines(document)
     damaged = any(row["damaged"] for row in sites)
     unread = "" if document["ok"] or damaged else "not all could be read; see above, then check again"
-    yield Line(unread or ("damaged; see above for what mends it" if damaged else "nothing is damaged"))
+    yield Line(unread or ("damaged; see above for the repair" if damaged else "nothing is damaged"))

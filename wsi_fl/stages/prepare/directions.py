@@ -1,4 +1,4 @@
-"""`projection`: along which sites sum their features, from tissue that is nobody's secret; a small file."""
+"""`wsi-fl projection`: write a projection for class statistics, computed from public reference slides."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _MOST = 500
 
 @dataclass(frozen=True)
 class Letters:
-    """What is known of the letters that hospitals are going to write.
+    """The planned class statistics of all sites.
 
     Attributes:
-        rows: of all hospitals together, about: patches, slides or patients, whatever counts once.
-        hospitals: how many write.
-        epsilon, delta: of each.
-        shared: whether they add the noise together.
+        rows: approximate number of privacy units (patches, slides or patients) of all sites together.
+        hospitals: number of sites.
+        epsilon, delta: of each site.
+        shared: whether the noise is distributed over the sites (secure aggregation).
     """
 
     rows: int
@@ -59,7 +59,7 @@ class Letters:
     delta: float = 1e-5
 
     def variance(self) -> float:
-        """Return that of the noise in each number of the sum of all letters; of shared noise one share may be known."""
+        """Return the noise variance of each entry of all sites' sum; of distributed noise one share may be known."""
         one: float = sigma_for(self.epsilon, 1.0, 1, self.delta) ** 2
         return one * self.hospitals / max(1, self.hospitals - 1 if self.shared else 1)
 
@@ -77,20 +77,20 @@ def directions(
     public: bool = False,
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Make public directions; return the `--json` document.
+    """Compute a projection from public reference slides; return the `--json` document.
 
     Args:
-        sources: slides or pictures of public tissue, cut as `[tile]` says, or stores of their features, or folders of
-            such, in which files that are neither are left aside.
+        sources: slides or pictures, cut by the settings of `[tile]`, or feature stores, or folders of these; other
+            files in folders are skipped.
         out: the file to write.
-        n: number of directions; None takes 32, or as many as `letters` ask for.
-        letters: what the directions are for, as far as it is known.
-        mpp: µm per pixel of sources that do not say.
-        public: whether somebody says that all sources are nobody's secret; see `require_public`.
+        n: number of dimensions; None for 32, or the number that suits the planned statistics.
+        letters: the planned statistics, if known.
+        mpp: µm per pixel of sources without a resolution.
+        public: whether the user declares all sources public; see `require_public`.
 
     Raises:
-        UsageError: when a source is a hospital's own or has another encoder, or all have too few patches.
-        WsiFlError: when one that is named cannot be read, or there is none.
+        UsageError: when a source belongs to a site or has another encoder, or all have too few patches.
+        WsiFlError: when a named source cannot be read, or there is none.
     """
     files = _files_of(sources)
     if not public:
@@ -131,7 +131,7 @@ def directions(
 
 
 def _files_of(sources: Sequence[Path]) -> list[Path]:
-    """Return the files and slide folders that are named, and those in folders that are named."""
+    """Return the named files and slide folders, and those directly in named folders."""
     inside = (
         drop_companions(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path]
         for path in sources
@@ -145,7 +145,7 @@ def _files_of(sources: Sequence[Path]) -> list[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and digests of the files of a slide that is a folder."""
+    """Return the SHA-256 of a file, or of the names and digests of the files of a slide folder."""
     if not path.is_dir():
         return sha256_of(path)
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -159,14 +159,12 @@ def _require_public(study: Study, files: Sequence[Path]) -> None:
             require_public(study, path)
         except UsageError:
             raise
-        except (
-            WsiFlError
-        ):  # a store that cannot be read is told, or left aside, when its features are asked for
+        except WsiFlError:  # an unreadable store is reported or skipped when its features are loaded
             continue
 
 
 def _stored(path: Path, encoder: str) -> NDArray[np.float32]:
-    """Return features float32[m, d] of some patches of a store, of every slide as many."""
+    """Return features float32[m, d] of some patches of a store, equally many of every slide."""
     with BagStore(path) as store:
         if any(encoder_differences([store.meta.encoder, encoder])):
             raise UsageError(
@@ -194,7 +192,7 @@ def _seen(
 
 
 def _some(n: int, most: int) -> NDArray[np.int64]:
-    """Return up to so many of n indices, in order, the same every time."""
+    """Return a sorted, bounded sample of n indices, the same every time."""
     return np.sort(np.random.default_rng(0).permutation(n)[:most])
 
 
@@ -203,14 +201,14 @@ def _named(files: Sequence[str]) -> str:
 
 
 def directions_lines(document: dict[str, Any]) -> Lines:
-    """Yield what the file rests on, and what to do with it."""
+    """Yield the sources of the file, and the next command."""
     rows = sum(source["rows"] for source in document["sources"])
     yield Line(
-        f"  {document['file']}: {document['dimensions']} directions of {document['encoder']}, from {rows} patches of "
-        f"{len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
+        f"  {document['file']}: a projection onto {document['dimensions']} dimensions of {document['encoder']}, from "
+        f"{rows} patches of {len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
     )
     if aside := document["excluded"]:
-        yield Line(f"  {len(aside)} other files were left aside{_named(aside)}", "yellow")
+        yield Line(f"  {len(aside)} other files were skipped{_named(aside)}", "yellow")
     yield Line(
         f"give the file to all sites; next: wsi-fl train --method oneshot --set model.projection={document['file']}"
     )

@@ -1,4 +1,4 @@
-"""`encoders`: which published encoders can be used by name, and what of them is here."""
+"""`wsi-fl encoders`: list the published encoders with their properties and local weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str,
     """List the presets; return the `--json` document.
 
     Args:
-        study: whose pipeline may give weights; None where there is none.
+        study: its pipeline may name files of weights; None without a study.
     """
     given = _given(study, pipeline_name) if study else {}
     memory = _memory()
@@ -48,7 +48,7 @@ def encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str,
 
 
 def _memory() -> int:
-    """Return the bytes of this machine's memory, or of its GPU where that is smaller."""
+    """Return the memory of this machine, or of its GPU if smaller, in bytes."""
     import torch
 
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -57,7 +57,7 @@ def _memory() -> int:
 
 
 def _given(study: Study, pipeline_name: str | None) -> dict[str, Path]:
-    """Return by encoder the files of weights that the study's pipeline names and that are there."""
+    """Return encoder → existing file of weights named in the study's pipeline."""
     try:
         pipeline = study.pipeline(study.pipeline_name(pipeline_name))
     except UsageError:
@@ -70,7 +70,7 @@ def _given(study: Study, pipeline_name: str | None) -> dict[str, Path]:
 
 
 def encoders_lines(document: dict[str, Any]) -> Lines:
-    """Yield a row per preset."""
+    """Yield a table with a row per preset."""
     rows = [
         [
             row["name"],

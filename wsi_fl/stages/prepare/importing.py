@@ -1,6 +1,6 @@
-"""`import` and `export`: features of other tools become a site's store, and a store lies as they want it.
+"""`wsi-fl import` and `wsi-fl export`: convert features of other tools to a site's store, and a store to their layouts.
 
-Every file is read twice: once to find out what it holds, and once to write it. One bag is in memory at a time.
+Every file is read twice: once for its metadata, and once to write it. One bag is in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from wsi_fl.system.files import locked
 from wsi_fl.types import GridSpec, SetAside, SlideRecord, UsageError, WsiFlError, encoder_label
 
 _ROUNDED = 1.5
-"""How far off the resolution may be that a magnification stands for: TRIDENT calls 0.3 to 0.6 µm 20×."""
+"""Largest ratio of a resolution to the nominal one of its magnification: TRIDENT calls 0.3 to 0.6 µm 20×."""
 
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """What is said on the command line of features whose files do not say it.
+    """Facts on features given as options, where files lack them.
 
     Attributes:
-        called: what the encoder is called from now on, whatever its files call it.
+        called: the encoder's new name, whatever its files call it.
     """
 
     encoder: str | None = None
@@ -49,7 +49,7 @@ class ImportFacts:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A slide whose file is whole: n patches of d features, and a digest of them."""
+    """A slide with an intact file: n patches of d features, and a digest of them."""
 
     record: SlideRecord
     path: Path
@@ -61,7 +61,7 @@ class _Looked:
 
     @property
     def mpp_l0(self) -> float | None:
-        """µm per level-0 pixel of the slide: as the table or site file says, else the features' file."""
+        """µm per level-0 pixel of the slide: from the table or site file, else from the features' file."""
         return self.record.mpp_override or self.facts.mpp_l0
 
 
@@ -77,7 +77,7 @@ def import_features(
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> sources.Bags:
-    """Write a site's feature store of the files in a folder; return the `--json` document, that of `mosaic`.
+    """Write a site's feature store from the files in a folder; return the `--json` document, that of `mosaic`.
 
     Args:
         form: a key of LAYOUTS.
@@ -85,7 +85,7 @@ def import_features(
         labels: a table of slides with patients and labels.
 
     Raises:
-        UsageError: when slides are of several encoders, widths or patch sizes, or nobody says which; names a slide.
+        UsageError: when encoders, widths or patch sizes of slides differ or are unknown; names a slide.
         WsiFlError: when no slide is left.
     """
     began, told, said = time.perf_counter(), watcher or Silent(), said or ImportFacts()
@@ -145,8 +145,8 @@ def import_features(
 def _with_splits(
     looked: Sequence[_Looked], records: Sequence[SlideRecord], test_fraction: float
 ) -> tuple[list[_Looked], list[SetAside], list[str]]:
-    """Return slides with the splits of all records, those whose scan a table puts into two splits, and a line for each
-    scan that is there several times.
+    """Return slides with their splits, slides excluded because a table puts their scan into two splits, and a line for
+    each scan present several times.
     """
     marks = {slide.record.slide: frozenset({slide.mark}) for slide in looked}
     records, leaks = drop_leaks(assign_splits(records, test_fraction=test_fraction, marks=marks), marks)
@@ -160,7 +160,7 @@ def _with_splits(
 
 
 def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside:
-    """Read a slide's file once, whole."""
+    """Read a slide's file; return its metadata, or the slide as excluded."""
     try:
         foreign = layout.read(path)
     except WsiFlError as error:
@@ -179,15 +179,15 @@ def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside
     elif foreign.xy is None:
         why = "its file has no coordinates"
     elif looked.mpp_l0 is None:
-        why = "its coordinates are µm, and nobody says how large a pixel of the slide is (column mpp, or mpp_override)"
+        why = "its coordinates are µm, and the size of a pixel of the slide is unknown (column mpp, or mpp_override)"
     else:
         why = "its coordinates are all −1"
-    return replace(looked, note=f"nobody knows where its patches lie: {why}; heatmaps need that")
+    return replace(looked, note=f"the places of its patches are unknown: {why}; heatmaps need them")
 
 
 def _at_scale(one: _Looked, spec: GridSpec) -> _Looked:
-    """Measure a slide by its own patches, where its file knows their side in level-0 pixels and a round magnification
-    alone, and neither the table nor the site file says more.
+    """Compute a slide's resolution from the common patch size, where its file has only a nominal magnification and the
+    patch's side in level-0 pixels, and neither table nor site file has a resolution.
     """
     facts = one.facts
     if not facts.nominal or one.record.mpp_override or not facts.mpp or not facts.mpp_l0:
@@ -196,7 +196,7 @@ def _at_scale(one: _Looked, spec: GridSpec) -> _Looked:
 
 
 def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: ImportFacts) -> BagMeta:
-    """What holds for all slides, as all files and the command line say."""
+    """Return the metadata of the store, from all files and the options."""
     _require_said(looked, said)
     encoder = _encoder(looked, said)
     found = _agreed(looked, "patch size", lambda one: one.facts.size_px)
@@ -209,7 +209,7 @@ def _meta(site: SiteFile, pipeline: Pipeline, looked: Sequence[_Looked], said: I
 
 
 def _require_said(looked: Sequence[_Looked], said: ImportFacts) -> None:
-    """Refuse features of which nobody says all that is needed; it names everything that is missing."""
+    """Refuse features without required facts; the error names all of them."""
     known = {name for one in looked for name, value in vars(one.facts).items() if value is not None}
     needed = (
         ("encoder", "--encoder", "encoder", said.encoder or said.called),
@@ -223,7 +223,7 @@ def _require_said(looked: Sequence[_Looked], said: ImportFacts) -> None:
 
 
 def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:
-    """Return the encoder's label: a preset's name where the features can be its own, and what the files call it."""
+    """Return the encoder's label: a preset's name where widths agree, and the name in the files."""
     width = int(_agreed(looked, "features of width", lambda one: one.d))
     written = _agreed(looked, "encoder", lambda one: _known(one.facts.encoder, width))
     if said.called is None:
@@ -233,7 +233,7 @@ def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:
         if name in PRESETS and PRESETS[name].n_features != width:
             gives = PRESETS[name].n_features
             raise UsageError(
-                f"--encoder-name {said.called}: it gives {gives} numbers for a patch, {looked[0].path.name} has {width}"
+                f"--encoder-name {said.called}: it has {gives} features, {looked[0].path.name} has {width}"
             )
     theirs = next((one.facts.encoder for one in looked if one.facts.encoder), name)
     word = ["so called on import"] if said.called else []
@@ -241,13 +241,13 @@ def _encoder(looked: Sequence[_Looked], said: ImportFacts) -> str:
 
 
 def _known(name: str | None, width: int) -> str | None:
-    """Return the preset that a name stands for, where its features are as wide; else the name."""
+    """Return the preset of a name, where its features have this width; else the name."""
     preset = preset_called(name) if name else None
     return preset if preset and PRESETS[preset].n_features == width else name
 
 
 def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
-    """The resolution of the patches; one that is measured goes before one that a magnification stands for."""
+    """Return the resolution of the patches; a measured one goes before the nominal one of a magnification."""
     found = _agreed(looked, "resolution", lambda one: one.facts.mpp)
     if said is None or not any(one.facts.nominal for one in looked):
         return float(_settled(found, said, looked, "--mpp"))
@@ -259,7 +259,7 @@ def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
 
 
 def _settled(found: Any, said: Any, looked: Sequence[_Looked], option: str) -> Any:
-    """What all files say, or the command line where they say nothing."""
+    """Return the value of the files, or that of the option where they have none; UsageError where both differ."""
     if found is not None and said is not None and not _same(found, said):
         same = f", or say --encoder-name {said} if they are the same" if option == "--encoder" else ""
         raise UsageError(f"{option} {said}: {looked[0].path.name} says {found}; leave {option} out{same}")
@@ -267,12 +267,12 @@ def _settled(found: Any, said: Any, looked: Sequence[_Looked], option: str) -> A
 
 
 def _agreed(looked: Sequence[_Looked], what: str, of: Callable[[_Looked], Any]) -> Any:
-    """What all say that say anything, or None; UsageError names a slide of each where two differ."""
+    """Return the common value of all slides with one, or None; UsageError names two slides that differ."""
     told = [(one.record.slide, value) for one in looked if (value := of(one)) is not None]
     for slide, value in told:
         if not _same(value, told[0][1]):
             raise UsageError(
-                f"slides are not alike: {told[0][0]} has {what} {told[0][1]}, {slide} {value}; import one kind"
+                f"slides differ: {told[0][0]} has {what} {told[0][1]}, {slide} {value}; import one kind"
             )
     return told[0][1] if told else None
 
@@ -284,7 +284,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _bags(looked: Sequence[_Looked], layout: Layout, told: Watcher, site: str, n: int) -> Iterator[Bag]:
-    """Read each file again; of n slides so many are written, which is the second half of the work."""
+    """Yield the bag of each file, read again; progress counts this as the second half of the work."""
     for number, one in enumerate(looked, 1):
         try:
             yield layout.read(one.path).bag(one.mpp_l0)
@@ -296,14 +296,14 @@ def _bags(looked: Sequence[_Looked], layout: Layout, told: Watcher, site: str, n
 def export(
     study: Study, *, site: str, form: str, out: Path | None = None, tensors: bool = False
 ) -> dict[str, Any]:
-    """Write a site's mosaics for another tool; return the `--json` document. Nothing leaves this machine.
+    """Write a site's mosaics on this machine for another tool; return the `--json` document.
 
     Args:
         tensors: whether CLAM's `.pt` files are written too.
 
     Raises:
         UsageError: for an unknown format, or `.pt` files of another tool than CLAM.
-        WsiFlError: when the site has no feature store, or it does not say how large its patches are on the slides.
+        WsiFlError: when the site has no feature store, or the store lacks the resolution of slides.
     """
     written = {name: layout.write for name, layout in LAYOUTS.items() if layout.write}
     if form not in written:
@@ -329,7 +329,7 @@ def export(
 
 
 def export_lines(document: dict[str, Any]) -> Lines:
-    """Say where the files are, and what CLAM's users need."""
+    """Yield the places of the files, and a hint for CLAM."""
     yield Line(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
     if document["format"] == "clam" and not document["pt"]:
         yield Line("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")

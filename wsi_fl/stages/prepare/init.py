@@ -1,4 +1,4 @@
-"""`init`: a study folder, empty or written from an archive."""
+"""`wsi-fl init`: create a study folder, empty or from an archive."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from wsi_fl.system.names import drop_companions
 from wsi_fl.types import SlideRecord, UsageError
 
 _PIPELINES = {"tcga": "tcga_subtypes"}
-"""What a study of an archive is given unless it asks for another pipeline; that of the paper elsewhere."""
+"""Layout → default pipeline; elsewhere that of the paper."""
 _PAPER, _START = "camelyon17", "camelyon17_pretrained"
 _BUDGET, _DELTA = 3.0, 1e-5
-"""What a new site file of a real hospital lets it spend; it may change both before its first run."""
+"""The budget in a new site file of a real hospital, which may change both values before its first run."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Of an archive of TCGA: what sites are, and tables that it does not hold itself.
+    """Options of a TCGA archive: the meaning of a site, and tables from outside the archive.
 
     Attributes:
         group_by: "institution" or "tss".
@@ -46,6 +46,8 @@ class Tables:
 
 @dataclass(frozen=True)
 class _Found:
+    """The contents of an archive."""
+
     layout: str
     sites: list[ArchiveSite]
     columns: Mapping[str, str]
@@ -54,7 +56,7 @@ class _Found:
 
 
 class _Begun(TypedDict):
-    """A study that was begun; diagnoses by tumour type and notes where an archive gave some."""
+    """The document of `wsi-fl init`; diagnoses by tumour type and notes where an archive gave some."""
 
     study: str
     layout: str | None
@@ -74,14 +76,14 @@ def init(
     pipeline: str | None = None,
     tables: Tables | None = None,
 ) -> _Begun:
-    """Writes `pipelines/` and, from an archive, `sites/*.toml`. Nothing that exists is overwritten.
+    """Write `pipelines/` and, from an archive, `sites/*.toml`; existing files are kept.
 
     Args:
         archive: folder of slides; its layout is recognised unless `layout` names it.
-        names: of sites without an archive, whose features are imported or whose site files say more later.
+        names: of sites without an archive, for imported features or site files edited later.
         real: whether the sites are real hospitals, whose patches no other site may read.
-        pipeline: the shipped pipeline that the study gets; by default the one for the layout of an archive, or all.
-        tables: what an archive of TCGA may need.
+        pipeline: the shipped pipeline of the study; by default the one for the archive's layout, or all.
+        tables: options of a TCGA archive.
     """
     if layout is not None and layout not in LAYOUTS:
         raise UsageError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
@@ -136,7 +138,7 @@ def _write(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str])
 
 
 def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Found:
-    """The sites of an archive; where slides are `labelled` as a whole, their diagnoses and the sites that have some."""
+    """Return the sites of an archive; with labels of whole slides only the sites with diagnoses, and these."""
     found = describe(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
     notes = []
     if unknown := sorted(code for site in found for code in site.unknown_codes):
@@ -169,7 +171,7 @@ def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Fou
 
 
 def _sources_of(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
-    """Return what the site file will say."""
+    """Return the sources of a site as its site file will have them."""
     return Sources(
         site=site.name,
         label=site.name,
@@ -182,7 +184,7 @@ def _sources_of(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
 
 
 def _copies(layout: str, sources: Iterable[Sources]) -> list[str]:
-    """Say which slides of an archive are one file, within a site and between sites; its tables may be unfinished."""
+    """Return a line for each slide file present several times; sites with invalid tables are skipped."""
     records: list[SlideRecord] = []
     for one in sources:
         with suppress(UsageError):
@@ -209,7 +211,7 @@ def _columns(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
-    """The site file of what was found, checked by the model that will read it."""
+    """Return the text of a site file, validated by its own model."""
     values = {
         "name": found.name,
         "real": real,
@@ -239,7 +241,7 @@ def _plain(patterns: Sequence[str]) -> str | list[str]:
 
 
 def _next(subtypes: Mapping[str, Sequence[str]]) -> str:
-    """The command that comes after `init`."""
+    """Return the command after `wsi-fl init`."""
     return "mosaic" if subtypes else "tile"
 
 
@@ -268,5 +270,5 @@ def init_lines(document: _Begun) -> Lines:
     else:
         yield Line(
             f"study ready; write a site file for each hospital in {document['study']}/sites, then wsi-fl tile --all; "
-            "labelled images are shared out by wsi-fl partition"
+            "labelled images are divided by wsi-fl partition"
         )

@@ -1,4 +1,4 @@
-"""`partition`: an image data set divided among simulated sites, each with its store."""
+"""`wsi-fl partition`: divide an image data set among simulated sites, each with a store."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from wsi_fl.types import GridSpec, PatchTable, UsageError
 _BATCH = 256
 _MOST_SITES = 10_000
 _MADE = "# made by wsi-fl partition "
-"""How its site files begin."""
+"""The start of its site files."""
 _BEGUN = "partition.json"
-"""In the first site's folder: how many sites a partition makes that has not ended."""
+"""A file in the first site's folder: the number of sites of an unfinished partition."""
 
 
 def partition(
@@ -44,10 +44,10 @@ def partition(
     size_px: int | None = None,
     prefix: str = "S",
 ) -> dict[str, Any]:
-    """Writes site files and stores S1 … SK into the study.
+    """Write site files and stores S1 … SK into the study; return the `--json` document.
 
-    Training images are divided by `skew`; the common test set (the one the data set brings, else a share of
-    `test_fraction` drawn at random) is divided evenly, so that the merged test set is the whole of it.
+    Training images are divided by `skew`. The common test set (that of the data set, else a random share
+    `test_fraction`) is divided evenly, so that the merged test set is complete.
     """
     if n_sites < 1 or (per_site is not None and per_site < 1):
         raise UsageError("--sites and --per-site must be at least 1")
@@ -82,7 +82,7 @@ def partition(
             }
             row["store"] = study.relative(study.store(site.name))
             rows.append(row | {"classes": dict(zip(data_set.classes, training, strict=True))})
-        for site in sites:  # last, so that a site file stands for a whole store
+        for site in sites:  # last, so that a site file means a complete store
             write_text(study.site_path(site.name), dump_toml(site.model_copy(update={"allow": None}), first))
     return {
         "data": str(data),
@@ -95,9 +95,9 @@ def partition(
 
 
 def _unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
-    """Refuse names that are taken; return the sites that a partition which was killed has left.
+    """Refuse existing site names; return the sites left by a killed partition.
 
-    One that had written all its site files had ended, and whoever has a ledger has been at work.
+    A partition with all site files had ended; a site with a ledger has trained.
     """
     names, mark = [site.name for site in sites], study.store(sites[0].name).with_name(_BEGUN)
     left = []
@@ -120,7 +120,7 @@ def _unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
 
 @contextmanager
 def _begun(study: Study, sites: list[SiteFile]) -> Iterator[None]:
-    """Mark sites as unfinished until the block ends well, after removing what a killed partition left."""
+    """Remove the sites of a killed partition, and mark sites as unfinished until the block ends without an error."""
     first = study.store(sites[0].name).parent
     with locked(first, sites[0].name):
         mark = first / _BEGUN
@@ -138,7 +138,7 @@ def _begun(study: Study, sites: list[SiteFile]) -> Iterator[None]:
 
 
 def _with_test(data_set: DataSet, fraction: float, rng: np.random.Generator) -> DataSet:
-    """The data set with a test set: its own, or a share of the training images."""
+    """Return the data set with a test set: its own, or a share of the training images."""
     if data_set.test is not None:
         return data_set
     if not 0 < fraction < 1:
@@ -163,19 +163,19 @@ def _with_test(data_set: DataSet, fraction: float, rng: np.random.Generator) -> 
 
 
 def _digests(images: Images) -> NDArray[np.bytes_]:
-    """Return a digest of each image: equal images are equal in it."""
+    """Return a digest of each image; equal images have equal digests."""
     return np.array([hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images.x], "V8")
 
 
 def _without(
     rows: NDArray[np.int64], others: NDArray[np.int64], digests: NDArray[np.bytes_]
 ) -> NDArray[np.int64]:
-    """Return in order those of the rows whose image is not among the others."""
+    """Return the sorted rows without a copy of their image among the others."""
     return np.sort(rows[~np.isin(digests[rows].view("u8"), digests[others].view("u8"))])
 
 
 def _describe_copies(data_set: DataSet) -> list[str]:
-    """Say how many images are there several times, and how many of the test are trained on."""
+    """Return lines on copies among training images, and on test images also in training."""
     train = _digests(data_set.train).view("u8")
     test = _digests(data_set.test).view("u8") if data_set.test is not None else train[:0]
     leaks, copies = int(np.isin(test, train).sum()), len(train) - len(np.unique(train))
@@ -184,7 +184,7 @@ def _describe_copies(data_set: DataSet) -> list[str]:
 
 
 def _write_store(study: Study, site: str, data_set: DataSet, splits: dict[str, NDArray[np.int64]]) -> Counts:
-    """One shard per split; every image is a patient of its own."""
+    """Write one shard per split; every image counts as a patient."""
     size, channels = data_set.train.x.shape[1], data_set.train.x.shape[3]
     spec = GridSpec(size, 0.0, size)
     path = study.store(site)
@@ -204,7 +204,7 @@ def _write_store(study: Study, site: str, data_set: DataSet, splits: dict[str, N
 
 
 def partition_lines(document: dict[str, Any]) -> Lines:
-    """Yield training images, classes × sites."""
+    """Yield the table of training images, classes × sites."""
     sites = document["sites"]
     rows = [[name, *(row["classes"][name] for row in sites)] for name in document["classes"]]
     sums = [["sum", *(row["train"] for row in sites)], ["test", *(row["test"] for row in sites)]]
@@ -221,7 +221,7 @@ _Skew = Callable[[NDArray[np.int64], int, int | None, np.random.Generator], list
 
 
 def parse_skew(text: str) -> _Skew:
-    """Return the skew `iid`, `major:0.8` (a share of one class at each site, by turns) or `dirichlet:0.5`."""
+    """Return the division `iid`, `major:0.8` (a share of one class at each site, by turns) or `dirichlet:0.5`."""
     name, _, number = text.partition(":")
     try:
         value = float(number) if number else None
@@ -239,7 +239,7 @@ def parse_skew(text: str) -> _Skew:
 
 
 def _enough(per_site: int | None, n_sites: int, there: int) -> int:
-    """How many images each site gets: as many as are asked for, or all that there are."""
+    """Return the number of images per site: as requested, or an equal share of all."""
     per_site = there // n_sites if per_site is None else per_site
     if per_site < 1:
         raise UsageError(f"{there} training images are too few for {n_sites} sites")
@@ -261,13 +261,13 @@ def _iid(
 def _major(
     y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator, *, share: float
 ) -> list[NDArray[np.int64]]:
-    """Give each site a share of one class, the rest at random of all others (ProxyFL, section 4.1)."""
+    """Give each site a share of one class, and random images of all others (ProxyFL, section 4.1)."""
     per_site = _enough(per_site, n_sites, len(y))
     classes = np.unique(y)
     free = rng.permutation(len(y))
     sites: list[NDArray[np.int64]] = []
     n_major = round(share * per_site)
-    for k in range(n_sites):  # majorities first, so that no site's rest uses up another's majority
+    for k in range(n_sites):  # majorities first, so that no site uses up another's majority
         major = classes[k % len(classes)]
         mine = free[y[free] == major][:n_major]
         if len(mine) < n_major:
@@ -277,7 +277,7 @@ def _major(
             )
         sites.append(mine)
         free = free[~np.isin(free, mine)]
-    free = rng.permutation(free)  # its front holds none of the classes that were just taken from it
+    free = rng.permutation(free)  # else its front holds none of the majorities' classes
     for k, mine in enumerate(sites):
         rest = free[y[free] != classes[k % len(classes)]][: per_site - n_major]
         if len(rest) < per_site - n_major:
@@ -297,7 +297,7 @@ def _dirichlet(
     for c in np.unique(y):
         rows = rng.permutation(np.flatnonzero(y == c))
         shares = rng.dirichlet(np.full(n_sites, alpha))
-        if not np.isclose(shares.sum(), 1):  # the generator left its range
+        if not np.isclose(shares.sum(), 1):  # outside the generator's range
             raise UsageError(f"--skew dirichlet:{alpha:g} is beyond what can be drawn; use 0.01 to 1000")
         cuts = np.round(np.cumsum(shares)[:-1] * len(rows)).astype(int)
         for k, piece in enumerate(np.split(rows, cuts)):

@@ -1,6 +1,4 @@
-"""The slides of a site: where they lie, what they are labelled with, what becomes of each in a job, and what is said of
-them at its end.
-"""
+"""The slides of a site: their files, labels, outcomes in a job, and summaries."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ from wsi_fl.types import SPLITS, UNLABELLED, BagTable, SetAside, SlideRecord, Us
 
 _T = TypeVar("_T")
 _NAMED = 20
-"""Slides of a site that are named to people; the others are counted."""
+"""Slides of a site listed by name; the others are counted."""
 
 
 def sources_of(study: Study, site: SiteFile) -> Sources:
@@ -67,7 +65,7 @@ def sources_of(study: Study, site: SiteFile) -> Sources:
 
 @dataclass(frozen=True)
 class Listed:
-    """A site and its slides: `records` that its archive describes well, and the others in `aside`."""
+    """A site and its slides: usable records, and the excluded slides with reasons."""
 
     study: Study
     site: SiteFile
@@ -77,10 +75,10 @@ class Listed:
 
 
 class Which(TypedDict, total=False):
-    """Which sites a command works on, and by which settings.
+    """The sites and settings of a command.
 
     Attributes:
-        site: the one; None for every site of the pipeline.
+        site: None for every site of the pipeline.
         pipeline_name: None for the study's only one.
         overrides: `KEY=VALUE` over the pipeline.
     """
@@ -91,16 +89,16 @@ class Which(TypedDict, total=False):
 
 
 def asked_for(study: Study, **which: Unpack[Which]) -> tuple[Pipeline, list[SiteFile]]:
-    """Return the pipeline that a command runs, and the sites that it works on."""
+    """Return the pipeline and the sites of a command."""
     name, site = study.pipeline_name(which.get("pipeline_name")), which["site"]
     pipeline = study.pipeline(name, which.get("overrides", ()))
     return pipeline, study.sites(pipeline) if site is None else [study.site(site)]
 
 
 def list_slides(study: Study, job: Job | None = None, **which: Unpack[Which]) -> list[Listed]:
-    """Return the slides of the sites that `asked_for` gives; every site's paths are looked at before any archive.
+    """Return the slides of the selected sites; all paths are checked before any archive is read.
 
-    The first rank of a job says what became of the rows of tables.
+    The first rank of a job prints how many rows of each table belong to the site.
     """
     pipeline, sites = asked_for(study, **which)
     listed = []
@@ -115,8 +113,8 @@ def list_slides(study: Study, job: Job | None = None, **which: Unpack[Which]) ->
 
 
 class Quality(TypedDict):
-    """Of one slide: patches that are good, patches set aside by fault, how its tissue was found, and its area for each
-    of that by saturation."""
+    """Of one slide: good patches, excluded patches by artifact, the method of tissue detection, and the tissue area
+    relative to detection by saturation."""
 
     good: int
     aside: dict[str, int]
@@ -126,17 +124,17 @@ class Quality(TypedDict):
 
 @dataclass(frozen=True)
 class Done:
-    """What became of one slide; plain enough for JSON.
+    """The outcome of one slide in a job, plain enough for JSON.
 
     Attributes:
         slide: its name.
-        patches: how many its shard holds; 0 where it has none.
-        reason: why it, or some of its patches, were set aside.
-        note: what people should know of its bag.
-        made: how many patches were encoded; none where the shard was there already.
-        spent: the seconds that took, by what for.
-        content: what its shard holds for pixels.
-        quality: how many patches have which fault, and how tissue was found.
+        patches: number of patches in its shard; 0 without a shard.
+        reason: why the slide, or some of its patches, were excluded.
+        note: a remark on its bag.
+        made: number of encoded patches; 0 where the shard existed.
+        spent: seconds by kind of work.
+        content: how its shard stores pixels.
+        quality: patches by artifact, and the method of tissue detection.
     """
 
     slide: str
@@ -155,14 +153,14 @@ def share_slides(
     work: Callable[[list[_T]], Iterable[Done]],
     tell: Callable[[float, _T], None],
 ) -> list[Done]:
-    """Have every rank do its share of a site's slides; return what became of each, in order (see `Job.share`)."""
+    """Distribute a site's slides over the ranks; return all outcomes in order (see `Job.share`)."""
     return [Done(**one) for one in job.share(items, lambda mine: map(asdict, work(mine)), tell)]
 
 
 def finish(
     job: Job, done: list[Done], write: Callable[[list[Done]], _T], folders: Iterable[Path]
 ) -> _T | None:
-    """Have the first rank write the store of a site, then remove from these folders what is of no slide in it."""
+    """Write the store of a site on the first rank, then remove files of other slides from the folders."""
 
     def write_and_clear() -> _T:
         written = write(done)
@@ -173,21 +171,22 @@ def finish(
 
 
 def set_aside(done: Iterable[Done]) -> list[SetAside]:
+    """Return the excluded slides with their reasons."""
     return [SetAside(one.slide, one.reason) for one in done if one.reason]
 
 
 def stored_classes(site: SiteFile, subtypes: Subtypes) -> tuple[str, ...]:
-    """The classes of a site's store: those of the study, or the one that says that nobody has labelled anything."""
+    """Return the classes of a site's store: those of the study, or the one for slides without labels."""
     return UNLABELLED if site.receives else classes_of(subtypes)
 
 
 def labelled(
     records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile
 ) -> tuple[list[SlideRecord], list[SetAside]]:
-    """Return the slides that have a class, and those whose diagnosis is none of the study's; a receiver needs no class.
+    """Return the slides with a class of the study, and the excluded others; a site without labels keeps all.
 
     Raises:
-        UsageError: when slides have diagnoses and the study does not say which ones it is about.
+        UsageError: when slides have diagnoses and the study names no subtypes.
     """
     one = next((record for record in records if record.diagnosis), None)
     if one and not subtypes and not site.receives:
@@ -195,8 +194,8 @@ def labelled(
         some = sorted({record.diagnosis for record in records if record.tumor_type == one.tumor_type} - {""})
         named = ", ".join(json.dumps(name, ensure_ascii=False) for name in some)
         raise UsageError(
-            f"site {one.site}: its slides have diagnoses ({one.slide}: {one.diagnosis}); say in the pipeline which "
-            f"ones count, for example subtypes = {{ {json.dumps(kind, ensure_ascii=False)} = [{named}] }}"
+            f"site {one.site}: its slides have diagnoses ({one.slide}: {one.diagnosis}); name in the pipeline "
+            f"those that count, for example subtypes = {{ {json.dumps(kind, ensure_ascii=False)} = [{named}] }}"
         )
     reasons = ["" if site.receives or not subtypes else _unfit(record, subtypes) for record in records]
     both = list(zip(records, reasons, strict=True))
@@ -217,7 +216,7 @@ def table_of(records: Sequence[SlideRecord], subtypes: Subtypes, site: SiteFile)
 
 
 def _unfit(record: SlideRecord, subtypes: Subtypes) -> str:
-    """Why a slide has no place in the study; "" when it has."""
+    """Return why a slide does not fit into the study; "" when it does."""
     known = ", ".join(classes_of(subtypes))
     if not record.diagnosis:
         return f"it has no diagnosis; the study's are {known}"
@@ -231,7 +230,7 @@ def _unfit(record: SlideRecord, subtypes: Subtypes) -> str:
 
 
 def _type_of(record: SlideRecord, subtypes: Subtypes) -> str:
-    """The archive's tumour type where the study knows it, else the one its diagnosis belongs to alone."""
+    """Return the archive's tumour type if the study has it, else the only type with the diagnosis, or ""."""
     if record.tumor_type in subtypes:
         return record.tumor_type
     possible = [name for name, diagnoses in subtypes.items() if record.diagnosis in diagnoses]
@@ -243,7 +242,7 @@ _NAMES = {
     "patient": ("patient", "case_id", "PATIENT"),
     "label": ("label", "diagnosis"),
 }
-"""What a column may be called; the first that is there counts."""
+"""Possible names of each column; the first present counts."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +250,9 @@ class TableMatch:
     """The rows of a table and the files of slides.
 
     Attributes:
-        records: slides that have a file and a label.
-        aside: those that lack one.
-        account: what became of all rows of the table.
+        records: slides with a file and a label.
+        aside: slides that lack one, excluded.
+        account: a line on the rows of the table, by site.
         mismatch: why no row has a file, with names of both; "" where some have one.
     """
 
@@ -268,11 +267,11 @@ def matched(
 ) -> TableMatch:
     """Match the rows of a table with the files of slides, or of patients where the table names no slide.
 
-    Where the table has a column `site`, rows of other sites are passed over.
+    Where the table has a column `site`, rows of other sites are ignored.
 
     Args:
-        site: whose; of a receiver no labels are needed or read.
-        diagnoses: the study's, which labels are then; none where they are healthy or tumour.
+        site: of a site without labels none are needed or read.
+        diagnoses: the study's, as values of the label; none where labels are healthy or tumour.
 
     Raises:
         UsageError: when a column is missing, a slide has two rows, or a row cannot be read; names the line.
@@ -302,7 +301,7 @@ def matched(
 
 
 def _of_files(rows: Sequence[TableRow], files: Collection[str]) -> list[TableRow]:
-    """Return the rows, one of each patient where files bear the names of patients and not of slides.
+    """Return the rows, or one per patient where files are named by patients.
 
     Raises:
         UsageError: when rows of such a patient have different labels.
@@ -321,12 +320,12 @@ def _of_files(rows: Sequence[TableRow], files: Collection[str]) -> list[TableRow
 
 
 def _rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[TableRow], str]:
-    """Return the rows of the site, with columns by our names too, and what became of all rows."""
+    """Return the rows of the site, with our column names added, and a line on the rows of all sites."""
     rows = rows_of(table, ())
     if not rows:
         raise UsageError(f"{table}: has no rows")
     called = {ours: next((name for name in _NAMES[ours] if name in rows[0]), None) for ours in needed}
-    if called["slide"] is None:  # features of whole patients lie in files that are named by them
+    if called["slide"] is None:  # features of whole patients are in files named by patient
         called["slide"] = called["patient"]
     if missing := next((ours for ours, name in called.items() if name is None), None):
         stamp = "; join STAMP's two tables by PATIENT" if missing == "label" and "FILENAME" in rows[0] else ""
@@ -364,7 +363,7 @@ def _record(
 
 
 class BagsRow(TypedDict):
-    """A site's bags: those of every slide of `features`, or of `mosaic` and `import`."""
+    """A site's row in the document of `features`, `mosaic` and `import`."""
 
     site: str
     slides: int
@@ -386,7 +385,7 @@ class BagsRow(TypedDict):
 
 
 class Bags(TypedDict, total=False):
-    """The document of these commands; nothing on all ranks but the first."""
+    """The document of these commands; empty on all ranks but the first."""
 
     sites: list[BagsRow]
     copies: list[str]
@@ -405,7 +404,7 @@ def mosaic_row(
     copies: list[str],
     n_slides: int,
 ) -> BagsRow:
-    """Return a site's part of the document of `mosaic` and `import`; a slide without a note has the note ""."""
+    """Return a site's row of the document of `mosaic` and `import`; empty notes are dropped."""
     counts = np.bincount(table.label, minlength=len(meta.classes))
     return {
         "site": meta.site,
@@ -425,7 +424,7 @@ def mosaic_row(
 
 
 def after_mosaics(study: Study, **which: Unpack[Which]) -> list[str]:
-    """Return the command that trains on mosaics, as the pipeline's file stands; none where all sites receive."""
+    """Return the training command for mosaics; none where no site has labels."""
     pipeline, sites = asked_for(study, **which)
     only_here = any(one.startswith("train.data=") for one in which.get("overrides", ()))
     told = "" if pipeline.train.data == "mosaics" and not only_here else " --set train.data=mosaics"
@@ -434,12 +433,12 @@ def after_mosaics(study: Study, **which: Unpack[Which]) -> list[str]:
 
 
 def first_reason(failed: Sequence[SetAside]) -> str:
-    """Say what went wrong first at a site that gave nothing."""
+    """Return the first failure of a site without results."""
     return f"the first: {failed[0].slide}: {failed[0].reason}" if failed else "the first: it has no slides"
 
 
 def mosaic_lines(document: Bags) -> Lines:
-    """Yield bags by class and split of every site, and what was set aside."""
+    """Yield bags by class and split of every site, excluded slides, and the next command."""
     rows: Sequence[Mapping[str, Any]] = document["sites"]
     names = dict.fromkeys(name for row in rows for name in row["classes"])
     classes = [[name, *(row["classes"].get(name, 0) for row in rows)] for name in names]
@@ -455,27 +454,27 @@ def mosaic_lines(document: Bags) -> Lines:
 
 
 def summed(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> Table:
-    """A table of lines of a name and a number for each site, with their sum."""
+    """Return a table of lines of a name and a number for each site, with a column of sums."""
     summed = [line and [*line, sum(line[1:])] for line in lines]
     return by_site(title, "", [*(row["site"] for row in rows), "sum"], summed)
 
 
 def copies_lines(document: Mapping[str, Any]) -> Lines:
-    """Say which slides are one scan, within a site and between sites."""
+    """Yield a line for each scan present several times, within a site and across sites."""
     for row in document["sites"]:
         yield from (Line(f"  {row['site']}: {line}", "bold yellow") for line in row.get("copies", ()))
     yield from (Line(f"  {line}", "bold yellow") for line in document.get("copies", ()))
 
 
 def aside_lines(rows: Sequence[Any], unit: str) -> Lines:
-    """Say which slides were set aside, what is to be known of others, and which sites have nothing to learn from."""
+    """Yield excluded slides, notes on others, and sites without training data."""
     for row in rows:
         aside = [
-            f"{one['slide']}{'' if ' patches set aside' in one['reason'] else ' set aside'}: {one['reason']}"
+            f"{one['slide']}{'' if ' patches excluded' in one['reason'] else ' excluded'}: {one['reason']}"
             for one in row["failed"]
         ]
         notes = [f"{one['slide']}: {one['note']}" for one in row.get("notes", ())]
-        for said, more in ((aside, "set aside; --json names all"), (notes, "such notes; --json has all")):
+        for said, more in ((aside, "excluded; --json names all"), (notes, "such notes; --json has all")):
             rest = [f"and {len(said) - _NAMED} more {more}"] if len(said) > _NAMED else []
             yield from (Line(f"  {row['site']}: {line}", "yellow") for line in [*said[:_NAMED], *rest])
         if not row["train"]:

@@ -1,8 +1,8 @@
-"""`tile`: the patch store of a site; with `--dry-run`, what tiling would take.
+"""`wsi-fl tile`: write the patch store of a site; with `--dry-run`, estimate patches, bytes and time.
 
-Slides are planned (tissue, grid, labels) from thumbnails and annotations alone; patches are chosen over the
-whole site; only then are pixels read, slide by slide, into shards. A finished shard whose fingerprint still
-fits is not read again, so a killed job loses at most the slide in hand.
+Slides are planned (tissue, grid, labels) from thumbnails and annotations; patches are selected over the whole site;
+only then are pixels read, slide by slide, into shards. A finished shard with the same fingerprint is reused, so a
+killed job loses at most the slide in hand.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from wsi_fl.system.ordered import in_order
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, DiskFull, GridSpec, PatchTable, SlideRecord, WsiFlError
 
 _TRIED, _READ = 8, 128
-"""Slides of a site that a dry run plans, evenly from its list, and patches of each that it reads."""
+"""Slides per site in a dry run, evenly from its list, and patches read of each."""
 _STREAMS_PER_TASK = 16
 _SPARE_BYTES = 64 << 20
 _COLUMNS_BYTES = 64
@@ -61,7 +61,7 @@ _T = TypeVar("_T")
 def tile(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
     """Tile one site, or every site of the pipeline; return the `--json` document.
 
-    Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
+    Under mpiexec or srun the ranks share the slides of each site; all but the first return {}.
     """
     job = Job()
     told = job.watched(watcher)
@@ -81,13 +81,13 @@ def tile(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]
     named = "" if name is None else f" --pipeline {name}"
     which_sites, alone = "--all" if site is None else f"--site {site}", len(study.site_names()) == 1
     steps = _next_steps(listed[0].pipeline, which_sites, named, alone=alone)
-    if listed[0].site.real and alone:  # a hospital among others
+    if listed[0].site.real and alone:  # one site of a federation
         steps[-1] = "wsi-fl federation approve PLAN --kit KIT"
     return {"sites": rows, "copies": describe_shared(scans), "next": steps} if job.first else {}
 
 
 def _next_steps(pipeline: Pipeline, which: str, named: str, *, alone: bool = False) -> list[str]:
-    """The commands between stores and a trained model.
+    """Return the commands between stores and a trained model.
 
     Example:
         >>> _next_steps(Pipeline(train={"data": "features"}), "--site C1", " --pipeline deep")
@@ -99,9 +99,9 @@ def _next_steps(pipeline: Pipeline, which: str, named: str, *, alone: bool = Fal
 
 
 def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) -> dict[str, object]:
-    """All ranks plan, then all write shards, each its share; the first one holds the lock and writes the columns.
+    """Plan the slides, then write the shards, on all ranks; the first rank holds the lock and writes the columns.
 
-    What marks the slides is added to `scans`.
+    The scans of stored slides are appended to `scans`.
     """
     began, name, pipeline = time.perf_counter(), listed.site.name, listed.pipeline
     store = listed.study.store(name)
@@ -188,9 +188,9 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher, scans: list[Scan]) ->
 
 
 def _divide(plans: Plans, planned: list[Done], test_fraction: float) -> list[Scan]:
-    """Give every slide its split, now that it is known which are one scan; return the scans.
+    """Assign splits, the same to all copies of a scan; return the scans.
 
-    A slide whose scan a table puts into two splits is set aside in `planned`.
+    A slide is excluded where a table puts its scan into two splits.
     """
     marks = plans.marks(number for number, done in enumerate(planned) if done.reason is None)
     plans.records = assign_splits(plans.records, test_fraction=test_fraction, marks=marks)
@@ -201,8 +201,8 @@ def _divide(plans: Plans, planned: list[Done], test_fraction: float) -> list[Sca
 
 
 def _quality_of(seen: Iterable[Quality]) -> dict[str, object]:
-    """Return how many patches were set aside for which fault, and by which method tissue was found on how many slides,
-    with the median gain of those on which saturation finds some.
+    """Return the excluded patches by artifact, and the slides by method of tissue detection with their median gain over
+    saturation.
     """
     aside: Counter[str] = Counter()
     gains: dict[str, list[float]] = {}
@@ -217,7 +217,7 @@ def _quality_of(seen: Iterable[Quality]) -> dict[str, object]:
 
 
 def _chosen(plans: Plans, planned: Sequence[Done], pipeline: Pipeline) -> list[tuple[int, NDArray[np.bool_]]]:
-    """Return the numbers of slides that have a plan, and which of their patches are kept."""
+    """Return (number of a planned slide, mask of its selected patches) of each."""
     numbers = [number for number, one in enumerate(planned) if one.reason is None]
     settings = pipeline.tile
     keep = choose(plans, numbers, balance=settings.balance, max_per_slide=settings.max_per_slide)
@@ -225,11 +225,11 @@ def _chosen(plans: Plans, planned: Sequence[Done], pipeline: Pipeline) -> list[t
 
 
 _FEW = 5
-"""Test patients below which a score says little."""
+"""Fewer test patients give an unreliable score."""
 
 
 def tile_lines(document: dict[str, Any]) -> Lines:
-    """Yield the table of the paper (Table 1), labels × train and test × sites, and what was set aside."""
+    """Yield the table of the paper (Table 1), labels × train and test × sites, excluded slides, next commands."""
     rows = document["sites"]
     lines: list[list[Any] | None] = []
     for split in SPLITS:
@@ -252,8 +252,8 @@ def tile_lines(document: dict[str, Any]) -> Lines:
         elif untested and row["train"]:
             what = "test patch" if len(untested) == len(CLASSES) else f"{untested[0]} patch for testing"
             yield Line(
-                f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in its "
-                "table, or raise slides.test_fraction",
+                f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in "
+                "its table, or raise slides.test_fraction",
                 "bold yellow",
             )
     if few := [
@@ -263,19 +263,19 @@ def tile_lines(document: dict[str, Any]) -> Lines:
             f"few patients are for the test ({', '.join(few)}); `wsi-fl train --folds 5` tests each once"
         )
     if idle := [row["site"] for row in rows if not row["train"]]:
-        yield Line(f"not ready ({', '.join(idle)}); see what was set aside, then run `wsi-fl tile` again")
+        yield Line(f"not ready ({', '.join(idle)}); see the excluded slides, then run `wsi-fl tile` again")
         return
     stores = ", ".join(row["store"] for row in rows)
     yield Line(f"stores ready ({stores}); next: {' && '.join(document['next'])}")
 
 
 def quality_lines(row: Mapping[str, Any]) -> Lines:
-    """Say what patches of a site were set aside for, and where tissue was not found by saturation."""
+    """Yield excluded patches of a site by artifact, and methods of tissue detection other than saturation."""
     where = Path(row["store"]).parent / "quality.csv"
     if aside := row["excluded"]:
         said = ", ".join(f"{n} {kind}" for kind, n in aside.items())
         n = sum(aside.values())
-        yield Line(f"  {row['site']}: {n} patches set aside ({said}); by slide: {where}", "yellow")
+        yield Line(f"  {row['site']}: {n} patches excluded ({said}); by slide: {where}", "yellow")
     for name, one in row["tissue"].items():
         if name != "saturation":
             gain = one["gain"]
@@ -287,7 +287,7 @@ def quality_lines(row: Mapping[str, Any]) -> Lines:
 
 
 def _write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
-    """Write a line per slide; no file where nothing was set aside and all tissue was found by saturation."""
+    """Write a line per slide; no file without excluded patches and with saturation as only method."""
     if not any(one["aside"] or one["tissue_by"] != "saturation" for one in seen.values()):
         path.unlink(missing_ok=True)
         return
@@ -300,7 +300,7 @@ def _write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
 
 
 def read_set_aside(path: Path) -> dict[str, dict[str, int]]:
-    """Return slide → how many patches were set aside for which fault, as `write_quality` wrote it; {} for no file.
+    """Return slide → artifact → number of excluded patches, from `quality.csv`; {} for no file.
 
     Raises:
         WsiFlError: when it is another table.
@@ -318,12 +318,12 @@ def read_set_aside(path: Path) -> dict[str, dict[str, int]]:
 
 
 def estimate(study: Study, *, watcher: Watcher | None = None, **which: Unpack[Which]) -> dict[str, Any]:
-    """Return as the `--json` document how many patches, bytes and seconds one site or every site would take.
+    """Estimate patches, bytes and seconds of one site or every site; return the `--json` document.
 
-    A few of its slides are tried; nothing is kept.
+    A few slides are planned and partly read; nothing is stored.
 
     Raises:
-        WsiFlError: when none of the slides that were tried gives a patch.
+        WsiFlError: when none of these slides gives a patch.
     """
     job, told = Job(), watcher or Silent()
     rows = [_estimate_site(one, job, told) for one in sources.list_slides(study, **which)]
@@ -358,7 +358,7 @@ def _estimate_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]
             watcher.update(name, tried / 2 + number / 2, tried, plans.slide(number))
         reading = time.perf_counter() - began
         needed = bytes_of(counts, plans, plans.spec, pipeline.store.pixels)
-    # 3. as many more as there are slides
+    # 3. scaled to all slides
     times, patches = n / tried, sum(counts.values())
     return {
         "site": name,
@@ -372,12 +372,12 @@ def _estimate_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]
 
 
 def estimate_lines(document: dict[str, Any]) -> Lines:
-    """Yield a row per site, and what all take."""
+    """Yield a table with a row per site, and the totals."""
     rows = [
         [
             row["site"],
             row["slides"],
-            f"{row['tried']}, {row['failed']} set aside" if row["failed"] else row["tried"],
+            f"{row['tried']}, {row['failed']} excluded" if row["failed"] else row["tried"],
             f"{row['patches']:,}",
             f"{row['bytes'] / 1e9:.2f}",
             f"{row['seconds'] / 60:.1f}",
@@ -395,9 +395,7 @@ def estimate_lines(document: dict[str, Any]) -> Lines:
 
 
 class _Unreadable(Exception):
-    """Some rows, by their position among the corners asked for, cannot be read; what was written without them is not
-    to be kept.
-    """
+    """Unreadable rows, by position among the requested corners; a shard without them must be written again."""
 
     def __init__(self, rows: dict[int, str]) -> None:
         super().__init__(rows)
@@ -405,11 +403,11 @@ class _Unreadable(Exception):
 
 
 class _NoStream(Exception):
-    """Some patch is not one whole native tile."""
+    """A patch is not one whole native tile."""
 
 
 class _Shards:
-    """The shards of a site's slides, as they are written.
+    """Writes the shards of a site's slides.
 
     Attributes:
         folder: of the store.
@@ -426,9 +424,9 @@ class _Shards:
         return self.folder / "slides" / f"{slide}.h5"
 
     def write_each(self, chosen: Sequence[tuple[int, NDArray[np.bool_]]]) -> Iterator[Done]:
-        """Write the shards and pictures of these slides; yield in order what became of each.
+        """Write the shards and pictures of these slides; yield the outcomes in order.
 
-        Two at a time: while one opens, ends or is drawn, the other is read.
+        Two at a time: while one is opened, closed or drawn, the other is read.
         """
         n = _SLIDES_AT_ONCE
         with closing(in_order(lambda one: self._write(*one), chosen, threads=n, ahead=n)) as written:
@@ -448,7 +446,7 @@ class _Shards:
                 write_bytes(picture, draw_overview(plan, whole))
         except DiskFull:
             raise
-        except Exception as error:  # one slide that a library chokes on must not end the others
+        except Exception as error:  # the failure of one slide must not end the others
             return Done(slide, reason=reason_of(error))
         quality = quality_of_plan(len(plan.xy_l0), plan, plan.aside_reason)
         notes = {*plan.notes, *self._notes.get(slide, ()), *_lost_tumour(plan, whole)}
@@ -459,10 +457,10 @@ class _Shards:
         return self.folder / "overview" / f"{slide}.png"
 
     def _write_slide(self, plan: SlidePlan, keep: NDArray[np.bool_]) -> tuple[str, Marked]:
-        """One shard, unless it is there and current; what `content_of` says of it."""
+        """Write a slide's shard unless it is current; return its content and unreadable patches."""
         record, shard, n = plan.record, self.path(plan.record.slide), int(keep.sum())
         split = record.split or "train"
-        # what else decides a slide's pixels: its size on disk, where it has no quickhash, and a reader by name
+        # also decisive for pixels: the slide's size on disk, where it has no quickhash, and a reader by name
         size = record.path.stat().st_size if record.path.is_file() else 0
         source = f"{size} {plan.mpp!r}" + ("" if self._reader == "auto" else f" {self._reader}")
         about = (record.slide, record.patient, split)
@@ -475,15 +473,15 @@ class _Shards:
         if stale:
             say(f"  {record.slide}: {stale}, tiled again")
         if stale is not None:
-            self._picture(record.slide).unlink(missing_ok=True)  # it would outlive a kill between the two
+            self._picture(record.slide).unlink(missing_ok=True)  # must not outlive a kill here
             self._write_shard(shard, meta, table, plan)
         return stored.content_of(shard)
 
     def _write_shard(self, shard: Path, meta: stored.ShardMeta, table: PatchTable, plan: SlidePlan) -> None:
-        """The shard of all patches that can be read; each pass over the slide finds those that cannot."""
+        """Write the shard of all readable patches; each pass over the slide finds unreadable ones."""
         content = self.content
         if content == "native":
-            # over the slide's edge a tile's own bytes hold what the scanner put there
+            # beyond the slide's edge a tile's bytes hold the scanner's padding
             reach = table.xy_l0 + plan.spec.size_px * plan.spec.mpp / plan.mpp
             if not plan.in_tiles or (reach > np.array(plan.size_l0) + _EDGE_L0).any():
                 content = "raw"
@@ -507,7 +505,7 @@ class _Shards:
         rows: NDArray[np.int64],
         unread: dict[int, str],
     ) -> None:
-        """Reads these rows and writes the shard without `unread`."""
+        """Read these rows and write the shard without the unreadable ones."""
         record, corners = plan.record, what[2].xy_l0[rows]
         aside: dict[int, str] = {}
         notes = self._notes.setdefault(record.slide, set())
@@ -521,7 +519,7 @@ class _Shards:
             stored.write_streams(*what, self._new_streams(pixels, quality), unread=unread)
         elif content == "none":
             for _ in pixels:
-                pass  # a damaged patch is found now, not when training wants it
+                pass  # finds damaged patches now, not in training
             path = self._relative(record.path)
             source = SlideSource(record.slide, path, plan.quickhash, record.mpp_override, self._reader)
             stored.write_positions(*what, source, unread=unread)
@@ -538,7 +536,7 @@ class _Shards:
     def _native_streams(
         self, plan: SlidePlan, xy_l0: NDArray[np.int64], aside: dict[int, str]
     ) -> Iterator[bytes]:
-        """Yield the slide's own streams, each read to its end once, so that a damaged tile is found now."""
+        """Yield the slide's own JPEG streams, each decoded once to find damaged tiles."""
         with Slide(plan.record.path, plan.record.mpp_override, self._reader) as slide:
 
             def one(corner: tuple[int, int]) -> bytes | WsiFlError | None:
@@ -561,10 +559,10 @@ class _Shards:
                         yield stream
 
     def check_space(self, counts: Mapping[int, int]) -> int:
-        """Refuse to begin what the disk cannot hold, shards that are there aside; return how many bytes it needs.
+        """Refuse shards larger than the free disk space, existing shards not counted; return the bytes needed.
 
         Args:
-            counts: slide → how many of its patches are kept.
+            counts: slide → number of selected patches.
         """
         needed = bytes_of(counts, self._plans, self._spec, self.content)
         present = sum(path.stat().st_size for path in (self.folder / "slides").glob("*.h5"))
@@ -579,7 +577,7 @@ class _Shards:
 
 
 def _lost_tumour(plan: SlidePlan, rows: NDArray[np.bool_]) -> list[str]:
-    """A line where a slide has outlined tumour patches, and none is in the store."""
+    """Return a line for a slide with outlined tumour patches, none of them in the store."""
     tumor = plan.label == CLASSES.index("tumor")
     outlined = plan.record.positive and plan.record.supervision in {"annotated", "partial"}
     if not outlined or not tumor.any() or (tumor & rows).any():
@@ -590,14 +588,14 @@ def _lost_tumour(plan: SlidePlan, rows: NDArray[np.bool_]) -> list[str]:
 
 
 def _whole(items: Iterable[_T], aside: dict[int, str]) -> Iterator[_T]:
-    """Yield the items; raise `_Unreadable` after the last where some rows are missing from them."""
+    """Yield the items; raise `_Unreadable` after the last where rows are missing."""
     yield from items
     if aside:
         raise _Unreadable(aside)
 
 
 def bytes_of(counts: Mapping[int, int], plans: Plans, spec: GridSpec, content: str) -> int:
-    """Return how many bytes so many patches of each slide take at most."""
+    """Return an upper bound of the bytes of all selected patches."""
     share, needed = _SHARE_OF_RAW["jpeg" if quality_of(content) else content], 0
     for number, n in counts.items():
         raw = content == "native" and not plans.in_tiles(number)

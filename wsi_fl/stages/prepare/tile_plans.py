@@ -1,7 +1,7 @@
-"""The part of `tile` that decides: what the pipeline asks of patches, and a plan per slide.
+"""Plans of `tile`: parameters from the pipeline, and a plan per slide.
 
-Plans are kept on disk, so that a site needs no more memory than a slide, and for the next `tile`, which does not open a
-slide again whose file, annotation and settings are the same.
+Plans are stored on disk: a site needs no more memory than a slide, and the next `tile` opens no slide with the same
+file, annotation and settings again.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord, UsageError
 
 _MADE = 5
-"""How plans are made; with another number none is believed that was kept."""
+"""Version of the plans; stored plans of another version are made again."""
 _ONE_FILE = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
-"""Slides whose size and time are those of their one file; others are looked at each time."""
+"""Suffixes of slides in one file, identified by its size and time; other slides are planned each time."""
 _PLANNERS = 4
 """Slides planned at once: each needs some hundred megabytes for its tissue mask."""
 
@@ -48,7 +48,7 @@ def spec_of(pipeline: Pipeline) -> GridSpec:
 
 
 def params_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> PlanParams:
-    """Return what makes a patch worth keeping, as the pipeline says; outlines and masks count from an origin."""
+    """Return the pipeline's requirements on patches; outlines and masks are relative to an origin."""
     tiling, digest = pipeline.tile, ""
     if tiling.segmenter and tiling.qc:
         try:
@@ -66,7 +66,7 @@ def params_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> PlanPa
 
 
 def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
-    """Return the segmenter that the pipeline names, if it looks for faults at all; UsageError for one of no use."""
+    """Return the pipeline's artifact segmenter, if it is used; UsageError where its classes are none of `tile.qc`."""
     named = pipeline.tile.segmenter
     if not (named and pipeline.tile.qc):
         return None
@@ -82,7 +82,7 @@ def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
 
 
 def tissue_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> TissueParams:
-    """Return how tissue is told from background, as the pipeline says; masks count from an origin."""
+    """Return the pipeline's settings of tissue detection; masks are relative to an origin."""
     if not pipeline.tissue.masks:
         return TissueParams(method=cast(Method, pipeline.tissue.method))
     masks = study.resolve(pipeline.tissue.masks)
@@ -92,7 +92,7 @@ def tissue_of(study: Study, pipeline: Pipeline, origin: Origin = None) -> Tissue
 
 
 def quality_of_plan(good: int, found: SlidePlan | AllSetAside, reasons: NDArray[np.str_]) -> Quality:
-    """Return the quality of a slide with so many good patches, and why the others were set aside."""
+    """Return the quality of a slide from its number of good patches and the reasons of excluded ones."""
     return Quality(
         good=good,
         aside=dict(Counter(reasons.tolist())),
@@ -102,12 +102,12 @@ def quality_of_plan(good: int, found: SlidePlan | AllSetAside, reasons: NDArray[
 
 
 def made_of(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Reader) -> str | None:
-    """Return a digest of all that decides a slide's plan; None where nothing short of looking tells.
+    """Return a digest of all inputs of a slide's plan; None where the slide must be planned each time.
 
-    A slide is taken for the same while its file has the same size and time of change.
+    A file of equal size and modification time counts as the same.
 
     Raises:
-        OSError: when the slide or its annotation is gone.
+        OSError: when the slide or its annotation is missing.
     """
     if record.path.suffix.lower() not in _ONE_FILE or record.path.is_dir():
         return None
@@ -130,7 +130,7 @@ class Plans:
         self.folder, self.records, self.spec = folder, records, spec
 
     def holds(self, number: int, made: str) -> bool:
-        """Return whether there is a whole plan of the slide with this number that was made of the same."""
+        """Return whether the slide with this number has an intact plan from the same inputs."""
         try:
             with zipfile.ZipFile(path := self._path(number)) as archive:
                 whole = archive.testzip() is None
@@ -140,7 +140,7 @@ class Plans:
             return False
 
     def save(self, number: int, plan: SlidePlan, made: str | None) -> None:
-        """Keep the plan of the slide with this number, and what it was made of."""
+        """Store the plan of the slide with this number, and the digest of its inputs."""
         arrays: dict[str, NDArray[Any]] = {"made": np.array(made or "")}
         plain: dict[str, object] = {}
         for field in fields(SlidePlan):
@@ -162,7 +162,7 @@ class Plans:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub takes them for allow_pickle
 
     def load(self, number: int) -> SlidePlan:
-        """A plan as it was saved."""
+        """Return a stored plan."""
         values: dict[str, Any] = {}
         with np.load(self._path(number)) as file:
             for key in file.files:
@@ -181,12 +181,12 @@ class Plans:
         return self.records[number].slide
 
     def labels(self, number: int) -> NDArray[np.int8]:
-        """The labels of a slide's patches alone."""
+        """Return only the labels of a slide's patches."""
         with np.load(self._path(number)) as file:
             return np.asarray(file["label"], np.int8)
 
     def marks(self, numbers: Iterable[int]) -> dict[str, frozenset[str]]:
-        """Return slide → the digest of its content, of those of these that have one."""
+        """Return slide → digest of its content, for slides with a quickhash."""
         found = {}
         for number in numbers:
             with np.load(self._path(number)) as file:
@@ -195,7 +195,7 @@ class Plans:
         return found
 
     def in_tiles(self, number: int) -> bool:
-        """Whether a slide's patches are whole native tiles of it."""
+        """Return whether a slide's patches are whole native tiles."""
         with np.load(self._path(number)) as file:
             return bool(json.loads(str(file["plain"]))["in_tiles"])
 
@@ -204,10 +204,10 @@ class Plans:
 
 
 def plan_each(numbers: Sequence[int], listed: Listed, plans: Plans, threads: int) -> Iterator[Done]:
-    """Plan and save the slides with these numbers, a few at a time; a kept plan of the same stays.
+    """Plan and store the slides with these numbers, a few at a time; current plans are reused.
 
     Yields:
-        In order what became of each: a reason where it cannot be used.
+        The outcomes in order, with a reason for excluded slides.
     """
     params = params_of(listed.study, listed.pipeline, listed.site.annotations_origin)
     segmenter = segmenter_of(listed.study, listed.pipeline)
@@ -221,7 +221,7 @@ def plan_each(numbers: Sequence[int], listed: Listed, plans: Plans, threads: int
                 return Done(record.slide)
             check_opens_safely(record.path, record.mpp_override, reader)
             found = plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
-        except Exception as error:  # one slide that a library chokes on must not end the others
+        except Exception as error:  # the failure of one slide must not end the others
             faults = quality_of_plan(0, error, error.reasons) if isinstance(error, AllSetAside) else None
             return Done(record.slide, reason=reason_of(error), quality=faults)
         plans.save(number, found, of)
@@ -234,9 +234,10 @@ def plan_each(numbers: Sequence[int], listed: Listed, plans: Plans, threads: int
 def choose(
     plans: Plans, numbers: Sequence[int], *, balance: bool, max_per_slide: int | None, seed: int = SEED
 ) -> list[NDArray[np.bool_]]:
-    """Which patches of each of these slides are kept, balanced over the site if asked; the same in every rank.
+    """Return masks of the sampled patches of each slide, the same on every rank.
 
-    Without `balance` no slide's patches depend on which other slides there are (`sample_rows`).
+    With `balance` classes are balanced over the site; without it no slide's sample depends on other slides
+    (`sample_rows`).
     """
     if not numbers:
         return []

@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, a line every few seconds elsewhere, always on stderr."""
+"""Console output on stderr: progress bars or lines, messages, tables, failures in one line."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from wsi_fl.types import DiskFull, WsiFlError, one_line, printable
 
 _LINE_EVERY_S = 5.0
 _MOST_PARTS = 12
-"""Sites that a line of progress tells of."""
+"""Parts with a note in a line of progress."""
 _EVENT_EVERY_S = 0.3
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 class Watcher(Protocol):
-    """Told how far each part of a long job is."""
+    """Receives the progress of each part of a long job."""
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None: ...
 
     def say(self, text: str, *, public: bool = False) -> None:
-        """Tell people something; `public` where it is made of what all sites told each other."""
+        """Print a message; `public` where it depends only on data shared by all sites."""
         ...
 
 
 class Silent:
-    """Tells nobody how far it is; what people should know still goes to stderr."""
+    """No progress; messages still go to stderr."""
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
         pass
@@ -49,7 +49,7 @@ class Silent:
 
 
 class OneOf(Silent):
-    """Tells of one of n equal works as a part of them all, so that what is shown never goes back."""
+    """Progress of one of n equal works as a part of all, so that it never goes back."""
 
     def __init__(self, watcher: Watcher, before: int, n: int) -> None:
         self._watcher, self._before, self._n = watcher, before, n
@@ -62,7 +62,7 @@ class OneOf(Silent):
 
 
 class Quiet(Silent):
-    """Keeps at home what a real hospital has to say, in a log of its own, unless everybody may know it."""
+    """No progress; messages of a real hospital go to its local log, unless they are public."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
@@ -72,7 +72,7 @@ class Quiet(Silent):
 
 
 class Bars(Silent):
-    """One bar per part on a terminal; otherwise one line over all parts every five seconds, from the start."""
+    """One bar per part on a terminal; elsewhere one line over all parts every five seconds."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -88,7 +88,7 @@ class Bars(Silent):
         self._tasks: dict[str, TaskID] = {}
         self._state: dict[str, tuple[float, float, str]] = {}
         self._from: dict[str, tuple[float, float]] = {}
-        """How far each part was when it was first told of, and when; a job that goes on did that before."""
+        """Progress and time of each part at its first update; a resumed job starts above 0."""
         self._began = self._said = self._moved = time.monotonic()
         self._over = threading.Event()
 
@@ -105,7 +105,7 @@ class Bars(Silent):
             self._bars.stop()
 
     def _tell(self) -> None:
-        """Say every few seconds how far it is, whether or not the work says anything."""
+        """Print the progress every few seconds, also without updates."""
         while not self._over.wait(_LINE_EVERY_S):
             if time.monotonic() - self._said >= _LINE_EVERY_S / 2:
                 self._say()
@@ -137,7 +137,7 @@ class Bars(Silent):
         total = sum(t for _, t, _ in state.values())
         share = done / total if total else 0.0
         gained = done - sum(d for d, _ in self._from.values())
-        # at the speed up to the last step, since when time has gone on
+        # at the speed up to the last step, less the time since
         took = self._moved - min(t for _, t in self._from.values())
         seconds = (total - done) / gained * took - (time.monotonic() - self._moved) if gained > 0 else 0.0
         left = (
@@ -150,7 +150,7 @@ class Bars(Silent):
 
 
 class Events:
-    """JSON lines on stdout, for the process that started this one and draws the bars: its owner."""
+    """Progress as JSON lines on stdout for the owner, the parent process with the bars."""
 
     def __init__(self, owner: int | None = None) -> None:
         self._said: dict[str, float] = {}
@@ -168,7 +168,7 @@ class Events:
         emit({"say": text})
 
     def check_owner(self) -> None:
-        """Raises WsiFlError when nobody is left to report to."""
+        """Raise WsiFlError when the owner has ended."""
         if self._owner is None:
             return
         try:
@@ -178,7 +178,7 @@ class Events:
 
 
 class Discreet(Events):
-    """Events of a real hospital: its name and how many rounds are done, and nothing that depends on its records."""
+    """Progress of a real hospital as JSON lines: its name and completed rounds, nothing derived from records."""
 
     def __init__(self, log: Callable[[str], None], owner: int | None = None) -> None:
         super().__init__(owner)
@@ -195,25 +195,25 @@ class Discreet(Events):
 
 
 def emit(document: dict[str, Any]) -> None:
-    """One event line."""
+    """Print an event as a JSON line on stdout."""
     sys.stdout.write(json.dumps(document) + "\n")
     sys.stdout.flush()
 
 
 def say(text: str, style: str = "") -> None:
-    """A line for people, on stderr, of printable characters alone."""
+    """Print a line on stderr, with unprintable characters replaced."""
     stderr.print(printable(text), style=style or None, markup=False)
 
 
 class Line(NamedTuple):
-    """A sentence of a command's answer, on stderr."""
+    """A line of a command's output on stderr."""
 
     text: str
     style: str = ""
 
 
 class Table(NamedTuple):
-    """A table of a command's answer, on stderr; a row that is None draws a line."""
+    """A table of a command's output on stderr; None draws a line."""
 
     title: str
     headings: Sequence[str]
@@ -221,16 +221,16 @@ class Table(NamedTuple):
 
 
 Lines = Iterable[str | Line | Table]
-"""What a command's document says to people, in order; text alone stands on stdout, for other programs."""
+"""A command's output in order; plain texts go to stdout, for other programs."""
 
 _WIDEST = 120
-"""Characters of a table that is wider than the terminal."""
+"""Characters of a table on a narrower terminal."""
 MOST_COLUMNS = 12
-"""Sites that stand beside each other; more stand one below the other."""
+"""Sites shown as columns; more are shown as rows."""
 
 
 def render(lines: Lines) -> None:
-    """Print what a document says to people."""
+    """Print a command's output."""
     for line in lines:
         if isinstance(line, Line):
             say(*line)
@@ -241,9 +241,9 @@ def render(lines: Lines) -> None:
 
 
 def by_site(title: str, corner: str, sites: Sequence[str], lines: Iterable[Sequence[object] | None]) -> Table:
-    """Return a table of numbers, a name and its numbers in a line: sites as columns, or as rows where they are many.
+    """Return a table of numbers by site: sites as columns, or as rows where they are many.
 
-    `title` and `corner` stand above the table, and above its first column; a line that is None is drawn.
+    Each line is a name and a number per site; None draws a line. `corner` is the heading of the names.
     """
     if len(sites) <= MOST_COLUMNS:
         return Table(title, [corner, *sites], lines)
@@ -273,9 +273,9 @@ _WORDS: dict[type[BaseException], str] = {
 
 
 def reason_of(error: BaseException, place: Path | None = None) -> str:
-    """Return in one line why something failed: the words of an error of our own, else its type too.
+    """Return an error in one line: the message of a WsiFlError, else with its type.
 
-    Where it wrote to a place, a full disk is said first.
+    With a place that was written to, a full disk is reported first.
     """
     if place is not None:
         try:
@@ -292,21 +292,21 @@ _MOST_PLACES = 5
 
 
 def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
-    """Say which patches (x, y, reason) of n were set aside, and why; None when all were read.
+    """Return a line on the unread patches (x, y, reason) of n; None when all were read.
 
     Example:
         >>> partly([(0, 512, "cut short")], 9)
-        '1 of 9 patches set aside, at level-0 pixel (0, 512): cut short'
+        '1 of 9 patches excluded, at level-0 pixel (0, 512): cut short'
     """
     if not unread:
         return None
     places = ", ".join(f"({x}, {y})" for x, y, _ in unread[:_MOST_PLACES])
     more = f" and {len(unread) - _MOST_PLACES} more" if len(unread) > _MOST_PLACES else ""
-    return f"{len(unread)} of {n} patches set aside, at level-0 pixel {places}{more}: {unread[0][2]}"
+    return f"{len(unread)} of {n} patches excluded, at level-0 pixel {places}{more}: {unread[0][2]}"
 
 
 def speed_lines(rows: Sequence[dict[str, Any]]) -> Lines:
-    """Say how fast the patches of each site were encoded, where any were."""
+    """Yield the encoding speed of each site with encoded patches."""
     for row in rows:
         if row["patches_per_second"]:
             spent = ", ".join(f"{key} {seconds:.1f} s" for key, seconds in row["spent"].items())

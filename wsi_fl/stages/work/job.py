@@ -1,4 +1,4 @@
-"""The processes that prepare or predict slides together: one, or the ranks that mpiexec or srun started."""
+"""Parallel work on slides: one process, or the ranks of mpiexec or srun."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _R = TypeVar("_R")
 
 
 class _Cores(TypedDict):
-    """The machine of a rank, and the cores that the rank may use."""
+    """The machine of a rank, and its usable cores."""
 
     host: str
     cores: list[int]
 
 
 class _Outcome(TypedDict, total=False):
-    """What became of a rank's work: its result (JSON), or its error and whether that is wrong usage."""
+    """The outcome of a rank's work: its result (JSON), or its error and whether that is wrong usage."""
 
     result: Any
     error: str
@@ -39,7 +39,7 @@ class _Outcome(TypedDict, total=False):
 
 
 class _Alone:
-    """One process, for which torch and MPI need not be loaded."""
+    """Communication of a single process, without torch and MPI."""
 
     sites = running = (0,)
 
@@ -51,7 +51,7 @@ class _Alone:
 
 
 class Job:
-    """This process among those of the job: which (`rank`) of how many (`size`), with how many cores (`threads`)."""
+    """This process among those of the job: its `rank`, the number of ranks (`size`) and its cores (`threads`)."""
 
     def __init__(self) -> None:
         ranks = launched_ranks()
@@ -71,34 +71,34 @@ class Job:
         return self.rank == 0
 
     def say(self, text: str, style: str = "") -> None:
-        """Tell people something, once for all ranks."""
+        """Print a message once for all ranks."""
         if self.first:
             say(text, style)
 
     def watched(self, watcher: Watcher | None) -> Watcher:
-        """Return the watcher in the first rank and a silent one in the others, or where there is none."""
+        """Return the watcher on the first rank, and a silent one on others or without a watcher."""
         return watcher if watcher and self.first else Silent()
 
     def mine(self, items: Sequence[_T]) -> list[_T]:
-        """Return this rank's share of a list that all ranks have alike."""
+        """Return this rank's share of a list common to all ranks."""
         return list(items[self.rank :: self.size])
 
     def each(self, work: Callable[[], _T]) -> _T:
-        """Do the work on every rank and return this rank's own result.
+        """Do the work on every rank and return the result of this rank.
 
-        A failure anywhere is told once, by the first rank, and ends all (SystemExit); what others had finished stays.
+        A failure anywhere is printed once, by the first rank, and ends all (SystemExit); finished work stays.
         """
         own: list[_T] = []
         self._together(lambda: own.append(work()))
         return own[0]
 
     def first_does(self, work: Callable[[], _T]) -> _T | None:
-        """Do the work on the first rank while the others wait; return its result there and None elsewhere."""
+        """Do the work on the first rank while the others wait; return its result there, None elsewhere."""
         return self.each(lambda: work() if self.first else None)
 
     @contextmanager
     def first_holds(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Have the first rank enter a context, and all ranks go on once it has; it is left at the end."""
+        """Hold a context on the first rank; all ranks wait until it is entered."""
         with ExitStack() as stack:
             self.first_does(lambda: stack.enter_context(context))
             yield
@@ -109,11 +109,11 @@ class Job:
         work: Callable[[list[_T]], Iterable[_R]],
         tell: Callable[[float, _T], None] | None = None,
     ) -> list[_R]:
-        """Give every rank its share of the items, and return the results of all ranks in the order of the items.
+        """Distribute the items over the ranks; return all results in the order of the items.
 
         Args:
-            work: gives a result, plain enough for JSON, for each item of a share, in order.
-            tell: told after each item how many of all items (float, an estimate) are done, and which was the last.
+            work: yields a result, plain enough for JSON, for each item of a share, in order.
+            tell: called after each item with the estimated number (float) of all finished items, and the item.
         """
         mine = self.mine(items)
 
@@ -153,16 +153,16 @@ class Job:
 
 
 def _share_of_cores(mine: tuple[str, list[int]], ranks: Sequence[tuple[str, list[int]]]) -> int:
-    """How many of its cores a rank may count as its own, given (host, cores) of all ranks."""
+    """Return the number of cores of a rank, shared cores divided, given (host, cores) of all ranks."""
     host, cores = mine
     sharing = [sum(core in theirs for name, theirs in ranks if name == host) for core in cores]
     return max(1, int(sum(1 / n for n in sharing) + 1e-9))
 
 
 def take_threads(share: int) -> None:
-    """Have PyTorch take a share of the machine's cores, or fewer threads where people ask for fewer.
+    """Set PyTorch's threads to a share of the machine's cores, or fewer if so requested.
 
-    In a rank PyTorch's own number is no guide: under Open MPI its mathematics begins with one thread.
+    On a rank PyTorch's default is useless: one thread under Open MPI.
     """
     import torch
 
@@ -171,7 +171,7 @@ def take_threads(share: int) -> None:
 
 
 def device_of_rank() -> torch.device:
-    """cuda:(local rank) where there are GPUs, else the CPU."""
+    """Return cuda:(local rank) where there are GPUs, else the CPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -179,6 +179,6 @@ def device_of_rank() -> torch.device:
     names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
     device = torch.device("cuda", local % torch.cuda.device_count())
-    torch.cuda.set_device(device)  # for every call that names no device, other threads' too
-    torch.backends.cudnn.deterministic = True  # a run that goes on reaches what it would have
+    torch.cuda.set_device(device)  # default of calls without a device, in all threads
+    torch.backends.cudnn.deterministic = True  # a resumed run equals an uninterrupted one
     return device
