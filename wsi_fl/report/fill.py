@@ -44,7 +44,9 @@ def _environment(folder: Path, form: str) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(getmembers(words, isfunction))
+    for name, function in getmembers(words, isfunction):
+        environment.filters[re.sub("^(format|describe)_", "", name)] = function
     environment.filters["svg"] = lambda chart: Markup(chart.svg)
+    environment.filters |= {"known": words.known, "detected": words.detected}
     environment.tests["known"] = words.known
     return environment
