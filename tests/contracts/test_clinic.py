@@ -105,7 +105,7 @@ def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeyp
     clinical(study, [run])
     page = report(study, run).read_text(encoding="utf-8")
     assert ("or from 0.50" in page) == (len(classes) == 2)
-    assert ("The most probable class is called" in page) == (len(classes) == 3)
+    assert ("The predicted class is the most probable one" in page) == (len(classes) == 3)
 
 
 def test_folds_are_taken_together(described, wsi_fl):

@@ -316,12 +316,12 @@ SAYS = {
     ),
     "before evaluation": (
         lambda p: {"evaluation": None, "baselines": (), "stores": ()},
-        ("wsi-fl evaluate runs/00003-proxyfl", "trains each site alone", "wsi-fl tile draws one per slide"),
+        ("wsi-fl evaluate runs/00003-proxyfl", "trains the local models", "wsi-fl tile draws one per slide"),
         ("accuracy of",),
     ),
     "a single site": (
         lambda p: vars(replace(make_page(n_sites=1, rounds=1, n_overviews=0), patches={})),
-        ("without a second site there is nobody to learn with", "nobody else to generalise to"),
+        ("without a second site there is nobody to learn with", "there is no cross-site evaluation"),
         ("Federation",),
     ),
 }

@@ -116,7 +116,7 @@ class Study:
             return begun[0]
         if not begun and (killed := [path for path in (*matches, self.runs / name) if path.is_dir()]):
             where = self.relative(killed[0])
-            raise UsageError(f"{where}: ended before its run started; delete it and train again")
+            raise UsageError(f"{where}: was ended before its run began; delete it and train again")
         known = sorted(path.parent.name for path in self.runs.glob("*-*/config.toml"))[-5:]
         there = f"the last are {', '.join(known)}" if known else "train one first: wsi-fl train"
         raise UsageError(f"no run {name!r}; {there}")
