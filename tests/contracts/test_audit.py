@@ -338,7 +338,7 @@ def test_a_planted_leak_is_caught(unexplained):
     assert own["auroc"] > 0.8 and own["interval"][0] > 0.5 and own["alarm"] is True
     assert own["tpr_at_fpr"] == {"0.01": None, "0.001": None}
     assert model["canaries"]["epsilon_lower"] > 1
-    assert "its losses tell who was in the training data" in report(unexplained, run).read_text()
+    assert "its losses reveal members of the training data" in report(unexplained, run).read_text()
 
 
 def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):

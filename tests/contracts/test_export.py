@@ -159,7 +159,7 @@ def test_the_card_says_what_the_run_found(done):
     assert "Licence" in text and "differential privacy" in text.splitlines()[2]
     assert "memorised" not in text
     most = max(site["detection"] for site in card["privacy"]["sites"])
-    assert 0.01 < most < 1 and f"knows all other data recognises at most {100 * most:.1f}" in text
+    assert 0.01 < most < 1 and f"all other data identifies at most {100 * most:.1f}" in text
 
 
 def test_what_may_not_leave_stays(done, tmp_path):
@@ -251,7 +251,7 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
         write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
     run = trained(pair, "oneshot", "train.data=features", "model.directions=4")["run"]
     _, text = card_of(pair, export_model(pair, run, called="shared", form="onnx"))
-    assert "None leave with this model: the run was not evaluated." in text
+    assert "None are exported with this model: the run was not evaluated." in text
     evaluate(pair, run)
     compare(pair, [run])
     document = export_model(pair, run, called="shared", form="onnx")
