@@ -389,7 +389,7 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     assert report(study, run).read_text().count('id="audit"') == 1
     planted = trained(study, "regular", "train.rounds=1", "audit.canaries=4")
     (study.root / planted["run"] / "sites" / "S0" / "canaries.json").unlink()
-    refused(lambda: audit(study, planted["run"]), "the only record of what was planted", error=WsiFlError)
+    refused(lambda: audit(study, planted["run"]), "the only record of the canaries", error=WsiFlError)
     write_store(study, "S0", n_per_slide=8)
     refused(lambda: audit(study, run), "made anew", error=UsageError)
     (study.root / run / "summary.json").unlink()

@@ -160,8 +160,8 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
     document = evaluate(study, summary["run"])
     assert document["receivers"]["sites"][0]["n"] == 80 and document["receivers"]["expected"] == {}
     assert "none is here" in said(evaluation_lines(document))
-    refused(lambda: compare(study, ["1"]), "a receiver alone")
-    assert "S3 receives" in report(study, summary["run"]).read_text()
+    refused(lambda: compare(study, ["1"]), "only a site without labels")
+    assert "S3 is a site without labels" in report(study, summary["run"]).read_text()
     assert not study.ledger("S3").exists()
 
 
@@ -210,7 +210,7 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
         assert [row["what"].startswith("sums of") for row in leaves].count(True) == (site == "S1")
     tried = rehearse(study, plan, "S1")  # as four: a hub, two that write to it, and one that listens
     assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger("S1").exists()
-    refused(lambda: rehearse(study, plan, "S3"), "S3 receives")
+    refused(lambda: rehearse(study, plan, "S3"), "S3 is a site without labels")
     edit(site_file(study, "S3"), "receiver", "member")
     refused(lambda: look(study, plan, "S3"), 'role = "receiver"', 'says "member"')
 

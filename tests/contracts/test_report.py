@@ -364,7 +364,7 @@ def test_a_run_without_privacy_says_so(small):
     off = {"epsilon": None, "delta": None, "guarantee": "none"}
     summary = {**small.summary, "sites": [{**s, **off} for s in small.summary["sites"]]}
     document = Document(render(replace(small, summary=summary)))
-    assert "Differential privacy was off in this run. Whatever the sites sent" in document.text
+    assert "Differential privacy was off in this run. The messages between sites" in document.text
     assert document.table("Method", "Run")[OURS][3:5] == ["off", "–"]
     silent = {**summary, "communication": {"messages": 0, "bytes": 0, "seconds": 0.0}}
     text = Document(render(replace(small, method="regular", summary=silent))).text
