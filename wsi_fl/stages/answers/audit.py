@@ -170,7 +170,7 @@ def _attacked(party: RunContext, index: int) -> list[_Attacked]:
     folder = party.run.site(name)
     rounds = folder.checkpoints()
     if not rounds:
-        raise WsiFlError(f"{folder.path}/state: no checkpoint, so what {name} released cannot be audited")
+        raise WsiFlError(f"{folder.path}/state: no checkpoint, so the release of {name} cannot be audited")
     state, _ = folder.load_checkpoint(rounds[-1])
     found: list[_Attacked] = []
     for called, role in _models_of(method):
