@@ -135,7 +135,7 @@ def test_the_card_has_the_verdict_of_comparisons(done, tmp_path):
     copy = type(study)(tmp_path / "study")
     shutil.copytree(study.root, copy.root)
     card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
-    assert card["worth"] is None and "joining" not in text
+    assert card["worth"] is None and "Benefit of federation" not in text
     document = compare(copy, [run])
     card, text = card_of(copy, export_model(copy, run, called="proxy", form="wsinfer"))
     assert card["worth"]["verdict"] == document["worth"]["all"]["verdict"]
@@ -257,7 +257,7 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
     document = export_model(pair, run, called="shared", form="onnx")
     card, text = card_of(pair, document)
     assert "one-shot global head as released" in text and "None are exported" not in text
-    assert "In the run joining, each hospital with its own sums and models mixed in, reached" in text
+    assert "In the run federation (ensembles with local models) reached" in text
     head = SharedHead(2, 12, directions=4)
     head.load_state_dict(RunFolder(pair.root / run).site("S0").load_model("proxy"))
     x = torch.randn(20, 12)

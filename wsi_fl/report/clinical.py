@@ -93,7 +93,8 @@ def findings(document: Json) -> list[str]:
                 few.add(f"{one['cases']} {name}")
     if few:
         found.append(
-            f"So few cases are not conclusive ({', '.join(sorted(few))}); `wsi-fl plan-size` computes the sample size."
+            f"So few cases are not conclusive ({', '.join(sorted(few))}); "
+            "`wsi-fl plan-size` computes the sample size."
         )
     return found
 

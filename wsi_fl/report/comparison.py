@@ -74,7 +74,8 @@ def findings(
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
     told = next((gain for gain in (gains or {}).values() if gain.get("alone")), {"alone": alone[metric]})
     together = f" in {told['measure']} over all test {examples}" if "measure" in told else ""
-    reached = f"A{ALONE[1:]} reaches {number(told['alone']['mean'], 2)}{together} {measured}."
+    reached = f"A{ALONE[1:]} reaches {number(told['alone']['mean'], 2)}"
+    reached += f"{together} {measured}."
     over = f" as a mean over {repeated(rows)}" if together else ""
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
     whole = next((gain for gain in (gains or {}).values() if gain["room"]), None)

@@ -195,7 +195,8 @@ def _aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, object] | N
     mean = evaluation["merged"]["accuracy"]["mean"]
     one = together["rules"][together["rule"]]["accuracy"]
     text = (
-        f"Aggregated predictions reach an accuracy of {number(one)}, those of one site {number(mean)} on average. "
+        f"Aggregated predictions reach an accuracy of {number(one)}, "
+        f"those of one site {number(mean)} on average. "
         "In a single run a difference of a few points means nothing."
     )
     found: dict[str, object] = {

@@ -379,7 +379,8 @@ def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, object]]:
             found.append({
                 "metric": words.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,
                 "elsewhere": elsewhere, "reached": reached,
-                "best": _named(max, names, elsewhere), "hardest": _named(min, names, reached),
+                "best": _named(max, names, elsewhere),
+                "hardest": _named(min, names, reached),
                 "chart": figures.matrix(grid, (low, high), title) if len(names) > _CELLS_IN_TABLE else None,
             })  # fmt: skip
     return found

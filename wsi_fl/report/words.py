@@ -113,7 +113,8 @@ def received(evaluation: Mapping[str, Any]) -> list[str]:
     ]
     expect = "The score to expect at sites without labels needs a site with labels; none is here."
     if told := found["expected"].get(score):
-        reached = f"{number(told['mean'])} ({number(told['low'])} to {number(told['high'])})"
+        low, high = number(told["low"]), number(told["high"])
+        reached = f"{number(told['mean'])} ({low} to {high})"
         expect = (
             f"Expected at sites without labels: {SCORES[score].lower()} {reached}, as their head has on the test parts "
             f"of {', '.join(found['told_by'])}; a hospital unlike these may have less."
@@ -242,8 +243,8 @@ def absences(sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def duration(seconds: Any) -> str:
     """Return a time span in two units at most.
 
-    >>> duration(0.0123), duration(3.21), duration(252), duration(7260), duration(None)
-    ('12 ms', '3.2 s', '4 min 12 s', '2 h 1 min', '–')
+    >>> duration(0.0123), duration(3.21), duration(252), duration(7260)
+    ('12 ms', '3.2 s', '4 min 12 s', '2 h 1 min')
     """
     if not known(seconds):
         return DASH

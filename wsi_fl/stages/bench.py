@@ -127,8 +127,9 @@ def drawn(table: FeatureTable, cell: Cell, seed: int) -> tuple[list[FeatureTable
     def some(one: int, count: int) -> list[int]:
         if count > len(left[one]):
             raise UsageError(
-                f"{cell.sites}x{cell.n} {cell.skew}: too few patients (or rows) of {table.classes[one]}: the next "
-                f"hospital needs {count}, {len(left[one])} are left; patients of no hospital are the test set"
+                f"{cell.sites}x{cell.n} {cell.skew}: too few patients (or rows) of {table.classes[one]}: "
+                f"the next hospital needs {count}, {len(left[one])} are left; "
+                "patients of no hospital are the test set"
             )
         found, left[one] = left[one][:count], left[one][count:]
         return found
@@ -300,7 +301,7 @@ def bench(
         out: CSV with a line for each method, ε, cell, seed and hospital; existing lines are not computed again.
         methods: names in METHODS, including those of plug-ins.
         cells: sampling of hospitals.
-        along: projection from public reference slides for `oneshot`, or a table of their features; by default random.
+        along: from public reference slides for `oneshot`, or a table of their features; by default random.
         jobs: number of processes.
 
     Raises:

@@ -171,7 +171,8 @@ class Study:
         site = validated(SiteFile, _read_toml(path), self._label(path))
         if site.name != name:
             raise UsageError(
-                f"{self._label(path)}: name = {site.name!r}, not the file's; write name = {name!r}, or rename the file"
+                f"{self._label(path)}: name = {site.name!r}, not the file's; "
+                f"write name = {name!r}, or rename the file"
             )
         return site
 

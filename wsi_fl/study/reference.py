@@ -61,7 +61,8 @@ def page() -> str:
     parts = [_INTRODUCTION]
     for title, about, rows in _sections():
         table = [
-            f"| `{row['key'].removeprefix('site.')}` | {row['type']} | {_default(row, '`')} | {_meaning(row)} |"
+            f"| `{row['key'].removeprefix('site.')}` | {row['type']} "
+            f"| {_default(row, '`')} | {_meaning(row)} |"
             for row in rows
         ]
         parts += [f"## {title}\n", f"{about}\n", "| key | type | default | meaning |\n|---|---|---|---|"]

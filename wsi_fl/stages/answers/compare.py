@@ -113,7 +113,8 @@ def _require_one_store(evaluations: Sequence[Mapping[str, Any]]) -> None:
         left_out = (one.get("external_set") or {}).get("left_out")
         if left_out and seen.setdefault(left_out["site"], left_out["store"]) != left_out["store"]:
             raise WsiFlError(
-                f"{one['run']} was tested on other slides of {left_out['site']} than the others; evaluate all runs anew"
+                f"{one['run']} was tested on other slides of {left_out['site']} than the others; "
+                "evaluate all runs again"
             )
 
 
@@ -137,8 +138,8 @@ class _Row:
     Attributes:
         settings: distinguish the row from others of its method.
         values: per run, {site: {metric: value or None}} by the model's site, or by the left-out site.
-        right: by test set, {(site, patient): mean accuracy of the models}; for folds only, which test each patient once
-            per seed.
+        right: by test set, {(site, patient): mean accuracy of the models}; for folds only, with each patient in
+            one test part per seed.
     """
 
     method: str

@@ -168,7 +168,8 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
             )
         if run.division != first.division:
             raise UsageError(
-                f"{here}: tests other patients than {there}, by {_division(run)} and not by {_division(first)}; "
+                f"{here}: tests other patients than {there}, "
+                f"by {_division(run)} and not by {_division(first)}; "
                 "compare runs of one division"
             )
         if not _agree(run, first.inputs):
@@ -176,7 +177,8 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
             names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
             odd = next(name for name in sorted(names) if a.get(name) != b.get(name))
             raise UsageError(
-                f"{here}: was trained on other {kind_of(run.pipeline).word} than {there} (site {odd}); "
+                f"{here}: was trained on other {kind_of(run.pipeline).word} "
+                f"than {there} (site {odd}); "
                 "compare runs on the same stores"
             )
     return runs
@@ -260,7 +262,8 @@ def with_baseline(
         others = f", and likewise for {_members(missing[1:])}" if missing[1:] else ""
         return runs, [
             f"The baseline of {said} was not trained ({problem}): "
-            f"`{_command(*_recipe(study, missing[0]))}` trains that of {_members(missing[:1])}{others}."
+            f"`{_command(*_recipe(study, missing[0]))}` "
+            f"trains that of {_members(missing[:1])}{others}."
         ]
     trained = [_trained(study, like, OneOf(watcher, k, len(missing))) for k, like in enumerate(missing)]
     names = ", ".join(study.relative(run.folder.path) for run in trained)

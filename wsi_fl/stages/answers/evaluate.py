@@ -393,7 +393,8 @@ def evaluation_lines(document: Evaluation) -> Lines:
     if together := document["aggregated"]:
         one = together["rules"][together["rule"]]
         yield Line(
-            f"aggregated predictions ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
+            f"aggregated predictions ({together['rule'].replace('_', ' ')}): "
+            f"{number(one['accuracy'])} accuracy"
         )
     if document["parts"] and not document["shared"]:
         reached = {name: part[first] for name, part in document["parts"].items()}

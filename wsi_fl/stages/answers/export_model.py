@@ -178,7 +178,8 @@ def asked_for(party: RunContext, called: str, site_name: str | None) -> Leaving:
     wanted = [name for name in there if name not in party.lost and site_name in (None, name)]
     if not wanted:
         raise UsageError(
-            f"{run.name}: no {called} model of {site_name or 'any site'} here; found: {', '.join(there) or 'none'}"
+            f"{run.name}: no {called} model of {site_name or 'any site'} here; "
+            f"found: {', '.join(there) or 'none'}"
         )
     return Leaving(party, party.site(wanted[0]), called, role, run.site(wanted[0]).store_facts())
 
@@ -275,7 +276,8 @@ def _encoder(leaving: Leaving) -> Any:
     alone = "use --format onnx, which needs the head only"
     if any(encoder_differences([party.pipeline.encoding.encoder, wanted])):
         raise UsageError(
-            f"--format wsinfer: the model was trained on features of {wanted}, which is no encoder of the study; "
+            f"--format wsinfer: the model was trained on features of {wanted}, "
+            "which is no encoder of the study; "
             f"{alone}"
         )
     try:

@@ -97,7 +97,7 @@ class SlidePrediction:
     Attributes:
         task: the prediction task.
         names: names of the k outputs.
-        whole: float64[k], prediction of the slide; of classes probabilities, 0 for classes its tumour type excludes.
+        whole: float64[k], prediction of the slide; a probability is 0 where the tumour type excludes a class.
         alone: float64[m, k], predictions of single patches.
         attention: float64[m], adding up to 1; None for models without attention.
     """
@@ -211,7 +211,8 @@ class Predictor:
             return
         receives = 'import its features as a site with role = "receiver" and train again, or '
         raise WsiFlError(
-            f"{record.slide}: not in the store of site {self.site.name}, whose features of {wanted} were imported, so "
+            f"{record.slide}: not in the store of site {self.site.name}, "
+            f"whose features of {wanted} were imported, so "
             f"a new slide can't be encoded here; {receives if METHODS[self.run.manifest['method']].once else ''}"
             f"give its features to the file of `wsi-fl export --run {self.run.name} --model MODEL --format onnx`"
         )
