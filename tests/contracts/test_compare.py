@@ -223,7 +223,7 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
         write_sealed(folder / f"{name}.json", whole | more | {"sites": whole["sites"][1:]})
     newer_than(folder / "evaluation.json", folder / "summary.json")
     found = compare(study, ["1-6"])
-    assert "Lost during training in some run: S0." in found["notes"]
+    assert "Dropped out during training in some run: S0." in found["notes"]
     assert row_of(found, "fedavg")["accuracy"]["n"] == 8
 
     def means(method, seed, sites):

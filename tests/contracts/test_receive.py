@@ -210,7 +210,7 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
         assert [row["what"].startswith("sums of") for row in leaves].count(True) == (site == "S1")
     tried = rehearse(study, plan, "S1")  # as four: a hub, two that write to it, and one that listens
     assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger("S1").exists()
-    refused(lambda: rehearse(study, plan, "S3"), "S3 is a site without labels")
+    refused(lambda: rehearse(study, plan, "S3"), "S3 receives")
     edit(site_file(study, "S3"), "receiver", "member")
     refused(lambda: look(study, plan, "S3"), 'role = "receiver"', 'says "member"')
 
