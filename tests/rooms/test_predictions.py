@@ -148,7 +148,7 @@ def evaluate_table(root, task, table, *, sealed):
     write_predictions(folder, table)
     row = {"site": "S0", "n": len(table), **({"predictions": seal_of(folder)} if sealed else {})}
     run.write(
-        "evaluation", {"run": "runs/00001-x", "with": "proxy", "merged": None, "sites": [row], "models": {}}
+        "evaluation", {"run": "runs/00001-x", "model": "proxy", "merged": None, "sites": [row], "models": {}}
     )
     return folder
 

@@ -73,11 +73,11 @@ class Study:
 
     def release(self, site: str) -> Path:
         """The released class statistics of a site, or a copy of another site's."""
-        return self.root / "releases" / f"{site}.safetensors"
+        return self.root / "statistics" / f"{site}.safetensors"
 
     def release_at_home(self, site: str) -> Path:
         """The local part of a site's release with the exact statistics, which stays at the site."""
-        return self.root / "stores" / site / "release.safetensors"
+        return self.root / "stores" / site / "statistics.safetensors"
 
     def generator(self, site: str) -> Path:
         """The folder of a site's generator."""

@@ -32,7 +32,7 @@ _USUAL_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bu
 _TissueMethod = Literal["auto", "saturation", "density", "texture"]
 _OWN_GRAPH = {"a method that orders sites anew": "its graph is another in every round"}
 _OF_CLASSES = dict.fromkeys(
-    ("train.balance", "audit.canaries", "predict.with = stack", "train.start = oneshot"),
+    ("train.balance", "audit.canaries", "predict.model = ensemble", "train.init_from = oneshot"),
     "it works with classes alone",
 )
 
@@ -164,7 +164,7 @@ class _Features(Section):
 class Train(Section):
     """How models are trained."""
 
-    without_effect = ("seed", "eval_every", "fold", "left_out", "at_least", "until")
+    without_effect = ("seed", "eval_every", "fold", "left_out", "min_sites", "deadline")
     rounds: int = Field(30, ge=1, le=1_000_000)
     """Number of rounds. In each round the sites train locally, then exchange models."""
     eval_every: int = Field(1, ge=1, le=1_000_000)
@@ -182,13 +182,13 @@ class Train(Section):
     """Weight decay of Adam."""
     balance: bool = False
     """Whether the loss weights examples so that all classes count equally. Models with differential privacy are not
-    weighted, since class counts are private; `predict.with = "stack"` centres their predictions instead."""
+    weighted, since class counts are private; `predict.model = "ensemble"` centres their predictions instead."""
     tune: bool = False
     """Whether models without differential privacy choose hyperparameters by cross-validation over the site's patients.
     Linear heads are fitted in closed form; others choose `balance`, `weight_decay` and `lr`. `compare` always tunes the
     local baseline."""
-    alone: bool = True
-    """Whether each site also trains a local model, which never leaves the site and which `predict.with` can choose. A
+    local_baseline: bool = True
+    """Whether each site also trains a local model, which never leaves the site and which `predict.model` can choose. A
     linear head is fitted in closed form; other models take one more step for every batch."""
     alpha: float = Field(0.3, ge=0, le=1)
     """Weight α of distillation from the proxy in the loss of the private model: 0 is labels only, 1 the proxy only."""
@@ -222,7 +222,7 @@ class Train(Section):
         le=1000,
         needs={"train.fold": "a run tests one fold; `wsi-fl train --folds N` trains a run for each"},
         excludes=dict.fromkeys(
-            ("train.releases", "train.start = oneshot", "a method of synthetic patches"),
+            ("train.from_released", "train.init_from = oneshot", "a method of synthetic patches"),
             "it rests on the training part of the stores' own split, of which a fold tests some patients",
         ),
     )
@@ -243,11 +243,11 @@ class Train(Section):
     """Seed of all randomness in training except the privacy noise and the sampling of private batches."""
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
     """Whether Adam's moments are kept or reset when the parameters are exchanged."""
-    releases: bool = False
-    """Whether `oneshot` computes its heads from the class statistics that `wsi-fl release` wrote into `releases/`,
+    from_released: bool = False
+    """Whether `oneshot` computes its heads from the class statistics that `wsi-fl statistics` wrote into `statistics/`,
     instead of releasing and exchanging statistics itself. Sites without a store here take part by their file only;
     between hospitals each site sends its file to sites that lack it."""
-    at_least: int | None = key(
+    min_sites: int | None = key(
         None,
         ge=1,
         le=10_000,
@@ -257,16 +257,16 @@ class Train(Section):
     )
     """Smallest number of participating sites. The others continue without a site that timed out (`comm.timeout_s`), and
     it takes part again when it comes back; with fewer sites, and over a folder with half of them or fewer, all wait. By
-    default all are needed. With `train.releases`: smallest number of class statistics in `releases/` from which heads
-    are computed, by default those of all members, and any number after `train.until`. `train` computes the heads again
-    whenever more have arrived."""
-    until: str | None = None
+    default all are needed. With `train.from_released`: smallest number of class statistics in `statistics/` from which
+    heads are computed, by default those of all members, and any number after `train.deadline`. `train` computes the
+    heads again whenever more have arrived."""
+    deadline: str | None = None
     """Last day of waiting for sites or class statistics, such as "2027-01-31"."""
-    start: Literal["fresh", "oneshot"] = "fresh"
+    init_from: Literal["fresh", "oneshot"] = "fresh"
     """Initial weights of the exchanged model: random (`fresh`), or the one-shot global head (`oneshot`) of the class
-    statistics in `releases/`, which must be there for every site. The model must be a linear head on features."""
+    statistics in `statistics/`, which must be there for every site. The model must be a linear head on features."""
 
-    @field_validator("until", mode="before")
+    @field_validator("deadline", mode="before")
     @classmethod
     def _day(cls, until: object) -> object:
         try:
@@ -347,8 +347,8 @@ class _Model(Section):
     """Trained part of a network with `model.weights`: everything, the classifier (`head`), the last block and the
     classifier (`last`), gains and biases of normalisation layers and the classifier (`norm`), or low-rank adapters and
     the classifier (`lora`). Only this part is exchanged, with noise."""
-    directions: Annotated[int, Field(ge=2, le=65_536)] | str = 128
-    """Projection of features for `oneshot`: the path in the study of the file that `wsi-fl directions` computed from
+    projection: Annotated[int, Field(ge=2, le=65_536)] | str = 128
+    """Projection of features for `oneshot`: the path in the study of the file that `wsi-fl projection` computed from
     public reference slides, or a number of random dimensions, which lose more. All sites need the same projection."""
 
 
@@ -448,7 +448,7 @@ class Audit(Section):
         le=1_000_000,
         excludes={
             "a method without differential privacy": "they test the guarantee of differential privacy",
-            "train.releases": "they need new statistics; set train.releases = false",
+            "train.from_released": "they need new statistics; set train.from_released = false",
         },
     )
     """Number of random examples (canaries) among each site's training rows, each included with probability one half.
@@ -470,11 +470,12 @@ class _Evaluate(Section):
 class _Predict(Section):
     """Which model predicts."""
 
-    with_: Literal["auto", "private", "proxy", "mean", "alone", "stack"] = Field("auto", alias="with")
-    """Prediction model: the private model, the proxy, the mean of both, or the local model (`alone`). `stack` is the
-    ensemble of the local and the federated models, weighted by their gain on held-out rows, 0 where there is none.
-    `auto` is `stack` with `train.alone`; else the best model on the validation split, or the private model without
-    one. Numbers and survival of methods in rounds have no ensemble: `auto` takes the best model on validation rows."""
+    model: Literal["auto", "private", "proxy", "shared", "mean", "local", "ensemble"] = "auto"
+    """Prediction model: the private model, the proxy (of `oneshot` the `shared` head), the mean of both, or the `local`
+    model. `ensemble` is the ensemble of the local and the federated models, weighted by their gain on held-out rows, 0
+    where there is none. `auto` is `ensemble` with `train.local_baseline`; else the best model on the validation split,
+    or the private model without one. Numbers and survival of methods in rounds have no ensemble: `auto` takes the best
+    model on validation rows."""
 
 
 class Pipeline(Section):

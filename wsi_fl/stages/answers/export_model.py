@@ -306,7 +306,7 @@ def card_of(leaving: Leaving, made: Made, folder: Path) -> dict[str, Any]:
             "architecture": made.architecture,
             "input": made.input,
             "task": party.task.kind,
-            "answers": question(party.pipeline.target),
+            "target": question(party.pipeline.target),
             "classes": list(leaving.facts["classes"]),
             "difference": made.difference,
         },
@@ -320,17 +320,17 @@ def card_of(leaving: Leaving, made: Made, folder: Path) -> dict[str, Any]:
 
 
 def _told(leaving: Leaving) -> dict[str, object]:
-    """Return the model's scores on test patients (`metrics`) and the benefit of federation over all sites (`worth`).
+    """Return the model's scores on test patients (`metrics`) and the benefit of federation over all sites (`benefit`).
 
     Each is None where it is unknown or sites do not allow its release; `missing` is the reason. A one-shot global head
-    is exported without the site's exact statistics (`alone`), and its scores are those of the exported head.
+    is exported without the site's exact statistics (`as_released`), and its scores are those of the exported head.
     """
     party, evaluation = leaving.party, leaving.party.run.evaluation()
     alone = leaving.called == "shared" and party.method.once
     told: dict[str, Any] = {
         "metrics": None,
-        "worth": None,
-        "alone": alone,
+        "benefit": None,
+        "as_released": alone,
         "missing": "the run was not evaluated",
     }
     if evaluation is None:
@@ -340,15 +340,17 @@ def _told(leaving: Leaving) -> dict[str, object]:
     merged = evaluation["merged"] is not None and all(site.allows("scores") for site in party.members)
     if evaluation["merged"] and merged:
         rows = baselines(party, Run.of(party.run.path))
-        told["worth"] = next((row["gain"] for row in rows if row.get("gain")), None)
+        told["benefit"] = next((row["gain"] for row in rows if row.get("gain")), None)
     if alone:
-        those = [one for one in evaluation.get("released") or [] if party.site(one["site"]).allows("scores")]
+        those = [
+            one for one in evaluation.get("global_head") or [] if party.site(one["site"]).allows("scores")
+        ]
         parts = [{"on": f"the test part of {one['site']}", "intervals": None} | one for one in those]
         told["metrics"] = {"scores": list(evaluation["scores"]), "parts": parts} if parts else None
         return told
     row = next((row for row in evaluation["sites"] if row["site"] == leaving.site.name), None)
     if row and leaving.site.allows("scores") and not alone and (model := row["models"].get(leaving.role)):
-        answers, scores = row["with"] == leaving.role, evaluation["scores"]
+        answers, scores = row["model"] == leaving.role, evaluation["scores"]
         found = {"the test parts of all sites": (model, row)} if merged else {}
         found["the test part of its site"] = (model["own"], row["own"])
         parts = []
@@ -369,7 +371,7 @@ def _privacy(leaving: Leaving) -> list[dict[str, object]]:
         {
             "site": name,
             **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
-            "detection": account.get("detection"),
+            "max_tpr_at_fpr_1pct": account.get("max_tpr_at_fpr_1pct"),
             "epsilon_lower": _audited(leaving, name),
             "ledger": sha256_of(ledgers[name]) if ledgers[name].exists() else None,
         }
@@ -407,12 +409,12 @@ def _warning_of(card: Mapping[str, Any]) -> str:
 
 
 def _rendered(card: Mapping[str, Any]) -> str:
-    gain, scores = card["worth"], (card["metrics"] or {}).get("scores", ())
+    gain, scores = card["benefit"], (card["metrics"] or {}).get("scores", ())
     joining = None
     if gain:
-        who = " (ensembles with local models)" if card["alone"] else ""
+        who = " (ensembles with local models)" if card["as_released"] else ""
         reached = (
-            f"In the run federation{who} reached {number(gain['joined']['mean'], 2)} in {gain['measure']}"
+            f"In the run federation{who} reached {number(gain['federated']['mean'], 2)} in {gain['measure']}"
         )
         joining = worth.finding(gain, reached, "local models without differential privacy").text
     context = {

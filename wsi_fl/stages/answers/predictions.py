@@ -1,7 +1,7 @@
 """predictions.csv: a site's predictions of every test example, written by `evaluate`.
 
 A row is the prediction of a model for an example: the model's site (site) and name (model), whether it is the site's
-prediction model (answers), the example's site (part), slide, patient and further columns, truth, and predictions.
+prediction model (selected), the example's site (part), slide, patient and further columns, truth, and predictions.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Answers = dict[Key, tuple[float, str]]
 """Test example → its term in the compared mean, and its true class; "" in tasks without classes."""
 COLUMNS = {
     "classes": (("truth",), "p_{}"),
-    "number": (("truth",), "said_{}"),
+    "number": (("truth",), "pred_{}"),
     "survival": (("time", "event"), "without_event_{}"),
 }
 """The columns of the truth and of predictions by kind of task. Of survival the predictions are probabilities of no
 event up to the end of each interval; the risk of a patient follows from all of them (`survival.risk`)."""
-_WHO = ("site", "model", "answers", "part", "slide", "patient")
+_WHO = ("site", "model", "selected", "part", "slide", "patient")
 _MODEL, _ANSWERS = 1, 2
 _ROUNDED = 1e-5
 """Tolerance of probabilities, which tables of earlier versions have with nine digits."""
@@ -88,7 +88,7 @@ def read_predictions(
     """Return the predictions of a site's model for its test examples; None without any of this task or model.
 
     Args:
-        model: such as "alone"; by default the site's prediction model.
+        model: such as "local"; by default the site's prediction model.
 
     Raises:
         WsiFlError: when another version wrote the file, or it was cut off, changed or duplicated, or holds impossible

@@ -12,7 +12,7 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.stacking import Stack
-from wsi_fl.learning.validation import LONE, STACK, answered, roles
+from wsi_fl.learning.validation import COMMON, LONE, STACK, answered, roles
 from wsi_fl.models import build
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import RunContext, method_for
@@ -42,7 +42,7 @@ class TrainedModels:
 
     Attributes:
         models: the loaded models by role.
-        answer: "alone", "private", "proxy", "mean" of the last two, or "stack".
+        answer: "local", "private", "proxy" or "shared", "mean" of the last two, or "ensemble".
         stack: weights of the ensemble, if the run has them.
     """
 
@@ -54,13 +54,13 @@ class TrainedModels:
     @property
     def asked(self) -> list[torch.nn.Module]:
         """The models of the ensemble."""
-        return [self.models[role] for role in roles(self.answer, self.stack)]
+        return [self.models[role] for role in roles(self.answer, self.stack, self.models)]
 
     def probabilities(self, examples: Examples, batch_size: int = 256) -> Probabilities:
         """Return the predictions of every example, float64[n, classes]."""
         said = {
             role: probabilities(self.models[role], examples, self.device, batch_size)
-            for role in roles(self.answer, self.stack)
+            for role in roles(self.answer, self.stack, self.models)
         }
         return answered(said, self.answer, self.stack)
 
@@ -71,7 +71,7 @@ def offered(method: Method) -> dict[str, str]:
     A model is `private` if it stays at its site, `proxy` or `shared` if it is exchanged or equal at all sites.
     """
     if method.once:
-        return {"private": "private", "shared": "proxy"}
+        return {"private": "private", "shared": "shared"}
     if "proxy" in method.learners:
         return {"private": "private", "proxy": "proxy"}
     return {
@@ -81,39 +81,43 @@ def offered(method: Method) -> dict[str, str]:
 
 def with_dp(party: RunContext, role: str) -> bool:
     """Return whether the models of a role are trained with differential privacy."""
-    return party.pipeline.privacy.enabled and (role == "proxy" or "proxy" not in party.method.learners)
+    return party.pipeline.privacy.enabled and (role in COMMON or not {*COMMON} & party.method.learners.keys())
 
 
 def _roles_of(run: RunFolder, site: str) -> Set[str]:
     """Return the roles of a site's models; an inference-only site has the one-shot global head only."""
     method = METHODS[run.manifest["method"]]
     if method.once and not run.site(site).has_model("private"):
-        return {"proxy"}
+        return {"shared"}
     there = method.learners.keys()
     return there | {LONE} if run.site(site).has_model(LONE) else there
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
-    """Return the prediction model of a site: `predict.with`, or the run's choice for `auto`."""
-    wanted, there = pipeline.predict.with_, _roles_of(run, site)
+    """Return the prediction model of a site: `predict.model`, or the run's choice for `auto`."""
+    wanted, there = pipeline.predict.model, _roles_of(run, site)
+    if METHODS[run.manifest["method"]].once and wanted == "proxy":
+        raise UsageError(f"{run.name}: the head that all sites share is called so: predict.model = 'shared'")
     if len(there) == 1:
         return next(iter(there))
     if wanted == "auto":
         return run.site(site).choice() or "private"
     if wanted == LONE not in there and not METHODS[run.manifest["method"]].once:
-        raise UsageError(f"{run.name}: trained with train.alone = false, so it has no local model of {site}")
+        raise UsageError(
+            f"{run.name}: trained with train.local_baseline = false, so it has no local model of {site}"
+        )
     if wanted == STACK and _stack_of(run, site) is None:
         raise UsageError(
-            f"{run.name}: trained without predict.with = 'stack' and train.alone = true, so it has no ensemble "
-            "weights; train with one of them, or use private, proxy or mean"
+            f"{run.name}: trained without predict.model = 'ensemble' and train.local_baseline = true, so it has no "
+            "ensemble weights; train with one of them, or use private, proxy or mean"
         )
-    return wanted if wanted == STACK or set(roles(wanted)) <= there else "private"
+    return wanted if wanted == STACK or set(roles(wanted, there=there)) <= there else "private"
 
 
 def _stack_of(run: RunFolder, site: str) -> Stack | None:
     """Return the ensemble weights of a site; None if its run has none."""
-    noted = run.site(site).kept("choice")
-    return Stack.of(noted["stack"]) if noted and "stack" in noted else None
+    noted = run.site(site).kept("prediction_model")
+    return Stack.of(noted["ensemble"]) if noted and "ensemble" in noted else None
 
 
 def answering(
@@ -128,7 +132,7 @@ def answering(
 ) -> TrainedModels:
     """Load the models of a site's ensemble; with `every`, all its models."""
     answer, stack = answers_with(run, pipeline, site.name), _stack_of(run, site.name)
-    wanted = _roles_of(run, site.name) if every else roles(answer, stack)
+    wanted = _roles_of(run, site.name) if every else roles(answer, stack, _roles_of(run, site.name))
     models, travels = {}, method_for(run.manifest["method"], pipeline).travels
     for role in wanted:
         name = architecture(site, pipeline, role, common=role == "private" == travels)
